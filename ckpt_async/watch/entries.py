@@ -68,6 +68,10 @@ class Entry:
     # Of a single file: the checksums of its tensors, as it says them.
     tensors: Mapping[str, int] = field(default_factory=dict)
     mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: not known
+    # By shard: CRC-32s of a few blocks of the largest, and the checksums of all that is in the store. What has the same
+    # ones is the same, by whatever name, also when it has been pruned. Empty if not known.
+    samples: Mapping[str, int] = field(default_factory=dict)
+    sums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_settled(self) -> bool:
@@ -90,6 +94,13 @@ class Entry:
     @property
     def size_bytes(self) -> int:
         return sum(each.size_bytes for each in self.files.values())
+
+    @property
+    def content(self) -> Mapping[str, Identity]:
+        """Its files by their names in it. A single file may have any name."""
+        if self.path in self.files:
+            return {"": self.files[self.path]}
+        return {shard: self.files[path] for path, shard in self.shards.items()}
 
     def is_of(self, files: Mapping[str, Identity]) -> bool:
         """Whether these are its files, or those of them that a rotation has left."""

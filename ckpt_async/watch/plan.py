@@ -208,8 +208,8 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
 
 
 def is_perhaps_copy(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
-    """Whether it may be what somebody has renamed, or copied by hand: a trainer that goes back would have written the
-    same; or nothing but its time tells its step.
+    """Whether it may be what somebody has renamed, or copied by hand, as far as steps and times tell: a trainer that
+    goes back would have written the same; or nothing but its time tells its step.
     """
     return has_no_step(entry) or needs_new_generation(entry, known, generation)
 
@@ -218,26 +218,38 @@ def has_no_step(entry: Entry) -> bool:
     return entry.step == entry.marked_ns // _NS
 
 
-def akin(entry: Entry, known: Iterable[Entry]) -> list[Entry]:
-    """Those of other paths that have files of the same names and sizes, and may be the same: of its step, if its name
-    tells one.
+def akin(entry: Entry, known: Collection[Entry], generation: int) -> list[Entry]:
+    """Those of other paths that may be the same: they have files of the same names and sizes, and the same blocks of
+    them where both were sampled, whatever the names say of the steps. Where they were not, few are worth reading.
     """
-    shape, any_step = _shape(entry), has_no_step(entry)
-    others = (each for each in known if each.path != entry.path and each.is_alive)
-    return [each for each in others if (any_step or each.step == entry.step) and _shape(each) == shape]
+    sizes, any_step = _sizes(entry), has_no_step(entry)
+    may_be_copy = is_perhaps_copy(entry, known, generation)
+
+    def is_alike(other: Entry) -> bool:
+        if entry.samples and other.samples:
+            return entry.samples == other.samples
+        return may_be_copy and (any_step or other.step == entry.step)
+
+    others = (each for each in originals(known) if each.path != entry.path and each.is_alive)
+    return [each for each in others if is_alike(each) and _sizes(each) == sizes]
 
 
-def _shape(entry: Entry) -> Mapping[str, int]:
-    """A single file may have any name."""
-    is_file = entry.path in entry.files
-    return {"" if is_file else shard: entry.files[path].size_bytes for path, shard in entry.shards.items()}
+def originals(known: Iterable[Entry]) -> list[Entry]:
+    """Without those that are committed as what another one was handed in as: copies of that."""
+    found: dict[tuple[int, int, int], Entry] = {}
+    for each in sorted(known, key=lambda each: each.number):
+        is_committed = each.state is State.COMMITTED
+        found.setdefault((each.generation, each.step, 0) if is_committed else (0, 0, each.number), each)
+    return list(found.values())
+
+
+def _sizes(entry: Entry) -> Mapping[str, int]:
+    return {shard: each.size_bytes for shard, each in entry.content.items()}
 
 
 def awaits_akin(entry: Entry, known: Collection[Entry], generation: int) -> bool:
     """Whether one of which it may be a copy is not decided: what that becomes, it is."""
-    if not is_perhaps_copy(entry, known, generation):
-        return False
-    return bool(akin(entry, [each for each in known if each.state is State.HANDED]))
+    return any(each.state is State.HANDED for each in akin(entry, known, generation))
 
 
 def gone_back(entry: Entry, known: Collection[Entry]) -> str:

@@ -1,43 +1,83 @@
-"""Whether the store has a checkpoint already: from a watcher whose memory is lost, or of another machine, or because
+"""Whether a checkpoint was committed before: by a watcher whose memory is lost, or of another machine, or because
 somebody has renamed or copied what is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt_async.core import naming
-from ckpt_async.core.model import CheckpointId, Checksum, Decision, Outcome
+from ckpt_async.core.model import CheckpointId, Checksum, Outcome
+from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.watch import plan
+from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.remote import Remote
 
+T = TypeVar("T")
 
-def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Decision | None:
-    """The commit that has it, byte for byte, if it is in the store: from a watcher whose memory is lost; or it is one
-    that is known by another path, renamed or copied by hand. Blocking calls.
+# Of so many files of a checkpoint, the largest, blocks are read: enough to tell two saves of one trainer apart.
+NUM_SAMPLED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """What was committed, byte for byte the same. `sums` are the checksums of its files."""
+
+    checkpoint: CheckpointId
+    sums: Mapping[str, str]
+    is_in_store: bool = True  # else it was pruned
+
+
+def samples_of(entries: Entries, entry: Entry) -> dict[str, int]:
+    """Of what is staged; none if it cannot be read."""
+    files = zip(entry.content.items(), entry.shards.values(), strict=True)
+    largest = sorted(files, key=lambda each: (-each[0][1].size_bytes, each[0][0]))[:NUM_SAMPLED]
+    found: dict[str, int] = {}
+    for (name, _), shard in largest:
+        crc = sample(entries.staged(entry) / shard)
+        if crc is None:
+            return {}
+        found[name] = crc
+    return found
+
+
+def sums_of(files: Mapping[str, RemoteFile]) -> dict[str, str]:
+    """Nothing if one of them is not known."""
+    sums = {name: each.checksum for name, each in files.items()}
+    return {name: _said(each) for name, each in sums.items() if each} if all(sums.values()) else {}
+
+
+def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Same | None:
+    """What it is, byte for byte, if that was committed before: by a watcher whose memory is lost; or it is one that is
+    known by another path, renamed or copied by hand. Blocking calls.
     """
     known = entries.all.values()
-    if not entry.is_doubtful and not plan.is_perhaps_copy(entry, known, generation):
-        return None
-    not_of = {CheckpointId(each.generation, each.step) for each in known if each.path == entry.path}
+    akin = [each for each in plan.akin(entry, known, generation) if each.state is State.COMMITTED]
     compared = _Compared(entry, entries.staged(entry))
-    for decision in _candidates(remote, entry, known):
-        if decision.checkpoint not in not_of and compared.are_in(remote, decision):
-            return decision
+    if entry.is_doubtful or plan.is_perhaps_copy(entry, known, generation):
+        not_of = {CheckpointId(each.generation, each.step) for each in known if each.path == entry.path}
+        for decision in remote.committed_as(naming.checkpoint_name(entry.name, entry.step)):
+            files = {} if decision.checkpoint in not_of else remote.files(decision)
+            if compared.are(files):
+                return Same(decision.checkpoint, sums_of(files))
+    return _known_as(remote, entry, akin, compared) if akin else None
+
+
+def _known_as(remote: Remote, entry: Entry, akin: Collection[Entry], compared: _Compared) -> Same | None:
+    decisions = remote.decisions([CheckpointId(each.generation, each.step) for each in akin])
+    for each in akin:
+        id_ = CheckpointId(each.generation, each.step)
+        decision = decisions.get(id_)
+        is_there = decision is not None and decision.outcome is Outcome.COMMIT
+        sums = each.sums or (sums_of(remote.files(decision)) if is_there and decision is not None else {})
+        if each.content == entry.content or compared.have(sums):
+            return Same(id_, sums, is_there)
     return None
-
-
-def _candidates(remote: Remote, entry: Entry, known: Iterable[Entry]) -> Iterator[Decision]:
-    yield from remote.committed_as(naming.checkpoint_name(entry.name, entry.step))
-    akin = plan.akin(entry, known)
-    ids = dict.fromkeys(
-        CheckpointId(each.generation, each.step) for each in akin if each.state is State.COMMITTED
-    )
-    decisions = remote.decisions(ids).values()
-    yield from (each for each in decisions if each.outcome is not Outcome.ABORT)
 
 
 class _Compared:
@@ -46,26 +86,33 @@ class _Compared:
     def __init__(self, entry: Entry, staged: Path) -> None:
         self._staged, self._is_file = staged, entry.path in entry.files
         self._sizes = {shard: entry.files[path].size_bytes for path, shard in entry.shards.items()}
-        self._sums: dict[tuple[str, str], Checksum | None] = {}
+        self._sums: dict[tuple[str, str], str] = {}
 
-    def are_in(self, remote: Remote, decision: Decision) -> bool:
+    def are(self, files: Mapping[str, RemoteFile]) -> bool:
         """Whether the files of a commit have the names, the sizes and the checksums of these; of a single file, its
         name is the checkpoint's.
         """
-        files = remote.files(decision)
-        if self._is_file and len(files) == 1:
-            files = dict(zip(self._sizes, files.values(), strict=True))
-        if self._sizes != {name: each.size_bytes for name, each in files.items()}:
-            return False
-        # Small ones first: those that differ tell it soonest.
-        wanted = sorted(files.items(), key=lambda each: (each[1].size_bytes, each[0]))
-        return all(
-            each.checksum and self._sum(name, each.checksum.algorithm) == each.checksum
-            for name, each in wanted
-        )
+        sizes = {name: each.size_bytes for name, each in self._named(files).items()}
+        return sizes == self._sizes and self.have(sums_of(files))
 
-    def _sum(self, shard: str, algorithm: str) -> Checksum | None:
+    def have(self, sums: Mapping[str, str]) -> bool:
+        """The same, of one with files of these sizes."""
+        sums = self._named(sums)
+        # Small ones first: those that differ tell it soonest.
+        wanted = sorted(sums, key=lambda name: (self._sizes.get(name, 0), name))
+        return sums.keys() == self._sizes.keys() and all(self._sum(each, sums[each]) for each in wanted)
+
+    def _named(self, files: Mapping[str, T]) -> Mapping[str, T]:
+        is_one = self._is_file and len(files) == 1
+        return dict(zip(self._sizes, files.values(), strict=True)) if is_one else files
+
+    def _sum(self, shard: str, said: str) -> bool:
+        algorithm = said.partition(":")[0]
         key = shard, algorithm
         if key not in self._sums:
-            self._sums[key] = checksum_of_file(self._staged / shard, algorithm)
-        return self._sums[key]
+            self._sums[key] = _said(checksum_of_file(self._staged / shard, algorithm))
+        return self._sums[key] == said
+
+
+def _said(checksum: Checksum | None) -> str:
+    return f"{checksum.algorithm}:{checksum.value}" if checksum else ""

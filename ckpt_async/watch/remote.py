@@ -152,12 +152,21 @@ class Remote:
 
     def files(self, decision: Decision) -> Mapping[str, RemoteFile]:
         """What a committed checkpoint has, by name; nothing if its receipts cannot be read."""
+        return self.call(lambda store: _files(store, decision))
 
-        async def work(store: PatientStore) -> Mapping[str, RemoteFile]:
-            ranks = range(decision.world_size)
-            return files_of(await all_or_none(steps.bound_receipt(store, decision, rank) for rank in ranks))
+    def committed_files(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Mapping[str, RemoteFile]]:
+        """What those of these that are committed have, by name."""
+        found = {id_: each for id_, each in self.decisions(ids).items() if each.outcome is Outcome.COMMIT}
 
-        try:
-            return self.call(work)
-        except InvalidRecordError:
-            return {}
+        async def work(store: PatientStore) -> list[Mapping[str, RemoteFile]]:
+            return await all_or_none(_files(store, each) for each in found.values())
+
+        return dict(zip(found, self.call(work), strict=True)) if found else {}
+
+
+async def _files(store: PatientStore, decision: Decision) -> Mapping[str, RemoteFile]:
+    ranks = range(decision.world_size)
+    try:
+        return files_of(await all_or_none(steps.bound_receipt(store, decision, rank) for rank in ranks))
+    except InvalidRecordError:
+        return {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ckpt_async import Uploader
@@ -27,6 +28,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor import status
+from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.watch import added, ending, plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.ending import Ending
@@ -37,7 +39,7 @@ from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin, keep_on
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.recognise import there
+from ckpt_async.watch.recognise import Same, samples_of, sums_of, there
 from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.room import Room
@@ -288,7 +290,8 @@ class Watcher:
         assert self._uploader is not None
         assert self._remote is not None
         now_ns = self._lookout.tree.now_ns
-        for entry in plan.due(self.entries.all.values(), now_ns, self.options.rules, self._lookout.now):
+        for due in plan.due(self.entries.all.values(), now_ns, self.options.rules, self._lookout.now):
+            entry = due
             handed = [each for each in self.entries.open() if each.state is State.HANDED]
             size_bytes = sum(each.size_bytes for each in (*handed, entry))
             # What is in its hands keeps its space until it is committed, however long that takes.
@@ -299,14 +302,12 @@ class Watcher:
                 self.entries.drop(entry)
                 continue
             known = self.entries.all.values()
-            is_alone = self.options.num_nodes == 1  # else each has a part of it only
-            if is_alone and plan.awaits_akin(entry, known, self._uploader.generation):
-                return
-            if (decision := there(self._remote, self.entries, entry, self._uploader.generation)) is not None:
-                _drop_larger(self.entries, entry)
-                id_ = decision.checkpoint
-                known_as = replace(entry, generation=id_.generation, step=id_.step)
-                self._teller.settled("there", self.entries.settle(known_as, State.COMMITTED))
+            if self.options.num_nodes == 1:  # else each has a part of it only
+                entry = replace(entry, samples=samples_of(self.entries, entry))
+                if plan.awaits_akin(entry, known, self._uploader.generation):
+                    return
+            if (same := there(self._remote, self.entries, entry, self._uploader.generation)) is not None:
+                self._settle_same(entry, same)
                 continue
             if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):
                 return
@@ -365,26 +366,29 @@ class Watcher:
         ours = self._uploader.generation
         handed = [each for each in self.entries.open() if each.generation]
         earlier = [each for each in handed if each.generation != ours]
+        committed: list[Entry] = []
         for entry in handed:
             if entry.generation != ours or entry.state is not State.HANDED:
                 continue
             try:
                 if self._uploader.is_committed(entry.step):
-                    self._settle_committed(entry)
+                    committed.append(entry)
             except CheckpointAbortedError as error:
                 self._nodes.check_newest()  # which has given up what was not sealed, and in which it comes again
                 self._given_up(entry, str(error))
+        self._settle_committed(committed)
         ids = [CheckpointId(each.generation, each.step) for each in earlier]
-        decided = self._remote.decisions(ids) if ids else {}
+        decided, committed = self._remote.decisions(ids) if ids else {}, []
         for entry in earlier:
             id_ = CheckpointId(entry.generation, entry.step)
             decision = decided.get(id_)
             if decision is not None and decision.outcome is not Outcome.ABORT:
-                self._settle_committed(entry)
+                committed.append(entry)
             elif entry.state is State.STAGED:
                 continue  # it is handed in again when its turn comes
             elif decision is not None or id_ not in self._sealed_before or self._is_left_alone():
                 self._given_up(entry, decision.reason if decision else "it was not sealed", may_repeat=True)
+        self._settle_committed(committed)
 
     def _is_left_alone(self) -> bool:
         """Whether other nodes had the time to finish what this one had sealed in an earlier start."""
@@ -399,9 +403,33 @@ class Watcher:
         else:
             self._settle_refused(entry, Refusal.GIVEN_UP, reason)
 
-    def _settle_committed(self, entry: Entry) -> None:
-        self.entries.settle(entry, State.COMMITTED)
-        self._teller.settled("committed", entry)
+    def _settle_same(self, entry: Entry, same: Same) -> None:
+        """It was committed before, perhaps by another name."""
+        _drop_larger(self.entries, entry)
+        id_ = same.checkpoint
+        if same.is_in_store:
+            known_as = replace(entry, generation=id_.generation, step=id_.step, sums=same.sums)
+            self._teller.settled("there", self.entries.settle(known_as, State.COMMITTED))
+        else:
+            reason = (
+                f"it is step {id_.step} by its bytes, which was committed and pruned, and would become the newest:"
+                " adopt it with --kind, or into another remote"
+            )
+            self._settle_refused(entry, Refusal.OUTDATED, reason)
+
+    def _settle_committed(self, entries: list[Entry]) -> None:
+        assert self._remote is not None
+        files: Mapping[CheckpointId, Mapping[str, RemoteFile]] = {}
+        if self.options.num_nodes == 1:
+            with contextlib.suppress(
+                StoreError
+            ):  # then the store is asked when it matters, if it has them still
+                ids = [CheckpointId(each.generation, each.step) for each in entries]
+                files = self._remote.committed_files(ids)
+        for entry in entries:
+            sums = sums_of(files.get(CheckpointId(entry.generation, entry.step), {}))
+            self.entries.settle(replace(entry, sums=sums), State.COMMITTED)
+            self._teller.settled("committed", entry)
 
     def _settle_refused(self, entry: Entry, refusal: Refusal, reason: str) -> None:
         self.entries.settle(entry, State.REFUSED, reason, refusal)

@@ -81,10 +81,27 @@ def test_what_may_be_a_copy_waits_for_what_it_may_be_a_copy_of() -> None:
         assert not plan.awaits_akin(copy, [replace(first, state=State.COMMITTED), copy], 1), (
             "that is compared"
         )
-        assert not plan.akin(copy, [replace(first, state=State.REFUSED)])
-        assert not plan.akin(copy, [replace(first, files={"x": Identity(1, 1, 1)}, shards={"x": "x"})])
-    assert not plan.akin(again, [replace(first, step=11)])
-    assert plan.akin(stepless, [replace(first, step=11)])
+        assert not plan.akin(copy, [replace(first, state=State.REFUSED)], 1)
+        assert not plan.akin(copy, [replace(first, files={"x": Identity(1, 1, 1)}, shards={"x": "x"})], 1)
+    assert not plan.akin(again, [replace(first, step=11)], 1)
+    assert plan.akin(stepless, [replace(first, step=11)], 1)
+
+
+def test_what_has_the_same_blocks_may_be_a_copy_whatever_the_steps_that_the_names_tell() -> None:
+    first = replace(entry(1, 10, written_s=5), samples={"": 1})
+    for step in (10, 9, 20261124):
+        copy = replace(entry(2, step, written_s=9), path="best", samples={"": 1}, generation=0)
+        copy = replace(copy, files={"best": Identity(9, 1, 1)}, shards={"best": "best"})
+        assert plan.awaits_akin(copy, [first, copy], 1)
+        assert not plan.awaits_akin(replace(copy, samples={"": 2}), [first, copy], 1), "nothing more is read"
+        assert plan.akin(copy, [replace(first, state=State.COMMITTED)], 1)
+        assert not plan.akin(copy, [replace(first, path="best")], 1), "it was saved again to the same place"
+
+
+def test_what_is_committed_as_another_one_is_a_copy_of_that() -> None:
+    first, second = entry(1, 10, written_s=5, state=State.COMMITTED), entry(3, 11, written_s=7)
+    copy = replace(first, number=2, path="best")
+    assert plan.originals([copy, second, first]) == [first, second]
 
 
 def test_a_file_with_another_name_for_a_step_that_is_taken_is_not_sent_again() -> None:

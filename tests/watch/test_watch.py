@@ -520,12 +520,12 @@ def test_a_remote_in_the_watched_folder_is_not_watched(place: Place) -> None:
     assert (code, "is the watched folder itself" in str(told)) == (2, True)
 
 
-def save_dcp(place: Place, step: int) -> dict[str, str]:
+def save_dcp(place: Place, step: int, *, size_bytes: int = 400) -> dict[str, str]:
     """A checkpoint as DCP writes it: in a folder of any name."""
     here = place.out / f"step-{step}"
     here.mkdir()
-    (here / "__0_0.distcp").write_bytes(os.urandom(400))
-    (here / ".metadata").write_bytes(metadata_of({"__0_0.distcp": 400}))
+    (here / "__0_0.distcp").write_bytes(os.urandom(size_bytes))
+    (here / ".metadata").write_bytes(metadata_of({"__0_0.distcp": size_bytes}))
     return hashes(here)
 
 
@@ -537,7 +537,7 @@ COPIES: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["best", "step-10-best"])
+@pytest.mark.parametrize("name", ["best", "step-10-best", "best-20261124", "best_v2"])
 @pytest.mark.parametrize("how", COPIES)
 def test_what_somebody_has_renamed_or_copied_is_known_by_its_bytes(place: Place, how: str, name: str) -> None:
     """Whatever its new name: latest does not go back, and its trainer has not."""
@@ -571,20 +571,51 @@ def test_a_copy_of_a_single_file_is_known_by_its_bytes(place: Place) -> None:
     assert (watching.end(), place.newest()) == (0, 20)
 
 
-def test_a_step_that_only_looks_like_an_earlier_one_is_new(place: Place) -> None:
-    """Its name tells another step, or a byte differs."""
+def test_a_copy_that_differs_in_a_byte_is_new(place: Place) -> None:
+    """Where no block was sampled, too."""
+    watching = place.watch()
+    for step in (10, 20):
+        save_dcp(place, step, size_bytes=1 << 20)
+        watching.until("committed", step)
+    new = place.here / "new"
+    for step in (30, 31):
+        shutil.copytree(place.out / "step-10", new, copy_function=shutil.copyfile)
+        data = bytearray((new / "__0_0.distcp").read_bytes())
+        data[0 if step == 30 else 5000] ^= 1
+        (new / "__0_0.distcp").write_bytes(data)
+        saved = hashes(new)
+        os.utime(new / ".metadata")
+        os.rename(new, place.out / f"step-{step}")
+        watching.until("committed", step)
+        assert place.committed(step) == saved
+    assert watching.end() == 0
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_what_was_pruned_is_known_by_its_bytes_and_does_not_become_the_newest(place: Place, how: str) -> None:
     watching = place.watch()
     for step in (10, 20):
         save_dcp(place, step)
         watching.until("committed", step)
-    shutil.copytree(place.out / "step-10", place.out / "step-30", copy_function=shutil.copyfile)
-    watching.until("committed", 30)
-    shutil.copytree(place.out / "step-10", place.here / "best", copy_function=shutil.copyfile)
-    (place.here / "best/__0_0.distcp").write_bytes(os.urandom(400))
-    os.utime(place.here / "best/.metadata")
-    os.rename(place.here / "best", place.out / "best")
-    assert watching.until("committed")["step"] > 10**9
-    assert watching.end() == 0
+    assert cli.main(["prune", place.remote, "--keep", "last=1", "--yes"]) == 0
+    COPIES[how](place.out / "step-10", place.out / "best")
+    assert "it is step 10 by its bytes" in watching.until("refused")["reason"]
+    assert (watching.end(), place.newest()) == (1, 20)
+
+
+def test_a_copy_over_a_copy_of_another_one_is_known_by_its_bytes(place: Place) -> None:
+    watching = place.watch()
+    for step in (10, 20):
+        save_dcp(place, step)
+        watching.until("committed", step)
+    for step in (10, 20, 10):
+        for each in (place.out / f"step-{step}").iterdir():
+            (place.out / "best").mkdir(exist_ok=True)
+            shutil.copyfile(each, place.here / "file")
+            os.replace(place.here / "file", place.out / "best" / each.name)
+        os.utime(place.out / "best/.metadata")
+        assert watching.until("there")["step"] == step
+    assert (watching.end(), place.newest()) == (0, 20)
 
 
 def test_one_that_cannot_be_judged_holds_up_nothing_else(
@@ -698,7 +729,7 @@ def test_a_folder_that_cannot_be_listed_is_named_and_is_not_an_empty_one(
         here = place.out / f"step-{step}"
         (here / "optim").mkdir(parents=True)
         for name in ("model.pt", "optim/state.pt", "DONE"):
-            (here / name).write_bytes(b"x")
+            (here / name).write_bytes(b"%d" % step)
     closed = {str(place.out / "step-10/optim"), str(place.out / "closed")}
     (place.out / "closed").mkdir()
     scandir = os.scandir
