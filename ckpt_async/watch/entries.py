@@ -14,7 +14,6 @@ import errno
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from ckpt_async.watch.disk import identity_of
 from ckpt_async.watch.formats import Found
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Identity, Tree
+from ckpt_async.watch.unwhole import wrong_record
 
 # What was added to a checkpoint and is no larger may go on being written to: it is copied.
 MAX_LOG_BYTES = 16 << 20
@@ -68,10 +68,16 @@ class Entry:
     # Of a single file: the checksums of its tensors, as it says them.
     tensors: Mapping[str, int] = field(default_factory=dict)
     mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: not known
+    is_checked: bool = False  # its bytes are what the file says itself
     # By shard: CRC-32s of a few blocks of the largest, and the checksums of all that is in the store. What has the same
     # ones is the same, by whatever name, also when it has been pruned. Empty if not known.
     samples: Mapping[str, int] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def says_sums(self) -> bool:
+        """Whether it is a single file that says what its bytes should be."""
+        return self.path in self.files and bool(self.tensors)
 
     @property
     def is_settled(self) -> bool:
@@ -126,6 +132,10 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
 
 class VanishedError(Exception):
     """A file went away or changed while it was linked: the next look decides."""
+
+
+class UnwholeError(Exception):
+    """A file's bytes are not what it says itself."""
 
 
 @dataclass(slots=True)
@@ -218,8 +228,8 @@ class Entries:
         """Link every file of it, which are below `source`: then the trainer may delete them. What is staged of a
         `smaller` version is taken from there, and what was added to that is copied, if it is no larger than a log may
         be. What `is_in_place` is copied, and compared with the checksums that it says itself: what is there may
-        be half of it, and the next save goes over it. Raises VanishedError, and then nothing is left; OSError if the
-        disk is full, or has no room for a copy.
+        be half of it, and the next save goes over it. Raises VanishedError or UnwholeError, and then nothing is left;
+        OSError if the disk is full, or has no room for a copy.
         """
         place = self._staged / f"{entry.number:08d}.tmp"
         shutil.rmtree(place, ignore_errors=True)
@@ -236,7 +246,8 @@ class Entries:
                 if is_in_place:
                     may_copy()
                     _copy(source / path, target, entry.files[path])
-                    _check_sums(target)
+                    if wrong := wrong_record(target):
+                        raise UnwholeError(f"{path} is not whole: {wrong}")
                     is_copied = True
                 elif smaller is not None and path in smaller.shards:
                     os.link(self.staged(smaller) / smaller.shards[path], target)
@@ -246,7 +257,7 @@ class Entries:
                 else:
                     is_copied |= _link_or_copy(source / path, target, entry.files[path], may_copy)
             place.mkdir(exist_ok=True)
-            entry = replace(entry, is_copied=is_copied)
+            entry = replace(entry, is_copied=is_copied, is_checked=is_in_place)
             self.put(entry)
             place.rename(self.staged(entry))
         except BaseException:
@@ -259,6 +270,12 @@ class Entries:
         """Durable on return."""
         write_durably(self._entries / f"{entry.number:08d}.json", json.dumps(_encode(entry)).encode())
         self._remember(entry)
+
+    def note_checked(self, entry: Entry) -> Entry:
+        """Written down when it is handed in."""
+        checked = replace(entry, is_checked=True)
+        self._remember(checked)
+        return checked
 
     def _remember(self, entry: Entry) -> None:
         if (before := self.all.get(entry.number)) is not None:  # of another step perhaps
@@ -331,17 +348,6 @@ def _copy(source: Path, target: Path, wanted: Identity) -> None:
         raise VanishedError(f"{source} is gone") from error
     if identity_of(facts) != wanted:
         raise VanishedError(f"{source} has changed")
-
-
-def _check_sums(path: Path) -> None:
-    """Of a file of torch.save's: those of all its records."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            spoilt = file.testzip()
-    except Exception as error:  # whatever is wrong with it
-        raise VanishedError(f"{path.name} is not whole: {error!r}") from error
-    if spoilt is not None:
-        raise VanishedError(f"{path.name} is not whole: {spoilt} is not what its directory says")
 
 
 def _encode(entry: Entry) -> dict[str, object]:

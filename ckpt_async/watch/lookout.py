@@ -20,7 +20,7 @@ from ckpt_async.watch.added import (
     versions_of,
 )
 from ckpt_async.watch.disk import Disk
-from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
+from ckpt_async.watch.entries import Entries, Entry, State, UnwholeError, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, Known, find
 from ckpt_async.watch.formats.checks import has_all_below
 from ckpt_async.watch.formats.found import Version
@@ -29,6 +29,7 @@ from ckpt_async.watch.options import Options
 from ckpt_async.watch.room import Room, held_only_by
 from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.tree import Identity, Tree, files_of
+from ckpt_async.watch.unwhole import Unwhole
 from ckpt_async.watch.wake import News, Waker
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Lookout:
         self._past: dict[str, dict[int, Version]] = {}
         self.num_left, self.took_s = 0, 0.0
         self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
+        self._unwhole = Unwhole()
         self._left_out = LeftOut(teller.leave_out)
         self.tree = Tree({}, lambda *_: b"")  # the newest look
         self._news = News()  # since the one before it
@@ -110,6 +112,7 @@ class Lookout:
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
         self._forget_past()
+        self._unwhole.forget_all_but(self.tree.files)
         past = {path: each.values() for path, each in self._past.items()}
         known = known_of(self._entries.all.values(), past)
         candidates = find(self.tree, self._options.rules, known)
@@ -374,6 +377,8 @@ class Lookout:
         if len({each.path for each in self._entries.open() if each.is_copied} - {found.path}) >= MAX_COPIED:
             self._wait(found, f"it is to be copied, {MAX_COPIED} at a time")
             return
+        if found.is_file and self._is_unwhole(found, tree.files[found.path]):
+            return
         expected = tuple(sorted({*found.inner, *found.missing})) if self._options.num_nodes > 1 else ()
         try:
             entry = entry_of(found, tree, self._entries.next_number(), expected=expected)
@@ -385,6 +390,10 @@ class Lookout:
             self.num_left += 1
             logger.info("vanished path=%s: %s", found.path, error)
             return
+        except UnwholeError as error:
+            self.note_unwhole(found.path, tree.files[found.path], str(error))
+            self._is_unwhole(found, tree.files[found.path])
+            return
         except OSError as error:
             self._cannot_link(found, f"it can be neither linked nor copied: {error}")
             return
@@ -392,6 +401,20 @@ class Lookout:
             self._entries.drop(each)
         self._holds.drop_version(entry.path, entry.files)
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
+
+    def note_unwhole(self, path: str, version: Identity, reason: str) -> None:
+        """Its bytes are not what the file says itself."""
+        logger.info("unwhole path=%s: %s", path, reason)
+        self._unwhole.note(path, version, reason)
+
+    def _is_unwhole(self, found: Found, version: Identity) -> bool:
+        """Whether it was found so, and has not changed since. Soon it may; later it is refused."""
+        if reason := self._unwhole.refused(found.path, version):
+            advice = "it is half written over an earlier one, or spoilt: have the trainer write it again, or delete it"
+            self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
+        elif self._unwhole.waits(found.path, version):
+            self.num_left += 1
+        return self._unwhole.waits(found.path, version)
 
     def _cannot_link(self, found: Found, reason: str) -> None:
         if self._entries.open():  # whose end may free space

@@ -162,8 +162,9 @@ def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
     theirs = twin.tensors or (tree.tensor_sums(twin.path) if twin.path in tree.files else {})
     if tensors and tensors == theirs:
         return None
+    how = "they differ" if tensors and theirs else "nothing tells whether they are the same"
     reason = (
-        f"{found.path} is not uploaded: {twin.path} is, of the same step {found.step} and minute, and they differ."
+        f"{found.path} is not uploaded: {twin.path} is, of the same step {found.step} and minute, and {how}."
         " Watch its folder by itself with another --kind, or take both by --pattern"
     )
     return Verdict(found, reason=reason, refusal=Refusal.UNSUPPORTED)

@@ -146,12 +146,16 @@ class Tree:
         return self.read(path, 0, min(self.files[path].size_bytes, most_bytes))
 
     def tensor_sums(self, path: str) -> dict[str, int]:
-        """The CRC-32 of each tensor in a file of torch.save's, as it says them itself; none if it is no such file."""
+        """The CRC-32 of each tensor in a file of torch.save's, as it says them itself; none if it is no such file, or
+        was written without (torch.serialization.set_crc32_options).
+        """
 
         def sums() -> dict[str, int]:
             try:
                 with zipfile.ZipFile(io.BufferedReader(_Reading(self, path))) as file:
-                    inner = ((each.filename.partition("/")[2], each.CRC) for each in file.infolist())
+                    inner = [(each.filename.partition("/")[2], each.CRC) for each in file.infolist()]
+                    if not any(crc for _, crc in inner):
+                        return {}
                     return {name: crc for name, crc in inner if name.startswith("data/")}
             except Exception:  # noqa: BLE001  whatever is wrong with it: it says nothing then
                 return {}

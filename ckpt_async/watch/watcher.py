@@ -45,6 +45,7 @@ from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.telling import Report, Teller, Told
 from ckpt_async.watch.tree import Tree, files_of
+from ckpt_async.watch.unwhole import wrong_record
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
@@ -301,6 +302,10 @@ class Watcher:
             if not self.entries.is_intact(entry):
                 self.entries.drop(entry)
                 continue
+            if entry.says_sums and not entry.is_checked:
+                if not self._is_whole(entry):
+                    continue
+                entry = self.entries.note_checked(entry)
             known = self.entries.all.values()
             if self.options.num_nodes == 1:  # else each has a part of it only
                 entry = replace(entry, samples=samples_of(self.entries, entry))
@@ -328,6 +333,20 @@ class Watcher:
                 continue
             _drop_larger(self.entries, entry)
             self._hand_in(replace(ours, state=State.HANDED, generation=generation))
+
+    def _is_whole(self, entry: Entry) -> bool:
+        """Whether a file of torch.save's is what it says itself; else it is dropped, and looked at anew. Its end tells
+        nothing if an earlier one was written over, or a download begins with it.
+        """
+        (shard,) = entry.shards.values()
+        path = self.entries.staged(entry) / shard
+        wrong = attend(begin(lambda: wrong_record(path), "ckpt-async-check"), self._go_on)
+        if wrong and self.entries.all.get(entry.number) == entry:
+            reason = f"{entry.path} is not whole: {wrong}"
+            self._lookout.note_unwhole(entry.path, entry.files[entry.path], reason)
+            self._lookout.num_left += 1  # the next look says what becomes of it
+            self.entries.drop(entry)
+        return not wrong and self.entries.all.get(entry.number) == entry and self.entries.is_intact(entry)
 
     def _hand_in(self, entry: Entry) -> None:
         """First it is written down: after a kill, the journal tells whether it was sealed."""

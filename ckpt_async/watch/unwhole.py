@@ -1,0 +1,87 @@
+"""Files of torch.save's whose records are not what they say themselves: an earlier one is half written over, its end is
+there before its middle, or it is spoilt.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from awscrt import checksums as crt
+
+from ckpt_async.watch.tree import Identity
+
+# How often one that does not change is read again: what is written past the page cache's clock keeps its time.
+AGAIN_S = (4.0, 30.0, 300.0)
+# Nobody writes to it any more, as far as anybody can tell.
+GIVEN_UP_S = 30.0
+_READ_BYTES = 8 << 20
+
+
+def wrong_record(path: Path) -> str:
+    """The first record of a file of torch.save's whose bytes do not have the checksum that the file has of it, or what
+    else is wrong with it; "" if all are right.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb", buffering=0) as file:
+            room = memoryview(bytearray(_READ_BYTES))
+            for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED:  # torch compresses none
+                    with archive.open(record) as compressed:
+                        while compressed.read(_READ_BYTES):
+                            pass
+                    continue
+                file.seek(record.header_offset + 26)
+                file.seek(sum(struct.unpack("<HH", file.read(4))), 1)
+                left, crc = record.file_size, 0
+                while left and (count := file.readinto(room[: min(left, _READ_BYTES)])):
+                    left, crc = left - count, crt.crc32(room[:count], crc)
+                if left or crc != record.CRC:
+                    return f"{record.filename} is not what its directory says"
+    except Exception as error:  # noqa: BLE001  whatever is wrong with it
+        return repr(error)
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    version: Identity
+    reason: str
+    since: float
+    num_tries: int
+    next_at: float
+
+
+class Unwhole:
+    """Which version of which path was found so: its bytes are not copied and compared again at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+
+    def note(self, path: str, version: Identity, reason: str) -> None:
+        now, before = self._clock(), self._of(path, version)
+        seen = before or _Seen(version, reason, now, 0, now)
+        again_s = AGAIN_S[min(seen.num_tries, len(AGAIN_S) - 1)]
+        self._seen[path] = replace(seen, num_tries=seen.num_tries + 1, next_at=now + again_s)
+
+    def waits(self, path: str, version: Identity) -> bool:
+        """Whether it is not to be tried yet."""
+        seen = self._of(path, version)
+        return seen is not None and self._clock() < seen.next_at
+
+    def refused(self, path: str, version: Identity) -> str:
+        """Why it is refused, if it has not changed for long enough; else ""."""
+        seen = self._of(path, version)
+        return seen.reason if seen is not None and self._clock() - seen.since >= GIVEN_UP_S else ""
+
+    def forget_all_but(self, files: Mapping[str, Identity]) -> None:
+        self._seen = {path: each for path, each in self._seen.items() if files.get(path) == each.version}
+
+    def _of(self, path: str, version: Identity) -> _Seen | None:
+        seen = self._seen.get(path)
+        return seen if seen is not None and seen.version == version else None
