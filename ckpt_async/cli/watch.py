@@ -114,7 +114,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="trainer processes, where a format does not tell",
     )
     how.add_argument(
-        "--ignore-times", action="store_true", help="of a folder that was copied without its files' times"
+        "--ignore-times",
+        action="store_true",
+        help="of a folder to which nobody writes, and which was copied without its files' times",
     )
     _add_where_and_when(parser)
     add_events(parser.add_argument_group("events (docs/events.md)"))

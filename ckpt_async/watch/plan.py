@@ -260,8 +260,9 @@ def gone_back(entry: Entry, known: Collection[Entry]) -> str:
         return ""
     return (
         f"{entry.path or entry.name} was complete after a higher step, or again: its trainer has gone back to step"
-        f" {entry.step}, and what it saves from now on is newer than all before it. Of a copy that did not keep times"
-        " (`cp -r`) that is wrong: use --ignore-times"
+        f" {entry.step}, and what it saves from now on is newer than all before it. If it is a copy that did not"
+        " keep its times (`cp -r`), that is wrong: keep copies elsewhere. (For an old folder, to which nobody writes,"
+        " there is --once --ignore-times)"
     )
 
 

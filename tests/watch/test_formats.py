@@ -159,7 +159,19 @@ def test_a_mark_that_is_older_than_a_file_is_of_an_earlier_save() -> None:
     written = transformers(40)
     written["checkpoint-40/model.safetensors"] = written.pop("checkpoint-40/model.safetensors")
     assert "is newer than its mark checkpoint-40/trainer_state.json" in reasons(written)
-    assert not reasons(written, Rules(ignores_times=True))
+    assert not reasons(written, Rules(ignores_times=True), now_s=31)
+
+
+def test_if_times_are_ignored_what_somebody_may_be_writing_is_not_complete() -> None:
+    """The mark is then that of any save to the same place."""
+    written, rules = transformers(40), Rules(ignores_times=True)
+    for path in list(written):
+        written[path] = written.pop(path)
+        assert "it changed within the last 30 s" in reasons(written, rules, now_s=29)
+        assert find(tree_of(written, now_s=29), rules)[0].is_waiting
+        assert not reasons(written, rules, now_s=31)
+    renamed = Rules(pattern="checkpoint-40", ignores_times=True)
+    assert not reasons(written, renamed), "it was whole then"
 
 
 def test_what_a_rotation_has_left_is_not_taken_for_a_checkpoint() -> None:
@@ -488,7 +500,7 @@ def test_nemo_half_deleted_is_not_complete(metadata: Mapping[str, bytes]) -> Non
     )
     assert "something was removed from m-step=5/context after" in reasons(written, changed_ns=made), "emptied"
     assert "removed from m-step=5/weights" in reasons(saved, changed_ns=made | {"m-step=5/weights": at})
-    assert not reasons(saved, Rules(ignores_times=True), changed_ns={"m-step=5": at})
+    assert not reasons(saved, Rules(ignores_times=True), changed_ns={"m-step=5": at}, now_s=99)
 
 
 def shards(folder: Path, *names: str) -> None:

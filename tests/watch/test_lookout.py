@@ -311,6 +311,12 @@ def state_of(here: Path, step: int) -> None:
     (here / "z.bin").write_bytes(b"z")
 
 
+def age(folder: Path) -> None:
+    """Nobody has written to it for a minute."""
+    for each in (folder, *folder.rglob("*")):
+        os.utime(each, (time.time() - 60, time.time() - 60))
+
+
 def test_what_is_being_fetched_is_complete_only_at_the_end(tmp_path: Path) -> None:
     """`pull` into a watched folder brings the mark before large files."""
     state_of(tmp_path / "there/checkpoint-5", 5)
@@ -329,6 +335,7 @@ def test_what_is_being_fetched_is_complete_only_at_the_end(tmp_path: Path) -> No
     assert newest is not None
     restore.fetch(newest, out / "checkpoint-5", num_concurrent_reads=1, on_progress=look)
     assert "it is being downloaded" in seen[("trainer_state.json",)]
+    age(out)
     look()
     assert seen[("trainer_state.json", "z.bin")] == ""
 
@@ -356,6 +363,7 @@ def test_what_a_downloader_has_not_finished_is_named_and_not_taken(place: Place,
     else:
         unfinished.parent.mkdir(parents=True)
         unfinished.write_text("half")
+    age(place.folder)
     lookout = place.lookout(Rules(ignores_times=True))
     lookout.look_and_take()
     assert bool(place.entries.all) != is_unfinished
@@ -369,6 +377,7 @@ def test_what_settles_while_it_is_fetched_on_is_not_handed_in(place: Place) -> N
     """Of two processes that fetch, the first to end removes the folder that the other one makes again."""
     lookout = place.lookout(Rules(ignores_times=True))
     state_of(place.folder / "checkpoint-5", 5)
+    age(place.folder)
     lookout.look_and_take()
     assert len(place.entries.all) == 1
     (place.folder / "checkpoint-5" / PARTIAL_FOLDER).mkdir()

@@ -92,6 +92,11 @@ def checked(
         return replace(found, reason=reason, is_mixed=True)
     if has_grown:
         return found
+    # Then nothing tells a save that has begun from the one that it goes over, but that somebody writes.
+    is_told_by_time = rules.ignores_times and not found.is_file and found.format != "pattern"
+    if is_told_by_time and abs(tree.now_ns - changed_ns(tree, found)) < UNCOUNTED_S * _NS:
+        reason = f"it changed within the last {UNCOUNTED_S:g} s, which --ignore-times waits for"
+        return replace(found, reason=reason, is_waiting=True)
     if found.mark and not rules.ignores_times:
         marked_ns = tree.files[found.mark].mtime_ns
         newer = newer_than_mark(tree, found)
@@ -99,7 +104,7 @@ def checked(
             return replace(
                 found,
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
-                " without its times (--ignore-times)",
+                " without its times (see --once --ignore-times)",
             )
         changed = changed_ns(tree, found)  # before another was complete: nobody writes to it any more
         if newer and changed >= newest_ns and abs(tree.now_ns - changed) < UNCOUNTED_S * _NS:
@@ -202,7 +207,7 @@ def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
         return found
     reason = (
         f"something was removed from {changed or 'it'} after {when}, or it was copied without its times"
-        " (--ignore-times)"
+        " (see --once --ignore-times)"
     )
     return replace(found, reason=reason, is_waiting=False)
 
