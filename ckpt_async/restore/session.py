@@ -176,6 +176,10 @@ class HeldLease:
             else:
                 self._is_gone = True
 
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        self._taking.cancel()
+
     async def drop(self) -> None:
         """If it was taken, or may have been."""
         try:
@@ -209,6 +213,9 @@ class _NoLease(HeldLease):
     async def taken(self) -> None:
         """At once."""
 
+    def give_up(self) -> None:
+        """There is none."""
+
 
 @contextlib.asynccontextmanager
 async def leased(
@@ -229,6 +236,9 @@ async def leased(
         await held.taken()
     except _NotTakenError:
         await held.taken()  # raises why
+        raise
+    except BaseException:
+        held.give_up()
         raise
     finally:
         keeping.cancel()

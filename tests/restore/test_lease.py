@@ -223,6 +223,40 @@ def test_a_lease_that_cannot_be_taken_ends_what_reads(
     assert run_.damages() == {}
 
 
+def test_a_reader_that_is_interrupted_gives_back_a_lease_that_it_may_have(
+    run_: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written, and what makes sure of it never comes."""
+    run_.commit(10)
+    checkpoint = _find(run_)
+
+    is_written = asyncio.Event()
+
+    async def hang(*_: Any, **__: Any) -> Any:
+        is_written.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(steps, "read_settled", hang)
+
+    async def main() -> float:
+        clock = asyncio.get_running_loop().time
+        async with session.session(checkpoint.remote, None) as opened:
+            reading = asyncio.ensure_future(_held(opened, checkpoint))
+            await is_written.wait()
+            began = clock()
+            reading.cancel()
+            await asyncio.wait([reading])
+        return clock() - began
+
+    assert asyncio.run(main()) < session.DROP_TIMEOUT_S / 2
+    assert run_.leases() == []
+
+
+async def _held(opened: session.Session, checkpoint: restore.Checkpoint) -> None:
+    async with session.leased(opened, checkpoint):
+        await asyncio.Event().wait()
+
+
 def _short(monkeypatch: pytest.MonkeyPatch, ttl_s: float) -> None:
     monkeypatch.setattr(session.leased.__wrapped__, "__defaults__", (ttl_s,))
 

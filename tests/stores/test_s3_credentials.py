@@ -63,6 +63,10 @@ def test_keys_that_are_replaced_in_their_file_are_used(
                 await CALLS[call](store)
             assert refused.value.reason is FailureReason.AUTH
             good.add("NEW")
+            file.write_text("[default\nis being written")
+            with pytest.raises(StoreError) as refused:
+                await CALLS[call](store)
+            assert refused.value.reason is FailureReason.AUTH
             file.write_text(FILE.format("NEW"))
             for _ in range(3):
                 await CALLS[call](store)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import traceback
 
 import aiohttp
 import pytest
@@ -754,7 +755,8 @@ def test_errors_name_the_proxy_but_not_its_password(run, monkeypatch, scheme):
                 await store.head("a")
             await store.close()
             assert raised.value.reason is FailureReason.TRANSIENT
-            return url, str(raised.value)
+            assert "407" in str(raised.value)
+            return url, "".join(traceback.format_exception(raised.value))
 
     url, message = run(body())
     assert f"the proxy {url.removeprefix('http://')}" in message

@@ -1,5 +1,6 @@
 """PUTs past the SDK: signed as the SDK signs, with all that the configuration says, and only where that is safe."""
 
+import asyncio
 import datetime as dt
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,7 @@ from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
 from ckpt_async.transfer.source import FileBody, Source
 from tests.faults.proxy import Fault, FaultProxy
 from tests.stores.bodies import put
-from tests.stores.peer import Peer, Request, answer
+from tests.stores.peer import SILENCE, Peer, Request, answer
 from tests.stores.s3_calls import connected
 from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
 
@@ -534,12 +535,65 @@ def test_checksums_that_only_the_sdk_knows_it_compares(run: Any, headers: dict[s
 
 
 @pytest.mark.usefixtures("given_credentials")
-def test_a_chunked_answer_is_read(run: Any) -> None:
-    head = b'HTTP/1.1 200 OK\r\nETag: "e"\r\nTransfer-Encoding: chunked\r\n\r\n'
-    chunked = head + b"5\r\na sma\r\n8\r\nll shard\r\n0\r\n\r\n"
-    brought, _ = _get_thrice(run, [answer(200, body=DATA, headers=HELD), chunked, chunked])
-    assert [data for data, _ in brought] == [DATA] * 3
-    assert [info.size_bytes for _, info in brought] == [len(DATA)] * 3
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b'HTTP/1.1 200 OK\r\nETag: "e"\r\nTransfer-Encoding: chunked\r\n\r\nd\r\na small shard\r\n0\r\n\r\n',
+        b'HTTP/1.1 200 OK\r\nETag: "e"\r\nConnection: close\r\n\r\na sm',
+        b'HTTP/1.0 200 OK\r\nETag: "e"\r\nConnection: close\r\n\r\na sm',
+    ],
+    ids=["chunked", "up to its end", "HTTP/1.0"],
+)
+def test_an_answer_that_does_not_say_how_long_it_is_is_not_believed(run: Any, reply: bytes) -> None:
+    """It may have been cut short."""
+    good = answer(200, body=DATA, headers=HELD)
+    brought, requests = _get_thrice(run, [good, reply, reply, good])
+    assert [is_by_sdk(each) for each in requests] == [True, False, True, False]
+    assert brought[1].reason is FailureReason.TRANSIENT
+    assert "ContentLength" in str(brought[1])
+    assert brought[2][0] == DATA
+
+
+@pytest.mark.usefixtures("given_credentials")
+def test_a_pattern_is_learned_from_the_request_for_the_same_object(run: Any) -> None:
+    """Names of others that are asked for meanwhile may end as its own does."""
+
+    async def main() -> None:
+        def respond(request: Request) -> bytes:
+            is_first = len(peer.requests) == 1
+            return SILENCE if is_first else answer(200, body=request.path.encode(), headers=HELD)
+
+        peer = Peer(respond)
+        async with peer.serve() as url:
+            store: Any = open_store("s3://bucket", StoreOptions(endpoint_url=url))
+            await store._session.open()
+            waiting = asyncio.ensure_future(store.get("x", max_size_bytes=100))
+            await peer.arrived.wait()
+            store._reader._small = None  # a refusal of something else
+            for key in ("step1/x", "step1/x", "y"):
+                data, _ = await store.get(key, max_size_bytes=100)
+                assert data.decode().partition("?")[0] == f"/bucket/{key}"
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await store.close()
+
+    run(main())
+
+
+@pytest.mark.usefixtures("given_credentials")
+def test_an_error_in_a_200_is_no_stored_object(run: Any, source: Any) -> None:
+    async def main() -> None:
+        replies = iter([answer(200, headers={"ETag": '"e"'})])
+        error = answer(200, "InternalError", headers={"ETag": '"e"'})
+
+        peer = Peer(lambda _: next(replies, error))
+        async with connected(peer) as store:
+            await WAYS["put"](store, source)
+            with pytest.raises(StoreError, match="InternalError") as refused:
+                await put(store, "a", DATA, condition=Create())
+            assert refused.value.reason is FailureReason.TRANSIENT
+
+    run(main())
 
 
 @pytest.mark.usefixtures("given_credentials")

@@ -19,10 +19,10 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.stores.http.messages import (
     MalformedResponseError,
     Response,
-    content_length,
     http_date,
     seconds_of,
     total_of_range,
+    whole_number,
 )
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo, StoredPart
 
@@ -231,13 +231,13 @@ def is_plain(answer: Response) -> bool:
     """Whether an answer to a GET is the whole object, with no checksum but of the kinds that are ours."""
     ours = {f"x-amz-checksum-{name}" for name in (*CHECKSUM_FIELDS, "type")}
     others = {name for name in answer.headers if name.startswith("x-amz-checksum-")} - ours
-    return answer.status == 200 and not others and "content-encoding" not in answer.headers
+    is_whole = answer.status == 200 and "content-length" in answer.headers
+    return is_whole and not others and "content-encoding" not in answer.headers
 
 
 def info_of_whole(key: str, answer: Response) -> ObjectInfo:
     """Of a plain answer."""
-    length = content_length(answer)
-    size_bytes = len(answer.error) if length is None else length
+    size_bytes = whole_number("Content-Length", answer.headers["content-length"])
     modified = answer.headers.get("last-modified")
     modified_at = None if modified is None else http_date("Last-Modified", modified)
     told = past_sdk(answer)

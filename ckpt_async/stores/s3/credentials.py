@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
 import botocore.credentials
+import botocore.exceptions
 from aiobotocore.session import AioSession
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.s3.signing import Credentials
 
+logger = logging.getLogger(__name__)
+
 # Whoever gives temporary credentials has so long; the requests that wait for them give up sooner, and come again.
-GIVEN_WITHIN_S = 300.0
+GIVEN_WITHIN_S = 45.0
 READ_AGAIN_S = 5.0
 
 
@@ -57,7 +61,12 @@ class Signer:
         return isinstance(self._found, botocore.credentials.RefreshableCredentials)
 
     async def _frozen(self) -> Credentials:
-        frozen: Credentials = await self._found.get_frozen_credentials()
+        try:
+            frozen: Credentials = await self._found.get_frozen_credentials()
+        except RuntimeError as error:  # what was given has expired already
+            raise botocore.exceptions.CredentialRetrievalError(
+                provider=self._found.method, error_msg=str(error)
+            ) from error
         return frozen
 
     async def _read_again(self) -> None:
@@ -65,8 +74,14 @@ class Signer:
         self._is_refused, self._read_at = False, time.monotonic()
         if self._found is None or self._renews_itself:
             return
-        if (now := await AioSession(profile=self._profile).get_credentials()) is not None:
-            frozen = await now.get_frozen_credentials()
+        try:
+            now = await AioSession(profile=self._profile).get_credentials()
+            frozen = None if now is None else await now.get_frozen_credentials()
+        except Exception as error:  # noqa: BLE001  a file that is just being written, say
+            logger.warning("credentials_not_read error=%s; the ones in use were refused; trying again", error)
+            self._is_refused = True
+            return
+        if frozen is not None:
             # In place: the client has this object.
             self._found.access_key, self._found.secret_key = frozen.access_key, frozen.secret_key
             self._found.token = frozen.token

@@ -50,6 +50,12 @@ def translating(
         raise refusal(error.response, operation, key, location, unmet) from error
     except botocore.exceptions.FlexibleChecksumError as error:
         raise location.spoilt(str(error), operation=operation, key=key) from error
+    except botocore.exceptions.ProxyConnectionError as error:
+        reason, hint = _failure(error, location)
+        status = getattr(error.kwargs.get("error"), "status", "")
+        message = f"the proxy answered {status}" if status else "the proxy did not connect"
+        # What it came from has the proxy's URL with its password.
+        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from None
     except (MalformedResponseError, OtherRangeError) as error:
         reason, hint = _failure(error, location)
         raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
@@ -70,7 +76,7 @@ def refusal(
     said = response.get("Error", {})
     metadata = response.get("ResponseMetadata", {})
     code, status = said.get("Code", ""), metadata.get("HTTPStatusCode", 0)
-    message = f"{status} {code}: {said.get('Message', '')}"
+    message = f"{status} {code}: {said.get('Message', '')}".rstrip(": ")
     if operation == "head_object" and status == 400:
         code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
         message += f" (or: {_NEEDS_KEY})"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,10 @@ _SIGNED_S, _MAX_SIGNED = 60.0, 256
 _SIGNED_BY_SDK_S = 20.0
 
 
+# The name of what the SDK gets whole, in the task that asks it.
+_asked: ContextVar[str] = ContextVar("asked", default="")
+
+
 @dataclass(frozen=True, slots=True)
 class SignedUrl:
     """To read one object."""
@@ -45,7 +50,6 @@ class Reader:
         self._session, self._location = session, session.location
         self._headers = headers_to_read(session.standing)  # they are signed too
         self._small: RequestTemplate | None = None  # of a GET as the SDK has made it
-        self._asked: list[str] = []  # names of what the SDK gets now
         session.on_get = self._learn
         self._template: UrlTemplate | None = None
         self._is_proxied = False  # whoever follows that template
@@ -78,8 +82,7 @@ class Reader:
         return response.error, info
 
     async def _get_by_sdk(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        name = self._session.name(key, "get_object")
-        self._asked.append(name)
+        asked = _asked.set(self._session.name(key, "get_object"))
         try:
             with translating("get_object", key, self._location):
                 response = await self._session.call("get_object", key, ChecksumMode="ENABLED")
@@ -91,7 +94,7 @@ class Reader:
                 finally:
                     stream.close()  # drops the connection unless the body was read to its end
         finally:
-            self._asked.remove(name)
+            _asked.reset(asked)
         return data, info
 
     def _check_size(self, key: str, info: ObjectInfo, max_size_bytes: int) -> None:
@@ -99,9 +102,8 @@ class Reader:
             raise self._location.too_large(info.size_bytes, max_size_bytes, operation="get_object", key=key)
 
     def _learn(self, url: str, headers: Mapping[str, str | bytes]) -> None:
-        if self._small is None:
-            found = (RequestTemplate.of(url, headers, name, has_body=False) for name in self._asked)
-            self._small = next(filter(None, found), None)
+        if self._small is None and (name := _asked.get()):
+            self._small = RequestTemplate.of(url, headers, name, has_body=False)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """At least one byte."""

@@ -111,15 +111,16 @@ class S3Session:
 
     async def get(self, url: str, headers: Mapping[str, str], max_size_bytes: int) -> Response:
         """A request that was not made by the SDK, by its HTTP client: so through its connections and proxies. An object
-        is left out where the answer says that it has more than `max_size_bytes`.
+        is left out of the answer if it has more than `max_size_bytes`, or does not say how many.
         """
         request = AWSPreparedRequest("GET", url, headers, None, True)
         answer = await self.client._endpoint.http_session.send(request)  # noqa: SLF001  there is no other way to it
         response = Response(answer.status_code, answer.headers)
-        size_bytes = content_length(response)
-        if response.status < 300 and size_bytes is not None and size_bytes > max_size_bytes:
-            answer.raw.close()
-            return response
+        if response.status < 300:
+            size_bytes = content_length(response)
+            if size_bytes is None or size_bytes > max_size_bytes:
+                answer.raw.close()
+                return response
         return replace(response, error=await answer.content)
 
     @contextlib.contextmanager
