@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +25,13 @@ from ckpt_async.watch.formats import Found, Known, find
 from ckpt_async.watch.formats.checks import has_all_below
 from ckpt_async.watch.formats.found import Version
 from ckpt_async.watch.holds import Hold, Holds
+from ckpt_async.watch.meanwhile import attend, begin
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.past import Past
 from ckpt_async.watch.room import Room, held_only_by
 from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.tree import Identity, Tree, files_of
-from ckpt_async.watch.unwhole import Unwhole
+from ckpt_async.watch.unwhole import Unwhole, wrong_record
 from ckpt_async.watch.wake import News, Waker
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,6 @@ OVERTAKEN = "it was saved again to the same place before it had been quiet for l
 DISK_LOW = "its trainer has deleted it, and needs the space: the disk was nearly full before it could be sent"
 # What the trainer writes next is as large as the largest of so many that were found last.
 NUM_LATE = 16
-# So many versions of a place that was saved to again are remembered besides those that were handed in.
-NUM_PAST = 2
 # Of what nothing was written for so long its mark may never come.
 STALE_S = 600.0
 
@@ -65,9 +65,7 @@ class Lookout:
         self._seen: dict[str, Mapping[str, Identity]] = {}
         # By path: what has its mark, this one, and yet is not complete; and why.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
-        # By path, and by number: versions that no entry has, since they were written to before they were handed in, or
-        # after that.
-        self._past: dict[str, dict[int, Version]] = {}
+        self._past = Past()
         self.num_left, self.took_s = 0, 0.0
         self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
         self._unwhole = Unwhole()
@@ -111,10 +109,9 @@ class Lookout:
         """
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
-        self._forget_past()
+        self._past.forget(self.tree)
         self._unwhole.forget_all_but(self.tree.files)
-        past = {path: each.values() for path, each in self._past.items()}
-        known = known_of(self._entries.all.values(), past)
+        known = known_of(self._entries.all.values(), self._past.all)
         candidates = find(self.tree, self._options.rules, known)
         self.now = {each.path: {path: self.tree.files[path] for path in each.files} for each in candidates}
         seen_before, self._seen = self._seen, {}
@@ -306,23 +303,10 @@ class Lookout:
         return True
 
     def _versions(self, path: str) -> list[Version]:
-        return [*versions_of(self._entries.of_path(path)), *self._past.get(path, {}).values()]
+        return [*versions_of(self._entries.of_path(path)), *self._past.of(path)]
 
     def _remember(self, entry: Entry, files: Mapping[str, Identity]) -> None:
-        """What a next save to the same place may find there still."""
-        past = self._past.setdefault(entry.path, {})
-        past[entry.number] = version_of(entry, files)
-        for number in sorted(past)[:-NUM_PAST]:
-            del past[number]
-
-    def _forget_past(self) -> None:
-        """Of what nothing is there any more as it was, nothing can be mistaken for a later save's."""
-        for path, past in list(self._past.items()):
-            for number, version in list(past.items()):
-                if version.files.items().isdisjoint(self.tree.files.items()):
-                    del past[number]
-            if not past:
-                del self._past[path]
+        self._past.remember(entry.path, entry.number, version_of(entry, files))
 
     def _is_here(self, hold: Hold) -> bool:
         return any(self.tree.files.get(path) == was for path, was in hold.files.items())
@@ -391,7 +375,7 @@ class Lookout:
             logger.info("vanished path=%s: %s", found.path, error)
             return
         except UnwholeError as error:
-            self.note_unwhole(found.path, tree.files[found.path], str(error))
+            self._note_unwhole(found.path, tree.files[found.path], str(error))
             self._is_unwhole(found, tree.files[found.path])
             return
         except OSError as error:
@@ -402,7 +386,22 @@ class Lookout:
         self._holds.drop_version(entry.path, entry.files)
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
 
-    def note_unwhole(self, path: str, version: Identity, reason: str) -> None:
+    def is_whole(self, entry: Entry, meanwhile: Callable[[], None]) -> bool:
+        """Whether a file of torch.save's is what it says itself; else it is dropped, and looked at anew. Its end tells
+        nothing if an earlier one was written over, or a download begins with it.
+        """
+        (shard,) = entry.shards.values()
+        staged = self._entries.staged(entry) / shard
+        wrong = attend(begin(lambda: wrong_record(staged), "ckpt-async-check"), meanwhile)
+        if self._entries.all.get(entry.number) != entry or not self._entries.is_intact(entry):
+            return False  # the next look decides
+        if wrong:
+            self._note_unwhole(entry.path, entry.files[entry.path], f"{entry.path} is not whole: {wrong}")
+            self._entries.drop(entry)
+            self.num_left += 1  # the next look says what becomes of it
+        return not wrong
+
+    def _note_unwhole(self, path: str, version: Identity, reason: str) -> None:
         """Its bytes are not what the file says itself."""
         logger.info("unwhole path=%s: %s", path, reason)
         self._unwhole.note(path, version, reason)

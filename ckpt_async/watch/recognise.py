@@ -4,18 +4,21 @@ somebody has renamed or copied what is known.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId, Checksum, Outcome
+from ckpt_async.errors import StoreError
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.watch import plan
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State
+from ckpt_async.watch.meanwhile import OutOfTimeError
 from ckpt_async.watch.remote import Remote
 
 T = TypeVar("T")
@@ -31,6 +34,17 @@ class Same:
     checkpoint: CheckpointId
     sums: Mapping[str, str]
     is_in_store: bool = True  # else it was pruned
+
+    def known_as(self, entry: Entry) -> Entry:
+        id_ = self.checkpoint
+        return replace(entry, generation=id_.generation, step=id_.step, sums=self.sums)
+
+    @property
+    def why_outdated(self) -> str:
+        return (
+            f"it is step {self.checkpoint.step} by its bytes, which was committed and pruned, and would become the"
+            " newest: adopt it with --kind, or into another remote"
+        )
 
 
 def samples_of(entries: Entries, entry: Entry) -> dict[str, int]:
@@ -50,6 +64,20 @@ def sums_of(files: Mapping[str, RemoteFile]) -> dict[str, str]:
     """Nothing if one of them is not known."""
     sums = {name: each.checksum for name, each in files.items()}
     return {name: _said(each) for name, each in sums.items() if each} if all(sums.values()) else {}
+
+
+def with_sums(remote: Remote, outcomes: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
+    """The same, those without a reason why they were given up with their checksums. If these cannot be had, the store
+    is asked when it matters, and has them unless they were pruned.
+    """
+    ids = {
+        entry.number: CheckpointId(entry.generation, entry.step) for entry, reason in outcomes if not reason
+    }
+    files: Mapping[CheckpointId, Mapping[str, RemoteFile]] = {}
+    with contextlib.suppress(StoreError, OutOfTimeError):
+        files = remote.committed_files(ids.values()) if ids else {}
+    sums = {number: sums_of(files.get(id_, {})) for number, id_ in ids.items()}
+    return [(replace(entry, sums=sums.get(entry.number, {})), reason) for entry, reason in outcomes]
 
 
 def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Same | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckpt_async import Uploader
@@ -28,7 +27,6 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor import status
-from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.watch import added, ending, plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.ending import Ending
@@ -39,13 +37,12 @@ from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin, keep_on
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.recognise import Same, samples_of, sums_of, there
+from ckpt_async.watch.recognise import Same, samples_of, there, with_sums
 from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.telling import Report, Teller, Told
 from ckpt_async.watch.tree import Tree, files_of
-from ckpt_async.watch.unwhole import wrong_record
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
@@ -177,28 +174,9 @@ class Watcher:
         """Begin a new generation of the run; what earlier ones had sealed is finished by it."""
         options = self.options
         self._sealed_before = _sealed(options)
-        rank, world_size = options.node, options.num_nodes
-        self._uploader = Uploader(
-            options.state,
-            options.remote,
-            kind=options.kind,
-            rank=rank,
-            world_size=world_size,
-            launch_id=options.launch_id,
-            store_options=options.store_options,
-            settings_file=options.settings_file,
-            **{
-                **options.settings,
-                "on_error": "warn",
-                "min_free_bytes": 0,  # what is handed in is never held up: what is staged leaves room
-                # What is staged goes when its entry is settled; the trainer's files are not the uploader's.
-                "num_checkpoints_to_keep": -1,
-                "latest_filename": "",
-            },
-        )
-        self._remote = Remote(
-            self._uploader.remote, options.store_options, self._uploader.settings, writes=world_size > 1
-        )
+        uploader = self._uploader = _uploader(options)
+        writes = options.num_nodes > 1
+        self._remote = Remote(uploader.remote, options.store_options, uploader.settings, writes=writes)
         assert self._refusals is not None
         self._refusals.count_in(self._uploader.metrics)
         self._nodes = Nodes(*(options, self.entries, self._holds, self._uploader, self._remote))
@@ -303,7 +281,7 @@ class Watcher:
                 self.entries.drop(entry)
                 continue
             if entry.says_sums and not entry.is_checked:
-                if not self._is_whole(entry):
+                if not self._lookout.is_whole(entry, self._go_on):
                     continue
                 entry = self.entries.note_checked(entry)
             known = self.entries.all.values()
@@ -333,20 +311,6 @@ class Watcher:
                 continue
             _drop_larger(self.entries, entry)
             self._hand_in(replace(ours, state=State.HANDED, generation=generation))
-
-    def _is_whole(self, entry: Entry) -> bool:
-        """Whether a file of torch.save's is what it says itself; else it is dropped, and looked at anew. Its end tells
-        nothing if an earlier one was written over, or a download begins with it.
-        """
-        (shard,) = entry.shards.values()
-        path = self.entries.staged(entry) / shard
-        wrong = attend(begin(lambda: wrong_record(path), "ckpt-async-check"), self._go_on)
-        if wrong and self.entries.all.get(entry.number) == entry:
-            reason = f"{entry.path} is not whole: {wrong}"
-            self._lookout.note_unwhole(entry.path, entry.files[entry.path], reason)
-            self._lookout.num_left += 1  # the next look says what becomes of it
-            self.entries.drop(entry)
-        return not wrong and self.entries.all.get(entry.number) == entry and self.entries.is_intact(entry)
 
     def _hand_in(self, entry: Entry) -> None:
         """First it is written down: after a kill, the journal tells whether it was sealed."""
@@ -385,29 +349,32 @@ class Watcher:
         ours = self._uploader.generation
         handed = [each for each in self.entries.open() if each.generation]
         earlier = [each for each in handed if each.generation != ours]
-        committed: list[Entry] = []
+        outcomes: list[tuple[Entry, str]] = []  # and why it was given up
         for entry in handed:
             if entry.generation != ours or entry.state is not State.HANDED:
                 continue
             try:
                 if self._uploader.is_committed(entry.step):
-                    committed.append(entry)
+                    outcomes.append((entry, ""))
             except CheckpointAbortedError as error:
+                outcomes.append((entry, str(error)))
+        for entry, reason in self._with_sums(outcomes):
+            if reason:
                 self._nodes.check_newest()  # which has given up what was not sealed, and in which it comes again
-                self._given_up(entry, str(error))
-        self._settle_committed(committed)
+                self._given_up(entry, reason)
+            else:
+                self._settle_committed(entry)
         ids = [CheckpointId(each.generation, each.step) for each in earlier]
-        decided, committed = self._remote.decisions(ids) if ids else {}, []
+        decided = self._remote.decisions(ids) if ids else {}
         for entry in earlier:
             id_ = CheckpointId(entry.generation, entry.step)
             decision = decided.get(id_)
             if decision is not None and decision.outcome is not Outcome.ABORT:
-                committed.append(entry)
+                self._settle_committed(self._with_sums([(entry, "")])[0][0])
             elif entry.state is State.STAGED:
                 continue  # it is handed in again when its turn comes
             elif decision is not None or id_ not in self._sealed_before or self._is_left_alone():
                 self._given_up(entry, decision.reason if decision else "it was not sealed", may_repeat=True)
-        self._settle_committed(committed)
 
     def _is_left_alone(self) -> bool:
         """Whether other nodes had the time to finish what this one had sealed in an earlier start."""
@@ -425,30 +392,19 @@ class Watcher:
     def _settle_same(self, entry: Entry, same: Same) -> None:
         """It was committed before, perhaps by another name."""
         _drop_larger(self.entries, entry)
-        id_ = same.checkpoint
         if same.is_in_store:
-            known_as = replace(entry, generation=id_.generation, step=id_.step, sums=same.sums)
-            self._teller.settled("there", self.entries.settle(known_as, State.COMMITTED))
+            self._teller.settled("there", self.entries.settle(same.known_as(entry), State.COMMITTED))
         else:
-            reason = (
-                f"it is step {id_.step} by its bytes, which was committed and pruned, and would become the newest:"
-                " adopt it with --kind, or into another remote"
-            )
-            self._settle_refused(entry, Refusal.OUTDATED, reason)
+            self._settle_refused(entry, Refusal.OUTDATED, same.why_outdated)
 
-    def _settle_committed(self, entries: list[Entry]) -> None:
+    def _with_sums(self, outcomes: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
+        """What is committed with its checksums. (Of several nodes, each has a part of it only.)"""
         assert self._remote is not None
-        files: Mapping[CheckpointId, Mapping[str, RemoteFile]] = {}
-        if self.options.num_nodes == 1:
-            with contextlib.suppress(
-                StoreError
-            ):  # then the store is asked when it matters, if it has them still
-                ids = [CheckpointId(each.generation, each.step) for each in entries]
-                files = self._remote.committed_files(ids)
-        for entry in entries:
-            sums = sums_of(files.get(CheckpointId(entry.generation, entry.step), {}))
-            self.entries.settle(replace(entry, sums=sums), State.COMMITTED)
-            self._teller.settled("committed", entry)
+        return with_sums(self._remote, outcomes) if self.options.num_nodes == 1 else outcomes
+
+    def _settle_committed(self, entry: Entry) -> None:
+        self.entries.settle(entry, State.COMMITTED)
+        self._teller.settled("committed", entry)
 
     def _settle_refused(self, entry: Entry, refusal: Refusal, reason: str) -> None:
         self.entries.settle(entry, State.REFUSED, reason, refusal)
@@ -464,6 +420,27 @@ class Watcher:
             is_cut_short=self._is_cut_short,
             is_empty=not (self.entries.all or self._teller.incomplete or self._teller.refused),
         )
+
+
+def _uploader(options: Options) -> Uploader:
+    return Uploader(
+        options.state,
+        options.remote,
+        kind=options.kind,
+        rank=options.node,
+        world_size=options.num_nodes,
+        launch_id=options.launch_id,
+        store_options=options.store_options,
+        settings_file=options.settings_file,
+        **{
+            **options.settings,
+            "on_error": "warn",
+            "min_free_bytes": 0,  # what is handed in is never held up: what is staged leaves room
+            # What is staged goes when its entry is settled; the trainer's files are not the uploader's.
+            "num_checkpoints_to_keep": -1,
+            "latest_filename": "",
+        },
+    )
 
 
 def _sealed(options: Options) -> frozenset[CheckpointId]:
