@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import CredentialRetrievalError
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.s3 import credentials
@@ -106,5 +107,7 @@ def test_requests_that_give_up_start_no_further_process(
                 assert all(isinstance(each, TimeoutError) for each in results)
             assert len(list(tmp_path.glob("started-*"))) == 2
             started.touch()
+            with pytest.raises(CredentialRetrievalError, match="expired"):
+                await store._session.signer.credentials()
 
     run(main())
