@@ -111,7 +111,7 @@ class AzureSession:
                 URL(url, encoded=True),
                 headers=self.headers(grant, headers),
                 allow_redirects=False,
-                ssl=trusting(self._ca_file),  # as it is now
+                ssl=trusting(self._ca_file) if url.startswith("https:") else True,  # as the bundle is now
             ) as response:
                 size_bytes = response.content_length
                 told = {name.lower(): value for name, value in response.headers.items()}

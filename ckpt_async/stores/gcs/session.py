@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 from collections.abc import Mapping
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -67,6 +68,7 @@ class GcsSession:
             sock_connect=self.options.connect_timeout_s,
             sock_read=self.options.read_timeout_s,
         )
+        self._trusting()  # reading certificates takes long: before anybody waits for a request
         connector = aiohttp.TCPConnector(limit=self.options.max_connections)
         self._http = aiohttp.ClientSession(
             connector=connector,
@@ -76,6 +78,10 @@ class GcsSession:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._exit_stack.push_async_callback(self._http.close)
+
+    def _trusting(self) -> ssl.SSLContext | bool:
+        """Whom to trust, as the bundle is now."""
+        return trusting(self._ca_file) if self.is_tls else True
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
@@ -143,7 +149,7 @@ class GcsSession:
                 headers=headers,
                 data=body or None,
                 allow_redirects=False,
-                ssl=trusting(self._ca_file),  # as it is now
+                ssl=self._trusting(),
             )
             async with request as answer:
                 size_bytes = answer.content_length or 0

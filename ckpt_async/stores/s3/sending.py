@@ -76,8 +76,8 @@ class Sender:
             response = await self._session.pools.uploads_for(body).put(url, headers, body)
         if response.status >= 300:
             raise self._refused(put, response)
-        if response.error:
-            raise self._again(put, f"{response.status}, but with a body: {response.error[:80]!r}")
+        if b"<Error>" in response.error:
+            raise self._again(put, f"{response.status}, but with an error: {response.error[:80]!r}")
         return self._parsed(put.operation, put.key, response)
 
     async def put_found(self, put: Put, body: PartBody, digest: Digest) -> SdkResponse:
