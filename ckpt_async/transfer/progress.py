@@ -150,7 +150,7 @@ class Progress:
             self._end()
 
     def _look_at_queue(self, now: float) -> None:
-        """Of what has all moved: once it has arrived the store has its time to answer, before it is still moving."""
+        """Of what has all moved: once it has arrived the store has its time to answer; until then it still moves."""
         before, self._queued_bytes = self._queued_bytes, self.queued_bytes()
         if self._queued_bytes and self._queued_bytes != before:
             self.moved_at = now

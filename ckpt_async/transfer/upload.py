@@ -198,7 +198,7 @@ async def _multipart(
     whole = combine([(part.checksum, part.size_bytes) for part in parts if part.checksum], algorithm)
     await asyncio.to_thread(source.check)
     info = await store.complete_multipart(key, resume.upload_id, parts, whole, source.size_bytes)
-    return info, whole
+    return info if info.checksum is not None else await store.head(key), whole
 
 
 async def send_part(
@@ -234,9 +234,7 @@ async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
 async def verify_stored(
     store: PatientStore, info: ObjectInfo, key: str, size_bytes: int, checksum: Checksum
 ) -> None:
-    """Compare what the store says with what was read locally; ask, or read back, if it did not say."""
-    if info.checksum is None:
-        info = await store.head(key)
+    """Compare what the store says, also when it was asked, with what was read locally; read back if it does not say."""
     if info.checksum is None:
         info = await read_back(store, key, size_bytes, checksum.algorithm)
     if (info.size_bytes, info.checksum) != (size_bytes, checksum):
@@ -315,6 +313,7 @@ async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list
     async def ask(shard: SmallShard) -> None:
         try:
             info, checksum = stored[shard.key], checksums[shard.key]
+            info = info if info.checksum is not None else await store.head(shard.key)
             await verify_stored(store, info, shard.key, shard.size_bytes, checksum)
         except StoreError:
             del stored[shard.key]

@@ -718,9 +718,23 @@ def test_what_is_still_on_its_way_needs_no_answer_yet(run: Any, wire: Wire) -> N
     assert run(main()) > 0.8  # else it was no test
 
 
+class Queued(Slices):
+    """Says when much of it waits in the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(bytes(32 * MIB))
+        self.waits = threading.Event()
+
+    def send(self, writer: BodyWriter) -> None:
+        for _ in range(0, self.size_bytes, MIB // 4):
+            writer.write(memoryview(bytes(MIB // 4)))
+            if writer.queued_bytes() >= 2 * MIB:
+                self.waits.set()
+
+
 def test_of_a_request_that_is_given_up_nothing_more_is_sent(run: Any, wire: Wire) -> None:
     """A late attempt's bytes would take the link from the next one's."""
-    may_read, arrived = threading.Event(), []
+    may_read, arrived, body = threading.Event(), [], Queued()
 
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
@@ -734,8 +748,8 @@ def test_of_a_request_that_is_given_up_nothing_more_is_sent(run: Any, wire: Wire
     async def main() -> None:
         with wire.server(talk) as server:
             async with wire.uploads() as uploads:
-                sending = asyncio.ensure_future(wire.put(uploads, server, Slices(bytes(32 * MIB))))
-                await asyncio.sleep(0.3)  # the kernel takes what it takes
+                sending = asyncio.ensure_future(wire.put(uploads, server, body))
+                assert await asyncio.to_thread(body.waits.wait, PATIENCE_S)
                 sending.cancel()
                 await asyncio.wait([sending])
                 may_read.set()

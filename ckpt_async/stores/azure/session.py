@@ -15,7 +15,7 @@ from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import has_proxy, trusting
+from ckpt_async.stores.http.connections import has_proxy, trusted_for
 from ckpt_async.stores.http.messages import MalformedResponseError, Response
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.interface import Body
@@ -111,7 +111,7 @@ class AzureSession:
                 URL(url, encoded=True),
                 headers=self.headers(grant, headers),
                 allow_redirects=False,
-                ssl=trusting(self._ca_file) if url.startswith("https:") else True,  # as the bundle is now
+                ssl=trusted_for(url, self._ca_file),
             ) as response:
                 size_bytes = response.content_length
                 told = {name.lower(): value for name, value in response.headers.items()}

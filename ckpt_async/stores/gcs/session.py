@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import ssl
 from collections.abc import Mapping
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -18,7 +17,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.gcs.credentials import Anonymous, Credentials, GoogleCredentials
 from ckpt_async.stores.gcs.errors import GcsLocation, refusal, translating
-from ckpt_async.stores.http.connections import has_proxy, trusting
+from ckpt_async.stores.http.connections import has_proxy, trusted_for
 from ckpt_async.stores.http.downloads import NO_HEADERS
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.pools import Pools
@@ -68,7 +67,9 @@ class GcsSession:
             sock_connect=self.options.connect_timeout_s,
             sock_read=self.options.read_timeout_s,
         )
-        self._trusting()  # reading certificates takes long: before anybody waits for a request
+        trusted_for(
+            self.endpoint, self._ca_file
+        )  # reading certificates takes long: before anybody waits for a request
         connector = aiohttp.TCPConnector(limit=self.options.max_connections)
         self._http = aiohttp.ClientSession(
             connector=connector,
@@ -78,10 +79,6 @@ class GcsSession:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._exit_stack.push_async_callback(self._http.close)
-
-    def _trusting(self) -> ssl.SSLContext | bool:
-        """Whom to trust, as the bundle is now."""
-        return trusting(self._ca_file) if self.is_tls else True
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
@@ -149,7 +146,7 @@ class GcsSession:
                 headers=headers,
                 data=body or None,
                 allow_redirects=False,
-                ssl=self._trusting(),
+                ssl=trusted_for(url, self._ca_file),
             )
             async with request as answer:
                 size_bytes = answer.content_length or 0

@@ -231,6 +231,11 @@ def trusting(ca_file: str | None) -> ssl.SSLContext:
         return _context(ca_file, changed_ns)
 
 
+def trusted_for(url: str, ca_file: str | None) -> ssl.SSLContext | bool:
+    """`trusting`, for a request that aiohttp makes to `url`: without it, that keeps whom it has trusted at first."""
+    return trusting(ca_file) if url.startswith("https:") else True
+
+
 _making_context = threading.Lock()
 
 
@@ -285,4 +290,4 @@ def proxy_of(url: str) -> str:
     """The proxy, without the name and password that may be in its URL; "" if there is none."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme, "")
-    return "" if urllib.request.proxy_bypass(parts.netloc) else proxy.rpartition("@")[2]
+    return proxy.rpartition("@")[2] if proxy and not urllib.request.proxy_bypass(parts.netloc) else ""

@@ -222,9 +222,7 @@ def info(key: str, response: SdkResponse, size_bytes: int | None = None) -> Obje
 
 def info_of_range(key: str, answer: Response, offset: int, size_bytes: int) -> ObjectInfo:
     total = total_of_range(answer, offset, size_bytes)
-    modified = answer.headers.get("last-modified")
-    modified_at = None if modified is None else http_date("Last-Modified", modified)
-    return ObjectInfo(key, total, answer.headers["etag"], None, modified_at)
+    return ObjectInfo(key, total, answer.headers["etag"], None, _modified_at(answer))
 
 
 def is_plain(answer: Response) -> bool:
@@ -238,10 +236,13 @@ def is_plain(answer: Response) -> bool:
 def info_of_whole(key: str, answer: Response) -> ObjectInfo:
     """Of a plain answer."""
     size_bytes = whole_number("Content-Length", answer.headers["content-length"])
-    modified = answer.headers.get("last-modified")
-    modified_at = None if modified is None else http_date("Last-Modified", modified)
     told = past_sdk(answer)
-    return ObjectInfo(key, size_bytes, _field(told, "ETag", str), checksum(told), modified_at)
+    return ObjectInfo(key, size_bytes, _field(told, "ETag", str), checksum(told), _modified_at(answer))
+
+
+def _modified_at(answer: Response) -> float | None:
+    modified = answer.headers.get("last-modified")
+    return None if modified is None else http_date("Last-Modified", modified)
 
 
 def copied_part(number: int, size_bytes: int, response: SdkResponse) -> StoredPart:

@@ -52,7 +52,6 @@ from ckpt_async.stores.s3.standing import NOTHING
 
 # CopyObject takes these from its source, unless told to replace all of them.
 _COPIED_ALONG = frozenset({"CacheControl", "ContentType", "Metadata", "Tagging"})
-_HEADERS = {"IfNoneMatch": "if-none-match", "IfMatch": "if-match"}
 _DELETE_BATCH = 1000  # DeleteObjects takes no more (S3 API reference)
 
 
@@ -113,13 +112,7 @@ class S3Store:
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
-        conditions = _conditions(condition)
-        put = Put(
-            "put_object",
-            key,
-            {**conditions, **self._options.put_args},
-            conditions={_HEADERS[name]: value for name, value in conditions.items()},
-        )
+        put = Put("put_object", key, {**_condition_parameters(condition), **self._options.put_args})
         response = await self._sender.put(put, body, checksum)
         return ObjectInfo(key, body.size_bytes, response["ETag"], answers.checksum(response))
 
@@ -334,7 +327,7 @@ class S3Store:
         return translating(pages.operation, key, self._location)
 
 
-def _conditions(condition: Condition) -> dict[str, str]:
+def _condition_parameters(condition: Condition) -> dict[str, str]:
     match condition:
         case None:
             return {}

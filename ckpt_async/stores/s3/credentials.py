@@ -40,7 +40,7 @@ class Signer:
         """
         if self._is_refused and time.monotonic() >= self._read_at + READ_AGAIN_S:
             await self._read_again()
-        if not self._renews_itself:
+        if not self._renews_itself or not self._found.refresh_needed():
             return None if self._found is None else await self._frozen()
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.ensure_future(asyncio.wait_for(self._frozen(), GIVEN_WITHIN_S))

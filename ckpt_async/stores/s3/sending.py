@@ -25,6 +25,7 @@ from ckpt_async.stores.s3.trailer import AwsChunkedBody
 
 # For so long no trailers are sent after a refusal that may be their fault; and what is not.
 _DISTRUST_S = 600.0
+_CONDITIONS = {"IfNoneMatch": "if-none-match", "IfMatch": "if-match"}
 _NOT_OF_TEMPLATES = frozenset({FailureReason.CHECKSUM, FailureReason.PRECONDITION})
 _NOT_OF_TRAILERS = frozenset({FailureReason.THROTTLED, FailureReason.NOT_FOUND, FailureReason.TIMEOUT})
 
@@ -37,7 +38,13 @@ class Put:
     key: str
     parameters: Mapping[str, Any]  # for the SDK
     query: Mapping[str, str] = field(default_factory=lambda: NO_QUERY)  # of the URL
-    conditions: Mapping[str, str] = field(default_factory=lambda: NO_QUERY)  # headers, names in lower case
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """As headers, with names in lower case."""
+        return {
+            header: self.parameters[name] for name, header in _CONDITIONS.items() if name in self.parameters
+        }
 
 
 class Sender:
@@ -68,8 +75,8 @@ class Sender:
         with translating(put.operation, put.key, self._location):
             credentials = await self._session.credentials()
             now, size_bytes = time.time(), body.size_bytes
-            if put.conditions:
-                told = {**put.conditions, **template.of_body(size_bytes, checksum)}
+            if conditions := put.conditions:
+                told = {**conditions, **template.of_body(size_bytes, checksum)}
                 url, headers = template.rare("PUT", name, told, credentials, now)
             else:
                 url, headers = template.request(name, size_bytes, checksum, credentials, now, put.query)
