@@ -8,14 +8,14 @@
         uploader.enqueue(shard, step=100)
         uploader.seal(step=100)
 
-What holds at any time, also after SIGKILL or power loss:
+These guarantees hold at any time, even after SIGKILL or power loss:
 
 - Write order: shards → receipts → decision `commit` → latest → local symlink. A checkpoint is visible only
   when every shard of every rank is in the store and verified.
-- Delete order: latest is ahead → decision `pruning` → readers are gone → shards → receipts → `pruned`.
+- Delete order: latest is ahead → decision `pruning` → reader leases drain → shards → receipts → `pruned`.
 - Read order: latest (a hint) or the list of decisions (the truth) → lease → decision → shards.
 
-`docs/design.md` says why. Names are loaded on first use: importing the package costs nothing.
+`docs/design.md` gives the reasons. Names are loaded on first use, so importing the package costs next to nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m ckpt_async …` is `ckpt-async …`."""
+"""Entry point: `python -m ckpt_async …` does the same as `ckpt-async …`."""
 
 import sys
 

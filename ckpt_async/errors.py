@@ -1,6 +1,6 @@
-"""Every error of the package. One base; below it, classes by what the caller does next.
+"""All errors of the package: one base class, and subclasses that differ in what the caller should do next.
 
-A failure that heals never becomes one of these at the trainer: the engine retries by `FailureReason`.
+The trainer never sees a failure that heals: the engine retries it, depending on its `FailureReason`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Self
 
 
 class FailureReason(enum.Enum):
-    """Why one attempt failed. The values are metric labels: a closed set, never free text."""
+    """Why one attempt failed. The values are metric labels, so they are a closed set and never free text."""
 
-    THROTTLED = "throttled"  # 503 SlowDown, 429: slow down and go on
+    THROTTLED = "throttled"  # 503 SlowDown, 429: slow down and continue
     TRANSIENT = "transient"  # 5xx, reset connection: try again
-    TIMEOUT = "timeout"  # deadline passed or no byte moved for too long
-    AUTH = "auth"  # 401, 403, expired token: never "missing"; credentials may be rotated in
+    TIMEOUT = "timeout"  # the deadline passed, or no byte moved for too long
+    AUTH = "auth"  # 401, 403, expired token: never means "missing"; new credentials may arrive
     NOT_FOUND = "not_found"  # 404: bucket or object
     PRECONDITION = "precondition"  # 412, 409: a fact to decide on, not a failure
-    CHECKSUM = "checksum"  # what the store has is not what we sent
+    CHECKSUM = "checksum"  # the store holds different bytes than we sent
     SOURCE_CHANGED = "source_changed"  # a local shard was overwritten or truncated after enqueue
     SOURCE_MISSING = "source_missing"  # a local shard is gone
     DISK = "disk"  # ENOSPC, EIO, read-only file system
@@ -26,9 +26,9 @@ class FailureReason(enum.Enum):
 
     @property
     def is_retryable(self) -> bool:
-        """Whether another attempt of the same request may succeed.
+        """Return whether another attempt of the same request may succeed.
 
-        AUTH counts: tokens are rotated beneath us, and giving up would lose what waiting keeps.
+        AUTH is retryable: tokens are rotated underneath us, and waiting saves the work that giving up would lose.
         """
         return self in (
             FailureReason.THROTTLED,
@@ -41,7 +41,7 @@ class FailureReason(enum.Enum):
 
 
 class CkptAsyncError(Exception):
-    """Base of all errors of this package. `hint` says what to do; it is part of the message."""
+    """Base class of all errors of this package. `hint` tells the user what to do; it is part of the message."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -49,11 +49,12 @@ class CkptAsyncError(Exception):
 
     @property
     def without_hint(self) -> str:
-        """The message alone, for those who show the hint by itself."""
+        """The message without the hint, for callers that show the hint separately."""
         return str(self).removesuffix(f" ({self.hint})")
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Ranks tell each other what failed. Not by `__init__`, which would want all that is in the message again.
+        # Ranks send errors to each other. Unpickling must bypass `__init__`, which would need every argument
+        # that is already part of the message.
         return _as_it_was, (type(self), self.args, self.__dict__)
 
 
@@ -70,11 +71,11 @@ def _as_it_was(
 
 
 class SettingsError(CkptAsyncError, ValueError):
-    """A setting has an invalid value. Names the setting and its allowed range."""
+    """A setting has an invalid value. The message names the setting and its allowed range."""
 
 
 class InvalidNameError(CkptAsyncError, ValueError):
-    """A path, checkpoint name or key that would be unsafe or ambiguous. Nothing was done with it."""
+    """A path, checkpoint name or key is unsafe or ambiguous. Nothing was done with it."""
 
 
 class InvalidShardError(CkptAsyncError, ValueError):
@@ -82,11 +83,11 @@ class InvalidShardError(CkptAsyncError, ValueError):
 
 
 class SealedError(CkptAsyncError):
-    """The checkpoint was sealed (or given up) by this rank: it takes no more shards (rule R11)."""
+    """This rank has already sealed (or given up) the checkpoint, so it accepts no more shards (rule R11)."""
 
 
 class BacklogError(CkptAsyncError):
-    """Uploads have fallen behind or the disk has run low, and the policy says to raise (or waiting took longer than
+    """Uploads have fallen behind or disk space is low, and the policy is to raise (or blocking took longer than
     `block_timeout_s`). Nothing was enqueued; call again later, or save less often.
     """
 
@@ -96,8 +97,8 @@ class UploaderClosedError(CkptAsyncError):
 
 
 class RunnerError(CkptAsyncError):
-    """The engine's process cannot be started or reached (`runner="process"`; the message has the end of its output), or
-    there are too few descriptors, threads or too little memory left.
+    """The engine's process cannot be started or reached (`runner="process"`; the message contains the end of its
+    output), or the system has too few descriptors or threads or too little memory left.
     """
 
 
@@ -109,13 +110,13 @@ class JournalError(CkptAsyncError):
 
 
 class JournalDamagedError(JournalError):
-    """What is in the journal cannot be read. Whoever may write it next moves it aside and rebuilds it from the spool's
-    manifests (rule R10).
+    """The journal's content cannot be read. The next process that may write it moves it aside and rebuilds it from
+    the spool's manifests (rule R10).
     """
 
 
 class NoJournalError(JournalError):
-    """There is no journal in the folder: no uploader was ever opened there. Looking never makes one."""
+    """The folder has no journal: no uploader was ever opened there. Read-only access never creates one."""
 
 
 class FolderInUseError(JournalError):
@@ -123,8 +124,8 @@ class FolderInUseError(JournalError):
 
 
 class NoSpaceError(JournalError, OSError):
-    """The folder's file system is full. Nothing was done, by `enqueue` nothing enqueued; call again when there is
-    space.
+    """The folder's file system is full. Nothing was done (`enqueue` enqueued nothing); call again once space has
+    been freed.
     """
 
 
@@ -132,9 +133,10 @@ class NoSpaceError(JournalError, OSError):
 
 
 class StoreError(CkptAsyncError):
-    """A store request failed. `reason` decides what the engine does next; `key` and `operation` say where.
+    """A store request failed. `reason` decides what the engine does next; `key` and `operation` say where it
+    failed.
 
-    Stores raise nothing else: every SDK and operating-system error is translated in `ckpt_async.stores`.
+    Stores raise no other errors: `ckpt_async.stores` translates every SDK and operating-system error.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class StoreError(CkptAsyncError):
 
 
 class ObjectNotFoundError(StoreError):
-    """No object at this key."""
+    """There is no object at this key."""
 
     def __init__(
         self, message: str = "no such object", *, operation: str = "", key: str = "", hint: str = ""
@@ -157,8 +159,8 @@ class ObjectNotFoundError(StoreError):
 
 
 class PreconditionFailedError(StoreError):
-    """A conditional write was refused, or *seems* to have been: after a lost reply our own success reads
-    like this too (rule R13), so read back and compare before deciding that someone else won.
+    """A conditional write was refused, or *appears* to have been. After a lost reply our own success looks the same
+    (rule R13), so read the object back and compare before concluding that someone else won.
     """
 
     def __init__(self, message: str = "precondition failed", *, operation: str = "", key: str = "") -> None:
@@ -166,21 +168,21 @@ class PreconditionFailedError(StoreError):
 
 
 class ObjectTooLargeError(StoreError):
-    """The object has more bytes than whoever asked for it would read. Nothing of it was read."""
+    """The object is larger than the caller is willing to read. None of it was read."""
 
     def __init__(self, message: str, *, operation: str = "", key: str = "") -> None:
         super().__init__(message, reason=FailureReason.OTHER, operation=operation, key=key)
 
 
 class IntegrityError(StoreError):
-    """The store holds other bytes than were sent."""
+    """The store holds different bytes than were sent."""
 
     def __init__(self, message: str, *, operation: str = "", key: str = "") -> None:
         super().__init__(message, reason=FailureReason.CHECKSUM, operation=operation, key=key)
 
 
 class SourceError(CkptAsyncError):
-    """A local shard no longer holds the bytes that were enqueued: it is never committed."""
+    """A local shard no longer holds the bytes that were enqueued, so it is never committed."""
 
     def __init__(self, message: str, *, reason: FailureReason) -> None:
         super().__init__(message)
@@ -188,8 +190,8 @@ class SourceError(CkptAsyncError):
 
 
 class InvalidRecordError(CkptAsyncError):
-    """An object of the protocol (receipt, decision, latest, …) is not one this version can have written. `key` says
-    which, where that is known; `detail` is the message without it.
+    """A protocol object (receipt, decision, latest, …) cannot have been written by this version. `key` identifies
+    it, where that is known; `detail` is the message without the key.
     """
 
     def __init__(self, message: str, *, hint: str = "", key: str = "") -> None:
@@ -201,41 +203,45 @@ class InvalidRecordError(CkptAsyncError):
         return f"{self._message} ({self.hint})" if self.hint else self._message
 
     def at(self, key: str) -> Self:
-        """The same, of the object at `key`."""
+        """Return this error with `key` set to the object's key."""
         return type(self)(self._message, hint=self.hint, key=key)
 
 
 class UnknownVersionError(InvalidRecordError):
-    """It is of another format version: whoever wrote it can read it, so it is not damaged. Upgrade this program."""
+    """The object has another format version. The version that wrote it can read it, so it is not damaged: upgrade
+    this program.
+    """
 
 
-# --- what another program wrote, and what ranks say of it -------------------------------------------------
+# --- files of other programs, and agreement between ranks ---------------------------------------------------
 
 
 class UnsafePickleError(CkptAsyncError):
-    """A pickle names or does something that a checkpoint does not need. Nothing of it was run."""
+    """A pickle refers to something, or does something, that a checkpoint does not need. None of it was executed."""
 
 
 class FormatError(CkptAsyncError):
-    """A file cannot be loaded: not what its name says, truncated, too large. Or a state cannot be written as its file's
-    name says; or what either needs is missing.
+    """A file cannot be loaded because it is not what its name says, is truncated or is too large; or a state cannot
+    be saved in the format that its file name implies; or a module that either needs is missing.
     """
 
 
 class StateMismatchError(CkptAsyncError):
-    """What was loaded does not fit the model. The model was not changed; the message names what differs."""
+    """The loaded state does not fit the model. The model was not changed; the message names the differences."""
 
 
 class RanksDisagreeError(CkptAsyncError):
-    """Ranks do not have the same value; the message says which have which. Raised on all of them."""
+    """The ranks do not agree on a value; the message says which ranks have which value. Raised on every rank."""
 
 
 class RankFailedError(CkptAsyncError):
-    """What one rank did for all of them failed. Raised on all of them, with its cause."""
+    """An operation that one rank performed for all ranks failed. Raised on every rank, with the original error as
+    its cause.
+    """
 
 
 class CheckpointRefusedError(CkptAsyncError, ValueError):
-    """The validation function rejected a file of a checkpoint. Nothing of that file was used."""
+    """The caller's validation function rejected a file of a checkpoint. Nothing of that file was used."""
 
 
 # --- outcomes ----------------------------------------------------------------------------------------------
@@ -243,19 +249,22 @@ class CheckpointRefusedError(CkptAsyncError, ValueError):
 
 class UploadFailedError(CkptAsyncError):
     """Shards could not be uploaded within `upload_timeout_s`. They stay in the spool, and the next start,
-    `ckpt-async drain` or the sweeper tries again. Also: a start committed nothing because ranks of it never came; the
-    adapter of a framework could not get its newest checkpoint committed by the end of training.
+    `ckpt-async drain` or the sweeper tries again.
+
+    Also raised when a start committed nothing because some of its ranks never appeared, and when a framework
+    adapter could not get its newest checkpoint committed by the end of training.
     """
 
 
 class SaveFailedError(CkptAsyncError):
-    """A checkpoint was not written, or not handed over: this rank's part does not exist, so it is never committed.
-    `CheckpointSaver` raises it at its next `step`; its cause says what happened. The next save is not affected.
+    """A checkpoint was not written or not handed over. This rank's part does not exist, so the checkpoint is never
+    committed. `CheckpointSaver` raises this error at its next `step`, with the original error as its cause. The
+    next save is not affected.
     """
 
 
 class CheckpointConflictError(CkptAsyncError, FileExistsError):
-    """A folder holds checkpoints of another run that this one would replace, and `overwrite` is off."""
+    """The folder holds checkpoints of another run that this checkpoint would replace, and `overwrite` is off."""
 
 
 class CheckpointAbortedError(CkptAsyncError):
@@ -267,46 +276,47 @@ class CommitTimeoutError(CkptAsyncError, TimeoutError):
 
 
 class FencedError(CkptAsyncError):
-    """A newer generation of this run has started: this trainer is superseded and takes no new checkpoint
-    (rule R11). What it had sealed is still finished. Stop this process.
+    """A newer generation of this run has started: this trainer is superseded and accepts no new checkpoint (rule
+    R11). Checkpoints that it had sealed are still finished. Stop this process.
     """
 
 
 class DamagedCheckpointError(CkptAsyncError):
-    """A committed checkpoint cannot be read as it was decided: a shard is missing, truncated or changed. It was
-    marked, so that `restore.find` skips it from now on; ask again for the next older one.
+    """A committed checkpoint differs from its decision: a shard is missing, truncated or changed. The checkpoint
+    has been marked, so `restore.find` skips it from now on; call it again to get the next older one.
     """
 
 
 class UnreliableReadError(CkptAsyncError):
-    """The data that arrives is not what was committed, and differs each time: the network, a proxy or this machine's
-    memory corrupts it. Nothing was marked: the checkpoint may be intact. Try again, or on another node.
+    """The data that arrives is not what was committed, and it differs each time: the network, a proxy or this
+    machine's memory corrupts it. Nothing was marked, because the checkpoint may be intact. Try again, or on another
+    node.
     """
 
 
 class NoUsableCheckpointError(CkptAsyncError):
-    """There are committed checkpoints and none of them can be used; the message says why, for each. Starting from
-    scratch would discard them: run `ckpt-async verify` first.
+    """There are committed checkpoints, but none of them is usable; the message gives the reason for each. Starting
+    from scratch would discard them, so run `ckpt-async verify` first.
     """
 
 
 class UnknownKindError(CkptAsyncError):
-    """The run has no checkpoints of this kind, but others; the message says which. A misspelt name would otherwise look
-    like a fresh start.
+    """The run has no checkpoints of this kind, but has other kinds, which the message lists. Without this error a
+    misspelt name would look like a fresh start.
     """
 
 
 class ResumeError(CkptAsyncError):
-    """Ranks that resume together could not; raised on all of them, with what happened on which."""
+    """Ranks could not resume together. Raised on every rank, with what happened on which rank."""
 
 
 class DestinationError(CkptAsyncError):
-    """A file could not be written to its destination: a different one is there, or it cannot be written."""
+    """A file could not be written to its destination: a different file is in the way, or writing failed."""
 
 
 class CheckpointGoneError(CkptAsyncError):
-    """The checkpoint was pruned, or this reader's lease on it was lost, before it was read. Find another one."""
+    """The checkpoint was pruned, or this reader lost its lease on it, before it had been read. Find another one."""
 
 
 class CapabilityError(CkptAsyncError):
-    """The store cannot do what the chosen settings need."""
+    """The store lacks a capability that the chosen settings need."""

@@ -1,7 +1,9 @@
-"""The niceness of a runner process: it takes the cores that training leaves, and any while somebody waits for it.
+"""The niceness of a runner process: it uses the cores that training leaves idle, or any core while somebody waits
+for it.
 
-A thread that has made itself nice cannot take that back (setpriority(2): RLIMIT_NICE), and whoever must answer at once
-never is: so only the threads that carry bytes are nice, and others take their place when there is no time to be.
+A thread cannot lower its own niceness again (setpriority(2): RLIMIT_NICE), and threads that must answer immediately
+are never niced. So only the threads that carry bytes are niced, and fresh ones replace them when the work becomes
+urgent.
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_priority: int | None = None  # of threads that carry bytes and begin from now on; None: as the process has it
+_priority: int | None = None  # of byte threads started from now on; None: the process's own priority
 
 
 def set_niceness(niceness: int, *, is_waited_for: bool) -> bool:
-    """Add this to the niceness of `BulkThreads`, from their next piece of work on, unless somebody waits. Call it from
-    the thread that runs the event loop, which is not nice. False if not all of it could be set, which may be so for a
-    tenth of a second.
+    """Add `niceness` to that of the `BulkThreads`, from their next piece of work on, unless somebody is waiting.
+    Call it from the thread that runs the event loop, which is never niced. Returns False if part of it could not be
+    set, which may happen for a tenth of a second at a time.
 
-    The kernel derives the priority of disk reads from it (ioprio_set(2), IOPRIO_CLASS_NONE).
+    The kernel derives the priority of disk reads from the niceness (ioprio_set(2), IOPRIO_CLASS_NONE).
     """
     global _priority  # noqa: PLW0603  the process has one
     own = os.getpriority(os.PRIO_PROCESS, 0)
     niceness = 0 if is_waited_for else niceness
     _priority = own + niceness if niceness else None
-    with contextlib.suppress(
-        OSError
-    ):  # to be woken must not push a trainer off its core, in the middle of `enqueue`
+    # Waking this thread must not push a trainer off its core in the middle of `enqueue`.
+    with contextlib.suppress(OSError):
         how = os.SCHED_OTHER if is_waited_for else os.SCHED_BATCH
         os.sched_setscheduler(0, how, os.sched_param(0))
-    try:  # where sessions compete as groups (sched(7)), the group's counts
+    # Where sessions are scheduled as groups (sched(7)), the niceness of the group is what counts.
+    try:
         Path("/proc/self/autogroup").write_text(str(own + niceness))
     except BlockingIOError:
         return False
@@ -47,23 +49,25 @@ def set_niceness(niceness: int, *, is_waited_for: bool) -> bool:
 
 
 def enter_bulk_thread() -> None:
-    """What a thread that carries bytes does first."""
+    """Set up a thread that carries bytes, as its first action."""
     if _priority is not None:
-        with contextlib.suppress(OSError):  # where niceness is the process's, as POSIX has it
+        with contextlib.suppress(OSError):  # where niceness belongs to the whole process, as in POSIX
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _priority)
 
 
 class BulkThreads(ThreadPoolExecutor):
-    """At most so many threads for work that carries bytes, as nice as is wanted when the work begins.
+    """A thread pool for work that carries bytes; its threads have the niceness in force when the work begins.
 
-    With `starts_at_once` all of them are there from the beginning: where memory or the number of threads is limited,
-    one that is started in the middle of the work fails, or is waited for for ever (`threading.Thread.start`).
+    With `starts_at_once` all threads are started immediately. Where memory or the number of threads is limited, a
+    thread that is started in the middle of the work may fail, or its start may block forever
+    (`threading.Thread.start`).
 
-    Raises OSError if they cannot be started.
+    Raises OSError if the threads cannot be started.
     """
 
     def __init__(self, max_workers: int, thread_name_prefix: str, *, starts_at_once: bool = False) -> None:
-        super().__init__(max_workers, thread_name_prefix)  # for the type only: it never starts a thread
+        # Only for its type: this base pool never starts a thread.
+        super().__init__(max_workers, thread_name_prefix)
         self._arguments = max_workers, thread_name_prefix
         self._starts_at_once = starts_at_once
         self._now_lock = threading.Lock()
@@ -75,7 +79,7 @@ class BulkThreads(ThreadPoolExecutor):
             are_all_there = threading.Event()
             try:
                 for _ in range(self._arguments[0]):
-                    pool.submit(are_all_there.wait)  # none is idle, so each starts another
+                    pool.submit(are_all_there.wait)  # no thread is idle, so each call starts another one
             except RuntimeError as error:
                 pool.shutdown(wait=False)
                 raise OSError(
@@ -89,9 +93,9 @@ class BulkThreads(ThreadPoolExecutor):
         with self._now_lock:
             if self._now_priority != _priority:
                 self._now_priority = _priority
-                with contextlib.suppress(OSError):  # better at another's priority than not at all
+                with contextlib.suppress(OSError):  # running at the old priority is better than not at all
                     before, self._now = self._now, self._new()
-                    before.shutdown(wait=False)  # what they have begun they end
+                    before.shutdown(wait=False)  # the old threads finish what they have begun
             return self._now.submit(function, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, **more: Any) -> None:

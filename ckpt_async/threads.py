@@ -1,4 +1,4 @@
-"""Between blocking code and an event loop: neither outlives whoever asked for it."""
+"""Bridges between blocking code and an event loop: neither side outlives the caller that needs it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A signal that arrives just before a thread begins to wait is not seen until that wait ends.
+# A signal that arrives just before a thread begins to wait is noticed only when that wait ends.
 CTRL_C_S = 0.5
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in a loop of its own, also where the calling thread already runs one (notebooks).
-    Ctrl-C cancels it within CTRL_C_S, and is raised when it has ended, the second one at once, unless somebody else
-    handles SIGINT (as `asyncio.run` does around a loop of the caller's).
+    """Run a coroutine to its end in its own event loop, even if the calling thread already runs one (notebooks).
+    Ctrl-C cancels it within CTRL_C_S, and KeyboardInterrupt is raised once it has ended; a second Ctrl-C raises it
+    immediately. This does not apply if somebody else handles SIGINT (as `asyncio.run` does around a loop of the
+    caller's).
     """
     return _run_beside(work) if _has_running_loop() else asyncio.run(_awake(work))
 
@@ -36,7 +37,9 @@ def _has_running_loop() -> bool:
 
 
 async def _awake(work: Coroutine[Any, Any, T]) -> T:
-    """By itself, asyncio sleeps on until its next timeout when a signal has just missed it."""
+    """Await `work` with a loop that wakes up regularly: asyncio alone would sleep until its next timeout when a
+    signal arrives just before it blocks.
+    """
     loop = asyncio.get_running_loop()
 
     def tick() -> None:
@@ -62,7 +65,7 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
         nonlocal is_unwanted
         is_unwanted = True
         for each in running:
-            with contextlib.suppress(RuntimeError):  # it has ended, and its loop with it
+            with contextlib.suppress(RuntimeError):  # it has ended, and its loop is closed
                 each()
 
     def interrupt(_: int, __: FrameType | None) -> None:
@@ -76,7 +79,8 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
             done = thread.submit(asyncio.run, cancellable())
             while not wait({done}, timeout=CTRL_C_S).done:
                 pass
-        except BaseException:  # the work must not go on without who wanted it
+        # The work must not continue once the caller is gone.
+        except BaseException:
             cancel()
             raise
         finally:
@@ -91,8 +95,10 @@ def _run_beside(work: Coroutine[Any, Any, T]) -> T:
 
 @contextlib.contextmanager
 def _on_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """As asyncio's runner does: where KeyboardInterrupt would be raised wherever the thread happens to be, a finalizer
-    (which swallows it) and the middle of a lock included, `handler` is called instead.
+    """Call `handler` on SIGINT instead of raising KeyboardInterrupt, as asyncio's runner does.
+
+    KeyboardInterrupt could otherwise be raised at any point of the thread, including in a finalizer (which swallows
+    it) or while a lock is half acquired.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -106,15 +112,15 @@ def _on_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `function` in a worker thread; when cancelled, wait for it all the same before leaving: descriptors and
-    buffers are in use, and a closed descriptor's number is soon another file's.
+    """Run `function` in a worker thread. If cancelled, still wait for the thread before returning: it uses
+    descriptors and buffers, and the number of a closed descriptor is soon reused for another file.
     """
     return await result_of(asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs)), lambda: True)
 
 
 async def result_of(work: asyncio.Future[T], cancel: Callable[[], bool]) -> T:
-    """What `work` in a thread returns or raises. Cancelled, calls `cancel`, which says whether the thread still has
-    hold of what it was given: then waits until it has not.
+    """Return or raise what `work` in a thread returns or raises. If cancelled, call `cancel`, which tells whether
+    the thread still holds the resources it was given; if so, wait until the thread has finished.
     """
     try:
         return await asyncio.shield(work)
@@ -124,5 +130,5 @@ async def result_of(work: asyncio.Future[T], cancel: Callable[[], bool]) -> T:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([work])
         if not work.cancel() and not work.cancelled():
-            work.exception()  # seen: the cancellation is what counts
+            work.exception()  # mark as retrieved: only the cancellation counts
         raise

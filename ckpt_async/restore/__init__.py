@@ -7,8 +7,8 @@
         report = restore.fetch(checkpoint, "checkpoints/resume", folder="checkpoints")
         state = torch.load(report.paths["model.pt"], weights_only=True)
 
-Nothing here needs torch or changes a checkpoint. `ckpt_async.torch` loads what was fetched, resharded if need be, on
-many ranks.
+Nothing here needs torch or changes a checkpoint. `ckpt_async.torch` loads the fetched files on many ranks,
+resharded if need be.
 """
 
 from ckpt_async.errors import (

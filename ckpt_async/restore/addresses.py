@@ -1,4 +1,4 @@
-"""Under which addresses other nodes may reach this one, and which machine this is."""
+"""The addresses under which other nodes may reach this one, and the identity of this machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pathlib import Path
 
 from ckpt_async.local.folder import boot_id
 
-# Nobody tries more than this many addresses of a node that does not answer.
+# At most this many addresses of a node that does not answer are tried.
 MOST_ADDRESSES = 4
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1  # linux/sockios.h, linux/if.h
 
 
 def own_addresses(env: Mapping[str, str]) -> list[str]:
-    """The likeliest first: those of GLOO_SOCKET_IFNAME's interfaces and no others, where it is set and they have some;
-    else the one from which MASTER_ADDR is reached, then the other ones of this node. Never a loopback address, which
-    leads others to themselves: none, if there is nothing else.
+    """Return this node's addresses, the likeliest first.
+
+    If GLOO_SOCKET_IFNAME is set and its interfaces have addresses, those are returned and no others; otherwise the
+    address from which MASTER_ADDR is reached, then this node's other ones. Loopback addresses never count, since
+    they would lead other nodes to themselves; the result is empty if there is nothing else.
     """
     there = list(interface_addresses())
     chosen = {name for name in env.get("GLOO_SOCKET_IFNAME", "").split(",") if name}
@@ -33,7 +35,7 @@ def own_addresses(env: Mapping[str, str]) -> list[str]:
 
 
 def usable(addresses: Iterable[str]) -> list[str]:
-    """Those that mean this node on another one too, each once. Pure."""
+    """Return the addresses that mean this node on other nodes too, without duplicates. Pure."""
     found: list[str] = []
     for each in addresses:
         address = ipaddress.ip_address(each)
@@ -43,13 +45,13 @@ def usable(addresses: Iterable[str]) -> list[str]:
 
 
 def in_url(host: str) -> str:
-    """A name or address as it stands in a URL."""
+    """Return a host name or address in the form that a URL needs."""
     return f"[{host}]" if ":" in host else host
 
 
 def interface_addresses() -> Iterator[tuple[str, str]]:
-    """Name and address of every interface that is up; of IPv4 one each. Elsewhere than on Linux, what the host's own
-    name stands for.
+    """Yield name and address of every interface that is up, with one IPv4 address each. On systems other than
+    Linux, yield the addresses that this host's name resolves to.
     """
     if not Path("/proc/net").exists():
         with contextlib.suppress(OSError):
@@ -59,7 +61,7 @@ def interface_addresses() -> Iterator[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         up = [name for name in names if _ask(asking, _SIOCGIFFLAGS, name)[16] & _IFF_UP]
         for name in up:
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # it has no address
                 yield name, socket.inet_ntoa(_ask(asking, _SIOCGIFADDR, name)[20:24])
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
         for line in table:
@@ -73,7 +75,7 @@ def _ask(asking: socket.socket, request: int, name: str) -> bytes:
 
 
 def _towards(host: str) -> Sequence[str]:
-    """The addresses from which this node would talk to `host`. Nothing is sent."""
+    """Return the addresses from which this node would talk to `host`. Nothing is sent."""
     found: list[str] = []
     with contextlib.suppress(OSError):
         for family, kind, *_, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM) if host else ():
@@ -84,15 +86,15 @@ def _towards(host: str) -> Sequence[str]:
 
 
 def machine() -> str:
-    """The same for all processes that reach each other by loopback addresses, and for no others."""
+    """Return an identifier shared by exactly those processes that reach each other through loopback addresses."""
     with contextlib.suppress(OSError):
         return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
     return socket.gethostname()
 
 
 def place(folder: Path) -> str:
-    """The same for all processes that have this folder in common on one machine. A host's name alone does not tell:
-    images and containers have one many times over.
+    """Return an identifier shared by all processes that share this folder on one machine. A host name alone is not
+    enough, because images and containers use the same one many times over.
     """
     path = Path(os.path.realpath(folder))
     above = next((each for each in (path, *path.parents) if each.exists()), path)

@@ -1,4 +1,4 @@
-"""The values of restoring: a checkpoint that can be read, its files, and what was passed over to find it."""
+"""The values of a restore: a readable checkpoint, its files, and the checkpoints that were skipped to find it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.stores import StoreOptions
 
 OWN_FORMAT = "ckpt_async"
-# What torch.distributed.checkpoint writes last into its folder.
+# The file that torch.distributed.checkpoint writes last into its folder.
 METADATA = ".metadata"
 
 
@@ -22,11 +22,11 @@ def is_metadata(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file of a checkpoint in the store. `checksum` is None where another tool wrote it: then only its size can be
-    checked. `ranks` have it in their receipts.
+    """One file of a checkpoint in the store. `checksum` is None if another tool wrote the file: then only its size
+    can be checked. `ranks` are those whose receipts list it.
     """
 
-    name: str  # its path within the checkpoint
+    name: str  # path within the checkpoint
     key: str
     size_bytes: int
     checksum: Checksum | None
@@ -35,7 +35,9 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A newer checkpoint that cannot be used, and why. `name` is "" where only what cannot be read would tell it."""
+    """A newer checkpoint that cannot be used, and why. `name` is "" if it is recorded only in an object that cannot
+    be read.
+    """
 
     id: CheckpointId
     name: str
@@ -47,7 +49,7 @@ class Rejected:
 
 
 def why_passed_over(passing_over: Collection[CheckpointId], id_: CheckpointId) -> str:
-    """As the caller has said it, if it is a mapping; "" for one that is not among them."""
+    """Return the caller's reason for passing over this checkpoint, if it gave one; "" if it does not pass it over."""
     if id_ not in passing_over:
         return ""
     return str(passing_over[id_]) if isinstance(passing_over, Mapping) else "the caller passes it over"
@@ -55,10 +57,10 @@ def why_passed_over(passing_over: Collection[CheckpointId], id_: CheckpointId) -
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint in the store. A plain value: may be pickled and broadcast to other ranks.
+    """A complete checkpoint in the store. A plain value, which may be pickled and broadcast to other ranks.
 
-    `format` is "ckpt_async", or the name of the tool whose marker says that it is complete (then `generation` is 0 and
-    there are no checksums). `rejected` lists the newer ones that were skipped.
+    `format` is "ckpt_async", or the name of the tool whose marker shows that it is complete (then `generation` is 0
+    and there are no checksums). `rejected` lists the newer checkpoints that were skipped.
     """
 
     remote: str
@@ -85,18 +87,19 @@ class Checkpoint:
 
     @property
     def dcp_folders(self) -> tuple[str, ...]:
-        """The folders within it where torch.distributed.checkpoint has saved, which is where a `.metadata` is: "" for
-        the checkpoint's own, `model_and_optim` in OLMo's and OLMo-core's. None, if another format.
+        """The folders of the checkpoint that torch.distributed.checkpoint wrote, which are those with a
+        `.metadata`: "" for the checkpoint's own folder, `model_and_optim` for OLMo and OLMo-core. Empty for other
+        formats.
         """
         return tuple(sorted(name[: -len(METADATA)].rstrip("/") for name in self.files if is_metadata(name)))
 
     def select(
         self, ranks: Collection[int] | None = None, files: Collection[str] | None = None
     ) -> list[RemoteFile]:
-        """The files of these ranks whose names match one of these globs, sorted by name; None: all.
+        """Return the files of these ranks whose names match one of these globs, sorted by name; None means all.
 
-        Raises InvalidNameError for an unknown rank, or a glob that matches none of their files: a typo must not look
-        like a success.
+        Raises InvalidNameError for an unknown rank, or for a glob that matches none of their files: a typo must not
+        look like a success.
         """
         for rank in ranks or ():
             if not 0 <= rank < self.world_size:
@@ -120,7 +123,7 @@ class Checkpoint:
 
 
 def files_of(receipts: Collection[Receipt]) -> dict[str, RemoteFile]:
-    """The files that ranks' receipts list, by name."""
+    """Return the files that the receipts of ranks list, by name."""
     ranks: dict[str, list[int]] = {}
     found: dict[str, RemoteFile] = {}
     for receipt in receipts:
@@ -152,7 +155,9 @@ def checkpoint_of(
 
 
 def check_found(checkpoint: object) -> None:
-    """Raise SettingsError for anything that is not a checkpoint: above all the None of a `find` that found nothing."""
+    """Raise SettingsError for anything that is not a checkpoint, above all for the None of a `find` that found
+    nothing.
+    """
     if not isinstance(checkpoint, Checkpoint):
         hint = (
             "`find` returns None where nothing was committed yet: a fresh start" if checkpoint is None else ""

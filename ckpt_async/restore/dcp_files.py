@@ -1,6 +1,6 @@
-"""Which files and tensors a `.metadata` of torch.distributed.checkpoint names, found without torch.
+"""The files and tensors that a `.metadata` of torch.distributed.checkpoint names, found without torch.
 
-Nothing that it says is run.
+Nothing in the metadata is executed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
 
-# As many bytes as `ckpt_async.torch` reads: about 5 million shards of tensors.
+# The same limit as in `ckpt_async.torch`: about 5 million shards of tensors.
 MAX_METADATA_BYTES = 1 << 30
 
-# An object of ML Flashpoint begins with this much about itself, and `.metadata` counts from behind it. So much of that
-# says what it is.
+# An object of ML Flashpoint begins with a block of FLASHPOINT_PREFIX_BYTES about itself, after which the
+# offsets in `.metadata` count. The first FLASHPOINT_HEAD_BYTES identify it.
 FLASHPOINT_PREFIX_BYTES = 4096
 FLASHPOINT_HEAD_BYTES = 16
 _FLASHPOINT_SIGNATURES = {b"MLF_TENS": True, b"TORCH___": False}
-# OLMo-core's writer has a class of its own for where a part is, with the fields of torch's.
+# OLMo-core's writer has its own class for the location of a part, with the same fields as torch's.
 OLMO_CORE_STORAGE = ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo")
 
 _PACKAGE = "torch.distributed.checkpoint."
@@ -27,10 +27,10 @@ _OLD_PROPERTIES = ("torch.distributed._shard.sharded_tensor.metadata", "TensorPr
 
 
 class _Inert:
-    """Stands for an object of any class of DCP's: its fields are kept, and nobody's code is called."""
+    """Stand-in for an object of any DCP class: it keeps the fields, and no foreign code is called."""
 
 
-# They are called with their value. megatron-core keeps the plans of all ranks in its metadata.
+# Enums are called with their value. megatron-core keeps the plans of all ranks in its metadata.
 _ENUMS = frozenset({"_MEM_FORMAT_ENCODING", "WriteItemType", "LoadItemType"})
 
 
@@ -38,8 +38,8 @@ class _PlacesRules(Rules):
     what = "DCP's metadata"
 
     def find(self, module: str, name: str) -> object:
-        """Classes by their module, so that one that a newer torch adds is no obstacle. All else is a value, or a call
-        that does nothing.
+        """Accept classes by their module, so that a class added in a newer torch is no obstacle. Everything else is
+        a value, or a call that does nothing.
         """
         if f"{module}.".startswith(_PACKAGE) and name not in _ENUMS:
             return Class(_Inert)
@@ -60,8 +60,8 @@ class _PlacesRules(Rules):
 
 
 def named_files(metadata: bytes) -> dict[str, int]:
-    """The files in which the checkpoint's parts are, by their paths relative to `.metadata`, and how many bytes each
-    has at least. Takes time and memory in proportion to the size: call it in a thread.
+    """Return the files that hold the checkpoint's parts, as paths relative to `.metadata`, each with the least size
+    that it must have. Time and memory grow with the size of `metadata`, so call it in a thread.
 
     Raises UnsafePickleError if it is not DCP's metadata.
     """
@@ -79,14 +79,14 @@ def named_files(metadata: bytes) -> dict[str, int]:
 
 
 class _DataType:
-    """Stands for a `torch.dtype`."""
+    """Stand-in for a `torch.dtype`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _TensorsRules(_PlacesRules):
-    """The same, and what a tensor's type and shape are."""
+    """Like `_PlacesRules`, but also keeps the types and shapes of tensors."""
 
     def find(self, module: str, name: str) -> object:
         if (module, name) == ("torch", "Size"):
@@ -96,21 +96,21 @@ class _TensorsRules(_PlacesRules):
         return super().find(module, name)
 
     def build(self, target: object, state: object) -> object:
-        if type(state) is tuple and state:  # of TensorProperties, which begins with the type
+        if type(state) is tuple and state:  # the state of TensorProperties, which begins with the type
             state = {"dtype": state[0]}
         return super().build(target, state)
 
 
 def named_tensors(metadata: bytes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type (torch's name; "" if it is not said) and whole shape of each tensor, by its name. What is no tensor is left
-    out. Takes as long as `named_files`, and raises the same.
+    """Return the type (torch's name, "" if unknown) and full shape of each tensor by its name, leaving out
+    everything that is not a tensor. Takes as long as `named_files`, and raises the same error.
     """
     try:
         found: Any = interpret(metadata, _TensorsRules())
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, told in found.state_dict_metadata.items():
             size = getattr(told, "size", None)
-            if size is None:  # bytes: any other object
+            if size is None:  # stored as bytes: any other object
                 continue
             if type(name) is not str or type(size) is not tuple or not {int}.issuperset(map(type, size)):
                 raise UnsafePickleError("it does not say how large a tensor is")
@@ -123,7 +123,7 @@ def named_tensors(metadata: bytes) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def flashpoint_is_optimised(head: bytes) -> bool | None:
-    """Whether an object of ML Flashpoint that begins like this has tensors in its own form, or in torch's (False); None
-    if it is no such object.
+    """Return whether an ML Flashpoint object that begins with `head` stores tensors in Flashpoint's own form (True)
+    or torch's (False); None if it is no such object.
     """
     return _FLASHPOINT_SIGNATURES.get(head[8:FLASHPOINT_HEAD_BYTES])

@@ -1,4 +1,4 @@
-"""The folder that files are fetched to: what is there already, what is not finished yet, and what is published."""
+"""The folder that files are fetched to: which are there already, which are unfinished, and which are published."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard_unlocked
 from ckpt_async.restore.sources import has_size
 
-# Below the destination: on its file system, so that finished files are renamed into place.
+# Below the destination, so on the same file system: finished files are renamed into place.
 PARTIAL_FOLDER = ".ckpt_async-partial"
 
 
 class Destination:
-    """Where the files of one checkpoint go. Blocking calls; raises DestinationError for what is wrong here."""
+    """The folder for the files of one checkpoint. Blocking calls; raises DestinationError for problems in the
+    folder.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], checkpoint: Checkpoint, *, is_verified: bool, may_overwrite: bool
@@ -49,7 +51,9 @@ class Destination:
         return target
 
     def partial_path(self, file: RemoteFile) -> Path:
-        """Its own for every content, so that what an earlier fetch of another checkpoint left does not mix in."""
+        """Return the path of the partial file. It depends on the content, so that leftovers of another checkpoint's
+        fetch are never mixed in.
+        """
         if (path := self._partial_paths.get(file.name)) is None:
             told = f"{self._checkpoint.remote}\n{file.key}\n{file.size_bytes}\n{file.checksum}\n{file.name}"
             path = self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
@@ -57,11 +61,13 @@ class Destination:
         return path
 
     def is_taken(self, file: RemoteFile) -> bool:
-        """Whether there is anything under its name."""
+        """Return whether anything has the file's name."""
         return os.path.lexists(self.target(file))
 
     def is_there(self, file: RemoteFile) -> bool:
-        """Whether the file itself is. Raises DestinationError if it is another one, unless that may be overwritten."""
+        """Return whether the file itself is there. Raises DestinationError if another file is, unless it may be
+        overwritten.
+        """
         target = self.target(file)
         try:
             if not os.path.lexists(target):
@@ -83,9 +89,9 @@ class Destination:
         return checksum_of_file(path, file.checksum.algorithm) == file.checksum
 
     def check_space(self, files: list[RemoteFile]) -> None:
-        """Raises NoSpaceError."""
+        """Raise NoSpaceError if the files do not fit."""
         begun: set[str] = set()
-        with contextlib.suppress(FileNotFoundError):  # whoever finished last has removed it
+        with contextlib.suppress(FileNotFoundError):  # the process that finished last has removed it
             begun.update(os.listdir(self._partials))
         needed_bytes = sum(file.size_bytes for file in files)
         for file in files if begun else ():
@@ -115,11 +121,12 @@ class Destination:
     def publish(self, partial: PartialFile, file: RemoteFile) -> None:
         target = self.target(file)
         partial.publish(target)
-        self._published.append(target)  # here: a cancelled caller would not come to it
+        # Noted here, in the thread, because a cancelled caller would not get to it.
+        self._published.append(target)
 
     def sync(self, files: list[RemoteFile]) -> None:
-        """Make the names durable: also those of files that another process has published, which may not have come to
-        this yet, and of new folders.
+        """Make the names durable, including those of new folders, and of files that another process has published
+        but may not have synced yet.
         """
         folders = {self.path, *(each.parent for each in self._new)}
         for file in files:
@@ -131,11 +138,13 @@ class Destination:
             for folder in folders:
                 fsync_path(folder)
         except FsyncError as error:
-            self.take_back(files)  # or the next call would find them there, and trust a second fsync
+            self.take_back(files)  # else the next call would find the files there and trust a second fsync
             raise DestinationError(f"{error.filename}: {error.strerror}") from error
 
     def take_back(self, files: list[RemoteFile]) -> None:
-        """A checkpoint that cannot be had leaves nothing that could be taken for part of another one."""
+        """Remove the published and partial files: a checkpoint that cannot be fetched must leave nothing that could
+        be taken for part of another one.
+        """
         for file in files:
             discard_unlocked(self.partial_path(file))
         for target in self._published:
@@ -144,4 +153,4 @@ class Destination:
 
     def tidy(self) -> None:
         with contextlib.suppress(OSError):
-            self._partials.rmdir()  # not empty: another process fetches
+            self._partials.rmdir()  # fails if it is not empty: another process is fetching

@@ -1,4 +1,4 @@
-"""Finding the newest checkpoint that is complete: decisions are the truth, latest is a hint (rule R3)."""
+"""Find the newest complete checkpoint: decisions are the truth, latest is a hint (rule R3)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Starts of a run that are asked for a step one by one, where they cannot be listed.
+# How many generations of a run are probed for a step, one by one, where decisions cannot be listed.
 MOST_GENERATIONS = 20
 
 
@@ -56,31 +56,36 @@ def find(
     store_options: StoreOptions | None = None,
     passing_over: Collection[CheckpointId] = (),
 ) -> Checkpoint | None:
-    """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none: a fresh start. With
-    `kind`, only checkpoints of that kind, without only those of no kind.
+    """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none, which means a
+    fresh start. With `kind`, only checkpoints of that kind are considered; without it, only those of no kind.
 
-    A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or if a
-    shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared when the
-    bytes are read. With `step`, only that step is considered, in its newest generation (or in `generation`), marked or
-    not. List checkpoints that you could not use in `passing_over`, or map them to the reasons, which `rejected` then
-    has. In a run of several ranks call it on one of them and broadcast the result: it is a plain value.
+    A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or
+    if a shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared
+    when the bytes are read.
+
+    With `step`, only that step is considered, in its newest generation (or in `generation`), whether or not it is
+    marked. List checkpoints that you could not use in `passing_over`, or map them to the reasons, which then appear
+    in `rejected`. In a run of several ranks, call it on one of them and broadcast the result, which is a plain
+    value.
 
     The newest checkpoint is often the one that was still uploading when the trainer died: with `folder` and
     `drain_timeout_s`, what a dead trainer left on this node is finished first. (With an open `Uploader`, call its
     `wait_for_predecessor` instead.)
 
-    Where nothing of ckpt_async is committed, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML Flashpoint and
-    Orbax are recognised by their markers. A set of one file per rank (`ep1-ba42-rank0.pt`, `-rank1.pt`, …) has none: it
-    is complete if it has a file of every rank and no more. How many that are is said by its name (`ep1-ba42-ws8-rank0`,
-    `ep1-ba42-rank0-of-8`), else by `world_size`; without either it is rejected.
+    If ckpt_async has committed nothing at this place, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML
+    Flashpoint and Orbax are recognised by their markers. A set of one file per rank (`ep1-ba42-rank0.pt`,
+    `-rank1.pt`, …) has no marker: it is complete if it has exactly one file of every rank. The number of ranks is
+    taken from its name (`ep1-ba42-ws8-rank0`, `ep1-ba42-rank0-of-8`), else from `world_size`; if neither gives it,
+    the set is rejected.
 
-    Where nothing can be listed (a web server), only what `latest` names is found, or one `step`, or a checkpoint of
-    OLMo, OLMo-core, DCP or Composer whose folder is `remote`; a StoreError says that nothing was.
+    Where nothing can be listed (a web server), `find` finds only the checkpoint that `latest` names, or one `step`,
+    or a checkpoint of OLMo, OLMo-core, DCP or Composer whose folder is `remote`; if it finds nothing, it raises
+    StoreError.
 
-    None is returned only if nothing contradicts it: not if `latest.json` or the journal in `folder` knows of a commit,
-    nor if the store shows no generation of a run that was opened in `folder`, nor if no Uploader was ever opened for
-    this kind though other kinds of the run were saved. (With `step` or `generation` it says only that there is no such
-    one.)
+    None is returned only if nothing contradicts it. It is not returned if `latest.json` or the journal in `folder`
+    knows of a commit, if the store shows no generation of a run that was opened in `folder`, or if no Uploader was
+    ever opened for this kind though other kinds of the run were saved. (With `step` or `generation`, None only
+    means that there is no such checkpoint.)
 
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, UnknownKindError if
     there are only other kinds, StoreError if the store cannot be reached, or shows nothing of a run that was there.
@@ -122,7 +127,7 @@ def _is_nowhere(error: StoreError) -> bool:
 
 
 async def _check_kind(run: str, kind: str, store_options: StoreOptions | None) -> None:
-    """Raise UnknownKindError if other kinds of the run were saved, and this one was never begun."""
+    """Raise UnknownKindError if other kinds of the run were saved, but this one was never begun."""
     try:
         async with session(run, store_options) as opened:
             if opened.store.capabilities.lists:
@@ -133,8 +138,8 @@ async def _check_kind(run: str, kind: str, store_options: StoreOptions | None) -
 
 
 def drain_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
-    """Finish what a dead trainer left in its folder on this node, as far as possible within `timeout_s`. Blocks. Never
-    raises for what it could not finish: the log has it, and an older checkpoint is better than none.
+    """Finish what a dead trainer left in its folder on this node, as far as possible within `timeout_s`. Blocks.
+    Never raises for what it could not finish: it is logged, and an older checkpoint is better than none.
     """
     threads.run(_finish_predecessor(folder, timeout_s))
 
@@ -169,7 +174,7 @@ async def _find(
     world_size: int | None,
 ) -> Checkpoint | None:
     rejected: list[Rejected] = []
-    # A boundary that cannot be read voids nothing here. Who may not read at all is told so at once.
+    # An unreadable boundary voids nothing here. Credentials that may not read at all fail at once.
     boundary = if_readable(sure(opened, lambda looking: steps.read_boundary(looking.store)))
     (marks, listing), _ = await both(both(_damaged(opened), _decisions(opened)), boundary)
     async for id_ in _newest_first(opened, listing, step, generation):
@@ -181,19 +186,18 @@ async def _find(
             continue
         try:
             found = await sure(opened, partial(_look, id_))
-        except (
-            InvalidRecordError
-        ) as error:  # looked at again from the decision on, so it was not pruned meanwhile
+        except InvalidRecordError as error:
+            # `sure` has looked again, from the decision on, so the checkpoint has not been pruned since.
             rejected.append(Rejected(id_, "", str(error)))
             if not isinstance(error, UnknownVersionError):
                 await mark_damaged(opened, id_, str(error))
             if step is not None:
-                break  # that one was asked for, not what an older start saved
+                break  # that very step was asked for, not one that an older generation saved
             continue
         if found is not None:
             decision, receipts = found
             return checkpoint_of(decision, receipts, opened.remote, opened.options, rejected)
-    if not rejected and generation is None:  # others have none
+    if not rejected and generation is None:  # other tools' checkpoints have no generation
         foreign, rejected = await find_foreign(opened, step, passing_over, world_size)
         if foreign is not None:
             return foreign
@@ -217,8 +221,8 @@ async def _decisions(opened: Session) -> Listing | StoreError:
 async def _newest_first(
     opened: Session, listing: Listing | StoreError, step: int | None, generation: int | None
 ) -> AsyncIterator[CheckpointId]:
-    """Every checkpoint that was decided. Where none can be listed: what latest names; or this step in that generation
-    and those before it, which may not be there.
+    """Yield every decided checkpoint, newest first. Where nothing can be listed, yield the one that latest names;
+    or, for another step, that step in this generation and in earlier ones, where it may not exist.
     """
     store = opened.store
     if isinstance(listing, StoreError):
@@ -227,7 +231,7 @@ async def _newest_first(
             latest = await steps.read_latest(store)
         if latest is None:
             if not store.capabilities.lists:
-                return  # perhaps another tool's
+                return  # it may be another tool's
             raise listing
         logger.warning("listing_refused error=%s; only what latest names is looked at", listing)
         if step in (None, latest.checkpoint.step):
@@ -244,17 +248,21 @@ async def _newest_first(
 
 
 async def _damaged(opened: Session) -> dict[CheckpointId, str]:
-    """What other readers have found, as `find` tells it. Nonsense counts for nothing: it is only a hint."""
+    """Return what other readers have found damaged, to be reported by `find`. Unreadable marks are ignored: they
+    are only a hint.
+    """
     try:
         return await steps.read_damages(opened.store)
     except StoreError as error:
         if error.reason is FailureReason.AUTH:
-            return {}  # may not list: then no mark can save us a try
+            return {}  # listing is not permitted: then no mark can save us an attempt
         raise
 
 
 async def _look(id_: CheckpointId, opened: Session) -> tuple[Decision, list[Receipt]] | None:
-    """What is committed, or None; InvalidRecordError if it cannot be read as it was decided."""
+    """Return the decision and receipts of a committed checkpoint, or None if it is not committed; raise
+    InvalidRecordError if it cannot be read as it was decided.
+    """
     decision = await steps.read_settled(opened.store, id_, only_reads=True)
     if decision is None or decision.outcome is not Outcome.COMMIT:
         return None
@@ -262,7 +270,9 @@ async def _look(id_: CheckpointId, opened: Session) -> tuple[Decision, list[Rece
 
 
 async def _check(opened: Session, decision: Decision) -> list[Receipt]:
-    """The receipts of a committed checkpoint; InvalidRecordError if it cannot be read as it was decided."""
+    """Return the receipts of a committed checkpoint; raise InvalidRecordError if it cannot be read as it was
+    decided.
+    """
     ranks = all_or_none(_receipt(opened, decision, rank) for rank in range(decision.world_size))
     read, sizes = await both(ranks, _sizes(opened, decision))
     receipts = _whole(read)
@@ -281,7 +291,7 @@ async def _check(opened: Session, decision: Decision) -> list[Receipt]:
 
 
 async def _sizes(opened: Session, decision: Decision) -> dict[str, int]:
-    """One listing instead of a request for every shard."""
+    """Return the sizes of the shards by key, from one listing instead of a request for every shard."""
     prefix = keys.data_prefix(decision.name, decision.checkpoint.generation)
     try:
         listing = await opened.store.list(prefix)
@@ -307,7 +317,7 @@ async def _head(opened: Session, key: str) -> ObjectInfo | InvalidRecordError:
 
 
 def _whole(found: Iterable[T | InvalidRecordError]) -> list[T]:
-    """What was found, or the first complaint: always the same one, however the answers raced."""
+    """Return what was found, or raise the first error: always the same one, in whichever order the answers came."""
     whole: list[T] = []
     for each in found:
         if isinstance(each, InvalidRecordError):

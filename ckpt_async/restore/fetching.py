@@ -1,4 +1,4 @@
-"""Bringing files of a checkpoint to a local folder: in parallel, verified while they arrive, continued after a kill."""
+"""Fetch files of a checkpoint to a local folder: in parallel, verified as they arrive, resumable after a kill."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ from ckpt_async.transfer.upload import SMALL_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Each is an open file, of which a process may have 1024, or 256, for all that it does.
+# Each lock is an open file, and a process may be limited to 1024 of them, or even 256.
 LOCKS_AT_ONCE = 128
-# So few small ones need not share a connection.
+# Below this many small files, sharing connections does not pay.
 FEW_FILES = 8
-# Of one file from the store, before it is said that no two of them agree.
+# How often a file is read from the store before we report that its readings disagree.
 MAX_READINGS = 3
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ Where = str | os.PathLike[str] | Callable[[Checkpoint], str | os.PathLike[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOptions:
-    """What of a checkpoint is fetched, where to and how: the arguments of `fetch`."""
+    """The arguments of `fetch`: which files of a checkpoint to fetch, where to put them, and how."""
 
     destination: Where
     ranks: Collection[int] | None = None
@@ -84,8 +84,10 @@ class FetchOptions:
 
 @dataclass(frozen=True, slots=True)
 class FetchReport:
-    """Where each file is now, and where its bytes came from: `there` (already in the destination), `resumed` (left by
-    an earlier fetch), `local`, `peer`, `remote`. Bytes that were wrong and fetched again count once.
+    """Where each file is now, and how many of its bytes came from where.
+
+    The sources are `there` (already in the destination), `resumed` (left by an earlier fetch), `local`, `peer` and
+    `remote`. Bytes that arrived wrong and were fetched again count once.
     """
 
     paths: Mapping[str, Path]
@@ -114,22 +116,25 @@ def fetch(
     """Fetch the files of these `ranks` that match one of the globs `files` (default: all) into `destination`, under
     their names in the checkpoint.
 
-    Each file is taken from the nearest place: the destination itself; `local_cache`; `folder`, the trainer's (by its
-    journal, the usual path or the spool); one of `peers`; the store. A copy is used only if it has the size and
-    checksum of the rank's receipt; if not, the next place is tried. Other tools' checkpoints have no checksums: of
-    theirs, copies count by size, and only those in `local_cache`: a folder with the name of the checkpoint, or the one
-    that has it. Without `verify`, the destination and the store are trusted by size alone. Files appear complete, by
-    rename, and are durable on return. If killed, call it again with the same destination and it resumes. Several
-    processes may fetch the same files: each file is fetched once, the others wait for it.
+    Each file is taken from the nearest place that has it: the destination itself; `local_cache`; `folder`, the
+    trainer's (through its journal, at the usual path, or in the spool); one of `peers`; the store. A copy is used
+    only if it has the size and checksum in the rank's receipt; otherwise the next place is tried. Checkpoints of
+    other tools have no checksums, so their copies are accepted by size, but only from `local_cache`: a folder that
+    is named like the checkpoint, or that contains such a folder. Without `verify`, files in the destination and the
+    store are trusted by size alone.
 
-    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. `num_concurrent_reads`
-    is the most requests at once, 512 KiB of memory each, 1 MiB over TLS: as many as the link takes. A reader's lease
-    holds off retention meanwhile.
+    Files appear complete, by rename, and are durable on return. A killed fetch resumes when called again with the
+    same destination. Several processes may fetch the same files: each file is fetched once, while the other
+    processes wait for it.
 
-    Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a different file is in the
-    way (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then call
-    `find` again: it skips this one from now on); UnreliableReadError if the data arrives wrong, and differently each
-    time; CheckpointGoneError if it was pruned.
+    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. `num_concurrent_reads` is the
+    maximum number of concurrent requests, each of which takes 512 KiB of memory (1 MiB over TLS); the actual number
+    is what the link can take. A reader's lease holds off retention during the fetch.
+
+    Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a different file is in
+    the way (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then
+    call `find` again: it skips this checkpoint from now on); UnreliableReadError if the data arrives wrong, and
+    differently each time; CheckpointGoneError if the checkpoint was pruned.
     """
     return fetch_as(
         checkpoint,
@@ -184,10 +189,12 @@ def fetch_latest(
     num_concurrent_reads: int = MAX_CONCURRENT_READS,
     on_progress: OnProgress | None = None,
 ) -> tuple[Checkpoint, FetchReport] | None:
-    """`find` and `fetch`; a checkpoint that turns out damaged while it is read is replaced by the next older one. None
-    if there is no checkpoint. `destination` may be a function of the checkpoint.
+    """Find the newest checkpoint and fetch it; None if there is none.
 
-    For one process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
+    If it turns out to be damaged while it is read, the next older one is used instead. `destination` may be a
+    function of the checkpoint.
+
+    For a single process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
     """
     options = FetchOptions(
         destination=destination,
@@ -222,10 +229,10 @@ def use_newest(
     *,
     may_pass_over: bool,
 ) -> tuple[Checkpoint, T] | None:
-    """`use` what `newest` finds, and with it the next older one, passing over those that turn out damaged or gone while
-    they are used. None if there is none.
+    """Call `use` on the checkpoint that `newest` finds, and return both; None if there is none. A checkpoint that
+    turns out to be damaged or gone while it is used is passed over for the next older one.
     """
-    bad: dict[CheckpointId, str] = {}  # and why
+    bad: dict[CheckpointId, str] = {}  # with the reason
     while (checkpoint := newest(bad)) is not None:
         try:
             return checkpoint, use(checkpoint)
@@ -251,7 +258,7 @@ class _Fetching:
         )
         self._total_bytes = 0
         self._bytes_from: Counter[str] = Counter()
-        self._asked_bytes = 0  # on their way
+        self._asked_bytes = 0  # requested but not received yet
 
     async def run(self, files: list[RemoteFile]) -> FetchReport:
         began = time.monotonic()
@@ -298,8 +305,8 @@ class _Fetching:
     # --- many small files ----------------------------------------------------------------------------------
 
     async def _bring_small(self, left: deque[RemoteFile], lease: HeldLease) -> None:
-        """Take series from `left`: long enough to share what a series costs by itself, short enough that all end at the
-        same time.
+        """Fetch files from `left` in series: long enough to share the fixed cost of a series, short enough that all
+        workers finish at about the same time.
         """
         again: list[RemoteFile] = []
         while left:
@@ -311,14 +318,16 @@ class _Fetching:
         await all_or_none(self._bring(file, lease) for file in again)
 
     def _is_small(self, file: RemoteFile) -> bool:
-        """Whether the store alone has it, and a checksum says whether it is right."""
+        """Return whether the file is small, only the store has it, and it has a checksum to verify it by."""
         is_small = file.checksum is not None and 0 < file.size_bytes <= SMALL_BYTES
         return is_small and not self._local.find(file) and not self._peers.sources(file)
 
     async def _bring_many(
         self, files: list[RemoteFile], store: PatientStore, lease: HeldLease
     ) -> list[RemoteFile]:
-        """One after the other by one thread. Those that cannot be had so: `_bring` will say why."""
+        """Fetch `files` one after the other on one thread. Return those that could not be fetched this way:
+        `_bring` finds out why.
+        """
         done: set[str] = set()
 
         def begin() -> Callable[[SmallGet, memoryview], None]:
@@ -348,7 +357,7 @@ class _Fetching:
     def _lock(
         self, files: list[RemoteFile], locks: contextlib.ExitStack
     ) -> dict[SmallGet, tuple[RemoteFile, PartialFile]]:
-        """Those that no other process fetches or has fetched meanwhile."""
+        """Lock the files that no other process is fetching or has fetched by now, and return their requests."""
         wanted = {}
         for file in files:
             assert file.checksum is not None
@@ -389,16 +398,16 @@ class _Fetching:
                 raise DestinationError(f"cannot write {str(destination.target(file))!r}: {error}") from error
 
     def _prepare(self, partial: PartialFile, file: RemoteFile) -> int | None:
-        """How much of it an earlier fetch has left; None if another process was faster."""
+        """Return how many bytes an earlier fetch has left; None if another process has finished the file first."""
         return None if self._destination.is_there(file) else partial.prepare()
 
     async def _fill(
         self, partial: PartialFile, file: RemoteFile, lease: HeldLease, got: Counter[str]
     ) -> None:
-        """Fill it from the nearest source that has the right bytes. `got` counts them by source."""
+        """Fill the file from the nearest source that has the right bytes. `got` counts them by source."""
         remote = StoreSource(self._opened, lease, self._checkpoint, file)
         nearer: list[FileSource] = [LocalSource(path) for path in self._local.find(file)]
-        seen: list[Checksum] = []  # of what nothing but the store gave
+        seen: list[Checksum] = []  # checksums of readings that came from the store alone
         peers = self._peers.sources(file)
         for source in (*nearer, *peers, remote):
             is_all_its_own = source is remote and partial.is_empty
@@ -441,8 +450,8 @@ class _Fetching:
         got: Counter[str],
         seen: list[Checksum],
     ) -> None:
-        """From the store alone, each time over connections of its own, until it is right or beyond doubt wrong. `seen`:
-        the checksums of what it gave before.
+        """Read the file from the store alone, each time over new connections, until it is right or wrong beyond
+        doubt. `seen` has the checksums of the store's earlier readings.
         """
         checkpoint, wanted = self._checkpoint, file.checksum
         assert wanted is not None
@@ -486,13 +495,13 @@ class _Fetching:
 
         try:
             await all_or_none(get_some() for _ in range(min(len(missing), self._num_at_once)))
-        except CapabilityError:  # a server that knows no ranges
+        except CapabilityError:  # the server does not support ranges
             partial.forget()
             async with source.turn() as turn:
                 await get(turn, partial.missing)
 
     def _left_bytes(self) -> int:
-        """What nobody has asked for yet."""
+        """Return the number of bytes that have not been requested yet."""
         return self._total_bytes - self._bytes_from.total() - self._asked_bytes
 
     def _note(self, kind: str, size_bytes: int, got: Counter[str] | None = None) -> None:
@@ -505,7 +514,7 @@ class _Fetching:
 
 
 def _next(missing: deque[tuple[int, int]], most_bytes: int) -> list[tuple[int, int]]:
-    """Take ranges that follow one another: at least one, if there is one."""
+    """Take adjacent ranges from `missing`, of at most `most_bytes` together, but at least one range if any is left."""
     ranges: list[tuple[int, int]] = []
     size_bytes = 0
     while missing and (
@@ -517,7 +526,9 @@ def _next(missing: deque[tuple[int, int]], most_bytes: int) -> list[tuple[int, i
 
 
 def _tell(source: FileSource, file: RemoteFile, why: object) -> None:
-    """Of a source that did not have the file. Of a peer it is told when all is over: it has many files."""
+    """Log that a source did not have the file. A failed peer is reported once, at the end, since it may concern
+    many files.
+    """
     if isinstance(source, PeerSource):
         source.failed(why)
     logger.log(

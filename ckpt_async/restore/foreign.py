@@ -1,22 +1,23 @@
-"""Checkpoints that other tools wrote, known by the marks they leave when a save is complete. Read-only.
+"""Checkpoints that other tools wrote, recognised by the markers they leave when a save is complete. Read-only.
 
     torch DCP        <any>/.metadata, written last (torch/distributed/checkpoint/filesystem.py, finish)
     OLMo             step<N>[-unsharded]/config.yaml, written last (olmo/checkpoint.py, _save_config); in a `…-tmp`
-                     folder it says nothing before that is renamed
-    OLMo-core        step<N>/.metadata.json, written last (olmo_core/train/checkpoint.py), model_and_optim before
+                     folder it means nothing until that folder is renamed
+    OLMo-core        step<N>/.metadata.json, written last (olmo_core/train/checkpoint.py), after model_and_optim
     Composer         <name>.symlink, a text object that names a file or folder (composer/utils/file_helpers.py);
-                     ep<E>-ba<B>-rank0.pt where no other rank writes there; a set of one file per rank, as it wrote
-                     them before DCP, has no mark: how many ranks there were is in the name, or the caller says it
+                     ep<E>-ba<B>-rank0.pt where no other rank writes there. A set of one file per rank, as Composer
+                     wrote before DCP, has no marker: the number of ranks is in the name, or the caller gives it
     ML Flashpoint    step-<N>_ckpt/ without a step-<N>_ckpt…unfinished beside it; `src<rank>` in a file's name is the
-                     rank that wrote it and reads it, and `common.pt` is for all
+                     rank that wrote and reads it, and `common.pt` is for all ranks
     Orbax            <N>/commit_success.txt, or <N>/_CHECKPOINT_METADATA in a folder that was renamed into place
 
-A mark is a promise, and copied, pruned or badly synchronised checkpoints break it: what can be checked of it is. Every
-file that a `.metadata` in it names must be there and long enough, and every item that Orbax names; OLMo's model and the
-files of all of its ranks; `.metadata` and `common.pt` of ML Flashpoint. What has a mark and does not keep its promise
-is damaged; what has no mark yet was not finished, and is passed over.
+A marker is a promise that copied, pruned or badly synchronised checkpoints break, so what can be checked is
+checked: every file that a `.metadata` names must exist and be long enough, and every item that Orbax names must
+exist, as must OLMo's model and the files of all its ranks, and `.metadata` and `common.pt` of ML Flashpoint. A
+checkpoint that has a marker but breaks its promise is damaged; one without a marker was not finished, and is passed
+over.
 
-None of them keeps checksums: what is read can be compared by size only.
+None of these tools keeps checksums, so what is read can be compared by size only.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-# A pointer is a name; whatever is larger is a file that happens to be called so.
+# A pointer contains only a name; anything larger is a file that happens to have the suffix.
 MAX_POINTER_BYTES = 4096
 MAX_POINTERS = 100
 MAX_YAML_BYTES = 64 << 10
@@ -71,7 +72,8 @@ _NOT_RENAMED = "it was never renamed into place"
 _NO_OLMO_MARK = "it has neither .metadata.json nor config.yaml, which are written last"
 _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _ORBAX_COMMIT, _ORBAX_METADATA = "commit_success.txt", "_CHECKPOINT_METADATA"
-# OLMo's parts, and what transformers leaves of FSDP: DCP of its own, and no checkpoint by itself.
+# Parts of OLMo's checkpoints, and the folders that transformers leaves with FSDP: each is DCP of its own, but
+# no checkpoint by itself.
 _OLMO_DCP = "model_and_optim"
 _OLMO_PARTS = (_OLMO_DCP, "model", "optim", "train")
 _OLMO_FILE = re.compile(r"(rank[0-9]{1,6}|model|optim|train|other)\.(pt|safetensors)")
@@ -82,7 +84,7 @@ _TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
 _TRANSFORMERS_PARTS = ("pytorch_model_fsdp_0", "optimizer_0")
 # In a folder that Lightning's FSDP strategies write, rank 0 writes `meta.pt` after `.metadata`.
 _LIGHTNING = re.compile(r".*step=([0-9]{1,12}).*\.ckpt")
-# What each rank wrote (`-rank3.pt.zst`, `-rank3.tar`, `-rank3`), and where a name tells their number.
+# The file of one rank (`-rank3.pt.zst`, `-rank3.tar`, `-rank3`), and where a name gives the number of ranks.
 _RANK_FILE = re.compile(
     r"(.*)-rank([0-9]{1,6})(?:-of-([1-9][0-9]{0,5}))?"
     r"(\.(?:pt|safetensors)(?:\..+)?|(?:\.(?:tar|tgz|bz2|gz|lzma|xz|lz4|lzo|zst))*)"
@@ -93,8 +95,9 @@ _BATCH = re.compile(r"ba([0-9]{1,12})")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One checkpoint of another tool. `path` is its folder ("": the remote itself), its one file, or what the names of
-    `by_rank`, the files of its ranks, begin with. `reason` says why it is not complete, or not known to be.
+    """One checkpoint of another tool. `path` is its folder ("": the remote itself), its one file, or the common
+    beginning of the names in `by_rank`, the files of its ranks. `reason` says why it is incomplete, or not known to
+    be complete.
     """
 
     format: str
@@ -107,13 +110,13 @@ class Found:
 def recognise(
     names: Iterable[str], pointers: Mapping[str, str], root: str = "", world_size: int | None = None
 ) -> list[Found]:
-    """Every checkpoint among these keys, newest first. `pointers` holds what `*.symlink` keys say, relative to the same
-    root, whose own name is `root`. `world_size` is of how many ranks a set of one file per rank is, where its name does
-    not say so. Pure.
+    """Return every checkpoint among these keys, newest first. `pointers` maps `*.symlink` keys to their targets,
+    relative to the same root; `root` is that root's own name. `world_size` is the number of ranks of a set of one
+    file per rank whose name does not give it. Pure.
     """
     known = sorted(names)
-    folders: dict[str, set[str]] = {"": set()}  # folder: the names of the files right in it
-    parts: dict[str, set[str]] = {"": set()}  # folder: the names of the folders right in it
+    folders: dict[str, set[str]] = {"": set()}  # folder: the names of the files directly in it
+    parts: dict[str, set[str]] = {"": set()}  # folder: the names of the folders directly in it
     unfinished: set[str] = set()
     for key in known:
         path = key.split("/")
@@ -127,13 +130,13 @@ def recognise(
                 unfinished.add("/".join([*path[:depth], match[1]]))
     found: list[Found] = []
     taken: set[str] = set()
-    # Where folders cannot be renamed, Orbax writes this file last, and its other mark says nothing.
+    # Where folders cannot be renamed, Orbax writes this file last, and its other marker means nothing.
     is_committed_by_file = any(_ORBAX_COMMIT in files for files in folders.values())
     for folder in sorted(folders):
         if any(str(parent) in taken for parent in PurePosixPath(folder).parents if folder):
-            continue  # part of a checkpoint that was recognised
+            continue  # part of an already recognised checkpoint
         if _UNFINISHED.fullmatch(folder.rpartition("/")[2]):
-            taken.add(folder)  # the mark itself: nothing in it is whole
+            taken.add(folder)  # the marker itself: nothing in it is complete
             continue
         name = folder.rpartition("/")[2] or root
         each = _of_folder(
@@ -141,7 +144,7 @@ def recognise(
         )
         if each is not None:
             found.append(each)
-            if folder or each.format != "dcp":  # DCP's files are right beside its mark
+            if folder or each.format != "dcp":  # DCP's files are directly beside its marker
                 taken.add(folder or ".")
     pointed = {target.rstrip("/") for target in pointers.values()}
     of_ranks = {key for key in known if _RANK_FILE.fullmatch(key) and not key.endswith(".symlink")}
@@ -159,10 +162,10 @@ def _of_folder(
     is_unfinished: bool,
     is_committed_by_file: bool,
 ) -> Found | None:
-    """What a folder is, by the names of the files and folders right in it."""
+    """Return the checkpoint that a folder is, judging by the names of the files and folders directly in it."""
     if match := _FLASHPOINT.fullmatch(name):
         if not folder:
-            return None  # its mark would be beside it, out of sight
+            return None  # its marker would be beside it, out of sight
         reason = "an …unfinished mark is beside it" if is_unfinished else ""
         return Found("ml-flashpoint", int(match[1]), folder, reason)
     if ".orbax-checkpoint-tmp" in name:
@@ -194,13 +197,15 @@ def _of_folder(
 
 
 def _of_ranks(known: set[str], pointed: set[str], world_size: int | None) -> Iterable[Found]:
-    """What has the batch in its name, or is pointed at: one file that rank 0 wrote for all, or one file per rank.
+    """Yield the checkpoints that have the batch in their name or are pointed at: one file that rank 0 wrote for all
+    ranks, or one file per rank.
 
-    A set that lacks its last rank looks whole, so it counts only if the number of its ranks is known. And where several
-    ranks write, a file of rank 0 alone is what a killed save left, also if its pointer is there: each rank writes one.
+    A set that lacks its last rank looks complete, so it counts only if the number of ranks is known. Where several
+    ranks write, a lone file of rank 0 is what a killed save left, even if its pointer exists, since each rank
+    writes one.
     """
     sets: dict[tuple[str, str, str], list[tuple[int, str]]] = {}
-    written_by_several: set[str] = set()  # folders
+    written_by_several: set[str] = set()  # folders in which several ranks write
     for key in sorted(known):
         match = _RANK_FILE.fullmatch(key)
         assert match
@@ -225,7 +230,7 @@ def _of_ranks(known: set[str], pointed: set[str], world_size: int | None) -> Ite
 
 
 def _lacking(ranks: list[int], count: int | None) -> str:
-    """Why these are not the files of `count` ranks; "" if they are."""
+    """Return why these are not the files of `count` ranks; "" if they are."""
     if count is None:
         return f"it has files of ranks up to {ranks[-1]}, of how many is unknown: give world_size"
     if missing := sorted(set(range(count)).difference(ranks)):
@@ -251,8 +256,9 @@ async def find_foreign(
     passing_over: Collection[CheckpointId],
     world_size: int | None = None,
 ) -> tuple[Checkpoint | None, list[Rejected]]:
-    """The newest complete checkpoint of another tool (or that of one step) or None, and the complete ones that cannot
-    be used, or that may be complete. What our own trainers are uploading is none, whatever marks are in it.
+    """Return the newest complete checkpoint of another tool (or that of one step) or None, and the checkpoints that
+    were rejected: those that are or may be complete but cannot be used. What our own trainers are uploading never
+    counts, whatever markers it contains.
     """
     if opened.store.capabilities.lists:
         listed = (await opened.store.list("")).objects
@@ -268,7 +274,9 @@ async def find_foreign(
         id_ = CheckpointId(0, each.step)
         if each.reason:
             logger.warning("checkpoint_incomplete path=%s reason=%s", each.path, each.reason)
-            if each.by_rank:  # it may be whole, and another world size asked for: no fresh start
+            # It may be complete, but saved with another world size than was asked for: then this is no fresh
+            # start.
+            if each.by_rank:
                 rejected.append(Rejected(id_, name, each.reason))
             continue
         if reason := why_passed_over(passing_over, id_):
@@ -301,8 +309,8 @@ def _is_own(key: str) -> bool:
 
 
 def _files(objects: Mapping[str, ObjectInfo], found: Found) -> dict[str, RemoteFile]:
-    """The one file, those of the ranks, or all below the folder. Their names become paths here, so they are checked
-    like our own.
+    """Return the one file, those of the ranks, or all below the folder. Their names become local paths, so they are
+    checked like our own.
     """
     path = found.path
     rank_of = {key: rank for rank, key in enumerate(found.by_rank)}
@@ -324,16 +332,16 @@ def _files(objects: Mapping[str, ObjectInfo], found: Found) -> dict[str, RemoteF
 
 
 def _flashpoint_ranks(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """A file with `src<rank>` in its name is that rank's, any other one everybody's."""
+    """Map each file to its ranks: a file with `src<rank>` in its name belongs to that rank, any other to all ranks."""
     own = {name: (int(match[1]),) for name in names if (match := _FLASHPOINT_RANK.search(name))}
     everybody = tuple(sorted({rank for (rank,) in own.values()})) or (0,)
     return {name: own.get(name, everybody) for name in names}
 
 
 async def _check_promise(opened: Session, found: Found, files: Mapping[str, RemoteFile]) -> None:
-    """That what the mark stands for is there, as far as the files themselves say what that is.
+    """Check that what the marker stands for exists, as far as the files themselves tell.
 
-    Raises InvalidRecordError, or UnsafePickleError for a `.metadata` that is none.
+    Raises InvalidRecordError, or UnsafePickleError for a `.metadata` that is not one.
     """
     marks = {"config.yaml", _OLMO_CORE_MARK, _ORBAX_COMMIT, _ORBAX_METADATA}
     if not files.keys() - marks:
@@ -377,7 +385,9 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
 
 
 def _orbax_items(mark: bytes) -> list[str]:
-    """The folders of what was saved by name; none of a checkpoint that is one thing, or of versions that do not say."""
+    """Return the folders of items that were saved by name; none for a checkpoint of a single item, or for Orbax
+    versions that do not list them.
+    """
     try:
         told = json.loads(mark)
     except (ValueError, RecursionError):
@@ -387,13 +397,15 @@ def _orbax_items(mark: bytes) -> list[str]:
 
 
 async def _with_prefix(opened: Session, file: RemoteFile, size_bytes: int) -> int:
-    """How many bytes it needs, if the block is there from behind which `.metadata` counts."""
+    """Return how many bytes the file needs if it begins with Flashpoint's block, after which the offsets in
+    `.metadata` count.
+    """
     head = await _content(opened, replace(file, size_bytes=min(file.size_bytes, FLASHPOINT_HEAD_BYTES)))
     return size_bytes + (FLASHPOINT_PREFIX_BYTES if flashpoint_is_optimised(head) is not None else 0)
 
 
 async def _content(opened: Session, file: RemoteFile) -> bytes:
-    """All of a file that says what else there is."""
+    """Return the whole content of a file that names other files."""
     if file.size_bytes > MAX_METADATA_BYTES:
         raise InvalidRecordError(f"{file.name} has {file.size_bytes} bytes: it is no list of files")
     data = bytearray()
@@ -409,7 +421,9 @@ async def _content(opened: Session, file: RemoteFile) -> bytes:
 
 
 async def _read_pointers(opened: Session, objects: Mapping[str, ObjectInfo]) -> dict[str, str]:
-    """What Composer's pointers name, made relative to the remote: they hold object names without the bucket."""
+    """Return the targets of Composer's pointers, made relative to the remote: they hold object names without the
+    bucket.
+    """
     root = keys.path_in(opened.remote)
     found: dict[str, str] = {}
     pointers = [

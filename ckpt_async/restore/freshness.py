@@ -1,4 +1,6 @@
-"""Whether a run in which nothing was found is a new one. A silent restart from step 0 costs more than a question."""
+"""Checks whether a run in which nothing was found is really new. A silent restart from step 0 costs more than a
+question.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class Known:
 
 
 def known_of(locals_: Iterable[Local], remote: str) -> Known:
-    """By the ranks that wrote to `remote`. Pure."""
+    """Return what the journals of the ranks that wrote to `remote` know. Pure."""
     there = remote.rstrip("/")
     ours = [each for each in locals_ if each.remote is not None and each.remote.url.rstrip("/") == there]
     committed = [each.newest_committed for each in ours if each.newest_committed is not None]
@@ -39,7 +41,7 @@ def known_of(locals_: Iterable[Local], remote: str) -> Known:
 
 
 def known_in(folder: str | os.PathLike[str] | None, remote: str) -> Known:
-    """Blocks."""
+    """Return what the journals in `folder` know of the run at `remote`. Blocks."""
     if folder is None:
         return Known()
     try:
@@ -50,12 +52,12 @@ def known_in(folder: str | os.PathLike[str] | None, remote: str) -> Known:
 
 
 def check_nowhere(remote: str, known: Known) -> None:
-    """As `check_fresh`, where there is not even a place. Pure."""
+    """Like `check_fresh`, for a remote that does not exist at all. Pure."""
     _check(remote, known, None, has_generations=False)
 
 
 async def check_fresh(opened: Session, remote: str, known: Known) -> None:
-    """Raise StoreError if the run has left marks, though no checkpoint of it was found."""
+    """Raise StoreError if the run has left traces although no checkpoint of it was found."""
     store = opened.store
     latest = await steps.read_latest(store)
     if latest is not None:

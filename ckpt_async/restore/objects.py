@@ -1,4 +1,6 @@
-"""One object of a store by its URL, whoever wrote it, and what a text pointer (`….symlink`, as of Composer) names."""
+"""One object of a store by its URL, no matter who wrote it, and the target of a text pointer (`….symlink`, as
+Composer writes it).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ MAX_HOPS = 8
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What is at `url`, once pointers are followed: an object, as something that `fetch` takes; or None of that name,
-    and then it may be a folder.
+    """What is at `url`, after following pointers: an object, in the form that `fetch` takes; None if there is no
+    object of that name, in which case it may be a folder.
     """
 
     url: str
@@ -32,7 +34,9 @@ class Looked:
 
 
 def look(url: str, options: StoreOptions | None) -> Looked:
-    """Blocks. Raises FormatError for a pointer that leads out, in a circle or nowhere; StoreError."""
+    """Look up the object at `url`, following pointers. Blocks. Raises FormatError for a pointer that leads out of
+    its place, in a circle or nowhere; StoreError.
+    """
     seen = [url]
     while True:
         found, target = threads.run(_look(seen[-1], options))
@@ -46,7 +50,9 @@ def look(url: str, options: StoreOptions | None) -> Looked:
 
 
 def own_place(url: str) -> tuple[str, CheckpointId, str] | None:
-    """If this is in a checkpoint of ours: the run, which checkpoint, and the file ("" for all of it)."""
+    """Return the run, the checkpoint and the file ("" for all of it) if the URL is inside one of our checkpoints;
+    else None.
+    """
     run, separator, rest = url.rstrip("/").rpartition(f"/{keys.DATA}")
     folder, _, file = rest.partition("/")
     found = keys.parse_data_key(f"{keys.DATA}{folder}/{file or 'any'}") if separator else None
@@ -54,7 +60,9 @@ def own_place(url: str) -> tuple[str, CheckpointId, str] | None:
 
 
 def pointed(text: str, what: str) -> str:
-    """The path in a pointer, without the '/' that Composer strips, too. Raises FormatError for any that leads out."""
+    """Return the path in a pointer, without the leading '/', which Composer strips too. Raises FormatError for any
+    path that leads out of its place.
+    """
     path = text.strip().removeprefix("/").rstrip("/")
     if not path or "\\" in path or not path.isprintable() or set(path.split("/")) & {"", ".", ".."}:
         raise FormatError(f"{what} is a pointer to {text[:200]!r}, which is not a path below its place")
@@ -62,9 +70,9 @@ def pointed(text: str, what: str) -> str:
 
 
 async def _look(url: str, options: StoreOptions | None) -> tuple[Checkpoint | None, str | None]:
-    """The object, or where a pointer leads."""
+    """Return the object, or where a pointer leads."""
     base, _, name = url.rstrip("/").rpartition("/")
-    if base.endswith(":/") or not name:  # all of a bucket
+    if base.endswith(":/") or not name:  # a whole bucket
         return None, None
     try:
         async with session(base, options) as opened:
@@ -93,7 +101,9 @@ async def _head(opened: Session, name: str) -> ObjectInfo | None:
 
 
 async def _target(opened: Session, base: str, text: bytes, what: str) -> str:
-    """Relative to the pointer's place; else, as Composer has it, by the object's whole name in the bucket."""
+    """Resolve a pointer's text relative to the pointer's own place, or else, as Composer does, as the object's full
+    name in the bucket.
+    """
     path = pointed(text.decode("utf-8", "replace"), what)
     split = urlsplit(base)
     own = keys.path_in(base)

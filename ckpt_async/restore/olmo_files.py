@@ -1,10 +1,10 @@
-"""What an OLMo checkpoint must have, by the names of its files. Pure.
+"""The files that an OLMo checkpoint must have, by their names. Pure.
 
 unsharded        model.pt or model.safetensors
 torch_legacy     rank<N>.pt of every rank
-local            model/rank<N>.pt, optim/rank<N>.pt and train/rank<N>.pt of every rank; how many there are is in
+local            model/rank<N>.pt, optim/rank<N>.pt and train/rank<N>.pt of every rank; the number of ranks is in
                  metadata.yaml
-olmo_core 0.1    model/rank_<N>.safetensors, the same of optim
+olmo_core 0.1    model/rank_<N>.safetensors, and the same below optim/
 torch_new        model_and_optim, whose `.metadata` names its files
 """
 
@@ -23,8 +23,8 @@ _WORLD_SIZE = re.compile(rb"^world_size: *([1-9][0-9]{0,5})\s*$", re.MULTILINE)
 
 
 def lacking(names: Collection[str], metadata_yaml: bytes = b"") -> str:
-    """Why these cannot be all of its files; "" if they may be. Without `metadata.yaml` nothing says that the last rank
-    is missing.
+    """Return why these cannot be all files of the checkpoint; "" if they may be. Without `metadata.yaml` a missing
+    last rank goes unnoticed.
     """
     if all(_NOT_THE_MODEL.fullmatch(name) for name in names):
         return "it has no model"
@@ -34,7 +34,7 @@ def lacking(names: Collection[str], metadata_yaml: bytes = b"") -> str:
             ranks.setdefault(match[1], set()).add(int(match[2]))
     is_local = METADATA_YAML in names and "model/" in ranks
     if not is_local:
-        train = ranks.pop("train/", {0})  # a rank that finds none of its own takes that of rank 0
+        train = ranks.pop("train/", {0})  # a rank that has no file here uses that of rank 0
         if 0 not in train:
             return "it has no file of rank 0 in train/"
     told = _WORLD_SIZE.search(metadata_yaml) if is_local else None

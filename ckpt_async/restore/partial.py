@@ -1,4 +1,4 @@
-"""A file that is being fetched: of its full size, locked, and continued after a kill from the ranges that are whole."""
+"""A file that is being fetched: it has its full size, is locked, and resumes after a kill from the complete ranges."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ckpt_async.restore.lanes import num_of_cores
 from ckpt_async.stores.checksums import Digest, combine
 from ckpt_async.stores.interface import Sink
 
-# What is recorded as whole, each in a line, and so is not fetched again after a kill. Requests ask for several. Of a
-# file with more than MAX_RANGES of them, each is a multiple of that.
+# The unit in which complete ranges are recorded, one per line, so that they are not fetched again after a
+# kill. One request asks for several. If a file has more than MAX_RANGES of them, its ranges are a multiple of
+# this size.
 RANGE_BYTES = 4 << 20
 MAX_RANGES = 10_000
 READ_BYTES = 1 << 20
@@ -27,7 +28,9 @@ LOCK_POLL_S = 0.05
 
 
 class PartialFile:
-    """`<folder>/<tag>` with the bytes and `<folder>/<tag>.ranges` with what is known of them. Blocking calls."""
+    """A partial file: `<folder>/<tag>` holds the bytes, `<folder>/<tag>.ranges` records the complete ranges.
+    Blocking calls.
+    """
 
     def __init__(self, path: Path, descriptor: int, size_bytes: int, algorithm: str) -> None:
         self._path, self._descriptor = path, descriptor
@@ -36,12 +39,12 @@ class PartialFile:
         step = RANGE_BYTES * max(1, -(-size_bytes // (RANGE_BYTES * MAX_RANGES)))
         self._sizes = {offset: min(step, size_bytes - offset) for offset in range(0, size_bytes, step)}
         self._whole: dict[int, Checksum] = {}
-        # A single range is published when it is whole.
+        # A file of one range needs no record: it is published as soon as the range is complete.
         self._is_recorded = len(self._sizes) > 1
 
     def prepare(self) -> int:
-        """Give it its size, and read what an earlier fetch recorded: a range counts if its bytes still have the
-        checksum they arrived with. Returns the bytes that need not be fetched again.
+        """Set the file's size, and read what an earlier fetch recorded: a range counts if its bytes still have the
+        checksum with which they arrived. Returns the number of bytes that need not be fetched again.
         """
         os.ftruncate(self._descriptor, self._size_bytes)
         if not self._is_recorded:
@@ -57,12 +60,12 @@ class PartialFile:
 
     @property
     def is_empty(self) -> bool:
-        """Whether none of it is there yet."""
+        """Whether the file has no complete range yet."""
         return not self._whole
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """Offset and size of every range that is still to be fetched."""
+        """Offset and size of every range that has yet to be fetched."""
         return [(offset, size) for offset, size in self._sizes.items() if offset not in self._whole]
 
     def write(self, piece: memoryview, offset: int) -> None:
@@ -71,8 +74,8 @@ class PartialFile:
             piece, offset = piece[count:], offset + count
 
     def sink(self, ranges: Sequence[tuple[int, int]]) -> Sink:
-        """Takes the bytes of these ranges, which follow one another. What an earlier attempt has finished of them stays
-        as it is: its checksum is known.
+        """Return a sink for the bytes of these adjacent ranges. Ranges that an earlier attempt has completed are
+        left as they are, because their checksums are known.
         """
         left = deque(ranges)
         position, digest = left[0][0], Digest(self.algorithm)
@@ -95,7 +98,7 @@ class PartialFile:
         return take
 
     def finished(self, offset: int, checksum: Checksum) -> None:
-        """All of the range is written."""
+        """Record that the whole range is written."""
         if self._is_recorded:
             with self._record.open("a", encoding="ascii") as record:
                 record.write(f"{offset} {checksum.value}\n")
@@ -105,18 +108,19 @@ class PartialFile:
         return _digest(self._descriptor, offset, self._sizes[offset], self.algorithm)
 
     def checksum(self) -> Checksum:
-        """Of the whole file, from its ranges'."""
+        """Return the checksum of the whole file, combined from those of its ranges."""
         return combine([(self._whole[offset], size) for offset, size in self._sizes.items()], self.algorithm)
 
     def forget(self) -> None:
-        """Nothing of it is right: fetch all again."""
+        """Forget all ranges, because the content is wrong: everything is fetched again."""
         self._whole.clear()
         self._record.unlink(missing_ok=True)
 
     def publish(self, target: Path) -> None:
-        """Move it to its place, atomically. Its bytes are durable then, its name once the folder has been fsynced.
+        """Move the file to its place, atomically. Its bytes are then durable; its name is durable once the folder
+        has been fsynced.
 
-        Raises FsyncError, and forgets the file: what is in memory of it may never reach the disk.
+        Raises FsyncError and discards the file if the fsync fails: its cached pages may never reach the disk.
         """
         try:
             fsync_descriptor(self._descriptor, target)
@@ -130,7 +134,7 @@ class PartialFile:
 
 @contextlib.asynccontextmanager
 async def locked(path: Path, size_bytes: int, algorithm: str) -> AsyncIterator[PartialFile]:
-    """Open the partial file when nobody else fetches it: ranks of a node that need the same file wait here."""
+    """Open the partial file once nobody else is fetching it: ranks of a node that need the same file wait here."""
     while True:
         with locked_now(path, size_bytes, algorithm) as partial:
             if partial is not None:
@@ -141,7 +145,9 @@ async def locked(path: Path, size_bytes: int, algorithm: str) -> AsyncIterator[P
 
 @contextlib.contextmanager
 def locked_now(path: Path, size_bytes: int, algorithm: str) -> Iterator[PartialFile | None]:
-    """The same, or None if somebody else fetches it, or has published it in this moment."""
+    """Like `locked`, but yield None if another process is fetching the file, or has published it at this very
+    moment.
+    """
     descriptor = _open(path)
     try:
         if not _try_lock(descriptor):
@@ -151,7 +157,7 @@ def locked_now(path: Path, size_bytes: int, algorithm: str) -> Iterator[PartialF
             is_there = _is_at(path, descriptor)
             yield PartialFile(path, descriptor, size_bytes, algorithm) if is_there else None
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may hold the descriptor too
     finally:
         os.close(descriptor)
 
@@ -161,7 +167,8 @@ def _open(path: Path) -> int:
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
-            path.parent.mkdir(exist_ok=True)  # whoever finished before us has removed it, and may again
+            # The process that finished before us has removed the folder, and may do so again.
+            path.parent.mkdir(exist_ok=True)
 
 
 def discard(path: Path) -> None:
@@ -171,7 +178,9 @@ def discard(path: Path) -> None:
 
 
 def discard_unlocked(path: Path) -> None:
-    """The same, unless somebody else fetches it: who would then publish what is no longer there."""
+    """Like `discard`, unless another process is fetching the file: it would then publish a file that no longer
+    exists.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -206,7 +215,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def checksum_of_file(path: Path, algorithm: str) -> Checksum:
-    """Of a regular file; a large one by all cores. Raises OSError."""
+    """Return the checksum of a regular file, using all cores for a large one. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size_bytes = os.fstat(descriptor).st_size
@@ -227,7 +236,7 @@ def _digest(descriptor: int, offset: int, size_bytes: int, algorithm: str) -> Ch
     while offset < end:
         count = os.preadv(descriptor, [buffer[: end - offset]], offset)
         if count == 0:
-            break  # cut short beneath us: the checksum will not match
+            break  # the file was truncated underneath us: the checksum will not match
         digest.update(buffer[:count])
         offset += count
     return digest.checksum()

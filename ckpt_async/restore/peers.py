@@ -1,8 +1,9 @@
-"""Files from other nodes of the same job: a node that lost its disk need not ask the store for what a neighbour has.
+"""Files from other nodes of the same job: a node that lost its disk need not ask the store for what a neighbour
+has.
 
-A `PeerServer` hands out ranges of this node's files over plain HTTP, in the cluster's own network, to whoever knows its
-secret address; it is meant to live for the seconds of a resume. What comes from a peer is compared with the receipt's
-checksum like everything else, so a peer can be wrong, slow or dead, but never believed.
+A `PeerServer` serves ranges of this node's files over plain HTTP, inside the cluster's own network, to any client
+that knows its secret URL; it is meant to live for the seconds of a resume. Whatever a peer sends is compared with
+the receipt's checksum like everything else, so a peer may be wrong, slow or dead, but is never trusted.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0
 MINIMUM_RATE_BYTES_PER_S = 1 << 20
 MAX_FAILURES = 3
-# They are near: a few fill the network of this node.
+# Peers are near, so a few connections fill this node's network.
 MOST_AT_ONCE = 8
-# In the one line about peers that have failed.
+# How many failed peers the one log line about them names.
 MOST_TOLD = 5
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where another node's files are, and which it has, by their keys in the store (a key never changes content). A
-    plain value, to be sent to other ranks; `url` is a secret among them. `more_urls` lead to the same node: they are
-    tried in turn where nobody answers at `url`. `name` is for people.
+    """The address of another node, and the files that it has, by their keys in the store (a key never changes
+    content).
+
+    A plain value, to be sent to other ranks; `url` is a secret among them. `more_urls` lead to the same node: they
+    are tried in turn if nobody answers at `url`. `name` is for people.
     """
 
     url: str = field(repr=False)
@@ -63,15 +66,16 @@ class Peer:
 
 
 class PeerServer:
-    """Serves files until closed, over IPv6 and IPv4. Threads of its own; `close` does not wait for ranges on their way.
+    """A server of files, over IPv6 and IPv4, on its own threads. `close` does not wait for ranges that are being
+    sent.
 
-    `peer` is for other nodes, None if this one has no address that they could use; `local_peer` for processes of this
-    machine.
+    `peer` is for other nodes, or None if this node has no address that they could use; `local_peer` is for
+    processes on this machine.
     """
 
     def __init__(self, files: Mapping[str, Path], host: str | None = None) -> None:
-        """`files` by their keys. `host` is the name or address under which other nodes reach this one; by default those
-        of its interfaces, see `addresses`.
+        """Serve `files`, given by their keys. `host` is the name or address under which other nodes reach this one;
+        the default is the addresses of its interfaces, see `addresses`.
         """
         hosts = [host] if host else own_addresses(os.environ)
         secret = secrets.token_urlsafe(24)
@@ -96,7 +100,7 @@ class PeerServer:
             self.peer = Peer(first, keys, name, tuple(others))
 
     def close(self) -> None:
-        """Stop serving, also those that are connected. Idempotent."""
+        """Stop serving, including to connected clients. Idempotent."""
         self._server.files = {}
         self._server.shutdown()
         self._thread.join()
@@ -117,24 +121,24 @@ class _Server(http.server.ThreadingHTTPServer):
         self.address_family = socket.AF_INET6
         try:
             super().__init__(("::", 0), _Handler)
-        except OSError:  # no IPv6 here
+        except OSError:  # no IPv6 on this host
             self.address_family = socket.AF_INET
             super().__init__(("", 0), _Handler)
 
     def server_bind(self) -> None:
-        """Without the base class's look at what this host is called, which may wait long for a name server."""
+        """Bind without the base class's lookup of this host's name, which may wait long for a name server."""
         if self.address_family == socket.AF_INET6:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = socket.gethostname(), self.server_address[1]
 
     def find(self, target: str) -> Path | None:
-        """Only what is served has a name here: a path leads nowhere."""
+        """Return the file with this name. Only served files have names, so no path can lead anywhere else."""
         secret, _, name = target.removeprefix("/").partition("/")
         return self.files.get(name) if secrets.compare_digest(secret.encode(), self._secret) else None
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Not to stderr: a reader that goes away is its own business."""
+        """Print nothing to stderr: a reader that disconnects is no error here."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -167,22 +171,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 sent = self.connection.sendfile(file, start, end - start)
             except OSError:
                 sent = 0
-            self.close_connection = sent < end - start  # cut short: the reader notices
+            self.close_connection = sent < end - start  # truncated: the reader notices
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's name
-        """Not to stderr: the address is a secret, and the reader says what went wrong."""
+        """Print nothing to stderr: the address is a secret, and the reader reports what went wrong."""
 
 
 class Peers:
-    """Connections to peers, and what is known of them: one that has failed a few times is not asked again, or each of
-    a thousand files would wait for a dead node.
+    """Connections to peers, and which peers have failed. A peer that has failed a few times is not asked again,
+    since otherwise each of a thousand files would wait for a dead node.
     """
 
     def __init__(self, peers: Collection[Peer], num_concurrent_reads: int) -> None:
         num_at_once = min(num_concurrent_reads, MOST_AT_ONCE)
         self._peers = list(peers)
         self._num_failures: Counter[str] = Counter()  # by address
-        self._urls = {peer.url: [peer.url, *peer.more_urls] for peer in peers}  # those that may still answer
+        # Those that may still answer, per peer.
+        self._urls = {peer.url: [peer.url, *peer.more_urls] for peer in peers}
         self._has_answered: set[str] = set()
         self._told: dict[Peer, str] = {}
         self._instead_bytes = 0
@@ -195,18 +200,18 @@ class Peers:
         self._at_once = asyncio.Semaphore(num_at_once)
 
     def sources(self, file: RemoteFile) -> list[PeerSource]:
-        """Those that have the file, in an order of chance, so that many readers spread over them."""
+        """Return the peers that have the file, in random order, so that many readers spread over them."""
         able = [peer for peer in self._peers if peer.has(file) and file.checksum is not None]
         return [PeerSource(self, peer, file) for peer in random.sample(able, len(able))]
 
     def failed(self, peer: Peer, why: object) -> None:
-        """What it had must come from elsewhere. Told once for each peer, when all is over."""
+        """Note that a peer's files must come from elsewhere. Reported once for each peer, on `close`."""
         self._told.setdefault(
             peer, f"{type(why).__name__}: {why}" if isinstance(why, Exception) else str(why)
         )
 
     def instead(self, size_bytes: int) -> None:
-        """So much came from the store, because peers that should have given it did not."""
+        """Note how many bytes came from the store because peers that should have sent them did not."""
         self._instead_bytes += size_bytes
 
     def close(self) -> None:
@@ -225,7 +230,7 @@ class Peers:
     async def get_range(
         self, peer: Peer, name: str, offset: int, size_bytes: int, sink: SinkFactory, check: Check
     ) -> Response:
-        """One range within a deadline of its own: a peer that only trickles is as good as dead."""
+        """Fetch one range within its own deadline: a peer that only trickles is as good as dead."""
         async with self._at_once:
             while True:
                 if self._num_failures[peer.url] >= MAX_FAILURES:
@@ -248,7 +253,7 @@ class Peers:
                 return answer
 
     def _leads_elsewhere(self, peer: Peer, url: str) -> bool:
-        """Whether there is another address to try instead of one that has never answered."""
+        """Return whether another address of the peer is left to try, after dropping one that has never answered."""
         left = self._urls[peer.url]
         if url in self._has_answered or (len(left) == 1 and left[0] == url):
             return False
@@ -258,7 +263,7 @@ class Peers:
 
 
 class PeerSource(AnyTime):
-    """One file of one peer."""
+    """One file of one peer, as a source."""
 
     kind = "peer"
 
@@ -274,7 +279,7 @@ class PeerSource(AnyTime):
             answer = await self._peers.get_range(
                 self._peer, quote(self._file.key), offset, size_bytes, sink, check
             )
-        except (http.client.HTTPException, ValueError) as error:  # ValueError: an address that is none
+        except (http.client.HTTPException, ValueError) as error:  # ValueError: an invalid address
             raise self._failure(f"{type(error).__name__}: {error}") from error
         if answer.status >= 300:
             raise self._failure(f"it answered {answer.status}")

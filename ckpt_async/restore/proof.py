@@ -1,7 +1,7 @@
-"""What may be held against a store: an answer that it gives twice, over connections that share nothing.
+"""Proof of damage: a store is blamed only for an answer that it gives twice, over connections that share nothing.
 
-One that comes once may be the wire's: a checkpoint that is whole must not be marked for a byte that went wrong on its
-way.
+A wrong answer that comes only once may be the network's fault, and an intact checkpoint must not be marked as
+damaged because of a byte that was corrupted on its way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class _Noting:
-    """A store, and what it has brought of each record."""
+    """A store that remembers the hash of each record that it has returned."""
 
     def __init__(self, store: PatientStore) -> None:
         self._store = store
@@ -39,11 +39,13 @@ class _Noting:
 
 
 async def sure(opened: Session, look: Callable[[Session], Awaitable[T]]) -> T:
-    """What `look` makes of the store's records. If it cannot read one, it looks again over other connections. Of those
-    that it reads at once it must read all, and complain of the first.
+    """Return what `look` makes of the store's records. If it cannot read one, look again over other connections.
 
-    Raises InvalidRecordError if it fails twice for the same reason over the same bytes; UnreliableReadError if no two
-    looks agree.
+    Of records that it reads concurrently, `look` must read all before it raises for the first bad one, so that two
+    looks can be compared.
+
+    Raises InvalidRecordError if it fails twice for the same reason over the same bytes; UnreliableReadError if no
+    two looks agree.
     """
     try:
         return await look(opened)

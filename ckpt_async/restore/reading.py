@@ -1,4 +1,4 @@
-"""Reading parts of a checkpoint's files without fetching them whole: what a sharded load needs, and no more."""
+"""Read parts of a checkpoint's files without fetching them whole: only what a sharded load needs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 
-# A request costs about as long as half a MiB takes; but what is read in vain stays below a twentieth of what is wanted.
+# A request costs about as much time as half a MiB of transfer, so small gaps are read too, as long as the
+# wasted bytes stay below a twentieth of the wanted ones.
 MAX_GAP_BYTES = 512 << 10
 WASTE_DIVISOR = 20
 MIN_RUN_BYTES, MAX_RUN_BYTES = 4 << 20, 32 << 20
 
-# Reads of a local file that are this large on average each have a system call of their own; smaller ones share one, and
-# are copied.
+# Local reads of at least this average size get one system call each; smaller ones share a call and are
+# copied.
 DIRECT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class ReadInto:
-    """Fill `buffer` (writable, contiguous bytes) from `offset` of the file `name`."""
+    """A request to fill `buffer` (writable, contiguous bytes) from `offset` of the file `name`."""
 
     name: str
     offset: int
@@ -47,7 +48,7 @@ class ReadInto:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One request: a stretch of a file, and the buffers that parts of it go to."""
+    """One request: a stretch of a file, and the buffers that its parts go to."""
 
     offset: int
     size_bytes: int
@@ -55,8 +56,9 @@ class Run:
 
 
 def coalesce(wants: Collection[tuple[int, memoryview]], most_bytes: int = MAX_RUN_BYTES) -> list[Run]:
-    """Few requests for many small reads of one file: neighbours are read together as long as the gaps between them stay
-    below a twentieth of what is wanted. A large read is split, so that its parts go in parallel. Pure.
+    """Combine many small reads of one file into few requests: neighbours are read together as long as the gaps
+    between them stay below a twentieth of what is wanted. A large read is split, so that its parts are read in
+    parallel. Pure.
     """
     pieces = [
         (offset + start, buffer[start : start + most_bytes])
@@ -84,7 +86,7 @@ def coalesce(wants: Collection[tuple[int, memoryview]], most_bytes: int = MAX_RU
 
 
 def scatter(run: Run) -> Sink:
-    """Copies the slices of a run, as they arrive in order, into its buffers."""
+    """Return a sink that copies the slices of a run, which arrive in order, into its buffers."""
     position, num_filled = run.offset, 0
 
     def sink(piece: memoryview) -> None:
@@ -148,11 +150,12 @@ class Reader:
 
     @property
     def bytes_from(self) -> Mapping[str, int]:
-        """Bytes read so far by where they came from: local, peer, remote."""
+        """Bytes read so far, by source: local, peer, remote."""
         return dict(self._bytes_from)
 
     def read_into(self, wants: Sequence[ReadInto]) -> None:
-        """Fill all the buffers, in parallel and with few requests. After an error their contents are undefined.
+        """Fill all the buffers, in parallel and with few requests. Blocks. After an error their contents are
+        undefined.
 
         Raises InvalidNameError if a file or range is not in the checkpoint, before anything is read;
         DamagedCheckpointError if a file is missing or truncated in the store.
@@ -181,15 +184,15 @@ class Reader:
         return bytes(data)
 
     def has_copy(self, name: str) -> bool:
-        """Whether this node has a file of the right size that may be this one. Its bytes are not looked at."""
+        """Return whether this node has a file of the right size that may be this one. Its bytes are not read."""
         return bool(self._local.find(self.files[name]))
 
     def is_verified(self, name: str) -> bool:
-        """Whether all that was read of this file so far came from a local copy that has the receipt's checksum."""
+        """Return whether everything read of this file so far came from a local copy with the receipt's checksum."""
         return name in self._verified
 
     def damaged(self, reason: str) -> CkptAsyncError:
-        """What to raise when bytes that the store gave are wrong beyond doubt. Later readers are told."""
+        """Return the error to raise when bytes from the store are wrong beyond doubt. Later readers are told."""
         found: list[CkptAsyncError] = []
 
         async def tell() -> None:
@@ -264,7 +267,7 @@ class Reader:
         assert task is not None
         self._reads.add(task)
         task.add_done_callback(self._reads.discard)
-        at_once = asyncio.Semaphore(2 * self._num_concurrent_reads)  # local reads have no other bound
+        at_once = asyncio.Semaphore(2 * self._num_concurrent_reads)  # nothing else limits local reads
 
         async def read(file: RemoteFile, run: Run) -> None:
             async with at_once:
@@ -291,7 +294,7 @@ class Reader:
                 if source is sources[-1]:
                     raise
                 if isinstance(source, PeerSource):
-                    source.failed(error)  # told in one line when the reader is closed
+                    source.failed(error)  # reported in one line when the reader is closed
                 else:
                     logger.warning("source_failed file=%s from=%s error=%s", file.name, source.kind, error)
                 continue
@@ -303,7 +306,7 @@ class Reader:
             return
 
     async def _sources_of(self, file: RemoteFile) -> list[FileSource]:
-        """Found once for each file: many reads of it wait for the one look at its checksum."""
+        """Return the file's sources, found once: concurrent reads wait for the one check of its checksum."""
         found = self._sources.get(file.name)
         if found is None:
             found = self._sources[file.name] = asyncio.ensure_future(self._look_for_sources(file))
@@ -339,7 +342,7 @@ def open_reader(
 ) -> Reader:
     """Open a checkpoint for reading in parts, under a lease that is renewed until `close` or the end of the `with`.
 
-    `folder` is the trainer's: what it still has is read from there. `local_cache` is that of `fetch`. Raises
-    CheckpointGoneError if it was pruned.
+    `folder` is the trainer's: files that it still has are read from there. `local_cache` is as in `fetch`. Raises
+    CheckpointGoneError if the checkpoint was pruned.
     """
     return Reader(checkpoint, folder, peers, num_concurrent_reads, local_cache)

@@ -1,4 +1,4 @@
-"""An open store for reading, and the lease that holds a checkpoint in place meanwhile."""
+"""An open store for reading, and the lease that keeps a checkpoint in place while it is read."""
 
 from __future__ import annotations
 
@@ -40,21 +40,24 @@ from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
 
-# Long enough that a renewal may fail for minutes, short enough that a killed reader does not keep data for long.
+# Long enough that renewals may fail for minutes, short enough that a killed reader does not hold data back
+# for long.
 LEASE_TTL_S = 900.0
-# Of requests that carry bytes, where the link takes so many: S3 gives each some 50 to 90 MB/s.
+# Concurrent requests that carry bytes, if the link can take that many: S3 gives each about 50 to 90 MB/s.
 CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS = 8, 64
-# A lease expires by itself, so nobody waits long for its end.
+# A lease expires by itself, so nobody waits long to drop it.
 DROP_TIMEOUT_S = 5.0
-# Someone waits for the answer: a store that is away for longer is an error to be told.
+# Someone is waiting for the answer, so a store that is away for longer is reported as an error.
 PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The store at `remote`, opened for reading: `store` answers within PATIENCE_S or raises. `bulk`, of the same one,
-    goes on as long as a long transfer may take, past outages and credentials that are being rotated, until nothing has
-    come for PATIENCE_S, with as many requests at once as the link takes.
+    """The store at `remote`, opened for reading.
+
+    `store` answers within PATIENCE_S or raises. `bulk` is the same store for long transfers: it keeps going through
+    outages and credential rotation until nothing has arrived for PATIENCE_S, with as many concurrent requests as
+    the link takes.
     """
 
     remote: str
@@ -62,7 +65,7 @@ class Session:
     store: PatientStore
     bulk: PatientStore
     pace: Pace
-    ending: set[asyncio.Task[None]] = field(default_factory=set)  # waited for when it is closed
+    ending: set[asyncio.Task[None]] = field(default_factory=set)  # awaited when the session is closed
 
 
 @contextlib.asynccontextmanager
@@ -73,9 +76,9 @@ async def session(
     num_concurrent_reads: int = MAX_CONCURRENT_READS,
     folder: str | os.PathLike[str] | None = None,
 ) -> AsyncIterator[Session]:
-    """Open `remote` read-only for as long as the block lasts. An answer that again and again does not have the checksum
-    that the store sends with it ends the block as UnreliableReadError. The trainer's `folder` knows of the link what
-    earlier readers have found.
+    """Open `remote` read-only for the duration of the block. If an answer repeatedly fails to match the checksum
+    that the store sends with it, the block ends with UnreliableReadError. The trainer's `folder` has what earlier
+    readers have learnt about the link.
     """
     at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(
@@ -98,18 +101,18 @@ async def session(
         await bulk.close()
         budgets.close()
         if path is not None and bulk.link.is_known:
-            with contextlib.suppress(OSError):  # it may be read-only, and the next one finds out by itself
+            with contextlib.suppress(OSError):  # it may be read-only; the next reader measures for itself
                 found = KnownLink(bulk.link.limit, bulk.link.connection_bytes_per_s)
                 await in_thread(known_link.note, path, remote, found, time.time())
 
 
 class _NotTakenError(CkptAsyncError):
-    """Of a lease. No StoreError, which reads that are patient would wait out."""
+    """A lease was not taken. Not a StoreError, because patient reads would wait that out."""
 
 
 class HeldLease:
-    """Keeps retention away from a checkpoint while it is read (rule R3). What is read while it is being taken counts
-    once it is taken.
+    """A lease that keeps retention away from a checkpoint while it is read (rule R3). What is read while the lease
+    is being taken counts only once it is taken.
     """
 
     def __init__(self, session: Session, lease: Lease) -> None:
@@ -119,8 +122,8 @@ class HeldLease:
         self._taking = asyncio.ensure_future(self._take())
 
     def check(self) -> None:
-        """Raise CheckpointGoneError once the lease no longer protects what is read; something else if it could not be
-        taken: `leased` says why.
+        """Raise CheckpointGoneError once the lease no longer protects the checkpoint, or another error if the lease
+        could not be taken; `leased` then raises the reason.
         """
         if self._taking.done() and (self._taking.cancelled() or self._taking.exception() is not None):
             raise _NotTakenError("there is no lease")
@@ -134,11 +137,11 @@ class HeldLease:
             )
 
     async def taken(self) -> None:
-        """Wait until it is. Raises CheckpointGoneError if the checkpoint is not there any more."""
+        """Wait until the lease is taken. Raises CheckpointGoneError if the checkpoint no longer exists."""
         await asyncio.shield(self._taking)
 
     async def _take(self) -> None:
-        """Credentials that may not write read without one, and say so in the log."""
+        """Take the lease. Credentials without write permission read without one, which is logged."""
         try:
             decision = await steps.take_lease(self._session.store, self._lease)
         except StoreError as error:
@@ -152,13 +155,13 @@ class HeldLease:
             self._is_needed = False
             return
         if decision is None:
-            self._is_needed = False  # and dropped
+            self._is_needed = False  # and has been dropped
             raise CheckpointGoneError(
                 f"{self._lease.checkpoint} was pruned before it was read", hint="find another one"
             )
 
     async def keep(self) -> None:
-        """Renew until cancelled; what failed is tried again soon, for the lease still holds for a while."""
+        """Renew the lease until cancelled. A failed renewal is retried soon, while the lease is still valid."""
         await self.taken()
         pause_s = self._lease.ttl_s / 3
         while self._is_needed and not self._is_gone:
@@ -177,11 +180,11 @@ class HeldLease:
                 self._is_gone = True
 
     def give_up(self) -> None:
-        """Nobody waits for it any more."""
+        """Stop taking the lease: nobody needs it any more."""
         self._taking.cancel()
 
     async def drop(self) -> None:
-        """If it was taken, or may have been."""
+        """Drop the lease if it was taken, or may have been."""
         try:
             async with asyncio.timeout(DROP_TIMEOUT_S):
                 await asyncio.wait([self._taking])
@@ -192,8 +195,8 @@ class HeldLease:
             logger.warning("lease_not_dropped %s error=%r; it will expire", self._lease.checkpoint, error)
 
     async def _renew(self) -> bool:
-        """Whether nothing was taken. Retention that has decided to prune it waits for leases to end, and this one has
-        been there before it looked, as long as it never ran out.
+        """Renew the lease, and return whether the checkpoint is still protected. Once retention has decided to
+        prune it, it waits for leases to end; it has seen this one, provided that the lease never ran out.
         """
         store, lease = self._session.store, self._lease
         await store.put(keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
@@ -208,23 +211,24 @@ class _NoLease(HeldLease):
         pass
 
     def check(self) -> None:
-        """What is read without a lease may vanish, and then says so itself."""
+        """Do nothing: a file that vanishes while it is read without a lease causes an error of its own."""
 
     async def taken(self) -> None:
-        """At once."""
+        """Return at once."""
 
     def give_up(self) -> None:
-        """There is none."""
+        """Do nothing: there is no lease."""
 
 
 @contextlib.asynccontextmanager
 async def leased(
     session: Session, checkpoint: Checkpoint, ttl_s: float = LEASE_TTL_S
 ) -> AsyncIterator[HeldLease]:
-    """Hold a lease on the checkpoint for as long as the block lasts, which begins while it is being taken: that is
-    three round trips. What another tool wrote cannot be leased.
+    """Hold a lease on the checkpoint for the duration of the block. The block starts while the lease is still being
+    taken, which is three round trips. Checkpoints of other tools cannot be leased.
 
-    Raises CheckpointGoneError if it is not there any more: at the end of the block, if nothing has checked before.
+    Raises CheckpointGoneError if the checkpoint no longer exists: at the end of the block, unless `check` raised it
+    before.
     """
     if checkpoint.format != OWN_FORMAT:
         yield _NoLease()
@@ -235,7 +239,7 @@ async def leased(
         yield held
         await held.taken()
     except _NotTakenError:
-        await held.taken()  # raises why
+        await held.taken()  # raises the reason
         raise
     except BaseException:
         held.give_up()
@@ -254,8 +258,9 @@ def unreliable(what: str) -> UnreliableReadError:
 
 
 async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> CkptAsyncError:
-    """What to raise when the store does not have what was committed, beyond doubt (see `proof`): CheckpointGoneError if
-    it was pruned meanwhile, else DamagedCheckpointError, and later readers are told.
+    """Return the error to raise when the store lacks what was committed, beyond doubt (see `proof`):
+    CheckpointGoneError if the checkpoint has been pruned, else DamagedCheckpointError, of which later readers are
+    told.
     """
     if checkpoint.format == OWN_FORMAT:
         if await is_gone(session, checkpoint.id):
@@ -267,7 +272,7 @@ async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> Ckpt
 
 
 async def is_gone(session: Session, checkpoint: CheckpointId) -> bool:
-    """Whether it was pruned meanwhile: then what is missing is no damage."""
+    """Return whether the checkpoint has been pruned: then missing objects are no damage."""
     try:
         decision = await steps.read_settled(session.store, checkpoint, only_reads=True)
     except InvalidRecordError:
@@ -276,9 +281,10 @@ async def is_gone(session: Session, checkpoint: CheckpointId) -> bool:
 
 
 async def mark_damaged(session: Session, checkpoint: CheckpointId, reason: str) -> None:
-    """Tell later readers, best effort: credentials may not write, and the finding is reported here anyway.
+    """Mark the checkpoint as damaged for later readers. This is best effort: the credentials may not permit writes,
+    and the finding is reported here anyway.
 
-    Raises UnreliableReadError if what is written here does not come back as it was written.
+    Raises UnreliableReadError if a record written here does not come back as it was written.
     """
     damage = Damage(checkpoint, reason, _reader_name(), time.time())
     try:
@@ -290,8 +296,9 @@ async def mark_damaged(session: Session, checkpoint: CheckpointId, reason: str) 
 
 
 async def _check_the_wire(session: Session, checkpoint: CheckpointId, reason: str) -> None:
-    """Bytes that are spoilt on their way in one and the same manner look like damage. A lease is known here to the last
-    byte, and whoever may mark may write one.
+    """Check that a lease written here comes back intact. Bytes that are always corrupted in the same way on their
+    way look like damage, but here every byte of the lease is known, and credentials that may mark damage may write
+    a lease.
     """
     lease = Lease(checkpoint, _reader_name(), LEASE_TTL_S)
     sent = records.encode_lease(lease)

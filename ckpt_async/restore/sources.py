@@ -1,4 +1,4 @@
-"""Where a file's bytes may come from, nearest first: this node's own copy, a peer node, the store."""
+"""The places that a file's bytes may come from, nearest first: this node's own copy, a peer node, the store."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ckpt_async.stores.interface import Sink
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
 
-# Which a store gives by itself, but so does much that answers in its place.
+# A store gives these refusals itself, but so do proxies and other servers that answer in its place.
 _REFUSALS = (FailureReason.OTHER, FailureReason.NOT_FOUND)
 
 SLICE_BYTES = 1 << 20
 
 
 class FileSource(Protocol):
-    """Gives ranges of one file. It is trusted with nothing: what it gave is compared with the file's checksum."""
+    """A source of ranges of one file. It is never trusted: the bytes are compared with the file's checksum."""
 
     @property
     def kind(self) -> str:
@@ -37,33 +37,34 @@ class FileSource(Protocol):
         ...
 
     def turn(self) -> AbstractAsyncContextManager[Turn]:
-        """Wait until a range may be asked for."""
+        """Wait until a range may be requested."""
         ...
 
 
 class Turn(Protocol):
-    """A place among the reads of a source: for one after the other."""
+    """One slot among a source's concurrent reads; requests in one turn run one after the other."""
 
     def request_bytes(self, left_bytes: int) -> int:
-        """How much it should ask for, if so much has not been asked for yet by anybody."""
+        """Return how many bytes to request, given that nobody has requested `left_bytes` yet."""
         ...
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
-        """Hand over a range in order. `sink` makes the receiver; made anew for every attempt, and called no more once
-        this has returned, raised or been cancelled. Raises CkptAsyncError or OSError: then another source is tried.
+        """Pass a range to a sink, in order. `sink` makes the receiver: a new one for every attempt, which is not
+        called any more once this method has returned, raised or been cancelled. Raises CkptAsyncError or OSError;
+        then another source is tried.
         """
         ...
 
 
 class SinkFactory(Protocol):
-    """Begins a range from its start and returns what takes its slices, in a worker thread."""
+    """Begins a range from its start and returns a sink, which takes the slices in a worker thread."""
 
     def __call__(self) -> Sink: ...
 
 
 class StoreSource:
-    """The store itself, under the reader's lease. What it does not have as it was committed is told as
-    DamagedCheckpointError or CheckpointGoneError.
+    """The store itself, read under the reader's lease. Raises DamagedCheckpointError or CheckpointGoneError if it
+    does not have the file as it was committed.
     """
 
     kind = "remote"
@@ -94,8 +95,8 @@ class StoreSource:
             raise
 
     async def _check_meant(self, error: StoreError) -> None:
-        """Raise what may pass if the store has the object as it was committed: then a refusal was not the store's, or
-        not to this question.
+        """Raise a transient error if the store does have the object as it was committed: then the refusal did not
+        come from the store, or was not meant for this request.
         """
         if error.reason in _REFUSALS:
             there = await self._opened.store.head(self._file.key)
@@ -105,7 +106,9 @@ class StoreSource:
                 ) from error
 
     async def _damage(self, error: StoreError) -> str:
-        """What a refused read says of the object, or "": a range that is beyond its end reads like many refusals."""
+        """Return how the object differs from what was committed, after a refused read; "" if it does not. A range
+        beyond the object's end is refused in the same way as many other requests.
+        """
         key = self._file.key
         if error.reason not in _REFUSALS:
             return ""
@@ -124,7 +127,9 @@ class _StoreTurn:
 
     def request_bytes(self, left_bytes: int) -> int:
         if not self._store.link.connection_bytes_per_s:
-            return 0  # after the first look at the link there may be fewer at once, and those under way go on
+            # Small requests: after the first look at the link the concurrency may drop, while running
+            # requests continue.
+            return 0
         return self._pace.request_bytes(left_bytes, self._store.concurrency)
 
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
@@ -134,7 +139,7 @@ class _StoreTurn:
 
 
 class AnyTime:
-    """Of a source whose reads wait for nothing but itself, if at all: it is always their turn."""
+    """A source whose reads wait for nothing but the source itself: it is always their turn."""
 
     def turn(self) -> AbstractAsyncContextManager[Self]:
         return contextlib.nullcontext(self)
@@ -144,7 +149,7 @@ class AnyTime:
 
 
 class LocalSource(AnyTime):
-    """A file of this node that has the right size, and, if `facts` are given, has not changed since."""
+    """A file on this node that has the right size and, if `facts` are given, has not changed since."""
 
     kind = "local"
 
@@ -155,7 +160,7 @@ class LocalSource(AnyTime):
         await in_thread(self._read, offset, size_bytes, sink())
 
     def read_into(self, wants: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill these buffers, each from its offset, with no copy in between. Blocks."""
+        """Fill these buffers, each from its offset, without an intermediate copy. Blocks."""
         with self._opened() as descriptor:
             for offset, buffer in wants:
                 left = buffer
@@ -194,9 +199,11 @@ def _is_same(a: os.stat_result, b: os.stat_result) -> bool:
 
 
 class LocalCopies:
-    """What this node may still have of a checkpoint: the trainer's own files, by the journal and by their usual places,
-    and the spool's links. And what a `local_cache` has, which is a copy of this very checkpoint because its user says
-    so: the folder of its name, or the one that has it.
+    """The copies that this node may still have of a checkpoint.
+
+    These are the trainer's own files, found through the journal and at their usual paths, and the spool's links. In
+    addition, `local_cache` has a copy of this very checkpoint if its user says so: it is a folder named like the
+    checkpoint, or contains one.
     """
 
     def __init__(
@@ -214,8 +221,8 @@ class LocalCopies:
         self._privates = _privates(self._folder) if self._folder else []
 
     def find(self, file: RemoteFile) -> list[Path]:
-        """Regular files of the right size, the likeliest first. Their bytes are not looked at, so what has no checksum
-        has copies in the cache only: the files of other steps have the same size.
+        """Return regular files of the right size, the likeliest first. Their bytes are not read. A file without a
+        checksum is therefore looked for only in the cache, because the files of other steps have the same size.
         """
         cached = [] if self._cache is None else [self._cache / file.name]
         if self._folder is None or file.checksum is None:
@@ -231,7 +238,7 @@ class LocalCopies:
 
 
 def has_size(path: Path, size_bytes: int) -> bool:
-    """Whether there is a regular file (no symlink) of this size."""
+    """Return whether there is a regular file (no symlink) of this size."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except (OSError, ValueError):
@@ -244,8 +251,8 @@ def _privates(folder: Path) -> list[Path]:
 
 
 def _sources(folder: Path, checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
-    """Where the trainer wrote the checkpoint's files, as long as the journals remember; of several kinds the right one
-    last. It is only a hint.
+    """Yield where the trainer wrote the checkpoint's files, as far as the journals remember; if several kinds
+    match, the right one comes last. It is only a hint.
     """
     try:
         found = journals.read_all(folder)

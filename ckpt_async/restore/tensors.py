@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint by their names, types and shapes, from what its files say of themselves.
+"""The names, types and shapes of a checkpoint's tensors, as its files describe them.
 
-That is a few KiB of each. Without torch, and nothing that they say is run.
+Only a few KiB of each file are read. Torch is not needed, and nothing in the files is executed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ckpt_async.restore.reading import Reader
 
 _SUFFIX = ".safetensors"
 _HEADER_SIZE_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # of safetensors itself
-# By safetensors' names, torch's; others stay as they are.
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+# Maps safetensors' type names to torch's; any other name stays as it is.
 _TYPES = dict(
     pair.split(":")
     for pair in (
@@ -29,7 +29,7 @@ _TYPES = dict(
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What a checkpoint says of a tensor: torch's name of its type ("" if it does not say), and its whole shape."""
+    """One tensor as a checkpoint describes it: torch's name of its type ("" if unknown), and its full shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -40,15 +40,16 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors by name, and the files that do not say which ones they hold (`.pt`, for example)."""
+    """The tensors by name, and the files that do not say which tensors they hold (for example `.pt`)."""
 
     facts: dict[str, TensorFacts]
     silent_files: tuple[str, ...]
 
 
 def tensors_of(reader: Reader) -> Tensors:
-    """What DCP's `.metadata` and the headers of safetensors say; tensors of DCP in a folder of the checkpoint have it
-    before their names. Blocks: two reads of each safetensors file.
+    """Return the tensors that DCP's `.metadata` and the headers of safetensors files describe. The name of a DCP
+    tensor is prefixed with its folder, if the `.metadata` is in a subfolder. Blocks: two reads per safetensors
+    file.
 
     Raises FormatError for a file that is not what its name says.
     """

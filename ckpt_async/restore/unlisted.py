@@ -1,4 +1,4 @@
-"""What is there where nothing can be listed: asked for by the names that tools give their files."""
+"""Find files where nothing can be listed, by asking for the names that tools give them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.together import all_or_none
 
-# OLMo's unsharded files, and the marks of OLMo, OLMo-core and DCP.
+# OLMo's unsharded files, and the marker files of OLMo, OLMo-core and DCP.
 _FILES = (
     *("config.yaml", "model.pt", "optim.pt", "train.pt", "model.safetensors", "optim.safetensors"),
     *(".metadata.json", "config.json", "meta.pt"),
 )
-# Folders with a `.metadata`, which names the files beside it.
+# Folders that may have a `.metadata`, which names the files beside it.
 _FOLDERS = ("", "model_and_optim/", "model/", "optim/")
 _RANK_FILE = "train/rank{rank}.pt"
 _POINTERS = ("latest-rank0.pt.symlink", "latest-rank0.symlink")
@@ -33,10 +33,11 @@ _AT_ONCE = 16
 
 
 async def objects_by_name(opened: Session, step: int | None) -> dict[str, ObjectInfo]:
-    """What is at the remote, taken as the folder of one checkpoint or of a run with this step, under any name that can
-    be guessed: OLMo's and OLMo-core's files, those that a `.metadata` of DCP names, what Composer's pointer names.
+    """Return the objects at the remote under any name that can be guessed. The remote is taken as the folder of one
+    checkpoint, or of a run with this step. The names are those of OLMo's and OLMo-core's files, those that a
+    `.metadata` of DCP lists, and the target of Composer's pointer.
 
-    Raises StoreError if none is there: nobody can say then that the place is empty.
+    Raises StoreError if none exists, because nobody can tell then whether the place is empty.
     """
     roots = [""] if step is None else [f"step{step}-unsharded/", f"step{step}/", f"step-{step}/", ""]
     found: dict[str, ObjectInfo] = {}
@@ -65,14 +66,14 @@ async def _named_by_dcp(opened: Session, folder: str) -> dict[str, ObjectInfo]:
     try:
         names = await in_thread(named_files, data)
     except (UnsafePickleError, InvalidRecordError):
-        return there  # whoever looks at the mark says what is wrong
+        return there  # the later check of the `.metadata` reports what is wrong
     return there | await _heads(opened, [f"{folder}{name}" for name in names])
 
 
 async def _of_ranks(opened: Session, root: str) -> dict[str, ObjectInfo]:
-    """Counted up until one is missing."""
+    """Return the files of ranks, counted upwards until one is missing."""
     found: dict[str, ObjectInfo] = {}
-    ranks = range(1)  # most have none
+    ranks = range(1)  # most checkpoints have none
     while True:
         names = [root + _RANK_FILE.format(rank=rank) for rank in ranks]
         there = await _heads(opened, names)
@@ -100,8 +101,8 @@ async def _heads(opened: Session, keys: Iterable[str]) -> dict[str, ObjectInfo]:
 
 
 async def _head(opened: Session, key: str) -> ObjectInfo | None:
-    """None if it is not there. Buckets that may not be listed say 403 of what is missing, and some servers have a page
-    for everything.
+    """Return None if the object does not exist. Buckets that may not be listed answer 403 for a missing object, and
+    some servers answer every request with a page.
     """
     try:
         return await opened.store.head(key)
