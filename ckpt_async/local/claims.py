@@ -1,4 +1,6 @@
-"""Which of the user's files the other kinds of checkpoints have in a folder: local retention leaves those to them."""
+"""The user's files that other kinds of checkpoints in the same folder still need: local retention leaves them
+alone.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ from ckpt_async.local.folder import Folder
 
 
 def of_other_kinds(folder: Folder) -> set[tuple[str, FileIdentity]]:
-    """(source, identity) of every file that a kind other than the folder's own still knows. Whichever lets go last
-    deletes a file that several have. Raises JournalError if a journal cannot be read: then nobody knows.
+    """Return (source, identity) of every file that a kind other than the folder's own still knows. A file that
+    several kinds have is deleted by the last one to let go of it. Raises JournalError if a journal cannot be read,
+    because the answer is unknown then.
     """
     return {each for kind in journals.kinds(folder.path) if kind != folder.kind for each in _of(folder, kind)}
 

@@ -1,8 +1,9 @@
-"""SQLite, as the journals use it: connections that write, looks that do not, and what becomes of a damaged file.
+"""SQLite as the journals use it: connections that write, read-only looks, and the handling of damaged files.
 
-No other code opens a database file or its `-shm`, to copy, hash or sync it: POSIX drops all locks that a process holds
-on a file, SQLite's too, when *any* of its descriptors for that file is closed
-(https://sqlite.org/howtocorrupt.html, 2.2). `tests/faults/test_journal_files.py` holds the whole package to it.
+No other code may open a database file or its `-shm` to copy, hash or sync it. POSIX drops all locks that a process
+holds on a file, including SQLite's, when *any* of the process's descriptors for that file is closed
+(https://sqlite.org/howtocorrupt.html, 2.2). `tests/faults/test_journal_files.py` enforces this for the whole
+package.
 """
 
 from __future__ import annotations
@@ -19,34 +20,37 @@ from typing import Self, TypeVar
 from ckpt_async.errors import JournalDamagedError, JournalError
 from ckpt_async.local.folder import no_space
 
-# Waiting for another process's write; each of them takes well under a millisecond.
+# How long to wait for writes of other processes, each of which takes well under a millisecond.
 BUSY_TIMEOUT_S = 10.0
 BUSY_PAUSE_S = 0.0003
-# How far a file system's times may be behind, at most: the kernel's tick. A change within it may not show.
+# The granularity of a file system's timestamps is at most this, the kernel's tick: changes within it may not
+# show.
 TICK_S = 0.02
 
 DAMAGE_HINT = (
     "start the trainer again, or run `ckpt-async drain`: it is moved aside and rebuilt from the manifests"
 )
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
-_PASSING = frozenset(
-    {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL}
-)  # the first also while a WAL is recovered
+# SQLITE_BUSY also occurs while a WAL is being recovered.
+_PASSING = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PROTOCOL})
 
 T = TypeVar("T")
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """A connection that may write, in WAL mode; a new file has version 0. Waits for others that open it too."""
+    """Return a connection that may write, in WAL mode; a new file has version 0. Waits for other processes that are
+    opening it too.
+    """
     connection = sqlite3.connect(
         path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=32
     )
     try:
         _switch_to_wal(connection)
         connection.execute("PRAGMA synchronous = NORMAL")
-        # A checkpoint fsyncs in whichever process it happens to strike: never the trainer's enqueue.
+        # An automatic checkpoint would fsync in whichever process it happens to run: the trainer's enqueue
+        # must not.
         connection.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
-        connection.execute("PRAGMA busy_timeout = 0")  # from now on `patiently` waits
+        connection.execute("PRAGMA busy_timeout = 0")  # from now on, `patiently` does the waiting
     except BaseException:
         connection.close()
         raise
@@ -54,7 +58,9 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def _switch_to_wal(connection: sqlite3.Connection) -> None:
-    """Wait for other processes that open a new journal now: SQLite's own `timeout` does not cover the switch."""
+    """Switch to WAL mode, waiting for other processes that are opening a new journal: SQLite's own `timeout` does
+    not cover this switch.
+    """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -67,15 +73,15 @@ def _switch_to_wal(connection: sqlite3.Connection) -> None:
 
 
 def version(connection: sqlite3.Connection) -> int:
-    """0 in a new file."""
+    """Return the format version; 0 in a new file."""
     return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def patiently(
     connection: sqlite3.Connection, statement: str, values: Sequence[object] = ()
 ) -> sqlite3.Cursor:
-    """Execute a statement that wants a lock. SQLite's own waiting doubles its pauses up to 100 ms, while whoever holds
-    the lock needs a tenth of a millisecond; so this does its own.
+    """Execute a statement that needs a lock. SQLite's own waiting doubles its pauses up to 100 ms, although the
+    holder of the lock needs only a tenth of a millisecond, so this function waits by itself.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -98,14 +104,14 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         yield
         connection.execute("COMMIT")
     except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # SQLite rolls back by itself when the disk is full
+        with contextlib.suppress(sqlite3.Error):  # SQLite rolls back by itself if the disk is full
             connection.execute("ROLLBACK")
         raise
 
 
 @contextlib.contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Raise JournalError, JournalDamagedError or NoSpaceError in the place of SQLite's errors."""
+    """Translate SQLite's errors to JournalError, JournalDamagedError or NoSpaceError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -121,27 +127,28 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def move_aside(path: Path) -> Path:
-    """Give a damaged database, its WAL and its index another name, which is returned; nothing is deleted. The caller
-    knows that nobody has it open.
+    """Rename a damaged database, its WAL and its index, and return the new name; nothing is deleted. The caller
+    must know that nobody has it open.
     """
     name = f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
     aside = path.with_name(name)
+    # The database comes last: without it, the other files would be taken for those of a new one.
     for suffix in (
         "-shm",
         "-wal",
         "",
-    ):  # the database last: without it, the others would be taken for a new one's
+    ):
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{aside}{suffix}")
     return aside
 
 
-# --- looking -----------------------------------------------------------------------------------------------
+# --- read-only looks ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What tells whether somebody else has opened or changed a database."""
+    """The facts that show whether somebody else has opened or changed a database."""
 
     inode: int
     size_bytes: int
@@ -158,8 +165,8 @@ class _State:
 
 
 def look(path: Path, ask: Callable[[sqlite3.Connection, int], T]) -> T | None:
-    """What `ask(connection, inode)` finds in a database, also beside those who write it. Makes no file. None if there
-    is no such database, or its maker was killed before it was one.
+    """Return the result of `ask(connection, inode)` on a database, even while others write to it. Creates no file.
+    None if there is no such database, or if its creator was killed before it was complete.
 
     Raises JournalError, JournalDamagedError.
     """
@@ -169,7 +176,7 @@ def look(path: Path, ask: Callable[[sqlite3.Connection, int], T]) -> T | None:
         if before is None:
             return None
         if not before.has_wal and 0.0 <= time.time() - before.mtime_ns / 1e9 < TICK_S:
-            time.sleep(TICK_S)  # else a change from now on might leave no trace
+            time.sleep(TICK_S)  # otherwise a later change might leave no trace
         with translated(path):
             try:
                 with contextlib.closing(
@@ -177,7 +184,7 @@ def look(path: Path, ask: Callable[[sqlite3.Connection, int], T]) -> T | None:
                 ) as connection:
                     found = ask(connection, before.inode) if version(connection) else None
             except sqlite3.Error as error:
-                # What was read while somebody else began to write, or ended, may be anything.
+                # Whatever was read while somebody else began or stopped writing may be wrong.
                 is_passing = _is_passing(error) or _State.of(path) != before
                 if not is_passing or time.monotonic() >= deadline:
                     raise
@@ -190,8 +197,9 @@ def look(path: Path, ask: Callable[[sqlite3.Connection, int], T]) -> T | None:
 
 
 def _connect_readonly(path: Path, *, is_immutable: bool) -> sqlite3.Connection:
-    """Without a WAL nobody has the database open, and all of it is in the main file. Read as immutable then, for SQLite
-    would make a WAL and leave it behind (https://sqlite.org/wal.html, 5 "Read-Only Databases").
+    """Open the database read-only. Without a WAL nobody has it open, and all content is in the main file; it is
+    then opened as immutable, because SQLite would otherwise create a WAL and leave it behind
+    (https://sqlite.org/wal.html, 5 "Read-Only Databases").
     """
     mode = "mode=ro&immutable=1" if is_immutable else "mode=ro"
     connection = sqlite3.connect(

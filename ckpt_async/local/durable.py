@@ -1,4 +1,4 @@
-"""What is on disk when a call returns: fsync, files replaced whole, symlinks that are never missing."""
+"""Durable writes: fsync, files that are replaced whole, symlinks that are never missing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ckpt_async.errors import InvalidNameError
 
 
 class FsyncError(OSError):
-    """The disk did not take what was written. That is final: the kernel may have dropped the pages and says yes to the
-    next fsync (https://lwn.net/Articles/752063/), so nobody may try again and trust.
+    """The disk did not accept what was written. This is final: the kernel may have dropped the pages, and the next
+    fsync reports success (https://lwn.net/Articles/752063/), so a successful retry must not be trusted.
     """
 
 
 def is_final(error: OSError) -> bool:
-    """Whether the disk has failed, rather than that there was no room or no right to try."""
+    """Return whether the disk has failed, as opposed to lack of space or permission."""
     return isinstance(error, FsyncError) or error.errno == errno.EIO
 
 
@@ -30,7 +30,7 @@ def fsync_path(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """fsync what `descriptor` has open, which messages call `path`. Raises FsyncError."""
+    """fsync an open file; error messages call it `path`. Raises FsyncError."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -38,7 +38,9 @@ def fsync_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` atomically; durable on return. Readers see the old or the new, never a part."""
+    """Replace the content of `path` with `data` atomically; durable on return. Readers see either the old or the
+    new content, never a mixture.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -47,7 +49,7 @@ def write_durably(path: Path, data: bytes) -> None:
             fsync_descriptor(file.fileno(), path)
         temporary.replace(path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # write() tells no name
+        if isinstance(error, OSError) and error.filename is None:  # errors of write() have no file name
             error.filename = str(path)
         temporary.unlink(missing_ok=True)
         raise
@@ -55,10 +57,10 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def point_symlink(link: Path, target: Path, private: Path) -> None:
-    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20). What a kill leaves
-    half done is in `private`, where the next `Folder` removes it.
+    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20). Whatever a kill
+    leaves half done is in `private`, where the next `Folder` removes it.
 
-    Refuses to replace anything that is not a symlink: that is the user's.
+    Refuses to replace anything that is not a symlink, because that belongs to the user.
     """
     if os.path.lexists(link):
         if not link.is_symlink():

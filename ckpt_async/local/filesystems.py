@@ -1,4 +1,4 @@
-"""Which file system a folder is on, and whether a journal is safe there."""
+"""The type of a folder's file system, and whether a journal is safe on it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from pathlib import Path
 
 from ckpt_async.errors import JournalError
 
-# SQLite's WAL needs shared memory and POSIX locks of one kernel, and flock must mean what it says
-# (https://sqlite.org/wal.html: "does not work over a network filesystem"). There are more file systems that several
-# machines share than anybody can list, so those are listed that are of one machine; '' is where no Linux says.
+# SQLite's WAL needs shared memory and POSIX locks of a single kernel, and flock must work as specified
+# (https://sqlite.org/wal.html: "does not work over a network filesystem"). Nobody can list all file systems
+# that several machines may share, so this lists those that belong to one machine; '' stands for systems
+# without mountinfo (not Linux).
 LOCAL_FILESYSTEMS = frozenset(
     "ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs nilfs2 tmpfs ramfs overlay".split()
 ) | {""}
 _OCTAL = re.compile(r"\\([0-7]{3})")
-# An overlay's upper folder may be in an overlay.
+# The upper folder of an overlay may itself be on an overlay.
 _MAX_OVERLAYS = 8
 
 
 def check_local(path: Path, filesystem: str) -> None:
-    """Raise JournalError unless it is known to be local."""
+    """Raise JournalError unless the file system is known to be local."""
     if filesystem not in LOCAL_FILESYSTEMS:
         raise JournalError(
             f"folder {str(path)!r} is on a file system ({filesystem}) that is not known to be local: if another"
@@ -31,7 +32,9 @@ def check_local(path: Path, filesystem: str) -> None:
 
 
 def filesystem_of(path: str, mountinfo: Path) -> str:
-    """Type of the file system that what is written to a path is on, from Linux's mountinfo; '' where there is none."""
+    """Return the type of the file system that writes to `path` end up on, from Linux's mountinfo; '' if there is
+    none.
+    """
     try:
         lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError:
@@ -40,8 +43,10 @@ def filesystem_of(path: str, mountinfo: Path) -> str:
 
 
 def parse_mountinfo(path: str, lines: list[str], is_folder: Callable[[str], bool] = lambda _: False) -> str:
-    """The type of the mount with the longest mount point above `path`; of equal ones the last mounted. Of an overlay,
-    what counts is where it writes to: 'overlay', or 'overlay on nfs', as far as that folder is to be seen from here.
+    """Return the type of the mount with the longest mount point above `path`; of equal ones, the last mounted.
+
+    For an overlay, the file system that it writes to counts: 'overlay' if that is local, or for example 'overlay on
+    nfs', as far as its upper folder is visible from here.
     """
     kind, options = _mount(path, lines)
     for _ in range(_MAX_OVERLAYS):
@@ -52,14 +57,14 @@ def parse_mountinfo(path: str, lines: list[str], is_folder: Callable[[str], bool
         if below != "overlay":
             return "overlay" if below in LOCAL_FILESYSTEMS else f"overlay on {below}"
         if more == options:
-            return kind  # it is another mount namespace's path
+            return kind  # the path belongs to another mount namespace
         options = more
     return kind
 
 
 def _mount(path: str, lines: list[str]) -> tuple[str, dict[str, str]]:
-    """Type and options. Format: proc(5), /proc/pid/mountinfo: field 5 is the mount point with octal escapes; behind '-'
-    come the type, the source and the options.
+    """Return the type and options of a path's mount. Format: proc(5), /proc/pid/mountinfo: field 5 is the mount
+    point with octal escapes; after '-' come the type, the source and the options.
     """
     best, kind, options = -1, "", ""
     for line in lines:

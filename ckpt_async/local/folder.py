@@ -1,7 +1,7 @@
-"""Local durability: everything that touches the folder. Blocking calls, safe from any thread.
+"""The checkpoint folder: everything that touches it goes through here. Blocking calls, safe from any thread.
 
 Nothing outside the folder is ever opened, linked or removed: paths are walked component by component with
-`O_NOFOLLOW`, so a symlink on the way is refused and not followed (invariant I10, table row F27).
+`O_NOFOLLOW`, so a symlink on the way is refused rather than followed (invariant I10, table row F27).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# What is the matter with the machine, whichever file it is.
+# Errors of the machine rather than of one file.
 _NOT_OF_FILE = {
     errno.EMFILE: "this process has too many files open: raise `ulimit -n`, then try again",
     errno.ENFILE: "the machine has too many files open; try again",
@@ -45,19 +45,20 @@ _NOT_OF_FILE = {
     errno.EROFS: "the file system has become read-only: see dmesg, and mount it again",
     errno.EIO: "the device reports errors: see dmesg",
 }
-# Temporary files live for milliseconds; older ones were left by a kill.
+# Temporary files live for milliseconds; older ones were left behind by a kill.
 LEFT_OVER_AGE_S = 3600.0
-# A removal takes well under a millisecond. A lock that is held longer was left to a fork by a process that was killed.
+# A removal takes well under a millisecond. A lock that is held for longer than this was left to a forked
+# child by a process that was killed, and is ignored.
 REMOVAL_S = 5.0
 
 
 class Folder:
-    """The trainer's checkpoint folder with our private part, `.ckpt_async/`, in it.
+    """The trainer's checkpoint folder, with our private part, `.ckpt_async/`, in it.
 
-    Opening creates what is missing and checks what everything else relies on: that the folder can be
-    written, is on a local file system and no other machine's, and that hard links work there (else `can_link` is
-    False). Each kind of checkpoints has a private part of its own, `private`; what keeps processes and machines apart
-    is common to all of them.
+    Opening creates what is missing and checks what everything else relies on: that the folder is writable, is on a
+    local file system that no other machine uses, and that hard links work there (else `can_link` is False). Each
+    kind of checkpoints has its own private part, `private`; what keeps processes and machines apart is common to
+    all kinds.
     """
 
     def __init__(
@@ -90,14 +91,16 @@ class Folder:
         self._remove_left_overs()
 
     def tend(self) -> None:
-        """Once a second, by whoever runs an engine here: other machines are told that this one is, and a full disk gets
-        what was set aside for it.
+        """Called once a second by the running engine: renew the mark that tells other machines about it, and
+        release the reserved space if the disk is full.
         """
         self._host_mark.renew(self._trusted)
         self._reserve.adjust()
 
     def _probe(self) -> bool:
-        """Write, link and remove one small file: the clear error is here, not in the first save."""
+        """Write, link and remove one small file, so that problems are reported clearly now and not during the first
+        save.
+        """
         probe = self.private / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
         linked = probe.with_suffix(".link")
         try:
@@ -113,11 +116,13 @@ class Folder:
             raise _folder_error(self.path, error) from error
         finally:
             for path in (probe, linked):
-                with contextlib.suppress(OSError):  # read-only: what was raised is the error to tell
+                with contextlib.suppress(OSError):  # read-only: the error already raised is the one to report
                     path.unlink(missing_ok=True)
 
     def _remove_left_overs(self) -> None:
-        """Drop temporary files of processes that were killed, best effort: by their age, for others may be at it."""
+        """Remove temporary files of killed processes, best effort. Only old ones, because other processes may be
+        using theirs.
+        """
         oldest = time.time() - LEFT_OVER_AGE_S
         for path in (
             *self.private.glob("probe-*"),
@@ -131,8 +136,8 @@ class Folder:
     # --- paths ---------------------------------------------------------------------------------------------
 
     def relative(self, path: str | os.PathLike[str]) -> str:
-        """The path of a file of the user's within the folder, '/'-joined and checked, symlinks not followed
-        in its last component. Relative paths are taken from the working directory, as everywhere in Python.
+        """Return the path of a user's file within the folder, '/'-joined and checked; a symlink in its last
+        component is not followed. Relative paths are relative to the working directory, as everywhere in Python.
         """
         text = os.fspath(path)
         if not isinstance(text, str):
@@ -150,7 +155,9 @@ class Folder:
         return check_relative(relative.replace(os.sep, "/"), "path")
 
     def _within(self, path: str) -> str:
-        """An absolute path as seen from the folder. The usual case, no symlinks, is the trainer's: it comes first."""
+        """Return an absolute path relative to the folder. The usual case, without symlinks, comes first, because
+        the trainer waits for it.
+        """
         here = str(self.path)
         if path.startswith(f"{here}{os.sep}"):
             above = path[: path.rindex(os.sep)]
@@ -162,7 +169,7 @@ class Folder:
         return os.path.relpath(os.path.join(os.path.realpath(parent), name), self.path)
 
     def _open_folder(self, relative: str) -> int:
-        """Descriptor of a folder within this one ('' is itself), reached without following any symlink."""
+        """Return a descriptor of a folder within this one ('' is itself), reached without following any symlink."""
         descriptor = os.open(self.path, _DIRECTORY)
         for name in relative.split("/") if relative else ():
             try:
@@ -174,7 +181,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
-        """Descriptor of the folder that holds `relative`, and its name there."""
+        """Yield a descriptor of the folder that holds `relative`, and its name there."""
         folder, _, name = relative.rpartition("/")
         descriptor = self._open_folder(folder)
         try:
@@ -184,16 +191,20 @@ class Folder:
 
     @contextlib.contextmanager
     def letting_go(self) -> Iterator[None]:
-        """Exclude the other kinds of checkpoints, which otherwise might leave a file to each other."""
+        """Exclude other kinds of checkpoints while files are let go; otherwise each kind might leave a shared file
+        to the other.
+        """
         there = self.common / keys.KINDS
         with self._locked(fcntl.LOCK_EX, there) if there.is_dir() else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def _locked(self, how: int, place: Path | None = None) -> Iterator[None]:
-        """Between those who remove files and those who look for them, in all processes."""
+        """Hold a lock between those who remove files and those who list them, across all processes. After
+        REMOVAL_S, continue without it.
+        """
         place = place or self.common
-        # A descriptor of its own: threads that share one are not kept apart.
+        # Use a separate descriptor: a lock does not separate threads that share one.
         try:
             descriptor = os.open(place, _DIRECTORY)
         except OSError as error:
@@ -210,23 +221,24 @@ class Folder:
                 time.sleep(0.001)
             yield
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also of the copy in a child that was forked meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for the copy in a child forked in the meantime
             os.close(descriptor)
 
     def walk(self, *relative: str) -> list[str]:
-        """Of each, itself if it is a regular file, else every regular file below it, sorted; none twice.
+        """Return, for each path, the path itself if it is a regular file, else every regular file below it, sorted;
+        no file twice.
 
-        Raises InvalidShardError if anything is neither a file nor a folder: a symlink could lead anywhere,
-        a FIFO would hang the upload.
+        Raises InvalidShardError for anything that is neither a file nor a folder: a symlink could lead anywhere,
+        and a FIFO would hang the upload.
         """
         with self._locked(fcntl.LOCK_SH):
-            pass  # what `remove_source` took away by mistake is back
+            pass  # files that `remove_source` moved away by mistake are back now
         return list(dict.fromkeys(found for each in relative for found in self._files(each)))
 
     def _files(self, relative: str) -> list[str]:
         here = relative
         try:
-            mode = os.lstat(f"{self.path}/{relative}").st_mode  # `link` refuses a symlink on the way
+            mode = os.lstat(f"{self.path}/{relative}").st_mode  # `link` refuses symlinks on the way
             if stat.S_ISREG(mode):
                 return [relative]
             if not stat.S_ISDIR(mode):
@@ -246,7 +258,7 @@ class Folder:
             raise _source_walk_error(self.path / here, error) from error
 
     def _entries(self, folder: str) -> list[tuple[str, bool]]:
-        """What is in a folder, sorted: the path, and whether it is a folder."""
+        """Return the entries of a folder, sorted: the path, and whether it is a folder."""
         found = []
         descriptor = self._open_folder(folder)
         try:
@@ -266,11 +278,12 @@ class Folder:
     # --- the spool -----------------------------------------------------------------------------------------
 
     def link(self, files: Sequence[tuple[str, str]], spool: str) -> list[tuple[FileIdentity, bool]]:
-        """Hard-link regular files, each (source, name), as `name` into the folder `spool` below `.ckpt_async/`; all or
-        none of them, not yet durable.
+        """Hard-link regular files, given as (source, name), as `name` into the folder `spool` below `.ckpt_async/`:
+        all of them or none. The links are not yet durable.
 
-        Returns, of each, what the file is now and whether it was linked; it is not where the file system cannot
-        (another mount inside the folder, no hard links): then only the user's own file holds the bytes.
+        Returns, for each, what the file is now and whether it was linked. Where the file system cannot link
+        (another mount inside the folder, no hard links) it is not, and then only the user's own file holds the
+        bytes.
         """
         done: list[tuple[FileIdentity, bool]] = []
         try:
@@ -290,7 +303,7 @@ class Folder:
             raise _source_walk_error(self.path / source, error) from error
 
     def is_same(self, source: str, identity: FileIdentity) -> bool:
-        """Whether the user's file is still the one that was enqueued."""
+        """Return whether the user's file is still the one that was enqueued."""
         try:
             with self._parent(source) as (parent, name):
                 return identity_of(os.stat(name, dir_fd=parent, follow_symlinks=False)) == identity
@@ -298,17 +311,19 @@ class Folder:
             return False
 
     def undo_links(self, spool: str, names: Iterable[str]) -> None:
-        """Remove what `link` has made, as far as that is possible: nobody knows the rest, the next start removes it."""
+        """Remove the links that `link` has made, as far as possible. Nothing refers to the rest, and the next start
+        removes them.
+        """
         for name in names:
             with contextlib.suppress(OSError):
                 self.unlink(f"{spool}/{name}")
 
     def unlink(self, spool: str) -> None:
-        """Remove one spool file if it is there. Not yet durable."""
+        """Remove one spool file if it exists. The removal is not yet durable."""
         (self.private / spool).unlink(missing_ok=True)
 
     def remove_spool(self, spool: str) -> None:
-        """Remove a spool folder with all its links; idempotent. The linked files themselves stay."""
+        """Remove a spool folder with all its links; idempotent. The user's own files stay."""
         with contextlib.suppress(FileNotFoundError):
             for folder, _, names, descriptor in os.fwalk(self.private / spool, topdown=False):
                 for name in names:
@@ -317,9 +332,9 @@ class Folder:
                 os.rmdir(folder)
 
     def open_source(self, source: str, spool: str | None, identity: FileIdentity) -> int:
-        """Open a shard for reading and return its descriptor, checked to be the file that was enqueued.
+        """Open a shard for reading and return its descriptor, after checking that it is the file that was enqueued.
 
-        Raises SourceError with SOURCE_MISSING or SOURCE_CHANGED; OSError for trouble of the disk.
+        Raises SourceError with SOURCE_MISSING or SOURCE_CHANGED; OSError for disk errors.
         """
         path = f"{self.private}/{spool}" if spool else f"{self.path}/{source}"
         try:
@@ -341,8 +356,8 @@ class Folder:
         return descriptor
 
     def remove_source(self, source: str, identity: FileIdentity, *, keeps_folders: bool = False) -> bool:
-        """Delete the user's file that was enqueued, and folders that became empty (unless `keeps_folders`); False if it
-        is not the same file any more (the trainer wrote a new one to that path), which then stays.
+        """Delete the user's file that was enqueued, and folders that became empty (unless `keeps_folders`). Returns
+        False if it is no longer the same file (the trainer wrote a new one to that path), which then stays.
         """
         try:
             with self._locked(fcntl.LOCK_EX), self._parent(source) as (parent, name):
@@ -357,13 +372,14 @@ class Folder:
                 with self._parent(above) as (parent, name):
                     os.rmdir(name, dir_fd=parent)
             except OSError:
-                break  # not empty: other ranks or the user still have files there
+                break  # not empty: it still has files of other ranks or of the user
             above = above.rpartition("/")[0]
         return True
 
     def _take_away(self, parent: int, name: str, identity: FileIdentity) -> bool:
-        """Delete a file, if it still is this one. A restarted trainer may write the same path between our look and an
-        unlink, which would take the new file: so it is moved first, looked at again, and put back if it is that one.
+        """Delete a file if it is still this one. A restarted trainer may write the same path between our check and
+        an unlink, which would delete the new file. So the file is moved first, checked again, and put back if it is
+        a different one.
         """
         away = f"{self.private}/removing-{os.getpid()}-{os.urandom(4).hex()}"
         try:
@@ -371,7 +387,7 @@ class Folder:
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
-            os.unlink(name, dir_fd=parent)  # on a mount of its own nothing better can be had
+            os.unlink(name, dir_fd=parent)  # on a separate mount nothing better is possible
             return True
         if identity_of(os.lstat(away)) == identity:
             os.unlink(away)
@@ -379,9 +395,9 @@ class Folder:
         try:
             os.link(away, name, dst_dir_fd=parent, follow_symlinks=False)
         except FileExistsError:
-            pass  # the trainer has written a still newer one
+            pass  # the trainer has written an even newer one
         except OSError:
-            os.rename(away, name, dst_dir_fd=parent)  # no hard links here
+            os.rename(away, name, dst_dir_fd=parent)  # no hard links on this file system
             return False
         os.unlink(away)
         return False
@@ -389,13 +405,15 @@ class Folder:
     # --- facts ---------------------------------------------------------------------------------------------
 
     def space(self) -> tuple[int, int]:
-        """Free and total bytes of the folder's file system, as an unprivileged user sees them."""
+        """Return the free and total bytes of the folder's file system, as an unprivileged user sees them."""
         facts = os.statvfs(self.path)
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
 
 def check_identity(descriptor: int, identity: FileIdentity, path: str) -> None:
-    """Raise SourceError unless the open file is still what was enqueued, to the nanosecond of its mtime."""
+    """Raise SourceError unless the open file is still the one that was enqueued, down to the nanosecond of its
+    mtime.
+    """
     if identity_of(os.fstat(descriptor)) != identity:
         raise SourceError(
             f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
@@ -407,7 +425,7 @@ def check_identity(descriptor: int, identity: FileIdentity, path: str) -> None:
 
 
 def boot_id() -> str:
-    """Changes with every boot of this machine (random(4)); '' where the system does not say."""
+    """Return an id that changes with every boot of this machine (random(4)); '' if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -415,7 +433,7 @@ def boot_id() -> str:
 
 
 def spooled_ranks(private: Path) -> set[int]:
-    """Ranks that have anything in the spool."""
+    """Return the ranks that have anything in the spool."""
     numbers = {each: each.name.removeprefix("rank-") for each in (private / "spool").glob("rank-*")}
     return {int(number) for each, number in numbers.items() if number.isdecimal() and any(each.iterdir())}
 
@@ -424,7 +442,7 @@ def spooled_ranks(private: Path) -> set[int]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether what failed may succeed once there is space: of the disk, or of the user's quota."""
+    """Return whether the failed operation may succeed once there is space, on the disk or in the user's quota."""
     return isinstance(error, NoSpaceError) or (isinstance(error, OSError) and error.errno in _FULL)
 
 

@@ -1,5 +1,7 @@
-"""Which machine uses a folder: a small file in it, which whoever runs an engine there renews. It tells what no lock
-can: that another machine is at it, on a file system where locks do not reach that far.
+"""The mark of the machine that uses a folder: a small file that the running engine renews.
+
+It shows what no lock can: that another machine is using the folder, on a file system where locks do not reach that
+machine.
 """
 
 from __future__ import annotations
@@ -15,28 +17,30 @@ from typing import Any
 from ckpt_async.errors import FolderInUseError
 
 NAME = "host.json"
-# An engine renews it about once a second; a cached attribute of a network file system may be some seconds old, so its
-# content is read.
+# An engine renews the mark about once a second. A cached attribute of a network file system may be some
+# seconds old, so the file's content is compared instead.
 WATCH_S = 4.0
 POLL_S = 0.1
 SIZE_BYTES = 1024
 
 
 class HostMark:
-    """The mark in the private part of a folder. `boot_id` names this machine, until it is started anew."""
+    """The mark in the private part of a folder. `boot_id` identifies this machine until its next boot."""
 
     def __init__(self, private: Path, boot_id: str) -> None:
         self._path, self._boot_id = private / NAME, boot_id
 
     @property
     def trusted(self) -> str:
-        """The kind of file system that somebody has vouched for, here or on the machine that was here before."""
+        """The type of file system that a user has vouched for, on this machine or on the one that used the folder
+        before.
+        """
         found = self._read().get("trusted")
         return found if isinstance(found, str) else ""
 
     def take(self, folder: Path, trusted: str) -> None:
-        """Say that this machine uses the folder from now on. Raises FolderInUseError while another one does: whether it
-        does takes WATCH_S to find out, where another boot was the last.
+        """Claim the folder for this machine. Raises FolderInUseError while another machine uses it; finding that
+        out takes WATCH_S if the mark is of another boot.
         """
         before = self._read()
         if before.get("boot_id", self._boot_id) != self._boot_id and self._is_renewed(before):
@@ -48,13 +52,14 @@ class HostMark:
         self.renew(trusted)
 
     def renew(self, trusted: str) -> None:
-        """Best effort: a full disk is told of by others."""
+        """Renew the mark. Best effort: a full disk is reported elsewhere."""
         mark = {"boot_id": self._boot_id, "host": socket.gethostname(), "trusted": trusted}
         data = json.dumps(mark | {"renewed_at": time.time_ns()}).encode().ljust(SIZE_BYTES)
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.pwrite(descriptor, data, 0)  # all of it, and none is ever missing
+                # One write of constant size: the file is never truncated in between.
+                os.pwrite(descriptor, data, 0)
             finally:
                 os.close(descriptor)
 
@@ -68,7 +73,7 @@ class HostMark:
         return False
 
     def _read(self) -> dict[str, Any]:
-        """{} if there is none that can be read."""
+        """Return the mark; {} if there is none, or it is unreadable."""
         try:
             found = json.loads(self._path.read_bytes()[: 4 * SIZE_BYTES])
         except (OSError, ValueError, RecursionError):

@@ -1,10 +1,11 @@
 """The journal: one rank's local append-only event log in SQLite (WAL). It *is* the queue.
 
-Whoever holds the rank's lock writes it: a trainer and its own runner process, else `drain` or the sweeper. Everybody
-may look (`journals`). An append survives SIGKILL when it returns; it survives power loss after the engine's `sync`
-(rule: the trainer never waits for an fsync; measured, `synchronous=FULL` costs p99 17 ms and up to 1.6 s under load).
+It is written by the holder of the rank's lock: a trainer and its own runner process, else `drain` or the sweeper.
+Anybody may read it (`journals`). An append survives SIGKILL once it has returned, and power loss after the engine's
+`sync`. The trainer never waits for an fsync: as measured, `synchronous=FULL` costs 17 ms at p99 and up to 1.6 s
+under load.
 
-It is a cache (rule R10): the spool's manifests and the store can rebuild it.
+The journal is a cache (rule R10): the spool's manifests and the store can rebuild it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from ckpt_async.local.journal_rows import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
 
-# A trainer that waits for a lock renews its mark twenty times a second.
+# How long a `.wanted` mark counts. A trainer that waits for a lock renews its mark twenty times a second.
 WANTED_S = 5.0
-# Frames in the WAL before the engine moves them into the main file, off the trainer's path.
+# Number of frames in the WAL from which the engine moves them into the main file, off the trainer's path.
 CHECKPOINT_PAGES = 1000
 
 _SCHEMA = (
@@ -56,14 +57,17 @@ _INSERT = "INSERT INTO events (generation, step, written_at, kind, body) VALUES 
 
 
 class Journal:
-    """One process's handle on the journal of one rank, whose lock it holds. All methods may be called from any thread
-    and block for well under a millisecond, but for `sync` and `compact`, which wait for the disk and hold up no other.
+    """One process's handle on the journal of one rank, whose lock it holds.
 
-    A damaged journal is moved aside, loudly, and begun anew, unless somebody else may have it open
-    (`may_replace=False`): then it raises JournalDamagedError.
+    All methods may be called from any thread and block for well under a millisecond, except `sync` and `compact`,
+    which wait for the disk without holding up any other method.
+
+    A damaged journal is moved aside, loudly, and started anew, unless somebody else may have it open
+    (`may_replace=False`); then JournalDamagedError is raised.
     """
 
-    _of_parents: ClassVar[set[Path]] = set()  # that this process, a fork, has a connection of
+    # Journals of which this process, a fork, has inherited a connection.
+    _of_parents: ClassVar[set[Path]] = set()
 
     def __init__(
         self, folder: Folder, rank: int, *, may_replace: bool = True, clock: Callable[[], float] = time.time
@@ -77,7 +81,7 @@ class Journal:
                 hint="open it in a process started by subprocess or multiprocessing's spawn",
             )
         self._clock = clock
-        self._lock = threading.Lock()  # of the connection; never held while waiting for the disk
+        self._lock = threading.Lock()  # guards the connection; never held while waiting for the disk
         self._disk_lock = threading.Lock()
         self._is_abandoned = False
         self._is_synced = self._is_suspect = False
@@ -95,8 +99,9 @@ class Journal:
                 error,
             )
             self._connection = self._open()
-        # For `sync`, open for as long as the connection is. On the WAL SQLite holds no locks, and a descriptor tells of
-        # every failed write since it was opened, whoever else was told.
+        # Used by `sync`, and open as long as the connection. SQLite holds no locks on the WAL, and a
+        # descriptor reports every write that has failed since it was opened, even if others were told of it
+        # too.
         try:
             self._wal = os.open(f"{self._path}-wal", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -119,8 +124,8 @@ class Journal:
         return connection
 
     def _create(self, connection: sqlite3.Connection) -> None:
-        """It is born with what the journal of an earlier version says of this rank, in one transaction: there is none
-        without it.
+        """Create the tables together with this rank's rows from an earlier version's journal, in one transaction:
+        no journal exists without them.
         """
         inherited = shared_journal.take(self._path.parent, self.rank)
         with database.transaction(connection):
@@ -140,7 +145,7 @@ class Journal:
         journal_rows.read(connection, self.rank)
 
     def _leave_shared(self, folder: Folder) -> None:
-        """What was taken from a shared journal is dropped there once it is safe here."""
+        """Drop what was taken from a shared journal there, once it is safe here."""
         if shared_journal.is_there(folder.private):
             try:
                 self.sync()
@@ -151,16 +156,15 @@ class Journal:
     # --- writing -------------------------------------------------------------------------------------------
 
     def append(self, events: Iterable[Event], notices: Sequence[Notice] = ()) -> None:
-        """Write events, and what is to be told of them, in one transaction: all or none. On return they survive
+        """Write events, and the notices about them, in one transaction: all or none. On return they survive
         SIGKILL.
 
-        Raises NoSpaceError if the disk is full, JournalError for other trouble; then nothing was written.
+        Raises NoSpaceError if the disk is full, JournalError for other problems; nothing was written then.
         """
         rows = self._rows_of(events)
         with self._in_use():
-            if (
-                len(rows) == 1 and not notices
-            ):  # one statement is a transaction of its own, and the trainer waits for it
+            # A single statement is its own transaction, and the trainer waits for it.
+            if len(rows) == 1 and not notices:
                 database.patiently(self._connection, _INSERT, rows[0])
                 return
             with database.transaction(self._connection):
@@ -169,7 +173,7 @@ class Journal:
                     outbox.put(self._connection, notices, self._clock())
 
     def outbox(self) -> outbox.Outbox:
-        """The notices that were written here, to be delivered."""
+        """Return the outbox of the notices that were written here."""
         return outbox.Outbox(self._connected)
 
     def _rows_of(self, events: Iterable[Event]) -> list[tuple[int, int, float, str, str]]:
@@ -177,7 +181,7 @@ class Journal:
         return [(*place, now, kind, body) for place, kind, body in journal_rows.encode(events)]
 
     def forget(self, event: Forgotten) -> None:
-        """Drop a checkpoint's rows. One `Forgotten` row stays: that of the newest committed one."""
+        """Drop a checkpoint's rows. One `Forgotten` row is kept: that of the newest committed checkpoint."""
         mark = (event.checkpoint.generation, event.checkpoint.step)
         with self._in_use(), database.transaction(self._connection):
             self._connection.execute("DELETE FROM events WHERE generation = ? AND step = ?", mark)
@@ -193,18 +197,18 @@ class Journal:
             self._connection.executemany(_INSERT, self._rows_of([event]))
 
     def forget_marks(self) -> None:
-        """Drop what `forget` keeps: the rank goes on with another remote."""
+        """Drop the row that `forget` keeps, because the rank continues with another remote."""
         with self._in_use(), database.transaction(self._connection):
             self._connection.execute("DELETE FROM events WHERE kind = 'Forgotten'")
 
     def open_rank(self, event: Opened) -> None:
-        """Record a new start; the rows of earlier starts are not needed any more."""
+        """Record a new start; the rows of earlier starts are no longer needed."""
         with self._in_use(), database.transaction(self._connection):
             self._connection.execute("DELETE FROM events WHERE kind = 'Opened'")
             self._connection.executemany(_INSERT, self._rows_of([event]))
 
     def note_progress(self, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:
-        """Replace the note of how many bytes of unfinished shards were sent: for `status`, not for rules."""
+        """Replace the note of how many bytes of unfinished shards were sent. It is for `status`, not for rules."""
         body = json.dumps([[each.generation, each.step, shard, size] for each, shard, size in sent])
         with self._in_use(), database.transaction(self._connection):
             self._connection.execute("DELETE FROM progress")
@@ -213,17 +217,17 @@ class Journal:
     # --- the disk ------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """fsync what was appended before the call: it then survives power loss. Waits for the disk.
+        """fsync everything appended before the call, so that it survives power loss. Waits for the disk.
 
-        Raises FsyncError if the disk does not take it. The WAL is then written anew into the main file, and until that
-        has succeeded no later call does.
+        Raises FsyncError if the disk refuses it. The WAL is then rewritten into the main file; until that has
+        succeeded, no later call succeeds either.
         """
         with self._on_disk():
             if self._is_suspect:
                 self._renew()
             try:
                 fsync_descriptor(self._wal, f"{self._path}-wal")
-                if not self._is_synced:  # while it is open nobody replaces it
+                if not self._is_synced:  # once is enough: nobody replaces the WAL while it is open
                     fsync_path(self._path.parent)
             except FsyncError:
                 self._is_suspect = True
@@ -233,21 +237,23 @@ class Journal:
             self._is_synced = True
 
     def compact(self) -> None:
-        """Move the WAL into the main file if it has grown: replay and disk use stay flat. Waits for the disk."""
+        """Move the WAL into the main file if it has grown, so that replay time and disk use stay flat. Waits for
+        the disk.
+        """
         with self._on_disk():
             if os.fstat(self._wal).st_size >= CHECKPOINT_PAGES * 4096:
                 self._checkpoint("PASSIVE")
 
     def _renew(self) -> None:
-        """The disk has refused some of the WAL, and which cannot be told: move all of it, which memory still has, into
-        the main file, and begin it anew. Appends wait.
+        """Move all of the WAL, which memory still has, into the main file and start it anew, because the disk has
+        refused some unknown part of it. Appends wait.
         """
         for attempt in range(2):
             try:
                 is_busy = self._checkpoint("TRUNCATE")
                 break
             except JournalError as error:
-                # Every descriptor is told of the failure once; SQLite's own hears of it here.
+                # Every descriptor reports the failure once; SQLite's own reports it here.
                 if attempt or "SQLITE_IOERR_FSYNC" not in str(error):
                     raise
         if is_busy:
@@ -258,7 +264,9 @@ class Journal:
         self._is_suspect = False
 
     def _checkpoint(self, how: str) -> bool:
-        """By a connection of its own, so that nobody who appends waits; whether others were in the way."""
+        """Checkpoint through a separate connection, so that no append waits. Returns whether others were in the
+        way.
+        """
         with database.translated(self._path):
             if self._compacting is None:
                 self._compacting = database.connect(self._path)
@@ -270,12 +278,14 @@ class Journal:
     # --- reading -------------------------------------------------------------------------------------------
 
     def rows(self, *, after: int = 0) -> list[JournalRow]:
-        """What is past a sequence number, in order. Events that were appended together may share a sequence number."""
+        """Return the rows after a sequence number, in order. Events that were appended together may share a
+        sequence number.
+        """
         with self._in_use():
             return journal_rows.read(self._connection, self.rank, after)
 
     def local(self) -> Local:
-        """This rank's state, replayed from the beginning."""
+        """Return this rank's state, replayed from the beginning."""
         return fold(self.rows(), Local(self.rank))
 
     # --- the handle ----------------------------------------------------------------------------------------
@@ -294,14 +304,16 @@ class Journal:
             self._connection.close()
 
     def abandon(self) -> None:
-        """In a forked child: keep the connections but never use or close them. Closing one here could take the parent's
-        WAL away (https://sqlite.org/howtocorrupt.html, 2.6 "Carrying an open database connection across a fork").
+        """In a forked child: keep the connections, but never use or close them. Closing one here could remove the
+        parent's WAL (https://sqlite.org/howtocorrupt.html, 2.6 "Carrying an open database connection across a
+        fork").
         """
         self._is_abandoned = True
         self._of_parents.add(self._path)
         for connection in (self._connection, self._compacting):
             if connection is not None:
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))  # not even when Python ends
+                # Never closed, not even at interpreter exit.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -324,7 +336,9 @@ class Journal:
             yield
 
     def check_there(self) -> None:
-        """Raise JournalError if somebody has deleted the journal beneath us: nothing that is appended would survive."""
+        """Raise JournalError if somebody has deleted the journal underneath us: nothing appended from then on would
+        survive.
+        """
         if self._wal >= 0 and os.fstat(self._wal).st_nlink == 0:
             raise JournalError(
                 f"journal {str(self._path)!r} was deleted while this process was using it",
@@ -340,8 +354,8 @@ class Journal:
 
 
 class RankLock:
-    """The right to run an engine for one rank of a folder: an flock, freed by the kernel when its holder
-    dies, however it dies. The file is never replaced, or two holders could each lock their own.
+    """The right to run an engine for one rank of a folder: an flock, which the kernel releases however its holder
+    dies. The file is never replaced, since otherwise two holders could each lock their own file.
     """
 
     def __init__(self, folder: Folder, rank: int) -> None:
@@ -352,7 +366,9 @@ class RankLock:
 
     @classmethod
     def inherit(cls, folder: Folder, rank: int, descriptor: int) -> Self:
-        """The same lock, from a descriptor that its holder has sent: it is held until both have released it."""
+        """Return the same lock, made from a descriptor that its holder has sent. It is held until both have
+        released it.
+        """
         lock = cls(folder, rank)
         os.set_inheritable(descriptor, False)
         lock._descriptor = descriptor
@@ -362,7 +378,7 @@ class RankLock:
 
     @property
     def descriptor(self) -> int:
-        """To send to a process that shall hold the lock too."""
+        """The descriptor to send to a process that shall hold the lock too."""
         assert self._descriptor is not None, "not acquired"
         return self._descriptor
 
@@ -375,8 +391,8 @@ class RankLock:
         return self._path.with_suffix(".wanted")
 
     def is_wanted(self) -> bool:
-        """Whether a trainer waits for this lock now: whoever only adopted the journal gives it back. A mark that is not
-        renewed was left by one that was killed while it waited.
+        """Return whether a trainer is waiting for this lock now: a process that has only adopted the journal then
+        gives it back. A mark that is not renewed was left by a trainer that was killed while waiting.
         """
         try:
             return abs(time.time() - self._wanted.stat().st_mtime) < WANTED_S
@@ -384,14 +400,14 @@ class RankLock:
             return False
 
     def is_removed(self) -> bool:
-        """Whether somebody has removed the folder beneath us."""
+        """Return whether somebody has removed the folder underneath us."""
         return os.fstat(self.descriptor).st_nlink == 0
 
     def acquire(self, *, wait_s: float = 0.0, is_trainer: bool = False) -> None:
         """Take the lock, waiting up to `wait_s` for a predecessor that is still ending. A trainer also asks an
         adopter (`drain`, the sweeper) to give it back.
 
-        Raises FolderInUseError naming the holder.
+        Raises FolderInUseError, which names the holder.
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + wait_s
@@ -421,7 +437,7 @@ class RankLock:
         after_fork.add(self)
 
     def _sign(self, holder: str) -> None:
-        with contextlib.suppress(OSError):  # only for messages; the lock is held also on a full disk
+        with contextlib.suppress(OSError):  # only used in messages; the lock is held even if the disk is full
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, f"{holder}\n".encode(), 0)
 
@@ -433,14 +449,14 @@ class RankLock:
             self._descriptor = None
 
     def abandon(self) -> None:
-        """In a forked child: close our copy, or a dataloader worker would keep a dead trainer's lock."""
+        """In a forked child: close our copy, since otherwise a dataloader worker would keep a dead trainer's lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 class Abandoned(Protocol):
-    """Something of the parent's that a forked child must let go of."""
+    """A handle of the parent that a forked child must let go of."""
 
     def abandon(self) -> None: ...
 

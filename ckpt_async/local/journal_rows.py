@@ -1,6 +1,6 @@
-"""Events <-> rows of the journal: kind and body as text.
+"""Conversion between events and journal rows: kind and body as text.
 
-What comes by the thousand shares rows; everything else has a row of its own.
+Events that come by the thousand share rows; every other event has its own row.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import FailureReason, JournalDamagedError, JournalError
 from ckpt_async.local import database
 
-# 3: one file per rank. Earlier ones are taken over by `shared_journal`.
+# 3: one file per rank. `shared_journal` takes over earlier formats.
 FORMAT_VERSION = 3
-# Shards in one row at most: a row is encoded and decoded as a whole.
+# Maximum number of shards in one row: a row is encoded and decoded as a whole.
 ROW_SHARDS = 1000
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
@@ -51,7 +51,7 @@ def check_format(
 
 
 def read(connection: sqlite3.Connection, rank: int, after: int = 0) -> list[JournalRow]:
-    """The rows of a rank's journal past a sequence number. Raises JournalDamagedError."""
+    """Return the rows of a rank's journal after a sequence number. Raises JournalDamagedError."""
     found = database.patiently(
         connection,
         "SELECT sequence, generation, step, written_at, kind, body FROM events WHERE sequence > ?"
@@ -70,7 +70,7 @@ def decode(rank: int, found: Iterable[tuple[Any, ...]]) -> list[JournalRow]:
 
 
 def progress(bodies: Iterable[tuple[str]]) -> dict[tuple[CheckpointId, str], int]:
-    """What `Journal.note_progress` noted: bytes sent by (checkpoint, shard)."""
+    """Return what `Journal.note_progress` noted: bytes sent by (checkpoint, shard)."""
     return {
         (CheckpointId(generation, step), shard): size
         for (body,) in bodies
@@ -79,9 +79,11 @@ def progress(bodies: Iterable[tuple[str]]) -> dict[tuple[CheckpointId, str], int
 
 
 def encode(events: Iterable[Event]) -> Iterator[tuple[tuple[int, int], str, str]]:
-    """Rows for events: generation and step, kind, body. What comes by the thousand shares rows, whose body is one flat
-    list, written by hand: it is read without an object for each, and the trainer waits for it. All else has a row and a
-    JSON object of its own.
+    """Yield rows for events: generation and step, kind, body.
+
+    Events that come by the thousand share rows. The body of such a row is one flat list, encoded by hand: the
+    trainer waits for it, and it is decoded without an object per event. Every other event has its own row, with a
+    JSON object.
     """
     for _, series in itertools.groupby(events, _series):
         many = list(series)
@@ -100,7 +102,7 @@ def encode(events: Iterable[Event]) -> Iterator[tuple[tuple[int, int], str, str]
 
 
 def _series(event: Event) -> object:
-    """Equal for neighbours that share a row."""
+    """Return a key that is equal for neighbouring events that share a row."""
     if isinstance(event, Enqueued) and not event.shard.publish_as:
         return Enqueued, event.checkpoint, event.name
     if isinstance(event, Verified):
@@ -124,10 +126,12 @@ def _stored_items(stored: StoredShard) -> str:
 
 
 def _fields(value: Any) -> Any:
-    """Of an event or what is in it: `dataclasses.asdict` without the copies, for which the trainer would wait."""
+    """Return the fields of an event or of a value in it: `dataclasses.asdict` without the copies, for which the
+    trainer would have to wait.
+    """
     if isinstance(value, enum.Enum):
         return value.value
-    # Where nothing is expected: as earlier versions wrote it, who know no such field.
+    # Leave out an empty `expected`: earlier versions, which do not know this field, can then read the row.
     left_out = "expected" if isinstance(value, Sealed) and not value.expected else ""
     return {name: getattr(value, name) for name in value.__slots__ if name != left_out}
 
@@ -136,7 +140,9 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
 
 
 def _decoded(kind: str, checkpoint: CheckpointId, body: str) -> list[Event]:
-    """Rebuild a row's events. The journal is our own file, but a program of another version may have written it."""
+    """Rebuild the events of a row. The journal is our own file, but another version of the program may have written
+    it.
+    """
     try:
         fields = json.loads(body)
         if isinstance(fields, dict):
@@ -174,7 +180,7 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
             remote = fields.get("remote")
             fields["remote"] = RemoteAddress(**remote) if remote else None
             fields["settings"] = tuple((name, value) for name, value in fields.get("settings", ()))
-        case "Enqueued":  # to be published, or of version 1
+        case "Enqueued":  # with an exact key, or written by version 1
             shard = fields["shard"]
             shard["identity"] = FileIdentity(**shard["identity"])
             fields["shard"] = Shard(**shard)
@@ -183,7 +189,7 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
             fields["expected"] = tuple(fields.get("expected", ()))
         case "MadeDurable" | "Copied":
             fields["shards"] = tuple(fields["shards"])
-        case "Verified":  # of version 1
+        case "Verified":  # written by version 1
             stored = fields["stored"]
             stored["checksum"] = Checksum(**stored["checksum"])
             fields["stored"] = StoredShard(**stored)

@@ -1,5 +1,5 @@
-"""The journals of a folder, looked at, also beside live writers: by `status`, metrics, the sweeper and readers. Makes
-no file and takes no lock.
+"""Read-only access to the journals of a folder, even beside live writers: for `status`, metrics, the sweeper and
+readers. Creates no file and takes no lock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt_async.local.folder import spooled_ranks
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Up to where a journal was read, and which file that was: its successor counts from 1 again."""
+    """How far a journal was read, and which file that was: its successor counts from 1 again."""
 
     inode: int
     sequence: int
@@ -30,13 +30,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one rank's journal says: rows, in order, and the bytes sent of unfinished (checkpoint, shard)s."""
+    """The content of one rank's journal: its rows in order, and the bytes sent of each unfinished (checkpoint,
+    shard).
+    """
 
     rank: int
     rows: list[JournalRow]
     progress: dict[tuple[CheckpointId, str], int]
     place: Place
-    is_whole: bool = True  # from the beginning, not only what is new
+    is_whole: bool = True  # read from the beginning, not only the new rows
 
     def local(self) -> Local:
         return fold(self.rows, Local(self.rank))
@@ -45,8 +47,8 @@ class Reading:
 def read(
     folder: str | os.PathLike[str], *, kind: str = "", after: Mapping[int, Place] | None = None
 ) -> dict[int, Reading]:
-    """All journals of a folder (of one kind of checkpoints), by rank; of each only what is past its place in `after`,
-    if it is the same file still.
+    """Return all journals of a folder (of one kind of checkpoints), by rank. For a rank with a place in `after`,
+    only later rows are read, provided that the file is still the same.
 
     Raises NoJournalError if there is none, JournalError if one cannot be read.
     """
@@ -66,7 +68,7 @@ def read(
                 found[rank] = Reading(rank, share.rows(rank), progress, Place(0, 0))
         if _there(private) == there:
             break
-        if time.monotonic() >= deadline:  # a rank may just have taken its rows from the shared one
+        if time.monotonic() >= deadline:  # a rank may have just taken its rows from the shared one
             raise JournalError(f"the journals in {str(private)!r} change too fast to be read")
     if not found and not is_shared:
         raise none_in(folder, kind)
@@ -74,20 +76,20 @@ def read(
 
 
 def watcher_state(folder: Path) -> Path:
-    """Where a watcher of a folder keeps its journal, unless it is told another place."""
+    """Return where a watcher of a folder keeps its journal by default."""
     return folder.parent / f".{folder.name}.ckpt_async"
 
 
 def watched_from(folder: str | os.PathLike[str]) -> Path | None:
-    """The state of a watcher that works, or has worked, on this folder; None if it was told another place, or there is
-    none.
+    """Return the state folder of a watcher that works, or has worked, on this folder; None if there is none, or if
+    it was told to keep its state elsewhere.
     """
     beside = watcher_state(Path(os.path.realpath(folder)))
     return beside if (beside / keys.PRIVATE).is_dir() else None
 
 
 def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
-    """Why, and where it may be."""
+    """Return the error for a missing journal, with a hint where one may be."""
     path = Path(os.path.realpath(folder))
     if (beside := watched_from(path)) is not None:
         hint = f"a watcher works on it: use its state, {str(beside)!r}"
@@ -98,13 +100,13 @@ def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
 
 
 def private_of(folder: str | os.PathLike[str], kind: str = "") -> Path:
-    """The private part of a folder that belongs to a kind of checkpoints."""
+    """Return the private part of a folder for one kind of checkpoints."""
     return Path(os.path.realpath(folder)) / keys.PRIVATE / keys.kind_place(kind)
 
 
 def kinds(folder: str | os.PathLike[str]) -> list[str]:
-    """The kinds of checkpoints that were ever saved here, "" (the run itself) first. That is left out if an Uploader
-    was only ever opened for others.
+    """Return the kinds of checkpoints that were ever saved here, "" (the run itself) first. The run itself is left
+    out if Uploaders were opened only for other kinds.
     """
     private = private_of(folder)
     try:
@@ -116,13 +118,13 @@ def kinds(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def read_all(folder: str | os.PathLike[str]) -> dict[str, dict[int, Reading]]:
-    """The journals of every kind that has any. Raises like `read`."""
+    """Return the journals of every kind that has any. Raises the same errors as `read`."""
     found: dict[str, dict[int, Reading]] = {}
     missing: NoJournalError | None = None
     for kind in kinds(folder):
         try:
             found[kind] = read(folder, kind=kind)
-        except NoJournalError as error:  # its first Uploader is just opening
+        except NoJournalError as error:  # its first Uploader is opening right now
             missing = error
     if not found and missing is not None:
         raise missing
@@ -130,15 +132,17 @@ def read_all(folder: str | os.PathLike[str]) -> dict[str, dict[int, Reading]]:
 
 
 def checkpoints(folder: str | os.PathLike[str], kind: str) -> Iterator[LocalCheckpoint]:
-    """What every rank knows of a kind. None if it has no journal yet. Raises JournalError."""
+    """Yield what every rank knows of a kind's checkpoints; nothing if it has no journal yet. Raises JournalError."""
     with contextlib.suppress(NoJournalError):
         for reading in read(folder, kind=kind).values():
             yield from reading.local().checkpoints.values()
 
 
 def ranks(private: Path) -> list[int]:
-    """Ranks that have a journal, or a spool that a lost one can be rebuilt from (rule R10). Raises JournalError."""
-    with contextlib.suppress(JournalDamagedError):  # then only the spools tell whose it was
+    """Return the ranks that have a journal, or a spool from which a lost journal can be rebuilt (rule R10). Raises
+    JournalError.
+    """
+    with contextlib.suppress(JournalDamagedError):  # then only the spools show which ranks it belonged to
         return sorted({*_there(private), *spooled_ranks(private), *shared_journal.look(private)})
     return sorted({*_there(private), *spooled_ranks(private)})
 

@@ -1,5 +1,7 @@
-"""Committed checkpoints that stay on the local disk for good, set aside: the journal need not know them for ever, and a
-later start that keeps fewer has to. A small file each, `kept/rank-<r>/<g>-<step>.json`, until the user's own are gone.
+"""Committed checkpoints that stay on the local disk for good, moved out of the journal.
+
+The journal need not know them for ever, but a later start that keeps fewer checkpoints must find them. Each one is
+a small file, `kept/rank-<r>/<g>-<step>.json`, that exists until the user's own files are gone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def put(folder: Folder, rank: int, checkpoint: LocalCheckpoint) -> None:
-    """Set one aside; durable on return."""
+    """Set a checkpoint aside; durable on return."""
     path = folder.private / keys.kept_manifest(checkpoint.id, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, records.manifest_of(checkpoint))
@@ -40,21 +42,21 @@ def drop(folder: Folder, rank: int, checkpoint: CheckpointId) -> None:
 
 
 def drop_gone(folder: Folder, rank: int) -> None:
-    """Drop those of which none of the files is there any more: the trainer rotates by itself."""
+    """Drop the checkpoints none of whose files exists any more, for trainers that rotate files themselves."""
     for id_, enqueued, _ in _manifests(folder.private, rank):
         if not any(folder.is_same(each.shard.source, each.shard.identity) for each in enqueued):
             drop(folder, rank, id_)
 
 
 def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event]]]:
-    """What the journal knew of each when it was set aside, the oldest first."""
+    """Yield what the journal knew of each checkpoint when it was set aside, in the order of their names."""
     for id_, enqueued, sealed in _manifests(folder.private, rank):
         committed = Decided(id_, Outcome.COMMIT, sealed.name if sealed else f"step-{id_.step}")
         yield id_, [*enqueued, *([sealed] if sealed else []), committed, Released(id_)]
 
 
 def sources(private: Path) -> Iterator[tuple[str, FileIdentity]]:
-    """The files that all ranks have set aside."""
+    """Yield the files of the checkpoints that any rank has set aside."""
     for place in private.glob("kept/rank-*"):
         rank = place.name.removeprefix("rank-")
         for _, enqueued, _ in _manifests(private, int(rank)) if rank.isdecimal() else ():

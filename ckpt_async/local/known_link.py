@@ -1,7 +1,7 @@
-"""What a process has found out about the link to a store, for the next one: a small file in the folder.
+"""What one process has learnt about the link to a store, kept for the next one in a small file in the folder.
 
-It is advice. Who follows it looks at the rate before he relies on it (`transfer/concurrency.py`), so that a file that
-is old, or half written by another process, does no harm.
+It is only a hint. Its reader measures the rate before relying on it (`transfer/concurrency.py`), so a file that is
+old, or half written by another process, does no harm.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-# Networks change, and nobody knows when: what is older than this is not worth a look.
+# Networks change without notice, so anything older than this is ignored.
 GOOD_FOR_S = 30 * 86400.0
 MAX_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class KnownLink:
-    """How many connections one process needs, and what each of them moves."""
+    """How many connections one process needs, and how many bytes per second each of them moves."""
 
     num_connections: int
     connection_bytes_per_s: float
@@ -31,7 +31,7 @@ def file_name(direction: Literal["up", "down"]) -> str:
 
 
 def note(path: Path, remote: str, known: KnownLink, now_s: float) -> None:
-    """Replace what is known in file `path`. Raises OSError."""
+    """Replace what the file at `path` says. Raises OSError."""
     data = json.dumps({"remote": remote, **asdict(known), "noted_at": now_s}).encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -42,7 +42,7 @@ def note(path: Path, remote: str, known: KnownLink, now_s: float) -> None:
 
 
 def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # in a FIFO nothing is waited for
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not block on a FIFO
     try:
         return os.read(descriptor, MAX_FILE_BYTES)
     finally:
@@ -50,7 +50,7 @@ def _read(path: Path) -> bytes:
 
 
 def recall(path: Path, remote: str, now_s: float) -> KnownLink | None:
-    """What the file at `path` says of the link to `remote`; None if nothing of use."""
+    """Return what the file at `path` says about the link to `remote`; None if it has nothing useful."""
     try:
         found = json.loads(_read(path))
         known = KnownLink(int(found["num_connections"]), float(found["connection_bytes_per_s"]))

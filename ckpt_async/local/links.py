@@ -20,8 +20,9 @@ def link_into(
     open_folder: Callable[[str], int],
     can_link: bool,
 ) -> None:
-    """Hard-link regular files, each (source, name), as `name` into `folder`, as far as the file system can; `done` gets
-    what each is now and whether it was linked. `open_folder` gives a descriptor of a folder that sources are in.
+    """Hard-link regular files, given as (source, name), as `name` into `folder`, as far as the file system can. For
+    each file, append to `done` what it is now and whether it was linked. `open_folder` returns a descriptor of the
+    folder that contains a source.
     """
     above_now: str | None = None
     parent = -1
@@ -29,7 +30,7 @@ def link_into(
     try:
         for source, name in files:
             above, _, base = source.rpartition("/")
-            if above != above_now:  # those of one folder come one after another
+            if above != above_now:  # sources from one folder follow one another
                 before, parent = parent, open_folder(above)
                 above_now = above
                 if before >= 0:
@@ -68,7 +69,7 @@ def _link(name: str, parent: int, target: str) -> bool:
             os.link(name, target, src_dir_fd=parent, follow_symlinks=False)
             return True
         except FileExistsError:
-            # Left by a crash between link and journal row: nothing refers to it.
+            # Left by a crash between the link and the journal row, so nothing refers to it.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(target)
         except OSError as error:

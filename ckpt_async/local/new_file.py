@@ -1,4 +1,4 @@
-"""A file that appears under its name once it is whole."""
+"""A file that appears under its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ckpt_async.errors import CkptAsyncError, DestinationError
 from ckpt_async.local.durable import fsync_descriptor
 from ckpt_async.local.folder import is_disk_full, no_space
 
-# What file systems and kernels that cannot make a file without a name answer.
+# The errors of file systems and kernels that cannot create a nameless file.
 _NO_NAMELESS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
 _BUFFER_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
 def new_file(target: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
-    """A binary file that has the name `target` when the context is left, and never had it before; missing folders are
-    made. Left by an exception, or killed, it is gone, and what was there before stays.
+    """Yield a binary file that gets the name `target` when the block ends, and not before; missing folders are
+    created. If the block raises or the process is killed, the new file is gone, and whatever `target` was before
+    stays.
 
-    Until it is named the file has no name at all, so that the kernel removes it behind a SIGKILL. Where a file system
-    cannot do this, it is a hidden file beside `target`, which stays behind then. The bytes are durable once the caller
-    fsyncs them; those that replace a file are it first.
+    Until then the file has no name at all, so the kernel removes it even after a SIGKILL. On file systems without
+    support for this, it is a hidden file beside `target`, which a SIGKILL leaves behind. The bytes are durable once
+    the caller fsyncs them; bytes that replace a file are fsynced first.
 
     Raises DestinationError if the target exists (with `overwrite`, if it is a folder) or cannot be written,
     NoSpaceError if the disk is full.
@@ -52,7 +53,7 @@ def new_file(target: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
 
 
 def _open(hidden: Path) -> IO[bytes]:
-    if os.path.exists("/proc/self/fd"):  # where a nameless file gets its name
+    if os.path.exists("/proc/self/fd"):  # a nameless file gets its name through this folder
         try:
             descriptor = os.open(hidden.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
             return os.fdopen(descriptor, "wb", _BUFFER_BYTES)
@@ -64,7 +65,7 @@ def _open(hidden: Path) -> IO[bytes]:
 
 def _publish(file: IO[bytes], hidden: Path, target: Path, overwrite: bool) -> None:
     if overwrite and os.path.lexists(target):
-        fsync_descriptor(file.fileno(), target)  # the old one is given up for bytes that are on disk
+        fsync_descriptor(file.fileno(), target)  # the old file is given up only for bytes that are on disk
     if not hidden.exists():
         _name(file, hidden if overwrite else target)
     if hidden.exists():
@@ -74,7 +75,8 @@ def _publish(file: IO[bytes], hidden: Path, target: Path, overwrite: bool) -> No
 def _name(file: IO[bytes], path: Path) -> None:
     """Give a nameless file its first name."""
     try:
-        # With the descriptor of a folder, though it does not count, `link` follows the link in /proc.
+        # `link` follows the symlink in /proc only when called with a folder descriptor, although the path is
+        # absolute and the descriptor is not used.
         os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True)
     except FileExistsError:
         raise _taken(path) from None
@@ -83,11 +85,11 @@ def _name(file: IO[bytes], path: Path) -> None:
 def _rename(hidden: Path, target: Path, overwrite: bool) -> None:
     if not overwrite:
         try:
-            os.link(hidden, target)  # unlike a rename, it replaces nothing
+            os.link(hidden, target)  # unlike a rename, this replaces nothing
             return
         except FileExistsError:
             raise _taken(target) from None
-        except OSError:  # no hard links here
+        except OSError:  # no hard links on this file system
             if os.path.lexists(target):
                 raise _taken(target) from None
     os.replace(hidden, target)

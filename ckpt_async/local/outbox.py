@@ -1,8 +1,10 @@
-"""Notices that wait to be delivered, and those that were: a table in the same database file as the facts they tell of,
-so that fact and notice are one transaction.
+"""Notices that wait to be delivered, and those that were delivered.
 
-A notice leaves only by `delivered`, `dropped`, or because the box is full. What was delivered is remembered for a while
-by its id, so that a fact that is learned again is not told again.
+They are a table in the same database file as the facts that they report, so that a fact and its notice are one
+transaction.
+
+A notice leaves only by `delivered`, `dropped`, or because the box is full. The id of a delivered notice is
+remembered for a while, so that a fact that is learnt again is not reported again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from ckpt_async.errors import FolderInUseError, JournalError
 from ckpt_async.local import database
 from ckpt_async.local.filesystems import check_local, filesystem_of
 
-# Of one sink. A receiver that is away for days must not fill the disk: the oldest go first, and the log says so.
+# Limits per sink. A receiver that is away for days must not fill the disk: the oldest notices are dropped
+# first, and that is logged.
 MAX_WAITING = 10_000
 MAX_REMEMBERED = 2_000
 
@@ -42,11 +45,11 @@ CREATE TABLE IF NOT EXISTS outbox (
 
 
 def put(connection: sqlite3.Connection, notices: Iterable[Notice], now: float) -> None:
-    """Within the caller's transaction. Those that are known by their id change nothing."""
+    """Add notices within the caller's transaction. Notices whose id is already known change nothing."""
     connection.execute(_TABLE)
     connection.executemany(
         "INSERT INTO outbox (id, sink, body, made_at) VALUES (?, ?, ?, ?)"
-        # Remembered for as long as it is told again and again.
+        # A delivered notice is remembered for as long as it keeps being reported.
         " ON CONFLICT (id, sink) DO UPDATE SET made_at = excluded.made_at WHERE is_done",
         [(each.id, each.sink, each.body, now) for each in notices],
     )
@@ -54,7 +57,7 @@ def put(connection: sqlite3.Connection, notices: Iterable[Notice], now: float) -
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A notice that is to be delivered; `num_attempts` have failed."""
+    """A notice to be delivered, after `num_attempts` failed attempts."""
 
     sequence: int
     body: str
@@ -65,7 +68,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A notice, whether it was delivered or not."""
+    """A notice, delivered or not."""
 
     sink: str
     body: str
@@ -73,7 +76,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Untold:
-    """What waits for one sink; `num_attempts` of that which was tried most often."""
+    """The notices that wait for one sink; `attempts` is that of the notice that was tried most often."""
 
     sink: str
     waiting: int
@@ -82,8 +85,8 @@ class Untold:
 
 
 def look(path: Path, most: int) -> tuple[list[Told], list[Untold]]:
-    """The newest notices of a database, newest first, and what waits, also beside those who write it. Makes nothing,
-    takes no lock. Raises JournalError.
+    """Return the newest notices of a database, newest first, and the waiting ones, even while others write to it.
+    Creates no file and takes no lock. Raises JournalError.
     """
 
     def ask(connection: sqlite3.Connection, _: int) -> tuple[list[Told], list[Untold]]:
@@ -99,9 +102,9 @@ def look(path: Path, most: int) -> tuple[list[Told], list[Untold]]:
 
 
 class Outbox:
-    """The notices in one database. From any thread; every call takes well under a millisecond.
+    """The notices in one database. Safe from any thread; every call takes well under a millisecond.
 
-    `using` opens the way to the connection, for one thread at a time. Raises JournalError.
+    `using` is a context manager that gives one thread at a time the connection. Raises JournalError.
     """
 
     def __init__(self, using: Callable[[], AbstractContextManager[sqlite3.Connection]]) -> None:
@@ -110,12 +113,12 @@ class Outbox:
             database.patiently(connection, _TABLE)
 
     def put(self, notices: Iterable[Notice], now: float) -> None:
-        """On return they survive SIGKILL."""
+        """Add notices. On return they survive SIGKILL."""
         with self._using() as connection, database.transaction(connection):
             put(connection, notices, now)
 
     def waiting(self, sink: str, limit: int = 100) -> list[Waiting]:
-        """What one sink is to be told, that which is due first before all else."""
+        """Return the notices that wait for one sink, in the order in which they are due."""
         with self._using() as connection:
             rows = connection.execute(
                 "SELECT sequence, body, made_at, num_attempts, next_at FROM outbox"
@@ -125,7 +128,7 @@ class Outbox:
         return [Waiting(*row) for row in rows]
 
     def num_due(self, sinks: Iterable[str], before: float) -> int:
-        """How many notices for these sinks are to be delivered, or tried again, before that time."""
+        """Return how many notices for these sinks are due for a first or further attempt before that time."""
         names = list(sinks)
         with self._using() as connection:
             marks = ",".join("?" * len(names))
@@ -136,7 +139,7 @@ class Outbox:
         return int(found)
 
     def num_waiting(self, but: Sequence[str]) -> int:
-        """How many notices are to be delivered, to all sinks but these."""
+        """Return how many notices wait for all sinks except these."""
         marks = ",".join("?" * len(but))
         with self._using() as connection:
             [(found,)] = connection.execute(
@@ -146,13 +149,13 @@ class Outbox:
         return int(found)
 
     def delivered(self, sequence: int) -> None:
-        """It is remembered by its id, and never delivered again."""
+        """Mark a notice as delivered: its id is remembered, and it is never delivered again."""
         self._write("UPDATE outbox SET is_done = 1 WHERE sequence = ?", sequence)
 
-    dropped = delivered  # for good: it is not to come again either
+    dropped = delivered  # dropped for good: it must not come back either
 
     def failed(self, sequence: int, next_at: float) -> None:
-        """One attempt failed; the next one not before `next_at`."""
+        """Note that an attempt failed; the next one is made no earlier than `next_at`."""
         self._write(
             "UPDATE outbox SET num_attempts = num_attempts + 1, next_at = ? WHERE sequence = ?",
             next_at,
@@ -160,11 +163,11 @@ class Outbox:
         )
 
     def retry_now(self, sink: str) -> None:
-        """Whoever begins anew does not wait for the pause that its predecessor had come to."""
+        """Make all waiting notices due: a new process does not sit out the pause of its predecessor."""
         self._write("UPDATE outbox SET next_at = 0 WHERE sink = ? AND NOT is_done", sink)
 
     def tidy(self, sink: str) -> int:
-        """Forget the oldest beyond the bounds. Returns how many of them had not been delivered."""
+        """Forget the oldest notices beyond the limits. Returns how many of them had not been delivered."""
         excess = (
             "DELETE FROM outbox WHERE sequence IN (SELECT sequence FROM outbox WHERE sink = ? AND is_done = ?"
             " ORDER BY made_at DESC, sequence DESC LIMIT -1 OFFSET ?)"
@@ -180,9 +183,9 @@ class Outbox:
 
 
 class OwnOutbox(Outbox):
-    """A box in a file of its own, for a process that has no journal. One process at a time.
+    """An outbox in its own file, for a process that has no journal. Only one process at a time may use it.
 
-    Raises FolderInUseError if another has it, JournalError if the folder cannot be used.
+    Raises FolderInUseError if another process has it, JournalError if the folder cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:

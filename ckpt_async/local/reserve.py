@@ -1,7 +1,8 @@
-"""Space of a folder that is set aside for a full disk.
+"""Space in a folder that is reserved for a full disk.
 
-What frees space is a commit, and a commit needs some: for rows of the journal, manifests, the symlink. A disk that is
-full of checkpoints still to be uploaded would otherwise stay full, and no restart could help (table row F5).
+Only a commit frees space, and a commit itself needs some: for journal rows, manifests and the symlink. Without the
+reserve, a disk full of checkpoints that are waiting for upload would stay full, and no restart could help (table
+row F5).
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 NAME = "reserve"
-SIZE_BYTES = 1 << 20  # some thousand rows of the journal
-ROOMY_BYTES = 64 * SIZE_BYTES  # taking it where there is less would be what fills the disk
+SIZE_BYTES = 1 << 20  # a few thousand journal rows
+ROOMY_BYTES = 64 * SIZE_BYTES  # with less free space, taking the reserve would itself fill the disk
 
 
 class Reserve:
-    """A file without content in the private part of a folder. Blocking, a few system calls."""
+    """A file without meaningful content in the private part of a folder. Blocking, a few system calls."""
 
     def __init__(self, private: Path) -> None:
         self._path = private / NAME
 
     def adjust(self) -> None:
-        """Give it up if the file system is full, take it again once there is room. Best effort, never raises."""
+        """Release the reserve if the file system is full, and take it again once there is room. Best effort, never
+        raises.
+        """
         with contextlib.suppress(OSError):
             facts = os.statvfs(self._path.parent)
             free_bytes = facts.f_bavail * facts.f_frsize

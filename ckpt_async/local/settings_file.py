@@ -14,8 +14,9 @@ from ckpt_async.errors import SettingsError
 def load_settings(
     arguments: Mapping[str, Any], environment: Mapping[str, str], path: str | os.PathLike[str] | None = None
 ) -> Settings:
-    """Settings as an uploader with these arguments has them: then come CKPT_ASYNC_* of the environment, then the TOML
-    file `path` (default: CKPT_ASYNC_SETTINGS_FILE). Raises SettingsError naming the setting and what it may be.
+    """Return the settings of an uploader with these arguments. Arguments take precedence over CKPT_ASYNC_* in the
+    environment, and those over the TOML file `path` (default: CKPT_ASYNC_SETTINGS_FILE). Raises SettingsError,
+    which names the setting and its allowed values.
     """
     if path is None:
         path = environment.get("CKPT_ASYNC_SETTINGS_FILE")

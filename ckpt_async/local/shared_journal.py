@@ -1,8 +1,9 @@
-"""The journal that earlier versions kept for all ranks of a folder together: looked at, and taken over rank by rank.
+"""The journal that earlier versions shared between all ranks of a folder: read, and taken over rank by rank.
 
-A rank's own journal is born with its rows of the shared one, in one transaction; so where the own one is, it alone
-counts. Only when that is on the disk are the rows dropped here, and with the last rank's the file. If it cannot be
-read, own ones are born empty and filled from the manifests; once each rank with a spool has one, it is moved aside.
+A rank's own journal is created with its rows from the shared one, in one transaction; once it exists, it alone
+counts. Only when it is on disk are the rank's rows dropped here, and the file is removed with the last rank's rows.
+If the shared journal cannot be read, ranks' own journals start empty and are filled from the manifests; once each
+rank with a spool has one, the shared journal is moved aside.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from ckpt_async.local.folder import spooled_ranks
 
 logger = logging.getLogger(__name__)
 
-# 2 had rows for many shards, and no index.
+# Format 2 had rows for many shards, and no index.
 FORMATS = (1, 2)
 
 
 @dataclass(slots=True)
 class Share:
-    """What it says of one rank, as it was written: rows without their sequence numbers, and the progress."""
+    """What the shared journal has of one rank, as written: rows without their sequence numbers, and the progress."""
 
     events: list[tuple[Any, ...]] = field(default_factory=list)
     progress: list[tuple[str]] = field(default_factory=list)
@@ -44,7 +45,9 @@ def is_there(private: Path) -> bool:
 
 
 def look(private: Path) -> dict[int, Share]:
-    """By rank; nothing if there is no such journal. Raises JournalError, JournalDamagedError."""
+    """Return the shared journal's content by rank; empty if there is no such journal. Raises JournalError,
+    JournalDamagedError.
+    """
     path = private / keys.SHARED_JOURNAL
 
     def ask(connection: sqlite3.Connection, _: int) -> dict[int, Share]:
@@ -70,7 +73,9 @@ def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def take(private: Path, rank: int) -> Share | None:
-    """What is there of a rank, for whoever holds its lock; nothing if that cannot be read, which is said."""
+    """Return a rank's share, for the holder of its lock. Returns None if there is none or if the journal is
+    unreadable, which is logged.
+    """
     try:
         return _checked(private, rank)
     except JournalDamagedError as error:
@@ -88,7 +93,7 @@ def _checked(private: Path, rank: int) -> Share | None:
 
 
 def leave(private: Path, rank: int) -> None:
-    """Drop a rank's rows, which its own journal has by now."""
+    """Drop a rank's rows, which are in its own journal by now."""
     try:
         _checked(private, rank)
         _drop(private, rank)
@@ -97,7 +102,9 @@ def leave(private: Path, rank: int) -> None:
 
 
 def leave_damaged(private: Path) -> None:
-    """For whoever has looked after all ranks, if none of them had anything left."""
+    """Move the shared journal aside if it is damaged, for a caller that has looked after all ranks, none of which
+    had anything left.
+    """
     try:
         look(private)
     except JournalDamagedError as error:
@@ -105,14 +112,16 @@ def leave_damaged(private: Path) -> None:
 
 
 def _move_aside(private: Path, error: JournalDamagedError) -> None:
-    """Unless a rank is left that may have it open: a trainer of the earlier version, or one that nobody has adopted."""
+    """Move the shared journal aside, unless a rank remains that may have it open: a trainer of the earlier version,
+    or a rank that nobody has adopted.
+    """
     if all(os.path.exists(private / keys.journal_name(rank)) for rank in spooled_ranks(private)):
         aside = database.move_aside(private / keys.SHARED_JOURNAL)
         logger.error("shared_journal_damaged moved_to=%s error=%s", aside, error)
 
 
 def _drop(private: Path, rank: int) -> None:
-    """Drop a rank's rows, and the file if no rank has any left and nobody else has it open."""
+    """Drop a rank's rows, and remove the file if no rank has rows left and nobody else has it open."""
     path = private / keys.SHARED_JOURNAL
     with database.translated(path), contextlib.closing(database.connect(path)) as connection:
         if database.version(connection):
@@ -122,9 +131,8 @@ def _drop(private: Path, rank: int) -> None:
         if not _is_empty(connection):
             return
         try:
-            connection.execute(
-                "PRAGMA journal_mode = DELETE"
-            ).fetchall()  # takes the WAL away, if we are alone
+            # This removes the WAL if we are alone.
+            connection.execute("PRAGMA journal_mode = DELETE").fetchall()
             connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError:
             return

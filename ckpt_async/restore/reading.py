@@ -110,11 +110,12 @@ def _end(want: tuple[int, memoryview]) -> int:
 
 
 class Reader:
-    """Reads from a checkpoint under a lease; made by `ckpt_async.restore.open`. Methods block, and work from any
-    thread.
+    """A reader of a checkpoint under a lease; made by `ckpt_async.restore.open`. Methods block, and may be called
+    from any thread.
 
-    A file that this node still has (right size and checksum, checked once, on first use) is read locally; else from a
-    peer, then from the store. Partial reads from elsewhere cannot be compared with the checksum of the whole file.
+    A file that this node still has (right size and checksum, checked once, on first use) is read locally, otherwise
+    from a peer, then from the store. Partial reads from elsewhere cannot be compared with the checksum of the whole
+    file.
     """
 
     def __init__(
