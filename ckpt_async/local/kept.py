@@ -49,7 +49,7 @@ def drop_gone(folder: Folder, rank: int) -> None:
 
 
 def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event]]]:
-    """Yield what the journal knew of each checkpoint when it was set aside, in the order of their names."""
+    """Yield what the journal knew of each checkpoint when it was set aside, the oldest first."""
     for id_, enqueued, sealed in _manifests(folder.private, rank):
         committed = Decided(id_, Outcome.COMMIT, sealed.name if sealed else f"step-{id_.step}")
         yield id_, [*enqueued, *([sealed] if sealed else []), committed, Released(id_)]

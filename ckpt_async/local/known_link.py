@@ -1,4 +1,4 @@
-"""What one process has learnt about the link to a store, kept for the next one in a small file in the folder.
+"""What one process has learned about the link to a store, kept for the next one in a small file in the folder.
 
 It is only a hint. Its reader measures the rate before relying on it (`transfer/concurrency.py`), so a file that is
 old, or half written by another process, does no harm.

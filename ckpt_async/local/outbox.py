@@ -4,7 +4,7 @@ They are a table in the same database file as the facts that they report, so tha
 transaction.
 
 A notice leaves only by `delivered`, `dropped`, or because the box is full. The id of a delivered notice is
-remembered for a while, so that a fact that is learnt again is not reported again.
+remembered for a while, so that a fact that is learned again is not reported again.
 """
 
 from __future__ import annotations

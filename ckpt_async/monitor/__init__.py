@@ -1,4 +1,4 @@
 """What people and Prometheus see: metrics and `status`.
 
-Reads the journal and what the engine reports; changes nothing, and never stops or slows a trainer.
+It reads the journal and what the engine reports, changes nothing, and never stops or slows a trainer.
 """

@@ -1,7 +1,7 @@
-"""Numbers behind one lock, and the collector through which Prometheus reads them.
+"""Counters behind one lock, and the collector through which Prometheus reads them.
 
-Not used, on purpose: the global registry (the trainer may export its own metrics), the library's own counters
-(each adds a `_created` series, and switching those off is process-wide), `PROMETHEUS_MULTIPROC_DIR`.
+Deliberately not used: the global registry (the trainer may export its own metrics), the library's own counters
+(each adds a `_created` series, and turning those off affects the whole process), and `PROMETHEUS_MULTIPROC_DIR`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Buckets = tuple[list[tuple[str, float]], float]  # (bound, observations up to it
 
 
 class Counters:
-    """Plain numbers behind one lock, and a collector of its own `registry`.
+    """Plain numbers behind one lock, and a collector with its own `registry`.
 
-    From any thread; raises nothing: a label value that is not one of the definition's is dropped.
+    Safe from any thread; raises nothing: a label value that is not in the definition is dropped.
     """
 
     def __init__(self, definitions: tuple[Definition, ...], **fixed: str) -> None:
@@ -35,15 +35,15 @@ class Counters:
         self._counts: dict[Key, float] = {}
         self._histograms: dict[Key, _Histogram] = {}
         self._others: set[Counters] = set()
-        # Told of each observation of a histogram, with name, values and labels.
+        # Called for each observation of a histogram, with name, values and labels.
         self.on_observe: Callable[[str, Iterable[float], tuple[str, ...]], None] | None = None
         self._begin(**fixed)
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
     def _begin(self, **fixed: str) -> None:
-        """Make every child with these labels: one that appears with its first failure would hide that failure from
-        `increase()`. Those that need another label, and sparse ones, come later.
+        """Create every child with these labels: one that appeared only with its first failure would hide that
+        failure from `increase()`. Children that need another label, and sparse ones, are created later.
         """
         with self._lock:
             for each in self._definitions.values():
@@ -81,11 +81,13 @@ class Counters:
             self.on_observe(name, values_s, labels)
 
     def describe(self) -> Iterator[Metric]:
-        """What the registry asks once, so that a scrape can be restricted by name."""
+        """Yield the metrics without values, which the registry asks for once, so that a scrape can be restricted by
+        name.
+        """
         return (_family(each) for each in self._definitions.values())
 
     def collect(self) -> Iterator[Metric]:
-        """One scrape. What cannot be read now is left out, and the rest is told."""
+        """Yield the metrics for one scrape. Values that cannot be read now are left out."""
         families = {each.name: _family(each) for each in self._definitions.values()}
         values, buckets = self.together()
         for (name, labels), value in sorted(values.items()):
@@ -99,21 +101,21 @@ class Counters:
         yield from families.values()
 
     def add(self, other: Counters) -> None:
-        """Tell of another one with the same definitions, too: as sums where both have a series."""
+        """Include another instance with the same definitions; where both have a series, it shows the sum."""
         self._others.add(other)
 
     def discard(self, other: Counters) -> None:
         self._others.discard(other)
 
     def together(self) -> tuple[dict[Key, float], dict[Key, Buckets]]:
-        """The numbers of this one and of those that were added."""
+        """Return the numbers of this instance together with those that were added."""
         values, buckets = self.numbers()
         for other in list(self._others):
             self._merge(values, buckets, *other.numbers())
         return values, buckets
 
     def numbers(self) -> tuple[dict[Key, float], dict[Key, Buckets]]:
-        """What there is now, by series: values, and histograms."""
+        """Return the current numbers by series: values, and histograms."""
         with self._lock:
             values = dict(self._counts)
             buckets = {key: (each.cumulative(), each.sum_s) for key, each in self._histograms.items()}
@@ -135,12 +137,12 @@ class Counters:
             buckets[key] = added, own_s + sum_s
 
     def _gauges(self) -> dict[Key, float]:
-        """What is looked up at each scrape."""
+        """Return the values that are determined anew at each scrape."""
         return {("ckpt_async_build_info", (_version(), platform.python_version())): 1}
 
 
 class _Histogram:
-    """Counts by bucket; not thread-safe by itself."""
+    """Counts per bucket; not thread-safe by itself."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
         self._bounds_s = bounds_s
@@ -148,12 +150,12 @@ class _Histogram:
         self.sum_s = 0.0
 
     def observe(self, value_s: float) -> None:
-        value_s = max(0.0, value_s)  # a clock that was set back; NaN becomes 0 too
+        value_s = max(0.0, value_s)  # the clock may have been set back; NaN becomes 0 too
         self._counts[bisect_left(self._bounds_s, value_s)] += 1
         self.sum_s += value_s
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(bound, observations up to it), the last for +Inf."""
+        """Return (bound, observations up to it), the last one for +Inf."""
         names = [*(str(float(bound)) for bound in self._bounds_s), "+Inf"]
         return list(zip(names, itertools.accumulate(self._counts), strict=True))
 
@@ -172,5 +174,5 @@ def _family(definition: Definition) -> CounterMetricFamily | GaugeMetricFamily |
 def _version() -> str:
     try:
         return importlib.metadata.version("ckpt-async")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that was not installed
+    except importlib.metadata.PackageNotFoundError:  # running from a source tree that is not installed
         return "unknown"

@@ -1,4 +1,4 @@
-"""Every metric there is: its name, kind, labels and meaning. Nothing is counted here."""
+"""The definitions of all metrics: name, kind, labels and meaning. Nothing is counted here."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ VERIFY_KINDS = ("missing", "size", "checksum", "record")
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """One metric. `labels` holds the closed set of values of each label; an empty set stands for values of which a
-    process has few: its own run, the remotes and folders of a sweeper. Never a label: rank, step, key, message.
+    """One metric. `labels` maps each label to the closed set of its values. An empty set stands for values of which
+    a process has few: its own run, or the remotes and folders of a sweeper. Never use as a label: rank, step, key,
+    message.
     """
 
     name: str
     kind: str  # "counter" | "gauge" | "histogram"
     meaning: str
     labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    bounds_s: tuple[float, ...] = ()  # of a histogram's buckets, without +Inf: each is one more series
-    is_of_node: bool = False  # a gauge that is the same for all uploaders of a node
-    is_sparse: bool = False  # a counter whose children appear when they first count: those at 0 would be many
+    bounds_s: tuple[float, ...] = ()  # of a histogram's buckets, without +Inf: each one is one more series
+    is_of_node: bool = False  # a gauge with the same value for all uploaders of a node
+    # A counter whose children appear when they first count, because too many would stay at 0.
+    is_sparse: bool = False
 
 
 _RUN: Mapping[str, tuple[str, ...]] = {"run": ()}
@@ -290,7 +292,8 @@ SWEEPER_DEFINITIONS = (
 
 _COMMAND: Mapping[str, tuple[str, ...]] = {"command": COMMANDS, "target": ()}
 
-# Of commands that end; each file of a node's collector has other values of `command` and `target`.
+# Metrics of commands that end; each file in a node's collector has different values of `command` and
+# `target`.
 COMMAND_DEFINITIONS = (
     _gauge(
         "ckpt_async_command_completed_timestamp_seconds",

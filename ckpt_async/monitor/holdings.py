@@ -1,4 +1,4 @@
-"""What the journals of a folder say of all ranks of a node together, in numbers."""
+"""What the journals of a folder say about all ranks of a node together, in numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Holdings:
     oldest_waiting_at: float | None = None
     num_files: dict[str, int] = field(default_factory=lambda: dict.fromkeys(QUEUE_STATES, 0))
     size_bytes: int = 0  # of the queue
-    waiting: set[CheckpointId] = field(default_factory=set)  # for ranks that have not delivered
+    waiting: set[CheckpointId] = field(default_factory=set)  # waiting for ranks that have not delivered
     retained: set[CheckpointId] = field(default_factory=set)
     linked: dict[tuple[int, int], int] = field(default_factory=dict)  # (device, inode): size
 
@@ -68,8 +68,8 @@ def _newest(
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, tuple[list[Local], Progress]]:
-    """What each rank's journal says, by kind of checkpoints, also beside live trainers: makes nothing, locks nothing.
-    Raises NoJournalError if there is none, JournalError if one cannot be read.
+    """Return what each rank's journal says, by kind of checkpoints. Works beside live trainers: creates no file,
+    takes no lock. Raises NoJournalError if there is none, JournalError if one cannot be read.
     """
     return {kind: _of_ranks(found.values()) for kind, found in journals.read_all(folder).items()}
 
@@ -83,7 +83,9 @@ def _of_ranks(readings: Iterable[journals.Reading]) -> tuple[list[Local], Progre
 
 
 def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> None:
-    """Add what a folder holds to that of each run, which is the URL of its remote. Raises like `read`."""
+    """Add what a folder holds to `runs`, whose keys are the URLs of the runs' remotes. Raises the same errors as
+    `read`.
+    """
     for locals_, progress in read(folder).values():
         for local in locals_:
             run = local.remote.url.rstrip("/") if local.remote else ""

@@ -1,8 +1,8 @@
-"""What an uploader and a sweeper count, and what the node's journals say, as metrics. Nothing here may stop or slow a
-trainer.
+"""The counts of an uploader and of a sweeper, and the content of the node's journals, as metrics. Nothing here may
+stop or slow a trainer.
 
-Facts are plain numbers behind one lock. What the folder holds is asked of the journal at each scrape, for all
-ranks of the node, so a scrape also tells of ranks whose process is gone.
+Facts are plain numbers behind one lock. The state of the folder is read from the journals at each scrape, for all
+ranks of the node, so a scrape also covers ranks whose process is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt_async.monitor.replay import REPLAY_SHARE, Replay
 
 logger = logging.getLogger(__name__)
 
-# Less is no event.
+# Shorter blocking is not an event.
 BLOCKED_S = 0.1
 
 
@@ -54,11 +54,11 @@ class Metrics(Counters, Observer):
 
     @property
     def num_committed(self) -> int:
-        """Checkpoints this process has seen committed."""
+        """Number of checkpoints that this process has seen committed."""
         return int(self._counts["ckpt_async_checkpoints_committed_total", (self._run,)])
 
     def total(self, name: str) -> dict[str, float]:
-        """What a counter says now, by its last label."""
+        """Return the current values of a counter, by its last label."""
         with self._lock:
             found = [(labels, value) for (each, labels), value in self._counts.items() if each == name]
         return {labels[-1] if labels else "": value for labels, value in found}
@@ -138,34 +138,34 @@ class Metrics(Counters, Observer):
     # --- of a saver ----------------------------------------------------------------------------------------
 
     def saver_opened(self) -> None:
-        """A saver will tell of its saves: they are exported, at 0."""
+        """Announce a saver: its metrics are exported from now on, starting at 0."""
         for result in SAVES:
             self._add("ckpt_async_saves_total", self._run, result, amount=0)
         self.save_blocked(0)
 
     def save_finished(self, result: str) -> None:
-        """This rank has written a checkpoint and handed it over (ok), or could not (failed)."""
+        """Note that this rank has written a checkpoint and handed it over (ok), or could not (failed)."""
         self._add("ckpt_async_saves_total", self._run, result)
         if result != "ok":
             self.recent.add("bad", "save", "a save failed on this rank; the log says why")
 
     def save_blocked(self, duration_s: float) -> None:
-        """The trainer was held up by a save."""
+        """Note that the trainer was blocked by a save."""
         self._add("ckpt_async_save_blocked_seconds_total", self._run, amount=duration_s)
 
     def save_interval_chosen(self, interval_s: float) -> None:
-        """From now on saves come this often."""
+        """Note the interval of saves from now on."""
         self._save_interval_s = interval_s
 
     # --- of a watcher --------------------------------------------------------------------------------------
 
     def watcher_opened(self) -> None:
-        """A watcher will tell of what it refuses: that is exported, at 0."""
+        """Announce a watcher: the counts of what it refuses are exported from now on, starting at 0."""
         for refusal in Refusal:
             self.watch_refused(refusal, 0)
 
     def watch_refused(self, refusal: Refusal, count: int = 1) -> None:
-        """It does not take what it has found."""
+        """Note that the watcher refused something that it had found."""
         self._add("ckpt_async_watch_refused_total", self._run, refusal.value, amount=count)
 
     # --- collector -----------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Metrics(Counters, Observer):
         try:
             with self._replay_lock:
                 view = self._view()
-        except CkptAsyncError as error:  # damaged, locked, or of another version
+        except CkptAsyncError as error:  # the journal is damaged, locked, or of another version
             logger.debug("scrape_without_journal error=%s", error)
             return gauges
         gauges["ckpt_async_checkpoints_retained", (self._run, "local")] = len(view.retained)
@@ -193,21 +193,22 @@ class Metrics(Counters, Observer):
         return gauges | _holdings(self._run, view)
 
     def _view(self) -> Holdings:
-        """What the journals say now. Raises JournalError."""
+        """Return what the journals say now. Raises JournalError."""
         self._replay.look()
         view = Holdings(enqueued=self._newest_enqueued)
         for rank, local in self._replay.locals.items():
             progress = self._replay.progress[rank]
             view.add(local, {key for key, sent_bytes in progress.items() if sent_bytes})
-        # The rows of the newest one may be gone with its files (`num_checkpoints_to_keep=0`).
+        # The rows of the newest checkpoint may be gone with its files (`num_checkpoints_to_keep=0`).
         self._newest_enqueued = view.enqueued
         return view
 
 
 class SweeperMetrics(Counters):
-    """Counts what a sweeper does; `of` a remote it is the `Observer` of the requests made there.
+    """Counts what a sweeper does; `of` returns the `Observer` for requests to one remote.
 
-    `folders` are those it looks after now: what their journals say is told at each scrape.
+    `folders` returns the folders that the sweeper currently looks after: the content of their journals is exported
+    at each scrape.
     """
 
     def __init__(
@@ -227,21 +228,23 @@ class SweeperMetrics(Counters):
         self._held: dict[Key, float] = {}
 
     def of(self, url: str) -> Observer:
-        """Who counts the requests for this remote."""
+        """Return the observer that counts the requests for this remote."""
         run = _printable(url.rstrip("/"))
         self._begin(run=run)
         return _RequestsOf(self, run)
 
     def request_finished(self, run: str, durations_s: Sequence[float]) -> None:
-        """Attempts ended, well or not."""
+        """Note attempts that ended, successfully or not."""
         self._observe("ckpt_async_store_request_duration_seconds", *durations_s, labels=(run,))
 
     def attempt_failed(self, run: str, reason: FailureReason) -> None:
-        """One of them failed."""
+        """Note that an attempt failed."""
         self._add("ckpt_async_sweep_attempt_failures_total", run, reason.value)
 
     def swept(self, duration_s: float, *, is_clean: bool, failing: Iterable[str] | None) -> None:
-        """A sweep ended, well or not; `failing` are the folders and remotes that failed, None if it broke off."""
+        """Note that a sweep ended, successfully or not. `failing` are the folders and remotes that failed, None if
+        the sweep was interrupted.
+        """
         self._observe("ckpt_async_sweep_duration_seconds", duration_s)
         self._add("ckpt_async_sweeps_total", "ok" if is_clean else "failed")
         if failing is not None:
@@ -251,24 +254,24 @@ class SweeperMetrics(Counters):
             }
 
     def failed(self, scope: str) -> None:
-        """A folder, a remote or an action of a sweep failed."""
+        """Note that a folder, a remote or an action of a sweep failed."""
         self._add("ckpt_async_sweep_failures_total", scope)
 
     def adopted(self, num_shards: int, size_bytes: int) -> None:
-        """Shards of a dead owner were brought into the store."""
+        """Note that shards of a dead owner were brought into the store."""
         self._add("ckpt_async_sweep_adopted_uploads_total", amount=num_shards)
         self._add("ckpt_async_sweep_adopted_upload_bytes_total", amount=size_bytes)
 
     def ended(self, result: str, num_checkpoints: int = 1) -> None:
-        """Checkpoints were committed, aborted or pruned."""
+        """Note that checkpoints were committed, aborted or pruned."""
         self._add("ckpt_async_sweep_checkpoints_total", result, amount=num_checkpoints)
 
     def removed(self, kind: str, num_objects: int) -> None:
-        """Orphans were removed."""
+        """Note that orphans were removed."""
         self._add("ckpt_async_sweep_orphans_removed_total", kind, amount=num_objects)
 
     def damaged(self, kind: str) -> None:
-        """Verifying found a violation."""
+        """Note that verification found a violation."""
         self._add("ckpt_async_verify_failures_total", kind)
 
     def _gauges(self) -> dict[Key, float]:
@@ -284,15 +287,16 @@ class SweeperMetrics(Counters):
             return gauges | self._held
 
     def _read(self) -> dict[Key, float]:
-        """What the folders hold of each run, which may have several of them, one for each rank, say."""
+        """Return what the folders hold of each run. A run may have several folders, for example one per rank."""
         runs: dict[str, Holdings] = {}
         for folder in self._folders():
             try:
                 holdings.add_folder(runs, folder)
+            # No trainer has run there, or the sweep reports what is wrong.
             except (
                 CkptAsyncError,
                 OSError,
-            ) as error:  # no trainer has run there, or the sweep tells what is wrong
+            ) as error:
                 logger.debug("scrape_without_journal folder=%s error=%s", folder, error)
         gauges: dict[Key, float] = {}
         for url, held in runs.items():
@@ -314,12 +318,12 @@ class _RequestsOf(Observer):
 
 
 def _printable(text: str) -> str:
-    """A lone surrogate would break every scrape."""
+    """Replace lone surrogates, which would break every scrape."""
     return text.encode(errors="replace").decode()
 
 
 def _holdings(run: str, held: Holdings) -> dict[Key, float]:
-    """The gauges of what a node holds of one run."""
+    """Return the gauges of what a node holds of one run."""
     gauges: dict[Key, float] = {
         ("ckpt_async_queue_bytes", (run,)): held.size_bytes,
         ("ckpt_async_waiting_checkpoints", (run,)): len(held.waiting),

@@ -1,5 +1,5 @@
-"""Traces and metrics through OpenTelemetry's API, where that is installed (`opentelemetry-api`). Without it nothing of
-it is imported; without an SDK its API does nothing.
+"""Traces and metrics through OpenTelemetry's API, if that is installed (`opentelemetry-api`). Without it, none of
+it is imported; without an SDK, its API does nothing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCOPE = "ckpt_async"
-# Of one checkpoint; one of 10,000 small shards has hundreds of uploads, each of many shards.
+# Limit per checkpoint: one of 10,000 small shards has hundreds of uploads, each of many shards.
 MAX_UPLOADS = 200
 MAX_OPEN = 100
-# One collection asks for each instrument separately, and the journal is read once for all.
+# One collection reads each instrument separately, but the journal is read once for all of them.
 SAME_COLLECTION_S = 0.5
 
 
 def tracing(run: str, rank: int) -> Observer | None:
-    """Who makes spans of what the engine tells; None where the API is not installed."""
+    """Return an observer that makes spans of what the engine reports; None if the API is not installed."""
     try:
         import opentelemetry.trace  # noqa: F401
     except ImportError:
@@ -40,7 +40,9 @@ def tracing(run: str, rank: int) -> Observer | None:
 
 
 def export(metrics: Counters) -> Callable[[], None]:
-    """From now on its series are seen by the SDK, too, under the same names. Returns what ends that."""
+    """Export the series of `metrics` through the SDK as well, under the same names. Returns a function that ends
+    this.
+    """
     try:
         import opentelemetry.metrics  # noqa: F401
     except ImportError:
@@ -50,7 +52,7 @@ def export(metrics: Counters) -> Callable[[], None]:
         if _instruments is None:
             try:
                 _instruments = Instruments()
-            except TypeError as error:  # an API that knows less than ours expects
+            except TypeError as error:  # an older API than this module expects
                 logger.warning("opentelemetry_too_old error=%s; no metrics go there", error)
                 return lambda: None
         instruments = _instruments
@@ -69,9 +71,11 @@ class _Upload:
 
 
 class Spans(Observer):
-    """A trace for each checkpoint: `ckpt_async.checkpoint`, from its first shard's `enqueue` to the commit that this
-    rank saw (or until it was given up), and in it a `ckpt_async.upload` for each shard, or series of small ones. They
-    are made when it ends, with the times that they had.
+    """Traces, one per checkpoint, made when it ends, with the times that applied.
+
+    Each trace has a span `ckpt_async.checkpoint`, from the `enqueue` of the first shard to the commit as this rank
+    saw it (or until the checkpoint was given up), which contains a `ckpt_async.upload` for each shard, or series of
+    small ones.
     """
 
     def __init__(self, run: str, rank: int) -> None:
@@ -109,9 +113,10 @@ class Spans(Observer):
         from opentelemetry.context import Context
 
         attributes = self._attributes | {"ckpt_async.step": step}
-        # Two clocks tell when it began and how long an upload took: no upload begins before it.
+        # The begin of a checkpoint and the duration of an upload come from two clocks; make sure that no
+        # upload begins before its checkpoint.
         started_at = min([started_at, *(each.started_at for each in self._uploads.get(step, ()))])
-        # Of no other trace: it begins and ends beside whatever is current here.
+        # A trace of its own: the checkpoint begins and ends independently of whatever span is current here.
         return self._tracer.start_span(
             "ckpt_async.checkpoint", Context(), attributes=attributes, start_time=_ns(started_at)
         )
@@ -141,7 +146,7 @@ def _ns(at: float) -> int:
 
 
 class Instruments:
-    """One instrument for each definition, for all uploaders of the process together."""
+    """One instrument per definition, for all uploaders of the process together."""
 
     def __init__(self) -> None:
         from opentelemetry import metrics

@@ -1,4 +1,4 @@
-"""How fast something grows, from looks at it at different times."""
+"""Rates of growth, from sizes seen at different times."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
-# Progress is noted once a second: less than that shows its jumps, more of it hides that the link has changed.
+# Progress is noted once a second: a shorter window shows those jumps, a longer one hides that the link has
+# changed.
 WINDOW_S = 15.0
-# What is slower, over that while, is small files between two parts of a large one: of the rest it tells nothing.
+# A lower rate over the window means small files between two parts of a large one: it says nothing about the
+# rest.
 MIN_BYTES_PER_S = 64 * 1024
-# Two looks that are closer than this tell nothing.
+# Two looks closer together than this say nothing.
 CLOSE_S = 0.5
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def eta_s(bytes_per_s: float | None, left_bytes: int) -> float | None:
-    """How long the rest takes, if that can be told."""
+    """Return how long the rest will take, if that can be estimated."""
     if not left_bytes or bytes_per_s is None or bytes_per_s < MIN_BYTES_PER_S:
         return None
     return left_bytes / bytes_per_s
 
 
 class Rates(Generic[Key]):
-    """Of each thing its size at the last looks. Pure: the time is told."""
+    """The sizes of things at the last looks. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, deque[tuple[float, int]]] = {}
@@ -32,12 +34,13 @@ class Rates(Generic[Key]):
         self._done: frozenset[Key] = frozenset()
 
     def idle_s(self, now_s: float) -> float | None:
-        """How long nothing has moved, as far as it was looked at; None if there is nothing to move."""
+        """Return how long nothing has moved, as far as looks can tell; None if there is nothing to move."""
         return None if self._moved_at_s is None else max(0.0, now_s - self._moved_at_s)
 
     def look(self, now_s: float, sizes: Mapping[Key, int], done: Iterable[Key] = ()) -> dict[Key, float]:
-        """Bytes per second of each that was seen before; what is not in `sizes` is forgotten. `done`: those that have
-        all their bytes, so that one which came and went between two looks has moved, too.
+        """Return the bytes per second of each thing that was seen before; things that are not in `sizes` are
+        forgotten. `done` are the things that have all their bytes, so that one that came and went between two looks
+        counts as movement too.
         """
         before = {key: seen[-1][1] for key, seen in self._seen.items() if seen}
         done_before, self._done = self._done, frozenset(done)
@@ -52,7 +55,7 @@ class Rates(Generic[Key]):
     def _of(self, key: Key, now_s: float, size: int) -> float | None:
         seen = self._seen[key]
         if seen and size < seen[-1][1]:
-            seen.clear()  # it was begun anew
+            seen.clear()  # it was started anew
         while len(seen) > 1 and now_s - seen[1][0] >= WINDOW_S:
             seen.popleft()
         if not seen or now_s - seen[-1][0] >= CLOSE_S:

@@ -1,4 +1,4 @@
-"""The last things that happened in a process, for people who look: memory only, and little of it."""
+"""The latest events of a process, for people who look: in memory only, and few of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 
 MOST = 100
 MAX_TEXT = 500
-# The same thing again within this time is the same event, counted.
+# A repetition within this time counts as the same event.
 SAME_S = 60.0
 
 
 @dataclass(slots=True)
 class Happening:
-    """Something that happened, `count` times by now, last `at` (Unix time). `level`: good, note, warn or bad."""
+    """Something that happened, `count` times by now, most recently `at` (Unix time). `level`: good, note, warn or
+    bad.
+    """
 
     at: float
     level: str
@@ -28,7 +30,7 @@ class Happening:
 
 
 class Recent:
-    """The last hundred. From any thread; costs a lock for an append."""
+    """The last hundred happenings. Safe from any thread; an append costs one lock."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -36,7 +38,7 @@ class Recent:
         self._known: deque[Happening] = deque(maxlen=MOST)
 
     def add(self, level: str, what: str, text: str, *, step: int | None = None) -> None:
-        """`what` says of which sort it is: what comes again soon, with the same step, is counted."""
+        """Add a happening. `what` is its type: if it recurs soon with the same level and step, it is only counted."""
         now, text = self._clock(), text[:MAX_TEXT]
         with self._lock:
             for each in reversed(self._known):
@@ -48,7 +50,7 @@ class Recent:
             self._known.append(Happening(now, level, what, text, step))
 
     def told(self) -> list[dict[str, Any]]:
-        """Newest first, as JSON has it."""
+        """Return the happenings as JSON objects, newest first."""
         with self._lock:
             found = [asdict(each) for each in self._known]
         return sorted(found, key=lambda each: float(each["at"]), reverse=True)

@@ -1,4 +1,4 @@
-"""The journals of a folder, read again and again for what is new in them."""
+"""Repeated reading of a folder's journals for what is new in them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import NoJournalError
 from ckpt_async.local import journals
 
-# Of one core, spent on replaying the whole journal: a checkpoint of 10,000 shards takes a third of a second of
-# the trainer's GIL. Rows that were added since are folded in at every look all the same.
+# The share of one core that is spent on replaying whole journals: for a checkpoint of 10,000 shards a replay
+# takes a third of a second of the trainer's GIL. New rows are folded in at every look regardless.
 REPLAY_SHARE = 0.01
 
 
 class Replay:
-    """What the journals of one kind of checkpoints say, of every rank of the folder. For one thread at a time."""
+    """The state that the journals of one kind of checkpoints describe, for every rank of the folder. For one thread
+    at a time.
+    """
 
     def __init__(
         self,
@@ -35,14 +37,15 @@ class Replay:
         self.progress: dict[int, dict[tuple[CheckpointId, str], int]] = {}  # bytes sent of unfinished shards
 
     def look(self) -> None:
-        """Fold in what was appended; now and then begin again, because rows also vanish (`Journal.forget`) and nothing
-        tells of it. Only decided checkpoints vanish, so the queue is never wrong. Raises JournalError.
+        """Fold in new rows. From time to time, start again from the beginning, because rows also disappear
+        (`Journal.forget`) without notice. Only rows of decided checkpoints disappear, so the queue is never wrong.
+        Raises JournalError.
         """
         started = self._clock()
         is_due = started >= self._due_at
         found: dict[int, journals.Reading] = {}
         self.is_there = False
-        with contextlib.suppress(NoJournalError):  # before the first of the node has opened
+        with contextlib.suppress(NoJournalError):  # before the first uploader of the node has opened
             places = {} if is_due else self._places
             found = journals.read(self._folder, kind=self._kind, after=places)
             self.is_there = True

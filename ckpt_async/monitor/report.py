@@ -1,4 +1,4 @@
-"""What `status` says of a folder, as JSON: one shape for `ckpt-async status --json` and the page."""
+"""The `status` of a folder as JSON: the same structure for `ckpt-async status --json` and the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt_async.monitor.status import CheckpointStatus, Status, has_owner, view
 
 Json = dict[str, Any]
 
-# Of the ranks that a checkpoint waits for, so many are named.
+# At most this many of the ranks that a checkpoint waits for are named.
 MAX_RANKS = 100
 
 Missing = Callable[[str, CheckpointId], Sequence[int]]
@@ -29,20 +29,20 @@ def _nobody(kind: str, id_: CheckpointId) -> Sequence[int]:  # noqa: ARG001
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One kind of checkpoints of a folder, at one look. `owned` are the ranks that a live process holds; the rates are
-    known from the second look on.
+    """One kind of a folder's checkpoints, at one look. `owned` are the ranks that a live process holds; the rates
+    are known from the second look on.
     """
 
     status: Status
     owned: Collection[int] = ()
     bytes_per_s: Mapping[CheckpointId, float] = field(default_factory=dict)
     missing: Mapping[CheckpointId, Sequence[int]] = field(default_factory=dict)
-    idle_s: float | None = None  # how long no byte of what is to be sent has moved
+    idle_s: float | None = None  # how long no byte of the pending data has moved
 
 
 class FolderWatch:
-    """Looks at a folder's journals again and again, also beside live trainers: makes nothing, sends nothing. For one
-    thread at a time.
+    """Reads a folder's journals repeatedly, even beside live trainers, without creating or sending anything. For
+    one thread at a time.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -51,7 +51,8 @@ class FolderWatch:
         self._rates: dict[str, Rates[CheckpointId]] = {}
 
     def look(self, missing: Missing = _nobody, *, now: float | None = None) -> dict[str, Seen]:
-        """What is there now, by kind of checkpoints. `missing` tells which ranks one of them waits for.
+        """Return what is there now, by kind of checkpoints. `missing` returns the ranks that a checkpoint waits
+        for.
 
         Raises NoJournalError if there is no journal, JournalError if one cannot be read.
         """
@@ -92,7 +93,7 @@ class FolderWatch:
 
 
 def folder_json(folder: str, by_kind: Mapping[str, Seen], now: float) -> Json:
-    """What it says of the run itself, and `kinds`."""
+    """Return the status of the run itself, with that of each kind in `kinds`."""
     own = by_kind.get("", Seen(view([], {}, now)))
     return {
         "folder": os.path.realpath(folder),
@@ -170,8 +171,8 @@ def _checkpoint_json(each: CheckpointStatus, seen: Seen) -> Json:
 
 
 def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str:
-    """What to do about a checkpoint with a failure. There is no command to retry one: what may still be sent is, and an
-    abort is never taken back (rule R4).
+    """Return what to do about a checkpoint with a failure. There is no command to retry one: shards that can still
+    be sent are retried anyway, and an abort is never taken back (rule R4).
     """
     match each.state:
         case "lost" | "aborted":

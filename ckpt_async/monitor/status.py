@@ -1,4 +1,5 @@
-"""What a node's journal says, for people: the queue, each checkpoint's progress, and what dying now would lose.
+"""The content of a node's journals, for people: the queue, each checkpoint's progress, and what dying now would
+lose.
 
 A pure view over replayed journals.
 """
@@ -22,9 +23,9 @@ from ckpt_async.monitor.holdings import QUEUE_STATES, Progress
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStatus:
-    """One checkpoint, over all ranks of this node that hold something of it.
+    """One checkpoint, over all ranks of this node that hold a part of it.
 
-    `state`: open (not sealed by all of these ranks), uploading, waiting (all of this node is in the store),
+    `state`: open (not sealed by all of these ranks), uploading, waiting (this node's whole part is in the store),
     lost (a shard is gone or changed), superseded, committed, aborted.
     """
 
@@ -38,13 +39,13 @@ class CheckpointStatus:
     size_bytes: int
     uploaded_bytes: int
     failure: str = ""
-    begun_at: float | None = None  # Unix time at which the first shard was enqueued here
-    decided_at: float | None = None  # at which this node learned of the decision
-    is_delivered: bool = False  # every rank here that holds something of it has handed in its receipt
+    begun_at: float | None = None  # Unix time at which the first shard was enqueued on this node
+    decided_at: float | None = None  # Unix time at which this node learned of the decision
+    is_delivered: bool = False  # every rank of this node that holds a part of it has its receipt in the store
 
     @property
     def is_at_risk(self) -> bool:
-        """Whether it would be lost with this node, and is not lost already."""
+        """Whether the checkpoint would be lost with this node, and is not lost already."""
         return self.state in ("open", "uploading", "waiting") and not self.is_delivered
 
     @property
@@ -53,7 +54,7 @@ class CheckpointStatus:
 
     @property
     def percent(self) -> int:
-        """Rounded down: 100 means all of it."""
+        """Uploaded percentage, rounded down: 100 means all of it."""
         if self.size_bytes == 0:
             return 100 if self.num_verified == self.num_shards else 0
         return self.uploaded_bytes * 100 // self.size_bytes
@@ -61,7 +62,7 @@ class CheckpointStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The whole node."""
+    """The status of the whole node."""
 
     remote: str | None
     ranks: tuple[int, ...]
@@ -77,7 +78,7 @@ class Status:
 
     @property
     def at_risk(self) -> tuple[CheckpointStatus, ...]:
-        """What would be lost if this node died now, with its disk."""
+        """The checkpoints that would be lost if this node died now, with its disk."""
         return tuple(each for each in self.checkpoints if each.is_at_risk)
 
     @property
@@ -179,7 +180,9 @@ def _merge(
 
 
 def _state(parts: list[LocalCheckpoint]) -> str:
-    """One rank that read the decision is enough: there is only one (rule R4)."""
+    """Return the state of a checkpoint from the parts of this node's ranks. It is enough that one rank has read the
+    decision, because there is only one (rule R4).
+    """
     if any(each.was_committed for each in parts):
         return "committed"
     if any(each.decision is not None for each in parts):
@@ -203,7 +206,7 @@ def _newest(checkpoint: CheckpointStatus, ranks_here: tuple[int, ...]) -> str:
         case "waiting" if checkpoint.world_size == len(checkpoint.ranks):
             return f"{step} is uploaded and about to be committed"
         case "waiting" if others := sorted(set(ranks_here) - {*checkpoint.ranks}):
-            # They never saved this one, or have seen it decided.
+            # These ranks never saved this checkpoint, or have seen it decided.
             have = "has" if len(others) == 1 else "have"
             return f"{step} is uploaded, but {named('rank', others)} of this node {have} nothing of it"
         case "waiting":
@@ -227,15 +230,15 @@ def _plural(count: int, noun: str) -> str:
 
 
 def load(folder: str | os.PathLike[str], *, now: float | None = None) -> dict[str, Status]:
-    """Read a folder's journals, by kind of checkpoints, also beside live trainers. Raises NoJournalError if there is
-    none.
+    """Read a folder's journals, by kind of checkpoints, also beside live trainers. Raises NoJournalError if there
+    is none.
     """
     now = time.time() if now is None else now
     return {kind: view(locals_, progress, now) for kind, (locals_, progress) in holdings.read(folder).items()}
 
 
 def has_owner(folder: str | os.PathLike[str], rank: int, kind: str = "") -> bool:
-    """Whether a live process holds this rank's lock. Looks by taking it, shared, for a moment."""
+    """Return whether a live process holds this rank's lock, by trying to take it, shared, for a moment."""
     path = journals.private_of(folder, kind) / keys.lock_name(rank)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,6 @@
-"""Metrics of a command that ends, as a file for node_exporter's textfile collector: there is nobody left to scrape."""
+"""Metrics of a command that ends, as a file for node_exporter's textfile collector: there is no process left to
+scrape.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from ckpt_async.monitor.definitions import COMMAND_DEFINITIONS
 
 
 class CommandMetrics(Counters):
-    """What one command did, as gauges. No series that two commands of a node would both have: the collector refuses
-    those.
+    """Gauges of what one command did. They contain no series that two commands of a node would both have, because
+    the collector rejects those.
     """
 
     def __init__(self, command: str, target: str) -> None:
@@ -23,13 +25,13 @@ class CommandMetrics(Counters):
         super().__init__(COMMAND_DEFINITIONS)
 
     def ended(self, at: float, duration_s: float, exit_code: int) -> None:
-        """`at` is Unix time."""
+        """Note the end of the command. `at` is a Unix time."""
         self._set("ckpt_async_command_completed_timestamp_seconds", at)
         self._set("ckpt_async_command_duration_seconds", duration_s)
         self._set("ckpt_async_command_exit_code", exit_code)
 
     def did(self, checkpoints: Mapping[str, int], size_bytes: int | None, violations: int | None) -> None:
-        """Checkpoints by their fate; None for what the command does not do."""
+        """Note the number of checkpoints by their fate; pass None for what the command does not do."""
         for fate, num in checkpoints.items():
             self._set("ckpt_async_command_checkpoints", num, fate)
         if size_bytes is not None:
@@ -45,11 +47,11 @@ class CommandMetrics(Counters):
 
 
 def write(path: str, registry: CollectorRegistry) -> None:
-    """Replace the file as a whole: whoever reads it sees the old one or the new one. Raises OSError."""
-    temporary = f"{path}.{os.getpid()}.tmp"  # the collector reads what ends in .prom
+    """Replace the file atomically: a reader sees either the old or the new content. Raises OSError."""
+    temporary = f"{path}.{os.getpid()}.tmp"  # the collector only reads files that end in .prom
     try:
         with open(temporary, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)  # it runs as another user
+            os.fchmod(file.fileno(), 0o644)  # the collector runs as another user
             file.write(generate_latest(registry))
         os.replace(temporary, path)
     except BaseException:

@@ -78,7 +78,7 @@ async def session(
 ) -> AsyncIterator[Session]:
     """Open `remote` read-only for the duration of the block. If an answer repeatedly fails to match the checksum
     that the store sends with it, the block ends with UnreliableReadError. The trainer's `folder` has what earlier
-    readers have learnt about the link.
+    readers have learned about the link.
     """
     at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(

@@ -1,6 +1,7 @@
 """Where an engine runs: on a thread of the trainer (`thread`), or in a separate process (`process`, `child`).
 
-`host` has the life of an engine, the same in both. What an engine does, and every rule, lives elsewhere.
+`host` has the life cycle of an engine, which is the same in both. What an engine does, and every rule, is
+elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckpt_async.stores import StoreOptions
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What an engine is started with: plain values, so that they can go to another process."""
+    """The arguments for starting an engine: plain values, so that they can be sent to another process."""
 
     folder: str
     rank: int
@@ -33,18 +34,17 @@ class Start:
     settings: Settings
     launch_key: str
     explicit_generation: int | None = None
-    member: str = field(
-        default_factory=lambda: uuid.uuid4().hex
-    )  # by which a rank's place is known as its own
-    kind: str = ""  # of the checkpoints; `address` is that of the kind
+    member: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies a rank's place as its own
+    kind: str = ""  # of checkpoints; `address` is that of the kind
     wants: str = ""  # which sinks want which events: see `events.telling`
-    is_again: bool = False  # whether a process that died on the way may have agreed on the generation
-    # Set when it follows an engine that died: this start's generation, which was agreed by that one.
+    # Whether an earlier process, which died on the way, may have agreed on the generation.
+    is_again: bool = False
+    # Set if this engine follows one that died: this start's generation, on which that engine had agreed.
     generation: int | None = None
 
 
 class EngineView(Protocol):
-    """What a trainer sees of its engine, and may ask of it. From any thread, without blocking."""
+    """A trainer's view of its engine, and what it may ask of it. Safe from any thread, without blocking."""
 
     num_due: int
     last_seen_wake: int
@@ -53,7 +53,7 @@ class EngineView(Protocol):
     def fenced_by(self) -> int | None: ...
     @property
     def absent_ranks(self) -> list[int] | None:
-        """As `look_for_members` found them, or the first of many."""
+        """The absent ranks that `look_for_members` found, or the first of them if there are many."""
 
     @property
     def outcomes(self) -> dict[CheckpointId, Decided]: ...
@@ -64,53 +64,53 @@ class EngineView(Protocol):
         """The state as the engine knows it, or newer."""
 
     def fresh_local(self) -> Local:
-        """The state with everything that is in the journal by now."""
+        """Return the state with everything that is in the journal by now."""
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
-        """Ranks whose receipts were not there at the last look, or some of them if there are many."""
+        """Return the ranks whose receipts were missing at the last look, or some of them if there are many."""
 
     def wake(self) -> int:
-        """Have the engine look at the journal now. Once `last_seen_wake` has reached the number that this returns,
-        `num_due` counts what was in the journal before the call.
+        """Have the engine read the journal now. Once `last_seen_wake` has reached the number that this returns,
+        `num_due` counts everything that was in the journal before the call.
         """
 
     def hurry(self, is_hurried: bool) -> None:
-        """Whether someone waits, for the other ranks or for what failed, which is tried again at once."""
+        """Say whether someone waits: for the other ranks, or for failed uploads, which are then retried at once."""
 
     def look_for_members(self) -> None:
-        """Have the engine find out who never opened this generation, and whether a newer one has begun."""
+        """Have the engine find out which ranks never opened this generation, and whether a newer one has begun."""
 
     def put_newest_first(self, is_newest_first: bool = True) -> None:
-        """Whether the newest sealed checkpoint goes before all others."""
+        """Say whether the newest sealed checkpoint goes before all others."""
 
 
 class Runner(Protocol):
     """Runs one rank's engine until `end`."""
 
-    death: BaseException | None  # why there is no engine any more, although nobody asked for its end
+    death: BaseException | None  # why there is no engine any more, although nobody ended it
 
     @property
     def engine(self) -> EngineView | None:
-        """None before `start` has returned."""
+        """The engine; None before `start` has returned."""
 
     def start(self) -> int:
-        """Start the engine and return the generation that was agreed. Blocks until then, and raises what keeps it
-        from starting; then nothing runs any more.
+        """Start the engine and return the agreed generation. Blocks until then. If the engine cannot start, it
+        raises the reason, and nothing is left running.
         """
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is, or soon will be again, an engine that works."""
+        """Whether there is a working engine, or soon will be again."""
 
     def expect_end(self) -> None:
-        """From now on a crash of the engine is told rather than healed."""
+        """Report a crash of the engine from now on rather than heal it."""
 
     def end(self) -> None:
-        """Stop the engine, whatever it is doing, and wait until it has let go of everything. Idempotent."""
+        """Stop the engine, whatever it is doing, and wait until it has released everything. Idempotent."""
 
 
 class MakeRunner(Protocol):
-    """How either of them is made; nothing is started yet."""
+    """Makes a runner of either kind, without starting anything."""
 
     def __call__(
         self,
@@ -124,7 +124,7 @@ class MakeRunner(Protocol):
 
 
 def runner_of(name: str) -> MakeRunner:
-    """The runner that the setting `runner` names, imported when it is asked for."""
+    """Return the runner class that the setting `runner` names, imported on demand."""
     if name == "process":
         from ckpt_async.runners.process import ProcessRunner
 

@@ -1,7 +1,8 @@
-"""What a runner process does: an engine for each trainer that is connected, and for a while after it died.
+"""The main program of a runner process: it runs an engine for each connected trainer, and for a while after a
+trainer's death.
 
-SIGINT and SIGHUP are meant for the trainer. So is SIGTERM while there is one, which has then a last flush to make, or
-ends us; once it is gone, SIGTERM leaves `TERM_LINGER_S` for what is under way.
+SIGINT and SIGHUP are meant for the trainer, so they are ignored. So is SIGTERM while there is a trainer, which then
+may have a last flush to make, or ends us; once it is gone, SIGTERM leaves `TERM_LINGER_S` for what is in progress.
 """
 
 from __future__ import annotations
@@ -34,19 +35,21 @@ from ckpt_async.runners.wire import Channel
 
 logger = logging.getLogger(__name__)
 
-# How often it is looked whether a restarted trainer wants the lock.
+# How often to check whether a restarted trainer wants the lock.
 WANTED_POLL_S = 0.05
 TERM_LINGER_S = 5.0
-# The kernel lets an autogroup's niceness be set ten times a second.
+# The kernel accepts a new niceness for an autogroup ten times a second.
 NICENESS_AGAIN_S = 0.15
-# A rank that was about to connect when the node's process was started for it.
+# Time for the rank for which the node's process was started to connect.
 FIRST_RANK_S = 60.0
 
 _rank: contextvars.ContextVar[_Rank] = contextvars.ContextVar("rank")
 
 
 def main(descriptor: int, *, is_node: bool) -> None:
-    """`descriptor` is the connection to our trainer, or of the socket at which the node's ranks connect."""
+    """Run the process. `descriptor` is the connection to our trainer, or the socket on which the node's ranks
+    connect.
+    """
     faulthandler.enable()
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -58,11 +61,11 @@ def main(descriptor: int, *, is_node: bool) -> None:
     try:
         loop = new_loop()
     except RunnerError as error:
-        sys.exit(str(error))  # the trainer reads what we have written
+        sys.exit(str(error))  # the trainer reads our output
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(process.serve_node(given) if is_node else process.serve(given))
     logging.shutdown()
-    os._exit(0)  # taking the interpreter apart takes longer than all the rest of our end
+    os._exit(0)  # finalizing the interpreter would take longer than everything else here
 
 
 class _Process:
@@ -74,19 +77,19 @@ class _Process:
         self._waited_for: set[_Rank] = set()
 
     async def serve(self, connected: socket.socket) -> None:
-        """For one trainer, and the kinds of checkpoints that join."""
+        """Serve one trainer, and the kinds of checkpoints that join."""
         self._handle_sigterm()
         self.begin(connected)
         while self._ranks:
             await asyncio.wait({*self._ranks})
 
     async def serve_node(self, listener: socket.socket) -> None:
-        """For every trainer of the node that connects, until none is left."""
+        """Serve every trainer of the node that connects, until none is left."""
         self._handle_sigterm()
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         connected, _ = await asyncio.wait_for(loop.sock_accept(listener), FIRST_RANK_S)
-        while True:  # the listener is closed by our end
+        while True:  # the end of the process closes the listener
             self.begin(connected)
             accepting = asyncio.ensure_future(loop.sock_accept(listener))
             while not accepting.done() and self._ranks:
@@ -98,7 +101,7 @@ class _Process:
             connected, _ = accepting.result()
 
     def begin(self, connected: socket.socket) -> None:
-        """Serve whoever is at the other end, too."""
+        """Serve the trainer at the other end of this connection, too."""
         task = asyncio.get_running_loop().create_task(_Rank(Channel(connected), self).run(self._backends))
         self._ranks.add(task)
         task.add_done_callback(self._ranks.discard)
@@ -110,12 +113,14 @@ class _Process:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, note)
 
     def started(self, settings: Settings) -> None:
-        """A trainer waited for what comes before; what comes now takes what cores it leaves."""
+        """Note that an engine has started: until then its trainer was waiting, but from now on it uses the cores
+        that the trainer leaves idle.
+        """
         self._niceness = max(self._niceness, settings.runner_nice)
         self._set_niceness()
 
     def wait_for(self, rank: _Rank, is_waited_for: bool) -> None:
-        """Whether somebody waits for this rank's work, as in the last seconds before a node goes away."""
+        """Note whether somebody waits for this rank's work, as in the last seconds before a node goes away."""
         if is_waited_for:
             self._waited_for.add(rank)
         else:
@@ -128,7 +133,7 @@ class _Process:
 
 
 class _Rank:
-    """One trainer: its engine, and the connection for as long as the trainer lives."""
+    """One trainer: its engine, and the connection, which lasts as long as the trainer lives."""
 
     def __init__(self, channel: Channel, process: _Process) -> None:
         self._channel, self._process = channel, process
@@ -183,7 +188,7 @@ class _Rank:
             finally:
                 self._reports.send()
                 journal.close()
-        except asyncio.CancelledError:  # nobody wants to know any more whether it would have started
+        except asyncio.CancelledError:  # nobody is interested any more in whether it would have started
             pass
         except Exception as error:
             if self._has_started:
@@ -201,7 +206,7 @@ class _Rank:
         return True
 
     async def _linger(self, start: Start, lock: RankLock, host: Host, work: asyncio.Task[None]) -> None:
-        """The trainer died: finish what it left, until its successor asks for the lock or time is up."""
+        """Finish what a dead trainer left, until its successor asks for the lock or time is up."""
         logger.warning(
             "trainer_died rank=%d; finishing its checkpoints for at most %.0f s",
             start.rank,
@@ -256,7 +261,7 @@ class _Rank:
             return
         engine = self._engine()
         match message:
-            case ["start", *_] if not descriptors:  # the kernel had none left for it in this process
+            case ["start", *_] if not descriptors:  # the kernel had no descriptor left for it in this process
                 error = RunnerError(
                     "the runner process has run out of file descriptors",
                     hint="raise the open file limit (`ulimit -n`)",
@@ -298,12 +303,12 @@ class _Rank:
                 else:
                     self._gone.set()
             case _:
-                pass  # a wake-up before there is an engine
+                pass  # for example a wake-up before there is an engine
 
     # --- what the trainer is told --------------------------------------------------------------------------
 
     def log(self, record: logging.LogRecord, text: str) -> bool:
-        """Any thread. False if the trainer cannot be told."""
+        """Send a log record to the trainer. Safe from any thread. Returns False if the trainer cannot be reached."""
         fields = json_log.event_and_fields(record)
         if len(json.dumps(fields, default=str)) > wire.MAX_TEXT:
             fields = None
@@ -319,11 +324,11 @@ class _Rank:
         return self._host.engine if self._host is not None else None
 
     def _tell(self, report: dict[str, Any]) -> bool:
-        """Whether it was sent, or there is nobody any more whom it could be sent to."""
+        """Send a report. Returns whether it was sent, or there is no trainer left to send it to."""
         return not self._has_trainer or self._send("report", report)
 
     def _on_change(self) -> None:
-        """The engine has made a round."""
+        """Handle the end of a round of the engine."""
         self._changed.set()
         assert self._host is not None
         assert self._host.engine is not None
@@ -333,11 +338,13 @@ class _Rank:
         try:
             return self._channel.send(*message)
         except OSError:
-            return False  # it is gone, as we shall read soon
+            return False  # the trainer is gone, which `_read` will soon notice
 
 
 class _Forward(logging.Handler):
-    """Records go to the trainer, whose logging is set up as its user wants it; without one, to our own stderr."""
+    """Sends log records to the trainer, whose logging is configured as its user wants; without a trainer, to our
+    own stderr.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         rank = _rank.get(None)

@@ -1,5 +1,5 @@
-"""Which runners of a process have a runner process, so that the other kinds of their rank can join it: one process runs
-the engines of all kinds, within common limits.
+"""The runners of this process that have a runner process, so that other kinds of their rank can join it: one
+process runs the engines of all kinds, within common limits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Companion(Protocol):
 
     @property
     def open_channel(self) -> Channel | None:
-        """To the process; None if it is ending."""
+        """The connection to the process; None if it is ending."""
 
 
 _there: dict[Place, list[Companion]] = {}
@@ -33,7 +33,9 @@ _lock = threading.Lock()
 
 @contextmanager
 def of(place: Place) -> Iterator[list[Companion]]:
-    """Those of a place, to look at and to change; who starts a process does so within, so that others join it."""
+    """Yield the companions of a place, to read and to change, under a lock. Start a process only within this block,
+    so that other kinds join it.
+    """
     with _lock:
         try:
             yield _there.setdefault(place, [])
@@ -43,7 +45,7 @@ def of(place: Place) -> Iterator[list[Companion]]:
 
 
 def join(companion: Companion) -> Channel | None:
-    """A connection of our own to the process of another runner; None if it is gone, or about to go."""
+    """Return our own connection to the process of another runner; None if it is gone, or about to go."""
     channel = companion.open_channel
     if channel is None:
         return None

@@ -1,4 +1,4 @@
-"""The life of one rank's engine on an event loop: open the store, agree on the generation, work, begin again after a
+"""The life of one rank's engine on an event loop: open the store, agree on the generation, work, restart after a
 crash. The caller holds the rank's lock.
 """
 
@@ -35,15 +35,18 @@ from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
 
-# A store that is briefly away when training starts; wrong credentials and a missing bucket fail at once.
+# Time for a store that is briefly away when training starts; wrong credentials and a missing bucket fail at
+# once.
 START_TIMEOUT_S = 60.0
 ENGINE_RESTART_S = 1.0
 
 
 class Backends:
-    """Open stores, one for all engines of an event loop that go to one remote in one way, and budgets, one for all that
-    go to one run: the limits of requests and bandwidth then hold for its ranks and kinds together, and they take turns.
-    The limits are those of the first.
+    """Open stores and budgets that the engines of an event loop share.
+
+    Engines that use one remote in the same way share a store. Engines that use one run share budgets, so that the
+    limits of requests and bandwidth hold for its ranks and kinds together, which take turns. The limits are those
+    of the first engine.
     """
 
     def __init__(self) -> None:
@@ -54,8 +57,8 @@ class Backends:
     async def use(
         self, start: Start, observer: Observer, known: KnownLink | None
     ) -> AsyncIterator[PatientStore]:
-        """`known`: of its link, from an earlier process. Raises SettingsError or StoreError if the store cannot be
-        opened.
+        """Yield the store for an engine. `known` is what an earlier process learned about the link. Raises
+        SettingsError or StoreError if the store cannot be opened.
         """
         key = repr((start.address, start.options))
         backend = self._open.get(key)
@@ -91,7 +94,7 @@ class _Backend:
         self.store = connect(start.address.url, start.options, start.settings, observer, budgets=budgets)
         self.opening = asyncio.Lock()
         self.is_open = False
-        self.can_copy = False  # as far as it was tried
+        self.can_copy = False  # as far as this was tried
         self.num_users = 0
 
 
@@ -109,16 +112,17 @@ class Host:
     ) -> None:
         self.engine: Engine | None = None
         self._events: RunEvents | None = None
-        self.tells_for_s = CLOSE_S  # at the end, of what is to be told
+        self.tells_for_s = CLOSE_S  # how long to deliver events at the end
         self._beating: asyncio.Future[None] | None = None
         self._is_stopping = False
-        self.is_end_expected = False  # then a crash is raised: there is no time left to hide it in
+        self.is_end_expected = False  # then a crash is raised: there is no time left to heal it
         self._start, self._folder, self._journal = start, folder, journal
         self._observer, self._on_change, self._backends = observer, on_change, backends
 
     async def run(self, started: Callable[[int], bool]) -> None:
-        """Work until the engine is told to stop. `started` is told the generation, and says whether anybody still
-        wants to know. Raises what keeps the engine from starting, and a crash once the end is expected.
+        """Work until the engine is told to stop. `started` is called with the generation, and returns whether
+        anybody is still interested. Raises what keeps the engine from starting, and also a crash if the end is
+        expected.
         """
         local = await asyncio.to_thread(self._earlier)
         known = await asyncio.to_thread(self._known_link)
@@ -133,7 +137,8 @@ class Host:
             )
             try:
                 self.engine = self._new_engine(store)
-                # Not again: the trainer is alive, and what it is just linking would look left behind.
+                # Recover only at the first start: after a restart the trainer is alive, and files that it is
+                # just linking would look left behind.
                 if self._start.generation is None:
                     await self.engine.recover(local.opened)
                 if started(generation):
@@ -161,18 +166,18 @@ class Host:
                 return None
 
     def stop(self) -> None:
-        """Make `run` return soon, once it has started. Any thread."""
+        """Make `run` return soon, if it has started. Safe from any thread."""
         self._is_stopping = True
         if self.engine is not None:
             self.engine.stop()
 
     def stop_beating(self) -> None:
-        """The trainer is gone: no other rank may take its start for one that lives."""
+        """Stop the heartbeat because the trainer is gone: no other rank may take this start for a live one."""
         if self._beating is not None:
             self._beating.cancel()
 
     async def _beat(self, store: PatientStore, generation: int) -> None:
-        """Show the ranks that are still to come that this start lives, if it is ours to show."""
+        """Send heartbeats for the ranks that are still to come, if that is this rank's task."""
         if self._start.world_size == 1 or self._start.explicit_generation is not None:
             return
         try:
@@ -189,7 +194,7 @@ class Host:
             )
 
     def _earlier(self) -> Local:
-        """What earlier starts left in the journal, which may all be decided at another remote."""
+        """Return what earlier starts left in the journal. If that is of another remote, all of it must be decided."""
         remote = self._start.address.url
         local = self._journal.local()
         if stranded := backlog.stranded(local, remote):
@@ -223,7 +228,7 @@ class Host:
                 f" store only {generation - 1}: the remote was wiped",
                 hint="use a new remote, or remove .ckpt_async from the folder to start over",
             )
-        if is_of_another:  # not before this one was there to be opened: its URL may be a mistake
+        if is_of_another:  # only once this remote could be opened: its URL may have been a mistake
             await asyncio.to_thread(self._forget_all, local)
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
         if start.wants:
@@ -233,8 +238,8 @@ class Host:
         return generation
 
     def _forget_all(self, local: Local) -> None:
-        """Generations of another remote would be taken for this one's. All of them are decided; their local files are
-        the user's from now on.
+        """Forget another remote's checkpoints, whose generations would be mistaken for this remote's. All of them
+        are decided; their local files belong to the user from now on.
         """
         rank = self._start.rank
         for id_ in local.checkpoints:
@@ -258,7 +263,7 @@ class Host:
         return Engine(state, self._changed)
 
     def _changed(self) -> None:
-        """The engine has made a round."""
+        """Handle the end of a round of the engine."""
         self._on_change()
         engine, events = self.engine, self._events
         if engine is None or events is None:
@@ -271,5 +276,5 @@ class Host:
         sent_bytes = sum(engine.state.sent_bytes.values())
         try:
             events.look(engine.local.generation, engine.local, sent_bytes, missing)
-        except JournalError as error:  # a full disk, say
+        except JournalError as error:  # a full disk, for example
             logger.warning("backlog_not_told error=%s", error)

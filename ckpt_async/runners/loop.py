@@ -12,17 +12,17 @@ from ckpt_async.niceness import BulkThreads
 
 # Threads for disk work: reading and checksumming shards release the GIL.
 NUM_THREADS = 8
-# An engine at rest has about eight descriptors; each upload takes one for its shard and one for its connection.
+# An idle engine uses about eight descriptors; each upload takes one for its shard and one for its connection.
 MIN_FREE_DESCRIPTORS = 24
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """An event loop for engines, with threads for disk work: uvloop's if it is installed (`ckpt_async[uvloop]`). The
-    process's event loop policy is not touched.
+    """Return an event loop for engines, with threads for disk work: uvloop's if it is installed
+    (`ckpt_async[uvloop]`). The process's event loop policy is not touched.
 
     Raises RunnerError if there are too few descriptors, or not enough memory for the threads.
     """
-    _check_descriptors()  # without any, libuv aborts the process without a word
+    _check_descriptors()  # without descriptors, libuv aborts the process silently
     try:
         threads = BulkThreads(NUM_THREADS, "ckpt-async-disk", starts_at_once=True)
     except OSError as error:
@@ -37,8 +37,9 @@ def new_loop() -> asyncio.AbstractEventLoop:
     else:
 
         class Loop(uvloop.Loop):
-            """Looks up names in Python's threads. libuv would in threads of its own, which it joins when the process
-            exits: in a forked child, where there are none, that is a SIGSEGV (`uv__threadpool_cleanup`).
+            """An event loop that resolves host names in Python's threads. libuv would use threads of its own, which
+            it joins when the process exits: in a forked child, where those threads do not exist, that is a SIGSEGV
+            (`uv__threadpool_cleanup`).
             """
 
             async def getaddrinfo(self, host: Any, port: Any, **more: Any) -> Any:
@@ -54,7 +55,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
     async def shut_down_without_memory(*timeout_s: float) -> None:
         try:
             await shut_down(*timeout_s)
-        except RuntimeError:  # the thread in which it waits for them could not be started
+        except RuntimeError:  # the thread that waits for the executor could not be started
             threads.shutdown()
 
     loop.shutdown_default_executor = shut_down_without_memory

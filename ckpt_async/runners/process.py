@@ -1,9 +1,9 @@
-"""The trainer's side of a runner process: start it, follow what it does, start it again when it dies.
+"""The trainer's side of a runner process: start it, follow what it does, restart it when it dies.
 
-The process is started by executing Python anew, never by forking the trainer, and knows nothing of the trainer's
-`__main__`. It is no child of the trainer (its parent ends at once), so there is nothing to reap and nothing for the
-trainer's own SIGCHLD handling to find; it is in a session of its own, so that what is sent to the trainer's terminal
-or process group does not reach it. All that ties the two is one socket and the rank's lock, which both hold.
+The process is started by executing a new Python, never by forking the trainer, and knows nothing of the trainer's
+`__main__`. It is not a child of the trainer (its parent ends at once), so there is nothing to reap, and the
+trainer's own SIGCHLD handling never sees it. It runs in its own session, so signals to the trainer's terminal or
+process group do not reach it. The only ties between the two are one socket and the rank's lock, which both hold.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ from ckpt_async.runners.wire import Channel, Meeting
 
 logger = logging.getLogger(__name__)
 
-# Python has to start and to read its modules, maybe from a cold network disk.
+# Python has to start and import its modules, perhaps from a cold network disk.
 SPAWN_TIMEOUT_S = 120.0
-# Between a death and the next start, doubled as long as none lasts: one that has ended so soon probably does so again.
+# The pause between a death and the next start. It doubles as long as no process lasts for LASTS_S: one that
+# has ended so soon will probably do so again.
 RESTART_S, RESTART_MAX_S, LASTS_S = 0.2, 30.0, 10.0
-# After `stop` it only cancels and closes. One that serves other ranks too is asked whether it still does.
+# After `stop`, the process only cancels and closes. One that also serves other ranks is pinged, to see
+# whether it still works.
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
-# Of processes that die before they work: an out-of-memory kill may strike again.
+# Limit for processes that die before they start working: an out-of-memory kill may strike again.
 MAX_STARTS = 3
-# Of a node's process that was just ending when we met it.
+# Limit for connecting to a node's process that turns out to be ending.
 MAX_MEETINGS = 5
 MEET_PAUSE_S = 0.02
 LOG_TAIL_BYTES = 2000
 
-# -P and the trainer's own path: neither the working directory nor a script's folder can shadow a module of ours that
-# the trainer finds elsewhere.
+# Use -P and the trainer's own path, so that neither the working directory nor a script's folder can shadow a
+# module of ours that the trainer finds elsewhere.
 _BOOTSTRAP = """\
 import os, sys
 if os.fork():
@@ -61,12 +63,12 @@ main(int(sys.argv[1]), is_node=sys.argv[2] == "node")
 
 
 class RunnerDiedError(RunnerError):
-    """It was killed, and may get further next time."""
+    """The process was killed before it had started, and may get further next time."""
 
 
 class ProcessRunner:
-    """A `Runner` whose engine is in another process: that of its rank, for all kinds of checkpoints, or one that the
-    ranks of the node share.
+    """A `Runner` whose engine is in another process: that of its rank, for all kinds of checkpoints, or one that
+    the ranks of the node share.
     """
 
     def __init__(
@@ -88,9 +90,9 @@ class ProcessRunner:
         self._started: Future[int] = Future()
         self._is_ended = threading.Event()
         self._channel: Channel | None = None
-        self.group: int | None = None  # process group of one that no other rank has
+        self.group: int | None = None  # process group of a process that serves no other rank
         self.log_path = self._own_log_path()
-        self._pidfd: int | None = None  # of one that the node shares
+        self._pidfd: int | None = None  # of a process that the node's ranks share
         self._pidfd_lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"ckpt-async-rank-{start.rank}-runner", daemon=True
@@ -131,19 +133,22 @@ class ProcessRunner:
             self._thread.join()
 
     def _end_by_force(self) -> None:
-        """It keeps locks, which would keep the next start out. One that other ranks share goes on if it answers."""
-        self._kill()  # if no other rank has it; it has our socket open: the group exists
+        """Kill a process that does not end, because it holds locks that would keep out the next start. A process
+        that other ranks share is spared if it answers.
+        """
+        # Only if no other rank uses it. It still has our socket open, so the process group exists.
+        self._kill()
         answers = self._pidfd is None or self._answers()
-        with self._pidfd_lock:  # or it ends meanwhile
+        with self._pidfd_lock:  # otherwise it might end in the meantime
             if self._pidfd is not None and not answers:
                 logger.error("runner_hangs: the node's runner process is killed; its other ranks restart it")
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # it has already ended
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if self.group is None and self._channel is not None:
             self._channel.shut()
 
     def _answers(self) -> bool:
-        """Whether the node's process answers somebody new."""
+        """Return whether the node's process answers a new connection."""
         meeting = Meeting(self._folder.common)
         channel = None
         try:
@@ -204,7 +209,7 @@ class ProcessRunner:
             self._on_change()
 
     def _follow(self, start: Start) -> None:
-        """Have it run the engine, and take note of what it says until it ends."""
+        """Have the process run the engine, and process its messages until it ends."""
         channel = self._connect(start)
         try:
             if self._is_ended.is_set():
@@ -218,7 +223,7 @@ class ProcessRunner:
                         if not self._started.done():
                             self._started.set_result(generation)
                     case ["refused", dict(fields)]:
-                        refusal = wire.error_from(fields)  # raised once it has let go of the lock
+                        refusal = wire.error_from(fields)  # raised once the process has released the lock
                     case ["report", dict(report)]:
                         self._view.take(report)
                     case ["log", int(level), str(name), str(text), fields]:
@@ -244,7 +249,7 @@ class ProcessRunner:
     # --- starting it -------------------------------------------------------------------------------------------
 
     def _connect(self, start: Start) -> Channel:
-        """A connection to a process that has said that it is there, and has been told what to do.
+        """Return a connection to a process that has responded and has been told what to do.
 
         Raises RunnerError, SettingsError.
         """
@@ -274,23 +279,23 @@ class ProcessRunner:
             if not may_be_ending:
                 break
         what, tail = "the runner process ended before it was ready", self._log_tail()
-        if not tail:  # killed, then: Python says why it ends
+        # The process was killed: when Python ends by itself, it says why.
+        if not tail:
             raise RunnerDiedError(f"{what} without any output")
         raise RunnerError(f"{what}: {tail}")
 
     def _note_shared(self, message: list[Any]) -> None:
         match message:
             case ["here", int(pid)] if self._start.settings.node_shared:
-                with contextlib.suppress(
-                    OSError
-                ):  # it has just died, or an old kernel: then nobody can be killed
+                # The process has just died, or the kernel is too old; then it cannot be killed from here.
+                with contextlib.suppress(OSError):
                     self._pidfd = os.pidfd_open(pid)
             case _:
                 pass
 
     def _meet_or_start(self) -> tuple[Channel, bool]:
-        """A connection to the node's process, to that of the rank's other kinds, or to a new one; and whether it may be
-        that it was just ending.
+        """Return a connection to the node's process, to that of the rank's other kinds, or to a new one; and
+        whether that process may have been ending already.
         """
         if self._start.settings.node_shared:
             self._channel = self._meet()
@@ -308,7 +313,7 @@ class ProcessRunner:
         return channel, other is not None
 
     def _leave(self) -> None:
-        """Nobody may join any more."""
+        """Stop letting other runners join."""
         with companions.of(self._place) as others:
             if self in others:
                 others.remove(self)
@@ -325,7 +330,7 @@ class ProcessRunner:
         return ours
 
     def _meet(self) -> Channel:
-        """Connect to the node's process. Whoever finds none starts it: the one that gets its lock."""
+        """Connect to the node's process. If there is none, the rank that gets its lock starts it."""
         meeting = Meeting(self._folder.common)
         lock = os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + SPAWN_TIMEOUT_S
@@ -339,7 +344,7 @@ class ProcessRunner:
                     time.sleep(MEET_PAUSE_S)
                     continue
                 with meeting.listen() as listener:
-                    self._spawn("node", listener.fileno(), lock)  # which holds the lock from now on
+                    self._spawn("node", listener.fileno(), lock)  # the new process holds the lock from now on
                 os.close(lock)
                 lock = os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CLOEXEC)
             raise RunnerError(
@@ -350,7 +355,7 @@ class ProcessRunner:
             meeting.close()
 
     def _spawn(self, kind: str, *descriptors: int) -> int:
-        """Start it, with these descriptors open; returns its process group once it runs."""
+        """Start the process with these descriptors open, and return its process group once it runs."""
         if not sys.executable:
             raise SettingsError(
                 "sys.executable is empty: no process can be started", hint="use runner='thread'"
@@ -358,11 +363,12 @@ class ProcessRunner:
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(descriptors[0]), kind, *sys.path]
         try:
             with self.log_path.open("wb") as log:
+                # Not the trainer's own: readers of those would wait until the last writer is gone.
                 process = subprocess.Popen(
                     command,
                     pass_fds=descriptors,
                     stdin=subprocess.DEVNULL,
-                    stdout=log,  # not the trainer's: whoever reads those waits until the last writer is gone
+                    stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )

@@ -1,4 +1,4 @@
-"""What a runner process tells a trainer of its engine."""
+"""The reports that a runner process sends to a trainer about its engine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason
 from ckpt_async.runners import wire
 
-# Facts that nobody waits for are sent together.
+# Facts that nobody waits for are collected for this long and sent together.
 REPORT_S = 0.25
-# What fits into one packet for certain.
+# Limits that are certain to fit into one packet.
 MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
 MAX_MISSING = 100
 MAX_REASON = 120
-# Of so many checkpoints the ranks that they wait for are told to those who only look.
+# For this many checkpoints, the ranks that they wait for are reported even if nobody is waiting.
 MAX_WAITING = 3
 
 
 class Reports:
-    """Gathers what is new and tells it: at once if somebody waits or something was decided, else soon.
+    """Collects news and reports it: at once if somebody waits or something was decided, otherwise soon.
 
-    `tell` sends one report, and says whether that has succeeded; `engine` is the one that works now.
+    `tell` sends one report and returns whether that succeeded; `engine` returns the current engine.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Reports:
         self._forgotten: deque[tuple[int, int, float | None]] = deque()
         self._told_outcomes: set[CheckpointId] = set()
         self._told_start: tuple[int | None, list[int] | None] = (None, None)
-        self._wakes: deque[tuple[int, int]] = deque()  # the trainer's number, the engine's
+        self._wakes: deque[tuple[int, int]] = deque()  # (the trainer's number, the engine's)
         self._last_seen_wake = 0
         self._sending: asyncio.TimerHandle | None = None
 
@@ -55,7 +55,7 @@ class Reports:
         self._wakes.append((number, engines_number))
 
     def note_round(self, engine: Engine) -> None:
-        """The engine has made a round."""
+        """Collect the news of a round of the engine."""
         now, before = engine.local, self._before
         self._before = now
         for id_ in before.checkpoints.keys() - now.checkpoints.keys():
@@ -82,7 +82,7 @@ class Reports:
             self._sending = None
 
     def send(self) -> None:
-        """Tell everything that was not told yet, in as many packets as it takes."""
+        """Send everything that was not reported yet, in as many packets as it takes."""
         self.close()
         engine = self._engine()
         queues: tuple[tuple[str, deque[Any], int], ...] = (
@@ -127,7 +127,7 @@ class Reports:
 
 
 class _Facts(Observer):
-    """What the engine tells its observer, for the trainer's metrics."""
+    """An observer that records what the engine tells it, for the trainer's metrics."""
 
     def __init__(self, on_fact: Callable[[], None]) -> None:
         self.observed: deque[tuple[Any, ...]] = deque()

@@ -1,4 +1,4 @@
-"""The engine on a thread of the trainer's process. The kinds of checkpoints of one rank have one thread."""
+"""The engine on a thread of the trainer's process. All kinds of checkpoints of one rank share one thread."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class ThreadRunner:
-    """A `Runner` on a background thread with an event loop, which it has in common with the other kinds of its rank: so
-    their limits are common too. An engine that dies leaves theirs alone.
+    """A `Runner` on a background thread with an event loop, which it shares with the other kinds of its rank, so
+    that their limits are common too. An engine that dies does not affect the others.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ThreadRunner:
             thread.begin(self)
             return self._started.result()
         except BaseException:
-            self._started.cancel()  # interrupted while waiting: the engine ends when it finds out
+            self._started.cancel()  # if interrupted while waiting: the engine ends when it finds out
             self.end()
             raise
 
@@ -83,7 +83,7 @@ class ThreadRunner:
     # --- on the loop ---------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin to work."""
+        """Start the engine."""
         self._task = asyncio.get_running_loop().create_task(self._live())
 
     async def _live(self) -> None:
@@ -97,7 +97,7 @@ class ThreadRunner:
             self._end()
 
     def lost(self, error: BaseException) -> None:
-        """There is no loop any more."""
+        """Fail this runner, because its event loop has ended."""
         if not self._ended.is_set():
             self._die(error)
             self._end()
@@ -129,7 +129,7 @@ class _LoopThread:
     def __init__(self, name: str) -> None:
         self.backends = Backends()
         self.num_users = 0
-        self.error: BaseException | None = None  # that has ended the loop
+        self.error: BaseException | None = None  # the error that ended the loop
         self.has_ended = False
         self._lock = threading.Lock()
         self._runners: set[ThreadRunner] = set()
@@ -145,14 +145,14 @@ class _LoopThread:
             if self.has_ended:
                 raise RunnerError(f"the engine's event loop has ended: {self.error!r}") from self.error
             self._runners.add(runner)
-        with contextlib.suppress(RuntimeError):  # closed a moment ago
+        with contextlib.suppress(RuntimeError):  # the loop was closed a moment ago
             loop.call_soon_threadsafe(runner.begin)
 
     def has(self, runner: ThreadRunner) -> bool:
         return runner in self._runners
 
     def stop(self) -> None:
-        """Nobody is left: end, and wait for that."""
+        """End the loop because no runner is left, and wait for its end."""
         with contextlib.suppress(RuntimeError, RunnerError, OSError):  # it has ended, or never began
             self._loop.result().call_soon_threadsafe(self._is_over.set)
         self._thread.join()
@@ -187,7 +187,7 @@ _lock = threading.Lock()
 
 
 def _join(place: _Place) -> _LoopThread:
-    """The thread of this folder and rank, to be `_leave`d; a new one if there is none that works."""
+    """Return the thread of this folder and rank, or a new one if none is working. Pass it to `_leave` in the end."""
     with _lock:
         thread = _threads.get(place)
         if thread is None or thread.has_ended:
@@ -197,7 +197,7 @@ def _join(place: _Place) -> _LoopThread:
 
 
 def _leave(place: _Place, thread: _LoopThread) -> None:
-    """The last one ends it."""
+    """Leave the thread; the last runner to leave ends it."""
     with _lock:
         thread.num_users -= 1
         is_last = not thread.num_users

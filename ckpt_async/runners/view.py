@@ -22,8 +22,8 @@ from ckpt_async.runners.wire import Channel
 
 
 class ReportedEngine:
-    """The engine as seen from here: the journal, which is the truth, and what the process reports besides. What it
-    reported outlives it, like what it was asked.
+    """The trainer's view of an engine in another process: the journal, which is the truth, and what the process
+    reports in addition. Its reports, and the trainer's requests, outlive the process.
     """
 
     def __init__(self, journal: Journal, observer: Observer, on_change: Callable[[], None]) -> None:
@@ -75,7 +75,9 @@ class ReportedEngine:
         self._tell("look_for_members")
 
     def _tell(self, *message: Any) -> None:
-        """What is lost because it just died is said again by `attach`; a full buffer holds wake-ups enough."""
+        """Send a message. If it is lost because the process has just died, `attach` repeats it; if the buffer is
+        full, it contains enough wake-ups already.
+        """
         channel = self._channel
         if channel is not None:
             with contextlib.suppress(OSError):
@@ -84,9 +86,10 @@ class ReportedEngine:
     # --- for the thread that follows the process ---------------------------------------------------------------
 
     def attach(self, channel: Channel) -> None:
-        """A process works for us now."""
+        """Use a new process from now on."""
         with self._lock:
-            self._local = self._journal.local()  # an earlier one may have forgotten unheard
+            # An earlier process may have forgotten checkpoints without reporting it.
+            self._local = self._journal.local()
         self._channel = channel
         self._tell("hurry", self._is_hurried)
         self._tell("newest_first", self._is_newest_first)
@@ -95,7 +98,7 @@ class ReportedEngine:
         self._tell("wake", self._last_wake)
 
     def detach(self) -> None:
-        """It is gone, with all uploads that were under way."""
+        """Note that the process is gone, with all uploads in progress."""
         self._channel = None
         self._observer.uploads_ended(self._num_uploads)
         self._num_uploads = 0

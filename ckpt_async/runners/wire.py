@@ -1,9 +1,9 @@
-"""What trainer and runner process say to each other: one JSON list per packet, the first item says what it is.
+"""The messages between trainer and runner process: one JSON list per packet, whose first item is the type.
 
 Trainer: `start` (with the rank's lock as a descriptor), `wake` N, `hurry` B, `newest_first` B, `look_for_members`,
-`expect_end`, `stop`, `join` (with a connection of another kind's as a descriptor); who only asks whether it answers:
-`ping`.
-Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT FIELDS, `died` TEXT.
+`expect_end`, `stop`, `join` (with a connection of another kind's as a descriptor); `ping` only asks for an answer.
+Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT FIELDS, `died`
+TEXT.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from ckpt_async.local.journal import after_fork
 from ckpt_async.runners import Start
 from ckpt_async.stores import StoreOptions
 
-# The kernel doubles it; a packet must fit as a whole.
+# The kernel doubles this value; a packet must fit as a whole.
 BUFFER_BYTES = 1 << 19
 MAX_PACKET_BYTES = 1 << 18
 MAX_TEXT = 2000
 
 
 class Channel:
-    """One end of a SOCK_SEQPACKET connection: packets arrive whole or not at all, and the end of the other process is
-    the end of the stream. A forked child closes its copy, or the other side would never see that end.
+    """One end of a SOCK_SEQPACKET connection: packets arrive whole or not at all, and the stream ends when the
+    other process ends. A forked child closes its copy, since otherwise the other side would never see that end.
     """
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
-        self._lock = (
-            threading.Lock()
-        )  # a descriptor that is closed during `send` may be another file's by then
+        # The number of a descriptor that is closed during `send` may belong to another file by then.
+        self._lock = threading.Lock()
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         after_fork.add(self)
 
@@ -53,7 +52,9 @@ class Channel:
         return self.socket.fileno()
 
     def send(self, *message: Any, descriptors: tuple[int, ...] = ()) -> bool:
-        """Send one packet without waiting; False if there is no room. Raises OSError if nobody is there any more."""
+        """Send one packet without waiting; return False if there is no room. Raises OSError if the other side is
+        gone.
+        """
         data = encode(*message)
         try:
             with self._lock:
@@ -72,12 +73,12 @@ class Channel:
     def receive_with_descriptors(self) -> tuple[list[Any] | None, list[int]]:
         try:
             data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_PACKET_BYTES, 1)
-        except ConnectionResetError:  # it died with packets of ours unread
+        except ConnectionResetError:  # the other side died before reading all our packets
             return None, []
         return (json.loads(data) if data else None), descriptors
 
     def shut(self) -> None:
-        """Say that we are gone; wakes up a thread that waits in `receive`."""
+        """Shut the connection down; this wakes up a thread that waits in `receive`."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -128,7 +129,7 @@ def error_fields(error: BaseException) -> dict[str, str]:
 
 
 def error_from(fields: dict[str, str]) -> CkptAsyncError:
-    """The same error, as far as its class is one of this package's."""
+    """Return the same error, if its class is one of this package's; otherwise a CkptAsyncError with its text."""
     kind = getattr(errors, fields["kind"], CkptAsyncError)
     if not issubclass(kind, CkptAsyncError):
         kind = CkptAsyncError
@@ -155,8 +156,8 @@ def failure_from(fields: dict[str, Any]) -> Failure:
 
 
 class Meeting:
-    """Where the ranks of a node find the one process that runs their engines: a socket in the folder. It is reached
-    through the folder's descriptor, because the name of a socket may only have 107 bytes.
+    """The place where the ranks of a node find the one process that runs their engines: a socket in the folder. It
+    is reached through the folder's descriptor, because the path of a socket may only have 107 bytes.
     """
 
     def __init__(self, private: os.PathLike[str]) -> None:
@@ -164,7 +165,7 @@ class Meeting:
         self._address = f"/proc/self/fd/{self._folder}/node.sock"
 
     def connect(self) -> Channel | None:
-        """A connection to whoever listens, or None."""
+        """Return a connection to the listening process, or None if there is none."""
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connecting.connect(self._address)
@@ -177,7 +178,7 @@ class Meeting:
         return Channel(connecting)
 
     def listen(self) -> socket.socket:
-        """Take the place of whoever listened before; the caller knows that it is gone."""
+        """Listen in place of an earlier process, which the caller knows is gone."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             if os.path.lexists(self._address):

@@ -1,4 +1,4 @@
-"""What the trainer calls: `Uploader`, files uploaded while they are written, the flush before preemption.
+"""The trainer's interface: `Uploader`, files that are uploaded while they are written, the flush before preemption.
 
-Calls link, append and return; they never touch the network. No rule of the protocol lives here.
+Calls link, append and return; they never touch the network. No rule of the protocol is implemented here.
 """

@@ -1,4 +1,4 @@
-"""The uploaders that are open in this process: each is closed when the interpreter exits, if nobody has done it."""
+"""The open uploaders of this process: each is closed when the interpreter exits, unless it was closed before."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ckpt_async.trainer.exporting import Exporter
 
 logger = logging.getLogger(__name__)
 
-# For all of them: the process should end, and the journal has what is left.
+# Time limit for all of them together: the process should end, and the journal has what is left.
 EXIT_TIMEOUT_S = 60.0
 
 
 class Closes(Protocol):
-    """An `Uploader`. `pid` is the process that has opened it."""
+    """What this module needs of an `Uploader`. `pid` is the process that opened it."""
 
     folder: Path
     rank: int
@@ -41,19 +41,22 @@ _is_registered = False
 
 
 def companions(start: Start) -> list[Closes]:
-    """Those of this process that are open for the same rank and folder, each for another kind of checkpoints."""
+    """Return the uploaders of this process that are open for the same rank and folder, each for another kind of
+    checkpoints.
+    """
     place = start.folder, start.rank, os.getpid()
     return [each for each in list(_open) if (str(each.folder), each.rank, each.pid) == place]
 
 
 def exporters(start: Start) -> list[Exporter]:
-    """Theirs."""
+    """Return the exporters of the companions."""
     return [each.exporter for each in companions(start)]
 
 
 def refuse_second(start: Start) -> None:
-    """Raise FolderInUseError for one of this process: it does not end by being waited for. One that is closing is not
-    open any more. Raises SettingsError for one of another kind that would move the same local symlink.
+    """Raise FolderInUseError if this process already has an open uploader of the same kind: waiting for it would
+    never end. One that is closing no longer counts as open. Raise SettingsError if one of another kind would move
+    the same local symlink.
     """
     latest = naming.fill(start.settings.latest_filename, rank=start.rank)
     for each in companions(start):
@@ -78,11 +81,11 @@ def _called(kind: str) -> str:
 
 
 def add(uploader: Closes) -> None:
-    """Close it at exit, unless it is closed before.
+    """Close the uploader at exit, unless it is closed before.
 
-    `atexit` runs after executors refuse work, too late for an asyncio thread; `threading._register_atexit` runs before
-    (it is what concurrent.futures itself uses). Private, hence guarded: without it, a trainer that forgets to close
-    loses nothing, the journal has it.
+    `atexit` runs when executors already refuse work, which is too late for an asyncio thread.
+    `threading._register_atexit` runs earlier (concurrent.futures itself uses it). It is private, hence the guard:
+    without it, a trainer that forgets to close loses nothing, because the journal has it.
     """
     global _is_registered  # noqa: PLW0603  one registration for the life of the process
     _open.add(uploader)
@@ -98,10 +101,12 @@ def discard(uploader: Closes) -> None:
 
 
 def _close_all() -> None:
-    """None has longer than a `close` without arguments, or than what the others have left of the time for all."""
+    """Close all open uploaders. Each gets at most the time of a `close` without arguments, and at most what the
+    others have left of the common time limit.
+    """
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     for uploader in list(_open):
-        if uploader.pid != os.getpid():  # a dataloader worker ends: not its business
+        if uploader.pid != os.getpid():  # this is a dataloader worker, which must not close it
             continue
         logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
         try:

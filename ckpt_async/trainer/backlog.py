@@ -1,4 +1,4 @@
-"""Before a new checkpoint is begun: `on_backlog` and `on_disk_low`, for when uploads fall behind."""
+"""Admission of new checkpoints: `on_backlog` and `on_disk_low`, for when uploads fall behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt_async.trainer.handle import EngineHandle
 
 logger = logging.getLogger(__name__)
 
-# How often the disk and the backlog are looked at, besides at every change.
+# How often the disk and the backlog are checked, in addition to every change.
 POLL_S = 0.5
 
 
@@ -28,7 +28,7 @@ def make_room(
     observer: Observer,
     check_usable: Callable[[], None],
 ) -> None:
-    """Wait, raise BacklogError or give up older checkpoints until a new one may be begun, as the settings say."""
+    """Wait, raise BacklogError or give up older checkpoints until a new one may begin, as the settings say."""
     if not (settings.max_backlog_checkpoints or settings.max_backlog_bytes or settings.min_free_bytes):
         return
     started = told_at = time.monotonic()
@@ -49,7 +49,7 @@ def make_room(
             with engine.changed:
                 engine.changed.wait(min(POLL_S, settings.block_timeout_s - waited_s))
             now = time.monotonic()
-            observer.trainer_blocked(now - told_at)  # now, for it may take hours
+            observer.trainer_blocked(now - told_at)  # reported now, because blocking may take hours
             told_at = now
             check_usable()
     finally:
@@ -57,11 +57,11 @@ def make_room(
 
 
 def _obstacle(settings: Settings, local: Local, free_bytes: int) -> tuple[str, str] | None:
-    """Why no new checkpoint should be begun now and what the policy does about it, or None."""
+    """Return why no new checkpoint should begin now, and how the policy reacts to it; None if one may begin."""
     if free_bytes < settings.min_free_bytes:
         reaction = settings.on_disk_low
         if reaction == "supersede" and any(each.superseded for each in local.checkpoints.values()):
-            reaction = "block"  # what was given up still takes its space: that is enough, maybe
+            reaction = "block"  # what was given up still takes up space; freeing that may suffice
         return f"{free_bytes} bytes are free, min_free_bytes={settings.min_free_bytes}", reaction
     waiting = backlog.backlog(local)
     if 0 < settings.max_backlog_checkpoints <= len(waiting):
@@ -75,7 +75,7 @@ def _obstacle(settings: Settings, local: Local, free_bytes: int) -> tuple[str, s
 
 
 def _supersede(settings: Settings, engine: EngineHandle, what: str) -> bool:
-    """Give up the oldest checkpoint of the backlog that retention would not keep; False if there is none."""
+    """Give up the oldest checkpoint of the backlog that retention would not keep; return False if there is none."""
     policy = retention.parse(settings.remote_retention)
     victims = backlog.supersedable(engine.view().fresh_local(), policy)
     if not victims:

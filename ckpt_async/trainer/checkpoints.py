@@ -1,4 +1,6 @@
-"""The checkpoints of this start as the trainer fills and seals them. What becomes of them later, the journal says."""
+"""The checkpoints of this start while the trainer fills and seals them. What becomes of them later is in the
+journal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenCheckpoint:
-    """One that takes shards."""
+    """A checkpoint that accepts shards."""
 
     id: CheckpointId
     name: str
@@ -30,8 +32,8 @@ class OpenCheckpoint:
     def not_yet_in(
         self, named: Sequence[tuple[str, str]], is_same: Callable[[str, FileIdentity], bool]
     ) -> list[tuple[str, str]]:
-        """Those of (source, shard's name) that were not enqueued before. Raises InvalidShardError for one that was,
-        with other content.
+        """Return those of `named`, pairs of a source and a shard's name, that were not enqueued before. Raises
+        InvalidShardError for one that was enqueued with other content.
         """
         new = []
         for source, name in named:
@@ -45,8 +47,8 @@ class OpenCheckpoint:
         return new
 
     def check_published(self, published: Mapping[str, str]) -> None:
-        """Raise InvalidShardError if a shard was enqueued before otherwise than with these exact keys, by name, or
-        another one is published under one of them.
+        """Raise InvalidShardError if a shard was enqueued before with a different exact key than `published` gives
+        it by name, or if another shard is published under one of these keys.
         """
         taken = {each.publish_as: each.name for each in self.shards.values() if each.publish_as}
         for name, key in published.items():
@@ -61,11 +63,12 @@ class OpenCheckpoint:
 
 
 class Checkpoints:
-    """Those of one generation, by step. Not thread-safe by itself."""
+    """The checkpoints of one generation, by step. Not thread-safe by itself."""
 
     def __init__(self) -> None:
         self._open: dict[int, OpenCheckpoint] = {}
-        self._sealed = array("q")  # every step of this start, in order: refused if it comes again
+        # Every sealed step of this start, in order: it is rejected if it comes again.
+        self._sealed = array("q")
 
     def is_sealed(self, step: int) -> bool:
         place = bisect.bisect_left(self._sealed, step)
@@ -75,8 +78,8 @@ class Checkpoints:
         return step in self._open or self.is_sealed(step)
 
     def open_or_new(self, id_: CheckpointId, name: str) -> OpenCheckpoint:
-        """What shards can be added to; a new one counts once it is `keep`t. Raises SealedError, and InvalidNameError if
-        it has another name already.
+        """Return the checkpoint to add shards to; a new one counts only once it is passed to `keep`. Raises
+        SealedError, and InvalidNameError if it already has another name.
         """
         if self.is_sealed(id_.step):
             raise SealedError(
@@ -91,7 +94,7 @@ class Checkpoints:
         self._open[checkpoint.id.step] = checkpoint
 
     def to_seal(self, id_: CheckpointId, name: str | None) -> OpenCheckpoint:
-        """The one that can be `seal`ed now, `name`d so if it has no shards. Raises SealedError."""
+        """Return the checkpoint to `seal` now; `name` is its name if it has no shards. Raises SealedError."""
         if self.is_sealed(id_.step):
             raise SealedError(f"step {id_.step} was sealed before in generation {id_.generation}")
         found = self._open.get(id_.step) or OpenCheckpoint(id_, naming.checkpoint_name(name, id_.step))
@@ -110,7 +113,9 @@ class Checkpoints:
 def exact_keys(
     publish_as: str, names: Sequence[str], remote: str, *, is_folder: bool, may_publish: bool
 ) -> dict[str, str]:
-    """The keys under which shards are published, by name. Raises SettingsError, InvalidNameError."""
+    """Return the exact keys under which shards are published, by the shards' names. Raises SettingsError,
+    InvalidNameError.
+    """
     if not may_publish:
         raise SettingsError(
             f"publish_as={publish_as!r} needs publish_copies=True",
@@ -123,14 +128,14 @@ def exact_keys(
 
 
 def metric_values(metrics: Mapping[str, float], step: int) -> tuple[tuple[str, float], ...]:
-    """Python's numbers, or what becomes one (of numpy, a tensor), by name. What is not finite is left out: that a loss
-    is nan must not end the training.
+    """Return the metrics as Python numbers by name; values that convert to one (of numpy, or a tensor) are
+    accepted. Values that are not finite are left out: a loss that is nan must not end the training.
     """
     found = {}
     for key, value in metrics.items():
         try:
             number = value if type(value) in (int, float) else float(value)
-            is_finite = math.isfinite(number)  # an OverflowError of an int that no float can hold
+            is_finite = math.isfinite(number)  # raises OverflowError for an int that is too large for a float
         except (TypeError, ValueError, RuntimeError, OverflowError):
             number, is_finite = None, False
         if type(key) is not str or number is None or isinstance(value, str | bytes | bool):

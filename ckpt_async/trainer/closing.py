@@ -1,4 +1,4 @@
-"""The end of a start, or of a node: get into the store what can be, and say what is left."""
+"""The end of a start, or of a node: get as much as possible into the store, and report what is left."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ckpt_async.trainer.handle import EngineHandle
 
 logger = logging.getLogger(__name__)
 
-# At the end of a start that has committed nothing: for the store to say who is there.
+# How long a start that has committed nothing waits, at its end, for the store to say which ranks opened it.
 MEMBERS_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class FlushReport:
-    """What `flush` got done, and what the next process or the sweeper has to finish."""
+    """What `flush` has achieved, and what is left for the next process or the sweeper."""
 
     is_done: bool
     num_committed: int
@@ -43,12 +43,12 @@ def report_of(local: Local, num_committed: int) -> FlushReport:
 
 
 def drain(engine: EngineHandle, deadline: float, *, grace_s: float) -> None:
-    """Wait for our own work, then a while for the others'."""
+    """Wait for our own work, then for up to `grace_s` for that of the other ranks."""
 
     def is_idle(view: EngineView) -> bool:
         if view.last_seen_wake >= asked:
             return view.num_due == 0
-        view.wake()  # the one before may have been lost with an engine that died
+        view.wake()  # an earlier wake-up may have been lost with an engine that died
         return False
 
     engine.retry_failed()
@@ -83,7 +83,9 @@ def log_what_is_left(local: Local) -> None:
 
 
 def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncError | None:
-    """Why nothing that this start has sealed will be committed; None if it may be, or there is no time to tell."""
+    """Return why nothing that this start has sealed will ever be committed; None if it may be, or if there is no
+    time to find out.
+    """
     steps = in_vain(engine.view().fresh_local())
     if not steps or time.monotonic() >= deadline:
         return None

@@ -1,4 +1,4 @@
-"""Waiting until a checkpoint is committed, of all ranks."""
+"""Wait until a checkpoint is committed, with all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | 
             _raise_shard_failure(view, id_, is_final=deadline is None or is_over)
             if is_over:
                 raise CommitTimeoutError(_describe_unfinished(view, id_, timeout_s))
-            if view.missing_ranks(id_):  # they may be in the newer start
+            if view.missing_ranks(id_):  # the missing ranks may be in the newer start
                 engine.check_not_fenced()
             engine.changed.wait(left_s)
 
@@ -43,7 +43,7 @@ def is_committed(engine: EngineHandle, id_: CheckpointId) -> bool:
 
 
 def _raise_shard_failure(view: EngineView, id_: CheckpointId, *, is_final: bool) -> None:
-    """Raise what failed, unless the store may still heal and there is time left."""
+    """Raise the failure of a shard, unless a retry may still heal it and there is time left."""
     checkpoint = view.local.checkpoints.get(id_)
     if checkpoint is None or checkpoint.loss is not None:  # a loss becomes an abort
         return

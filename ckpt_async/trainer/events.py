@@ -1,4 +1,4 @@
-"""The trainer's part in events: its own function is told here, and `close` leaves the others a moment."""
+"""The trainer's part in events: the user's function is called here, and `close` gives other sinks some time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ POLL_S = 0.05
 
 
 class Events:
-    """Tells `on_event`, from the journal, whatever process the engine is in. Only on the rank that speaks."""
+    """Calls `on_event` for events from the journal, whichever process the engine runs in. Only on the rank that
+    reports events.
+    """
 
     def __init__(
         self, engine: EngineHandle, start: Start, on_event: Callable[[Event], object] | None
@@ -29,7 +31,9 @@ class Events:
             engine.on_change = self._courier.notify
 
     def wait(self, deadline: float) -> None:
-        """Until all that can be delivered in this time is, for `event_grace_s` at most."""
+        """Wait until everything that can be delivered in this time is delivered, but no longer than
+        `event_grace_s`.
+        """
         if not self._sinks:
             return
         outbox = self._engine.journal.outbox()
@@ -40,6 +44,6 @@ class Events:
         )
 
     def close(self) -> None:
-        """A function that still runs is left to itself."""
+        """Stop telling events. A call of the user's function that is still running is not waited for."""
         if self._courier is not None:
             self._courier.close(0.0)

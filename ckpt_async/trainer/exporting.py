@@ -1,4 +1,4 @@
-"""The port on which an uploader's metrics and its page are found: one for all kinds of checkpoints of a rank."""
+"""The port that serves an uploader's metrics and page: one for all kinds of checkpoints of a rank."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ckpt_async.trainer.handle import EngineHandle
 
 logger = logging.getLogger(__name__)
 
-# Of the checkpoints that this process saw decided, the newest are told even when no journal has them any more.
+# The newest checkpoints that this process saw decided are shown even when no journal has them any more.
 MAX_EARLIER = 30
 
 
 class Exporter:
-    """Serves metrics and the page on the port that the settings name, or adds them to those of a companion that has
-    this port.
+    """Serves metrics and the page on the port that the settings name, or adds them to those of a companion that
+    already serves this port.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class Exporter:
 
     @property
     def url(self) -> str | None:
-        """Where Prometheus finds them, or None if nowhere."""
+        """The URL for Prometheus, or None if there is none."""
         if self._host is not None:
             return self._host.url
         return self._server.url if self._server is not None else None
 
     @property
     def page_url(self) -> str | None:
-        """Where people find the page."""
+        """The URL of the page for people, or None if there is none."""
         if self._host is not None:
             return self._host.page_url
         return self._server.page_url if self._server is not None else None
 
     def add(self, companion: Exporter) -> None:
-        """Tell of another kind's uploader, too."""
+        """Show the uploader of another kind, too."""
         self.metrics.add(companion.metrics)
         self._others.add(companion)
 
@@ -85,7 +85,7 @@ class Exporter:
         self._others.discard(companion)
 
     def close(self) -> None:
-        """Free the port; companions that were added are not found any more either. Idempotent."""
+        """Free the port; companions that were added are no longer served either. Idempotent."""
         self._unexport()
         if self._host is not None:
             self._host.discard(self)
@@ -103,8 +103,8 @@ class Exporter:
 
     @property
     def problem(self) -> str:
-        """Why this uploader does not go on, in one line; nothing while it does. What heals by itself, as a store that
-        is away does, is no reason to start training again.
+        """Why this uploader cannot continue, in one line; "" while it can. Problems that heal by themselves, such
+        as a store that is away, are no reason to restart training and do not count.
         """
         if self.engine.has_ended:
             return ""
@@ -151,17 +151,17 @@ class Exporter:
         return ()
 
     def outbox(self) -> tuple[list[Told], list[Untold]]:
-        """The events of the rank that speaks."""
+        """Return the events of this rank; empty unless it is the rank that reports events."""
         if self.rank != SPEAKER:
             return [], []
         try:
             return look(journals.private_of(self._watch.folder, self.kind) / journal_name(self.rank), MOST)
-        except JournalError as error:  # the folder's own part of the page says so too
+        except JournalError as error:  # the folder's own part of the page shows this too
             logger.debug("page_without_events error=%s", error)
             return [], []
 
     def engine_json(self) -> dict[str, Any]:
-        """What is known here and in no journal."""
+        """Return what is known only in this process and is in no journal."""
         failures = self.metrics.total("ckpt_async_upload_attempt_failures_total")
         refused = self.metrics.total("ckpt_async_watch_refused_total")
         return {
@@ -178,7 +178,7 @@ class Exporter:
     def _earlier(self) -> list[dict[str, Any]]:
         try:
             outcomes = list(self.engine.view().outcomes.values())
-        except (UploaderClosedError, RuntimeError):  # one was added just now
+        except (UploaderClosedError, RuntimeError):  # RuntimeError: one was added just now
             return []
         at = {each["step"]: each["at"] for each in self.metrics.recent.told() if each["step"] is not None}
         return [

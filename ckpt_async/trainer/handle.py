@@ -1,4 +1,4 @@
-"""The trainer's end of its engine: what it is told through the journal, and waiting for what it does."""
+"""The trainer's end of its engine: tells it what to do, through the journal, and waits for it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, runner_of
 
-# A predecessor that was just killed, or a sweeper that is finishing its work, gives the lock back soon.
+# A predecessor that was just killed, or a sweeper that is finishing its work, releases the lock soon.
 LOCK_WAIT_S = 15.0
 
 
 def deadline_in(timeout_s: float) -> float:
-    """When `timeout_s`, from now on, are over; at once if they are negative. What is not a number would never be over,
-    and no lock waits for ever with a number that says so.
+    """Return the deadline that is `timeout_s` from now; a negative timeout is over at once. NaN is rejected,
+    because it would never be over, and long timeouts are cut to what a lock can wait for.
     """
     return time.monotonic() + min(arguments.seconds(timeout_s, "timeout_s"), threading.TIMEOUT_MAX / 2)
 
 
 class EngineHandle:
-    """One rank's engine, wherever it runs, the journal that tells it what to do and the lock that keeps others away.
+    """One rank's engine, wherever it runs, with the journal that tells it what to do and the lock that keeps others
+    away.
 
-    Opening blocks until the engine has agreed on the generation. It raises what keeps it from starting, and then holds
-    nothing.
+    Opening blocks until the engine has agreed on the generation. If the engine cannot start, it raises the reason
+    and holds nothing.
     """
 
     def __init__(self, start: Start, folder: Folder, observer: Observer) -> None:
-        self.changed = threading.Condition()  # told of every change that the engine makes
+        self.changed = threading.Condition()  # notified of every change that the engine makes
         self._lock = threading.Lock()
         self._num_waiting = self._num_flushing = 0
         self._is_strict = start.settings.on_error == "raise"
         self.has_ended = False
-        self.on_change: Callable[[], None] = lambda: None  # besides; must not block
-        self.told: set[CheckpointId] = set()  # given up, as who waited for them was told
+        self.on_change: Callable[[], None] = lambda: None  # called on every change, too; must not block
+        self.told: set[CheckpointId] = set()  # given-up checkpoints whose waiters have been told
         self._rank_lock = RankLock(folder, start.rank)
         with contextlib.ExitStack() as undo:
             self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
@@ -61,19 +62,19 @@ class EngineHandle:
         return engine
 
     def record(self, event: Event) -> None:
-        """Have the engine act on it; on return it survives SIGKILL."""
+        """Record an event for the engine to act on; on return it survives SIGKILL."""
         self.journal.append([event])
         self.view().wake()
 
     def retry_failed(self, *only: CheckpointId) -> None:
-        """Have what failed, of these or of all checkpoints, tried again; `hurry` says when: now."""
+        """Have failed uploads, of these or of all checkpoints, tried again; under `hurried` that happens at once."""
         local = self.view().fresh_local()
         failed = [id_ for id_, each in local.checkpoints.items() if each.may_be_retried]
         if events := [Retried(id_) for id_ in failed if id_ in only or not only]:
             self.journal.append(events)
 
     def take_failure(self) -> UploadFailedError | None:
-        """In strict mode one error for what finally failed since the last call; else None."""
+        """Return, in strict mode, one error for all final failures since the last call; otherwise None."""
         view = self.view()
         if not view.failures or not self._is_strict:
             return None
@@ -98,7 +99,7 @@ class EngineHandle:
             )
 
     def end(self) -> None:
-        """Stop the engine once nobody flushes any more; then nothing is started any more. Idempotent."""
+        """Stop the engine once nobody is flushing any more; from then on, nothing new is started. Idempotent."""
         while not self.has_ended:
             with self.changed:
                 self.changed.wait_for(lambda: not self._num_flushing)
@@ -107,7 +108,7 @@ class EngineHandle:
         self.runner.end()
 
     def release(self) -> None:
-        """Let go of the journal and the rank, for the next start. Idempotent."""
+        """Release the journal and the rank for the next start. Idempotent."""
         self.journal.close()
         self._rank_lock.release()
 
@@ -116,7 +117,9 @@ class EngineHandle:
     def wait_until(
         self, is_over: Callable[[EngineView], bool], deadline: float, *, poll_s: float = threading.TIMEOUT_MAX
     ) -> None:
-        """Until it is, or the deadline, or the engine's death. `poll_s`: for what no change of the engine tells of."""
+        """Wait until `is_over` holds, the deadline has passed or the engine has died. Set `poll_s` for conditions
+        that can change without a notification from the engine.
+        """
         with self.changed:
             while self.runner.death is None and not is_over(self.view()):
                 left_s = deadline - time.monotonic()
@@ -126,7 +129,9 @@ class EngineHandle:
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
-        """Somebody waits: for the other ranks, or for what failed, which is tried again at once."""
+        """Tell the engine, for the duration of the block, that somebody waits: for other ranks, or for failed
+        uploads, which are then retried at once.
+        """
         with self._lock:
             self._num_waiting += 1
             self.view().hurry(True)
@@ -140,7 +145,9 @@ class EngineHandle:
 
     @contextlib.contextmanager
     def newest_first(self) -> Iterator[None]:
-        """While somebody flushes; `end` waits for that."""
+        """Have the newest checkpoint uploaded first for the duration of the block, while somebody flushes; `end`
+        waits for the block.
+        """
         with self._lock:
             if self.has_ended:
                 raise UploaderClosedError("the uploader is closed")
@@ -152,7 +159,7 @@ class EngineHandle:
             with self._lock:
                 self._num_flushing -= 1
                 if not self._num_flushing:
-                    self.view().put_newest_first(False)  # or, from now on, older ones might starve
+                    self.view().put_newest_first(False)  # otherwise older ones might starve from now on
             self._notify()
 
     def _notify(self) -> None:

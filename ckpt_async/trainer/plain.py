@@ -1,4 +1,4 @@
-"""Files that are no checkpoints: logs, traces, configurations. Uploaded beside training, as they are."""
+"""Background upload of files that are not checkpoints, such as logs, traces and configurations, as they are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpt_async.transfer.upload import upload
 
 logger = logging.getLogger(__name__)
 
-# As an `Uploader` waits for a store that is being restarted.
+# As long as an `Uploader` waits for a store that is being restarted.
 OPEN_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
 
@@ -40,28 +40,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """A copy of a file as it was when it was given."""
+    """A copy of a file as it was when it was passed to `put`."""
 
     path: Path
     may_replace: bool
 
 
 class PlainUploader:
-    """Uploads ordinary files in the background, each to the very key that it is given, over what is there.
+    """Uploads ordinary files in the background, each to exactly the key that it is given, replacing what is there.
 
         with PlainUploader("s3://bucket/run-a") as files:
             files.put("logs/rank0.txt", "logs/rank0.txt")
 
     Nothing is committed, journalled or pruned: a file that was not sent when the process was killed is lost, and a
-    reader may find the new file beside old ones. Checkpoints belong to `Uploader`.
+    reader may find new files beside old ones. Use `Uploader` for checkpoints.
 
-    A file that cannot be uploaded is logged as an error (`plain_file_not_uploaded`) and listed in `failures`; nothing
-    but wrong arguments is ever raised to the caller. May be used from any thread of the process that opened it.
+    A file that cannot be uploaded is logged as an error (`plain_file_not_uploaded`) and listed in `failures`; the
+    caller only gets exceptions for wrong arguments. May be used from any thread of the process that opened it.
 
     Args:
         remote: `s3://bucket/prefix` or `file:///folder`; the keys are below it.
         staging_folder: Where copies wait to be sent. Default: a temporary folder.
-        settings: Any field of `ckpt_async.Settings`; requests are tried again for `upload_timeout_s`.
+        settings: Any field of `ckpt_async.Settings`; requests are retried for `upload_timeout_s`.
 
     Opening blocks until the store was reached, for a minute at most; it raises StoreError or SettingsError.
     """
@@ -93,11 +93,12 @@ class PlainUploader:
             raise
 
     def put(self, path: str | os.PathLike[str], key: str, *, overwrite: bool = True) -> None:
-        """Upload a file as it is now; it may be changed or deleted on return, for this copies it. A newer one under the
-        same key takes the place of one that is not being sent yet. Without `overwrite`, an object that is there stays,
-        and the file counts as failed.
+        """Upload a file as it is now. The file is copied first, so it may be changed or deleted on return. A newer
+        file under the same key replaces an older one that is not being sent yet. Without `overwrite`, an existing
+        object stays, and the file counts as failed.
 
-        Raises InvalidNameError for a key that is not safe in every store, InvalidShardError for what is no file.
+        Raises InvalidNameError for a key that is not safe in every store, InvalidShardError if `path` is not a
+        file.
         """
         naming.check_publish_as(key)
         check_key_length(self.remote, key)
@@ -110,7 +111,7 @@ class PlainUploader:
             staged = _Staged(Path(self._staging.name, str(self._num_staged)), overwrite)
         try:
             shutil.copyfile(path, staged.path)
-        except OSError as error:  # a full disk, say
+        except OSError as error:  # a full disk, for example
             staged.path.unlink(missing_ok=True)
             self._failed(key, error)
             return
@@ -124,13 +125,15 @@ class PlainUploader:
             older.path.unlink(missing_ok=True)
 
     def flush(self, timeout_s: float) -> list[str]:
-        """Wait until what was put is sent, or has failed. Returns the keys that are still under way after that time."""
+        """Wait until all files passed to `put` are sent or have failed. Returns the keys that are still being sent
+        after `timeout_s`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._sending, timeout_s)
             return sorted(self._sending)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """`flush`, and say which files are lost. Idempotent."""
+        """Flush, log which files are lost, and stop. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -158,7 +161,7 @@ class PlainUploader:
             return staged
 
     async def _send(self, key: str) -> None:
-        """What waits under a key, one after the other: the newest is sent last."""
+        """Send the files that wait under a key, one after the other: the newest is sent last."""
         while (staged := self._next(key)) is not None:
             try:
                 await self._send_one(key, staged)

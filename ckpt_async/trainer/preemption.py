@@ -1,7 +1,8 @@
-"""SIGTERM with a budget: the node goes away soon, and the newest complete checkpoint should not go with it.
+"""SIGTERM with a time budget: the node is about to go away, and the newest complete checkpoint should not go with
+it.
 
-Uploading goes on by itself while the process lives. What a handler can add is the order (the newest complete
-checkpoint first) and, where nobody else handles the signal, staying alive until the budget is used.
+While the process lives, uploading continues by itself. A handler can add two things: the order (newest complete
+checkpoint first) and, if nobody else handles the signal, keeping the process alive until the budget is used up.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ckpt_async.errors import UploaderClosedError
 
 logger = logging.getLogger(__name__)
 
-# A main thread in native code (a collective, say) runs no signal handler: then the process is ended without it.
+# A main thread that is in native code (a collective, for example) runs no signal handler; the process is then
+# ended without it.
 END_ANYWAY_S = 1.0
 
 
@@ -26,15 +28,16 @@ Flush = Callable[[float], Any]
 
 
 def flush_on_sigterm(flush: Flush, budget_s: float) -> Callable[[], None]:
-    """Install a SIGTERM handler that calls `flush` with the budget, and return what puts the old one back. The
-    uploaders of a process, one for each kind of checkpoints, share a handler and are flushed at the same time.
+    """Install a SIGTERM handler that calls `flush` with the budget, and return a function that restores the old
+    handler. The uploaders of a process, one for each kind of checkpoints, share a handler and are flushed at the
+    same time.
 
-    A handler of the user's own runs at once, as before; the flush goes on beside it, and the process ends when the
+    A handler of the user's own runs at once, as before; the flush runs beside it, and the process ends when the
     user's code ends it. Without one, the process stays alive for at most `budget_s` (less if everything is in the
     store sooner) and is then ended by the same signal.
 
-    The handler itself takes no lock and waits for nothing: it may interrupt the main thread anywhere. Call from the
-    main thread; what is returned may be called from any.
+    The handler itself takes no lock and waits for nothing, because it may interrupt the main thread anywhere. Call
+    this from the main thread; the returned function may be called from any thread.
     """
     handler = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     if not isinstance(handler, _Handler) or not handler.may_take_more:
@@ -44,11 +47,11 @@ def flush_on_sigterm(flush: Flush, budget_s: float) -> Callable[[], None]:
 
 
 class _Handler:
-    """What was there `before`, and what is flushed beside it."""
+    """The handler that was installed before, and what is flushed beside it."""
 
     def __init__(self) -> None:
         self._before = signal.getsignal(signal.SIGTERM)
-        # None: C code's handler, which cannot be called from here
+        # None: a handler of C code, which cannot be called from here.
         self._ends_process = self._before in (signal.SIG_DFL, None)
         self._pid = os.getpid()
         self._flushed: dict[object, tuple[Flush, float]] = {}
@@ -59,7 +62,7 @@ class _Handler:
         return self._pid == os.getpid() and not self._has_begun.is_set()
 
     def add(self, flush: Flush, budget_s: float) -> Callable[[], None]:
-        """Flush it too; returns what leaves it out again."""
+        """Add something to flush, and return a function that removes it again."""
         token = object()
         self._flushed[token] = flush, budget_s
         return lambda: self._remove(token)
@@ -68,12 +71,13 @@ class _Handler:
         if self._has_begun.is_set():
             return  # the process is ending
         self._flushed.pop(token, None)
-        is_main = threading.current_thread() is threading.main_thread()  # only it may set signal handlers
+        # Only the main thread may set signal handlers.
+        is_main = threading.current_thread() is threading.main_thread()
         if not self._flushed and is_main and signal.getsignal(signal.SIGTERM) == self.handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        # A dataloader worker inherits the handler when it is forked, but has nothing to flush.
+        # A forked dataloader worker inherits the handler but has nothing to flush.
         is_over = self._has_ended.is_set() or not self._flushed or os.getpid() != self._pid
         if is_over and self._ends_process:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -105,6 +109,6 @@ def _flush(flush: Flush, budget_s: float) -> None:
         report = flush(budget_s)
         logger.warning("sigterm_flushed report=%s", report)
     except UploaderClosedError:
-        pass  # a moment ago: what was left then is said
+        pass  # it was closed a moment ago, and has logged what was left
     except Exception:
         logger.exception("sigterm_flush_failed; the journal has what is left")

@@ -16,23 +16,24 @@ BUFFER_BYTES = 1 << 20
 
 
 class ShardWriter(io.BufferedWriter):
-    """A new binary file, seekable, whose `close` enqueues it. Left by an exception or dropped without `close` it is
-    removed, and the checkpoint goes on without it.
+    """A new, seekable binary file whose `close` enqueues it. If its `with` block raises, or it is dropped without
+    `close`, it is removed, and the checkpoint goes on without it.
 
-    Parts that were written are sent while later ones are; going back to change them is allowed and only costs that they
-    are sent again.
+    Finished parts are sent while later ones are written. Going back to change them is allowed; they are then sent
+    again.
     """
 
     def __init__(
         self, path: Path, enqueue: Callable[[], None], drop: Callable[[], None], *, replaces_before: float
     ) -> None:
-        """One of `enqueue` and `drop` is called when the file ends. A file last modified before `replaces_before` (Unix
-        time) was left by an earlier start and is replaced, never written to; any other is an InvalidShardError.
+        """Open the file. Either `enqueue` or `drop` is called when the file ends. An existing file that was last
+        modified before `replaces_before` (Unix time) was left by an earlier start and is replaced, never written
+        to; any other raises InvalidShardError.
         """
         self.path = path
         self._enqueue, self._drop = enqueue, drop
         self._pid = os.getpid()
-        self._has_ended = True  # until it has begun
+        self._has_ended = True  # until opening has succeeded
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.realpath(path.parent) != str(path.parent):
             raise InvalidShardError(f"a symbolic link leads out of the folder on the way to {str(path)!r}")
@@ -47,8 +48,8 @@ class ShardWriter(io.BufferedWriter):
         self._has_ended = False
 
     def close(self) -> None:
-        """Finish the file and enqueue it; raises what `Uploader.enqueue` raises, and then the file stays, to be handed
-        to that. Idempotent.
+        """Finish the file and enqueue it. If this raises, with the errors of `Uploader.enqueue`, the file stays and
+        can be passed to `enqueue`. Idempotent.
         """
         if self._has_ended or self._is_foreign():
             return
@@ -61,7 +62,7 @@ class ShardWriter(io.BufferedWriter):
             raise
 
     def abandon(self) -> None:
-        """Remove the file instead of enqueueing it. Idempotent; does nothing once it was closed."""
+        """Remove the file instead of enqueueing it. Idempotent; does nothing once the file was closed."""
         if self._has_ended or self._is_foreign():
             return
         self._has_ended = True
@@ -71,7 +72,7 @@ class ShardWriter(io.BufferedWriter):
         self._drop()
 
     def _is_foreign(self) -> bool:
-        """Whether this is a forked child, whose copy must neither write nor remove its parent's file."""
+        """Return whether this is a forked child, whose copy must neither write nor remove its parent's file."""
         return os.getpid() != self._pid
 
     def __exit__(
@@ -83,13 +84,17 @@ class ShardWriter(io.BufferedWriter):
             self.abandon()
 
     def __del__(self) -> None:
-        """Dropped without `close`: an incomplete file must not be enqueued by the garbage collector."""
+        """Abandon a file that was dropped without `close`: the garbage collector must not enqueue an incomplete
+        file.
+        """
         with contextlib.suppress(Exception):
             self.abandon()
 
 
 def _remove_left(path: Path, before: float) -> None:
-    """What an earlier start enqueued of it lives on in the spool, under its own inode."""
+    """Remove a file left by an earlier start. If that start had enqueued it, its content lives on in the spool,
+    under its own inode.
+    """
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         if stat.S_ISREG(found.st_mode) and found.st_mtime < before:

@@ -1,5 +1,5 @@
-"""What an uploader is opened with, as one value: arguments take precedence over the environment, that over the settings
-file. Everything that can be refused without touching the folder or the store is refused here.
+"""The arguments of an uploader as one value. Arguments take precedence over the environment, and that over the
+settings file. Whatever can be rejected without touching the folder or the store is rejected here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start_of(
     settings: Mapping[str, Any],
     on_event: object = None,
 ) -> Start:
-    """The arguments of `Uploader`, checked and completed."""
+    """Return the arguments of `Uploader`, checked and completed."""
     environment = dict(os.environ)
     if launch_id is not None:
         environment["CKPT_ASYNC_LAUNCH_ID"] = launch_id
@@ -49,7 +49,8 @@ def start_of(
         generation = arguments.whole(generation, "generation", 1, keys.MAX_GENERATION, SettingsError)
     launch_key = _launch_key(environment, world_size, generation)
     kind = naming.check_kind(kind)
-    if kind and loaded.latest_filename == Settings().latest_filename:  # which is the run's own
+    # That default belongs to the run itself.
+    if kind and loaded.latest_filename == Settings().latest_filename:
         loaded = replace(loaded, latest_filename=f"latest-{kind}-rank{{rank}}")
     naming.fill(loaded.latest_filename, rank=rank)
     check_callable(on_event)
@@ -88,7 +89,7 @@ def _launch_key(environment: Mapping[str, str], world_size: int, generation: int
 
 
 def _parent_identity() -> str:
-    """The launching process: its pid alone would be reused."""
+    """Identify the launching process: its pid alone might be reused."""
     started = ""
     with contextlib.suppress(OSError, IndexError):
         # proc(5): field 22 of stat is the start time; the name in field 2 may hold spaces and parentheses

@@ -42,38 +42,41 @@ from ckpt_async.trainer.start import start_of
 
 logger = logging.getLogger(__name__)
 
-# After an exception in the training loop: long enough for receipts, too short to hide the traceback.
+# Time for `close` after an exception in the training loop: long enough for receipts, too short to hide the
+# traceback.
 CLOSE_AFTER_ERROR_S = 10.0
 
 
 class Uploader:
     """Uploads the checkpoints of one rank in the background.
 
-    `enqueue`, `seal`, `wait`, `raise_failures` and `close` may be called from any thread of the process that
-    opened it. `enqueue` and `seal` cost a hard link and a journal row and never touch the network.
+    `enqueue`, `seal`, `wait`, `raise_failures` and `close` may be called from any thread of the process that opened
+    it. `enqueue` and `seal` cost a hard link and a journal row and never touch the network.
 
     Args:
         folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is created in it.
         remote: `s3://bucket/prefix/run` or `file:///path/run`. One run, one remote.
-        kind: For several kinds of checkpoints in one run, e.g. `kind="weights"`: one Uploader each, on the same folder
-            and remote, with checkpoints, `latest` and retention of its own, at `<remote>/kinds/<kind>`. The limits of
-            requests, bytes and bandwidth are common, those of the one opened first. None: the run itself.
-        rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 if nothing hints at other
-            processes. Giving only one of the two is rejected.
-        generation: A number that all ranks of this start share, larger than any before. Default: agreed
-            through the store from what the launcher provides (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
-        launch_id: What all ranks of this start share and no other start has, if the launcher does not provide it:
-            for example a random string that one rank broadcast.
+        kind: For several kinds of checkpoints in one run, e.g. `kind="weights"`. Each kind has its own Uploader, on the
+            same folder and remote, with its own checkpoints, `latest` and retention, at `<remote>/kinds/<kind>`. All of
+            them share the limits of requests, bytes and bandwidth, which are those of the one opened first. None: the
+            run itself.
+        rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 if nothing hints at other processes.
+            Giving only one of the two is rejected.
+        generation: A number that all ranks of this start share, larger than any before. Default: agreed through the
+            store from what the launcher provides (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
+        launch_id: A value that all ranks of this start share and no other start has, if the launcher does not provide
+            one: for example a random string that one rank broadcast.
         store_options: Endpoint, region, SSE, storage class, tags, …
         settings_file: TOML file with settings; keyword arguments and CKPT_ASYNC_* take precedence over it.
-        on_event: Called on rank 0 with a `ckpt_async.Event` when a checkpoint was committed, given up or removed
-            here, this start was fenced, or uploads fall behind; also with those of earlier starts that nobody was told
-            of. On a thread of its own, one after the other: while it blocks, only later events wait. What it raises is
-            logged. At least once each: what was told just before a kill is told again, with the same `id`.
+        on_event: Called on rank 0 with a `ckpt_async.Event` when a checkpoint was committed, given up or removed here,
+            when this start was fenced, or when uploads fall behind; also with events of earlier starts that nobody was
+            told of. Calls come one after the other, on a separate thread: while one blocks, only later events wait.
+            Exceptions are logged. Each event is delivered at least once: one delivered just before a kill is delivered
+            again, with the same `id`.
         settings: Any field of `ckpt_async.Settings`, e.g. `num_checkpoints_to_keep=3`.
 
-    Opening blocks until the store was reached and the generation agreed. It raises at once, with nothing
-    changed, if a setting, the folder, the credentials or the bucket are wrong. A store that does not respond may be
+    Opening blocks until the store was reached and the generation agreed. It raises at once, with nothing changed,
+    if a setting, the folder, the credentials or the bucket are wrong. A store that does not respond may be
     restarting: it is retried for a minute, and the log says so at once.
     """
 
@@ -92,7 +95,8 @@ class Uploader:
         on_event: Callable[[Event], object] | None = None,
         **settings: Any,
     ) -> None:
-        self._opened_at = time.time()  # on the clock of the folder's file system, which is local
+        # On this node's clock, which is also that of the folder's local file system.
+        self._opened_at = time.time()
         start = start_of(
             folder,
             remote,
@@ -112,7 +116,7 @@ class Uploader:
         is_trusted = self.settings.allow_unknown_filesystem
         self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
         self.folder = self._folder.path
-        self.checkpoints_folder = self.folder / self.kind  # of what is written through it
+        self.checkpoints_folder = self.folder / self.kind  # the folder of files written through `open`
         self.pid = os.getpid()
         self._lock = threading.Lock()
         self._checkpoints = Checkpoints()
@@ -130,19 +134,21 @@ class Uploader:
         self._undo_sigterm: Callable[[], None] | None = None
         if self.settings.sigterm_flush_s:
             self._undo_sigterm = flush_on_sigterm(self._flush_at_the_end, self.settings.sigterm_flush_s)
-        # Called first when SIGTERM has come, with the seconds there are, on a thread of its own.
+        # Called on a separate thread when SIGTERM has arrived, before the flush, with the seconds that are
+        # left.
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
-        # Called before this is closed at exit, because nobody did it before, with the seconds there are.
+        # Called with the seconds that are left before this uploader is closed at exit, if nobody has closed
+        # it before.
         self.before_exit: Callable[[float], object] = lambda _: None
 
     @property
     def metrics_url(self) -> str | None:
-        """Where Prometheus finds this process, or None if it serves no metrics."""
+        """The URL for Prometheus, or None if this process serves no metrics."""
         return self.exporter.url
 
     @property
     def page_url(self) -> str | None:
-        """Where a browser finds the live page of this process, or None if it serves none."""
+        """The URL of this process's live page, or None if it serves none."""
         return self.exporter.page_url
 
     # --- the trainer's calls -------------------------------------------------------------------------------
@@ -159,26 +165,26 @@ class Uploader:
         """Enqueue a finished file, or every regular file of a folder (or only these `files` of it, by their paths
         within it), as shards of the checkpoint at `step`.
 
-        Returns after one hard link per file and one journal transaction. From then on the shards survive
-        SIGKILL, deletion and rotation of the originals; a moment later (see `MadeDurable`) also power loss. They
-        must not be overwritten in place: that is detected, and the checkpoint is given up.
+        Returns after one hard link per file and one journal transaction. From then on the shards survive SIGKILL,
+        and deletion and rotation of the originals; a moment later (see `MadeDurable`) they also survive power loss.
+        They must not be overwritten in place: that is detected, and the checkpoint is given up.
 
         A file becomes a shard with the file's name; the files of a folder keep their paths within it. Enqueueing
         the same file again changes nothing.
 
         Ranks of a node may share the uploader's folder. But an enqueued folder is taken as it is at that moment,
-        including files of other ranks, which may be half-written; that would give the checkpoint up. So each rank
-        should enqueue its own files, or a folder that only it writes to. Shards with the same name must have the same
-        content on all ranks; otherwise the checkpoint is given up.
+        including files of other ranks, which may be half-written; the checkpoint would then be given up. So each
+        rank should enqueue its own files, or a folder that only it writes to. Shards with the same name must have
+        the same content on all ranks; otherwise the checkpoint is given up.
 
-        With `publish_as` the store copies the file, once the checkpoint is committed, to this very key below the remote
-        (the files of a folder, to their paths below it), for tools that want exact names; needs
-        `publish_copies=True`. Never before the commit; of several checkpoints under one key the newest wins; deleted
-        with its checkpoint.
+        With `publish_as`, the store copies the file to exactly this key below the remote (the files of a folder to
+        their paths below it), for tools that want exact names; this needs `publish_copies=True`. The copy is made
+        only after the commit; if several checkpoints use one key, the newest wins; the copy is deleted with its
+        checkpoint.
 
         Raises InvalidShardError or InvalidNameError (not a regular file in the folder, an unsafe name),
-        SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for failures in the
-        background since the last call. Whenever it raises, this call has enqueued nothing.
+        SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for failures in the background
+        since the last call. Whenever it raises, this call has enqueued nothing.
         """
         started = time.perf_counter()
         self._check_usable()
@@ -200,7 +206,7 @@ class Uploader:
         self.metrics.shards_enqueued(len(named), time.perf_counter() - started)
 
     def check_takes(self, step: int, name: str | None = None) -> None:
-        """Raise what `enqueue` would raise for any file, for example SealedError: to ask before files are written."""
+        """Raise what `enqueue` would raise for any file, such as SealedError; call it before writing the files."""
         self._check_usable()
         checkpoint = self._checkpoint(step)
         self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
@@ -208,14 +214,14 @@ class Uploader:
     def open(
         self, step: int, name: str, *, checkpoint_name: str | None = None, publish_as: str | None = None
     ) -> ShardWriter:
-        """Open a new file `<folder>/[<kind>/]<checkpoint>/<name>` to write a shard to, binary and seekable. Its data is
-        uploaded while more is being written; `close` (or the end of its `with`) enqueues it as `enqueue` would, and
-        most of it has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it
-        is sent afterwards.
+        """Open a new file `<folder>/[<kind>/]<checkpoint>/<name>` to write a shard to, binary and seekable. Its
+        data is uploaded while more is being written. `close` (or the end of its `with`) enqueues it as `enqueue`
+        would, and most of it has been sent by then. If the store has no multipart uploads (`file://`), or the shard
+        is small, it is sent afterwards.
 
         Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. A later
-        start that comes to the same step replaces it (where the folder's file system has hard links). An
-        exception in the `with` removes the file. `seal` is rejected while one is open. `publish_as`: see `enqueue`.
+        start that comes to the same step replaces it (where the folder's file system has hard links). An exception
+        in the `with` removes the file. `seal` is rejected while a file is open. `publish_as`: see `enqueue`.
 
         Raises what `enqueue` raises; InvalidShardError if such a file or shard already exists in this start.
         """
@@ -225,7 +231,7 @@ class Uploader:
         naming.check_relative(name, "shard")
         check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
         published = self._exact_keys(publish_as, [name])
-        source = "/".join(filter(None, (self.kind, full_name, name)))  # names of two kinds may be the same
+        source = "/".join(filter(None, (self.kind, full_name, name)))  # two kinds may use the same names
         self._make_room(id_)
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)
@@ -235,7 +241,7 @@ class Uploader:
                 self.folder / source,
                 enqueue=lambda: self._written(checkpoint, source, name, published),
                 drop=lambda: self._not_written(checkpoint, name),
-                # Without hard links what an earlier start enqueued may still have to be read.
+                # Without hard links, what an earlier start enqueued may still have to be read from its file.
                 replaces_before=self._opened_at if self._folder.can_link else 0.0,
             )
             checkpoint.growing.add(name)
@@ -253,12 +259,13 @@ class Uploader:
     ) -> None:
         """Declare that this rank has no more shards for `step`. Returns at once; survives SIGKILL.
 
-        The last rank to finish commits the checkpoint, once every rank has sealed it and all shards are verified. If no
-        rank has any shard, it is given up. A rank without shards must seal too. `metrics` (a loss, for example) are
-        stored with the commit, for retention by value; values that are not finite are left out.
+        The last rank to finish commits the checkpoint, once every rank has sealed it and all shards are verified.
+        If no rank has any shard, the checkpoint is given up. A rank without shards must seal too. `metrics` (a
+        loss, for example) are stored with the commit, for retention by value; values that are not finite are left
+        out.
 
-        `expected` names shards, of whichever ranks: if no rank has one of them, the checkpoint is given up. For a rank
-        that knows what the whole is made of, but not who has it.
+        `expected` names shards, of any rank: if no rank has one of them, the checkpoint is given up. It is for a
+        rank that knows what the whole checkpoint consists of, but not which rank has which shard.
         """
         self._check_usable()
         id_ = self._checkpoint(step)
@@ -275,8 +282,8 @@ class Uploader:
     def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
         """Declare that this rank will never have its part of the checkpoint at `step`. Returns at once.
 
-        The checkpoint is aborted, and the other ranks learn why: they need not wait for it. Raises SealedError if this
-        rank has sealed it.
+        The checkpoint is aborted, and the other ranks learn the reason instead of waiting for it. Raises
+        SealedError if this rank has sealed it.
         """
         self._check_process()
         id_ = self._checkpoint(step)
@@ -292,9 +299,9 @@ class Uploader:
         """Block until the checkpoint at `step` is committed, with all ranks. Failed uploads are retried for
         `timeout_s`; without a timeout, once.
 
-        Raises CheckpointAbortedError, UploadFailedError, CommitTimeoutError (it names the ranks whose part
-        is missing); FencedError if it waits for ranks and a newer start has superseded this one; SealedError if this
-        rank has not sealed it, because then it could never be committed.
+        Raises CheckpointAbortedError, UploadFailedError, CommitTimeoutError (which names the ranks whose part is
+        missing); FencedError if it waits for ranks and a newer start has superseded this one; SealedError if this
+        rank has not sealed the checkpoint, because then it could never be committed.
         """
         self._check_process()
         id_ = self._checkpoint(step)
@@ -305,23 +312,23 @@ class Uploader:
         wait_for_commit(self._engine, id_, timeout_s)
 
     def is_committed(self, step: int) -> bool:
-        """Whether the checkpoint at `step` of this start is known to be committed, with all ranks. Returns at once,
-        also when closed.
+        """Return whether the checkpoint at `step` of this start is known to be committed, with all ranks. Returns
+        at once, also when closed.
 
         Raises CheckpointAbortedError if it was given up.
         """
         return is_committed(self._engine, self._checkpoint(step))
 
     def missing_ranks(self, step: int) -> list[int]:
-        """Ranks that have not delivered their part of a checkpoint that this one has sealed, as far as is known: those
-        that `wait` would wait for. Returns at once.
+        """Return the ranks that, as far as is known, have not delivered their part of a checkpoint that this rank
+        has sealed: those that `wait` would wait for. Returns at once.
         """
         return self._engine.view().missing_ranks(self._checkpoint(step))
 
     def wait_for_predecessor(self, timeout_s: float) -> bool:
-        """Block until everything that an earlier start of the run had sealed on this rank is decided, at most
-        `timeout_s`. Returns whether it is. Call it before choosing what to resume from: the newest checkpoint is often
-        the one that was still uploading when the trainer was killed.
+        """Block until everything that an earlier start of the run had sealed on this rank is decided, for at most
+        `timeout_s`. Returns whether it is. Call it before choosing what to resume from: the newest checkpoint is
+        often the one that was still uploading when the trainer was killed.
         """
         self._check_process()
 
@@ -334,21 +341,21 @@ class Uploader:
         return is_over(self._engine.view())
 
     def raise_failures(self) -> None:
-        """In strict mode raise UploadFailedError for final failures since the last call; else do nothing.
+        """Raise UploadFailedError for final failures since the last call, in strict mode; else do nothing.
 
-        `enqueue`, `seal` and `close` call it. An error that a retry healed is only counted, never raised. A checkpoint
-        that was given up is not raised again once `wait` has raised it.
+        `enqueue`, `seal` and `close` call it. An error that a retry healed is only counted, never raised. A
+        checkpoint that was given up is not raised again once `wait` has raised it.
         """
         self._engine.check_alive()
         if (error := self._engine.take_failure()) is not None:
             raise error
 
     def flush(self, timeout_s: float) -> FlushReport:
-        """Upload as much as possible within `timeout_s`, the newest complete checkpoint first, and report what is left.
-        For the last seconds before a node goes away.
+        """Upload as much as possible within `timeout_s`, the newest complete checkpoint first, and report what is
+        left. For the last seconds before a node goes away.
 
-        Nothing that is left is lost: the next process on this node, `ckpt-async drain` or the sweeper finishes it. The
-        uploader stays open. A concurrent `close` does not return before this does.
+        Nothing that is left is lost: the next process on this node, `ckpt-async drain` or the sweeper finishes it.
+        The uploader stays open. A concurrent `close` does not return before this does.
         """
         self._check_process(may_be_closing=True)
         before = self.metrics.num_committed
@@ -360,14 +367,15 @@ class Uploader:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was sealed, stop the engine, release the folder. Idempotent.
 
-        Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), retrying failed
-        uploads, and then up to `close_grace_s` for the other ranks, so that latest and local retention are done too.
-        What is left on return is in the journal: the next start, `ckpt-async drain` or the sweeper finishes it.
+        Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), retrying
+        failed uploads, and then up to `close_grace_s` for the other ranks, so that latest and local retention are
+        done too. What is left on return is in the journal: the next start, `ckpt-async drain` or the sweeper
+        finishes it.
 
-        In strict mode raises what failed, and without `timeout_s` UploadFailedError if this rank's part is still not in
-        the store. Also raises if this start committed nothing of what it sealed and never can, after the other ranks
-        had their time: FencedError if a newer start has begun, UploadFailedError if ranks never opened it. Both modes
-        log it; ranks that are merely late are a warning.
+        In strict mode, raises what failed and, if called without `timeout_s`, UploadFailedError if this rank's part
+        is still not in the store. Also raises if this start committed nothing of what it sealed and never can,
+        after the other ranks had their time: FencedError if a newer start has begun, UploadFailedError if some
+        ranks never opened it. Both modes log this; ranks that are merely late cause a warning.
         """
         if os.getpid() != self.pid or self._is_closed:
             return
@@ -467,7 +475,7 @@ class Uploader:
         named: Sequence[tuple[str, str]],
         published: Mapping[str, str],
     ) -> None:
-        """Link and record sources under their shards' names, all or none."""
+        """Link sources and record them under their shards' names, all or none."""
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)
             checkpoint.check_published(published)
