@@ -75,8 +75,8 @@ def _publish(file: IO[bytes], hidden: Path, target: Path, overwrite: bool) -> No
 def _name(file: IO[bytes], path: Path) -> None:
     """Give a nameless file its first name."""
     try:
-        # `link` follows the symlink in /proc only when called with a folder descriptor, although the path is
-        # absolute and the descriptor is not used.
+        # Passing `src_dir_fd` makes `os.link` follow the symlink in /proc; its value does not matter for an
+        # absolute path.
         os.link(f"/proc/self/fd/{file.fileno()}", path, src_dir_fd=file.fileno(), follow_symlinks=True)
     except FileExistsError:
         raise _taken(path) from None

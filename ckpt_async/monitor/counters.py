@@ -170,7 +170,7 @@ def _family(definition: Definition) -> CounterMetricFamily | GaugeMetricFamily |
     return GaugeMetricFamily(name, help_, labels=labels)
 
 
-@functools.cache  # it reads files
+@functools.cache  # cached because it reads files
 def _version() -> str:
     try:
         return importlib.metadata.version("ckpt-async")

@@ -145,7 +145,7 @@ def drain_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
 
 
 async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
-    """Best effort: an older checkpoint is better than none."""
+    """Finish what a dead trainer left, best effort: an older checkpoint is better than none."""
     try:
         report = await drain(folder, timeout_s=timeout_s, grace_s=min(timeout_s, 10.0))
     except NoJournalError:
@@ -222,7 +222,8 @@ async def _newest_first(
     opened: Session, listing: Listing | StoreError, step: int | None, generation: int | None
 ) -> AsyncIterator[CheckpointId]:
     """Yield every decided checkpoint, newest first. Where nothing can be listed, yield the one that latest names;
-    or, for another step, that step in this generation and in earlier ones, where it may not exist.
+    or, if another step is asked for, that step in `generation`, or in that of latest and the ones before it, where
+    it may not exist.
     """
     store = opened.store
     if isinstance(listing, StoreError):

@@ -189,10 +189,10 @@ def fetch_latest(
     num_concurrent_reads: int = MAX_CONCURRENT_READS,
     on_progress: OnProgress | None = None,
 ) -> tuple[Checkpoint, FetchReport] | None:
-    """Find the newest checkpoint and fetch it; None if there is none.
+    """Find the newest checkpoint and fetch it, as `find` and `fetch` do; None if there is none.
 
-    If it turns out to be damaged while it is read, the next older one is used instead. `destination` may be a
-    function of the checkpoint.
+    If it turns out to be damaged or gone while it is read, the next older one is used instead, unless `step` is
+    given. `destination` may be a function of the checkpoint.
 
     For a single process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
     """

@@ -274,7 +274,7 @@ async def find_foreign(
         id_ = CheckpointId(0, each.step)
         if each.reason:
             logger.warning("checkpoint_incomplete path=%s reason=%s", each.path, each.reason)
-            # It may be complete, but saved with another world size than was asked for: then this is no fresh
+            # It may be complete, just with another world size than was asked for: then this is no fresh
             # start.
             if each.by_rank:
                 rejected.append(Rejected(id_, name, each.reason))
@@ -397,8 +397,8 @@ def _orbax_items(mark: bytes) -> list[str]:
 
 
 async def _with_prefix(opened: Session, file: RemoteFile, size_bytes: int) -> int:
-    """Return how many bytes the file needs if it begins with Flashpoint's block, after which the offsets in
-    `.metadata` count.
+    """Return how many bytes the file must have, including Flashpoint's block if it begins with one: offsets in
+    `.metadata` count from behind it.
     """
     head = await _content(opened, replace(file, size_bytes=min(file.size_bytes, FLASHPOINT_HEAD_BYTES)))
     return size_bytes + (FLASHPOINT_PREFIX_BYTES if flashpoint_is_optimised(head) is not None else 0)

@@ -23,7 +23,7 @@ class Pace:
         self._bytes_per_s = 0.0  # of one connection; 0: unknown so far
 
     def request_bytes(self, left_bytes: int, num_at_once: int) -> int:
-        """Return how many of the `left_bytes` that nobody has requested yet to request next, while `num_at_once`
+        """Return how many bytes to request next, when nobody has requested `left_bytes` yet and `num_at_once`
         requests run concurrently. As long as the rate is unknown, the result is 0: the least possible.
         """
         share = max(left_bytes // (2 * num_at_once), int(self._bytes_per_s * LAST_S))

@@ -1,8 +1,9 @@
-"""The main program of a runner process: it runs an engine for each connected trainer, and for a while after a
+"""The main program of a runner process: an engine for each connected trainer, which goes on for a while after that
 trainer's death.
 
-SIGINT and SIGHUP are meant for the trainer, so they are ignored. So is SIGTERM while there is a trainer, which then
-may have a last flush to make, or ends us; once it is gone, SIGTERM leaves `TERM_LINGER_S` for what is in progress.
+SIGINT and SIGHUP are meant for the trainer, so they are ignored. SIGTERM is also left to the trainer while there is
+one: it may have a last flush to make, or it ends us. Once the trainer is gone, SIGTERM leaves `TERM_LINGER_S` for
+work in progress.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ class _Process:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, note)
 
     def started(self, settings: Settings) -> None:
-        """Note that an engine has started: until then its trainer was waiting, but from now on it uses the cores
-        that the trainer leaves idle.
+        """Note that an engine has started: its trainer no longer waits for it, so from now on this process uses the
+        cores that training leaves idle.
         """
         self._niceness = max(self._niceness, settings.runner_nice)
         self._set_niceness()

@@ -35,14 +35,13 @@ from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
 
-# Time for a store that is briefly away when training starts; wrong credentials and a missing bucket fail at
-# once.
+# A store may be briefly away when training starts; wrong credentials and a missing bucket fail at once.
 START_TIMEOUT_S = 60.0
 ENGINE_RESTART_S = 1.0
 
 
 class Backends:
-    """Open stores and budgets that the engines of an event loop share.
+    """The open stores, and the budgets, that the engines of an event loop share.
 
     Engines that use one remote in the same way share a store. Engines that use one run share budgets, so that the
     limits of requests and bandwidth hold for its ranks and kinds together, which take turns. The limits are those

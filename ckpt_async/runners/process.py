@@ -43,9 +43,9 @@ RESTART_S, RESTART_MAX_S, LASTS_S = 0.2, 30.0, 10.0
 # whether it still works.
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
-# Limit for processes that die before they start working: an out-of-memory kill may strike again.
+# How often to start a process that dies before it works: an out-of-memory kill may strike again.
 MAX_STARTS = 3
-# Limit for connecting to a node's process that turns out to be ending.
+# How often to connect to a node's process that turns out to be ending.
 MAX_MEETINGS = 5
 MEET_PAUSE_S = 0.02
 LOG_TAIL_BYTES = 2000
