@@ -133,11 +133,7 @@ def move_aside(path: Path) -> Path:
     name = f"{path.name}.damaged-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(2).hex()}"
     aside = path.with_name(name)
     # The database comes last: without it, the other files would be taken for those of a new one.
-    for suffix in (
-        "-shm",
-        "-wal",
-        "",
-    ):
+    for suffix in ("-shm", "-wal", ""):
         with contextlib.suppress(FileNotFoundError):
             os.rename(f"{path}{suffix}", f"{aside}{suffix}")
     return aside

@@ -60,7 +60,7 @@ class Journal:
     """One process's handle on the journal of one rank, whose lock it holds.
 
     All methods may be called from any thread and block for well under a millisecond, except `sync` and `compact`,
-    which wait for the disk without holding up any other method.
+    which wait for the disk without blocking any other method.
 
     A damaged journal is moved aside, loudly, and started anew, unless somebody else may have it open
     (`may_replace=False`); then JournalDamagedError is raised.

@@ -101,7 +101,9 @@ class Counters:
         yield from families.values()
 
     def add(self, other: Counters) -> None:
-        """Include another instance with the same definitions; where both have a series, it shows the sum."""
+        """Include another instance with the same definitions. Where both have a series, the sum is shown, except
+        for gauges that are the same for the whole node.
+        """
         self._others.add(other)
 
     def discard(self, other: Counters) -> None:

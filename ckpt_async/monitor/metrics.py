@@ -292,11 +292,8 @@ class SweeperMetrics(Counters):
         for folder in self._folders():
             try:
                 holdings.add_folder(runs, folder)
-            # No trainer has run there, or the sweep reports what is wrong.
-            except (
-                CkptAsyncError,
-                OSError,
-            ) as error:
+            except (CkptAsyncError, OSError) as error:
+                # No trainer has run there, or the sweep reports what is wrong.
                 logger.debug("scrape_without_journal folder=%s error=%s", folder, error)
         gauges: dict[Key, float] = {}
         for url, held in runs.items():
