@@ -141,7 +141,9 @@ class HeldLease:
         await asyncio.shield(self._taking)
 
     async def _take(self) -> None:
-        """Take the lease. Credentials without write permission read without one, which is logged."""
+        """Take the lease. If it cannot be written, for lack of permission or space, read without one, which is
+        logged.
+        """
         try:
             decision = await steps.take_lease(self._session.store, self._lease)
         except StoreError as error:
