@@ -1,16 +1,20 @@
-"""Object stores: the URL that selects one, its options, and what all kinds share. One attempt per call, no retries.
+"""Object stores: selecting one by its URL, its options, and the contract that every kind of store keeps.
 
-Nobody above `interface.Store` knows which kind it is; the few differences are its `Capabilities`. A new kind is a
-`Backend` with a line in `backends.BACKENDS` (or an entry point `ckpt_async.stores` of another package). It promises:
+Code above `interface.Store` does not know which kind of store it talks to; the few differences are declared in
+`Capabilities`. To add a kind, write a `Backend` and list it in `backends.BACKENDS`, or register it from another package
+under the entry point `ckpt_async.stores`. Every kind of store promises:
 
-- a key holds all of an object or nothing, and what an answer has confirmed survives the store's own crash;
-- reading after a write, and listing after one, see it; a listing that is cut short raises;
-- `put` with `Create` or `Match` has one winner among any number of writers (`conditional_put`), or says it cannot;
-- what arrived is compared with the checksum that was sent, by the store or by reading back, never by the sender alone;
-- an answer that is not understood raises StoreError: it never reads as "nothing there";
-- one attempt per call, with a reason that says whether another may help; cancelled anywhere, it lets go of the body.
+- an object is stored whole or not at all, and a write that the store has confirmed survives a crash of the store;
+- reads and listings that follow a write see it; a listing that is cut short raises;
+- `put` with `Create` or `Match` has one winner among any number of writers (`conditional_put`), or the store says
+  that it cannot promise this;
+- the bytes that arrived are compared with the checksum that was sent, by the store itself or by reading them back;
+  the sender's own word never suffices;
+- an answer that is not understood raises StoreError; it is never taken to mean "nothing there";
+- each call is one attempt, without retries; its error has a reason that says whether another attempt may help, and
+  a call that is cancelled, at whatever point, lets go of the body.
 
-`tests/stores/test_conformance.py` holds every kind to this.
+`tests/stores/test_conformance.py` checks every kind against this list.
 """
 
 from __future__ import annotations
@@ -53,9 +57,10 @@ def open_store(
 ) -> Store:
     """Create the store for `url`; `await store.open()` connects it.
 
-    `env` (default: this process's environment) is used for endpoints only; the SDK finds the credentials.
+    `env` (default: this process's environment) is where the endpoint and the settings that this package reads itself
+    are looked up, such as Azure keys or the key for SSE-C; the AWS and Google SDKs find their credentials on their own.
 
-    Raises SettingsError; InvalidNameError if the prefix leaves too little for the keys of a run.
+    Raises SettingsError, or InvalidNameError if the prefix leaves too little room for the keys of a run.
     """
     backend, options = backend_of(url), options or StoreOptions()
     location = backend.locate(url)
@@ -72,7 +77,7 @@ def check_key_length(url: str, key: str) -> None:
 
 
 def address_of(url: str, options: StoreOptions | None, *, env: Mapping[str, str]) -> RemoteAddress:
-    """What another process needs to reach the same store with its own credentials. Raises SettingsError."""
+    """Return what another process needs to reach the same store with its own credentials. Raises SettingsError."""
     backend, options = backend_of(url), options or StoreOptions()
     backend.locate(url)
     backend.check_options(options)
@@ -80,7 +85,7 @@ def address_of(url: str, options: StoreOptions | None, *, env: Mapping[str, str]
 
 
 def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOptions:
-    """The inverse of `address_of`."""
+    """Return the options that `address_of` put into an address: its inverse."""
     return StoreOptions(
         endpoint_url=address.endpoint_url,
         region=address.region,
@@ -91,10 +96,10 @@ def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOp
 
 
 def makes_folder(url: str) -> bool:
-    """Whether the place need not be there yet: opening it for writing makes it."""
+    """Return whether the place may be missing at first, because opening it for writing creates it."""
     return backend_of(url).makes_folder
 
 
 def web_url(url: str, options: StoreOptions, *, env: Mapping[str, str]) -> str | None:
-    """Where the store's requests go, or None if that is no web server."""
+    """Return the URL that the store's requests go to, or None if the store is not a web server."""
     return backend_of(url).web_url(url, options, env)

@@ -1,4 +1,4 @@
-"""What a kind of store says of itself before one is opened: which URLs name one, and what they mean."""
+"""What a kind of store declares before one is opened: which URLs name it, and what they mean."""
 
 # ruff: noqa: ARG002 - most kinds need less than what they are given
 
@@ -25,7 +25,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A parsed store URL. For `file` the bucket is "" and the prefix the absolute path."""
+    """A parsed store URL. For `file` the bucket is "" and the prefix is the absolute path."""
 
     scheme: str
     bucket: str
@@ -33,18 +33,20 @@ class Location:
 
 
 class Backend:
-    """One kind of store. Cheap to import: whatever talks to the store is imported by `open`."""
+    """One kind of store. It is cheap to import: `open` imports the code that talks to the store."""
 
     schemes: ClassVar[tuple[str, ...]]
-    example: ClassVar[str]  # of a URL, for messages
+    example: ClassVar[str]  # an example URL, for messages
     credentials_hint: ClassVar[str] = "credentials come from the environment"
-    makes_folder: ClassVar[bool] = False  # what is not there yet is made when it is opened for writing
-    path_is_literal: ClassVar[bool] = False  # `?` and `#` are characters of it, as `%` is everywhere
+    makes_folder: ClassVar[bool] = False  # opening it for writing creates what is missing
+    # `?` and `#` are ordinary characters of the path, as `%` is for every kind.
+    path_is_literal: ClassVar[bool] = False
     put_args_hint: ClassVar[str] = "leave them out"
-    max_key_bytes: ClassVar[int] = MAX_KEY_LENGTH  # of a whole key, the prefix in the bucket included
+    # Length limit of a whole key, including the prefix in the bucket.
+    max_key_bytes: ClassVar[int] = MAX_KEY_LENGTH
 
     def claims(self, url: str) -> bool:
-        """Whether `url` is one of this kind's. The first in the table that claims it has it."""
+        """Return whether `url` belongs to this kind. The first backend in the table that claims a URL gets it."""
         return url.partition("://")[0] in self.schemes
 
     def locate(self, url: str) -> Location:
@@ -55,13 +57,14 @@ class Backend:
         return Location(scheme, bucket, path)
 
     def split(self, url: str) -> tuple[str, str, str]:
-        """Scheme, authority and path of a URL that holds neither credentials nor a query. Raises SettingsError."""
+        """Split a URL without credentials or query into scheme, authority and path. Raises SettingsError."""
         scheme, _, rest = url.partition("://")
         authority, _, path = rest.partition("/")
-        # A password may have a slash, which ends what is before the host.
+        # A password may contain a slash, which ends the authority before its "@".
         if "@" in authority or (_COLON_NO_PORT.search(authority) and "@" in path):
             raise SettingsError(f"a {scheme}:// URL must not hold credentials", hint=self.credentials_hint)
-        if ("?" in rest or "#" in rest) and not self.path_is_literal:  # a signature, it may be: not repeated
+        # It may be a signature: do not repeat it.
+        if ("?" in rest or "#" in rest) and not self.path_is_literal:
             raise SettingsError(f"a {scheme}:// URL has no query or fragment", hint=self.credentials_hint)
         if UNPRINTABLE.search(rest) or "\\" in rest:
             raise SettingsError(f"{url!r} has a control character or backslash")
@@ -71,8 +74,8 @@ class Backend:
         return scheme, authority, path
 
     def check_options(self, options: StoreOptions) -> None:
-        """Raise SettingsError for options that this kind of store cannot take. Here, `put_args`: they may ask for
-        encryption, which must not be left out in silence.
+        """Raise SettingsError for options that this kind of store cannot take. By default that is `put_args`: they may
+        ask for encryption, which must not be dropped silently.
         """
         if options.put_args:
             raise SettingsError(
@@ -80,13 +83,17 @@ class Backend:
             )
 
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
-        """What another process needs to reach the same store with credentials of its own. Raises SettingsError."""
+        """Return what another process needs to reach the same store with its own credentials. Raises SettingsError."""
         return RemoteAddress(url, options.endpoint_url)
 
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
-        """Where its requests go, to tell whether a proxy lies between; None if that is no web server."""
+        """Return the URL that requests go to, to tell whether a proxy is in between, or None if it is not a web
+        server.
+        """
         return None
 
     def open(self, location: Location, options: StoreOptions, url: str, env: Mapping[str, str]) -> Store:
-        """The store, not connected yet. Raises SettingsError, with what to install where a package is missing."""
+        """Create the store without connecting it. Raises SettingsError, which says what to install if a package is
+        missing.
+        """
         raise NotImplementedError

@@ -1,4 +1,6 @@
-"""The table of all kinds of stores. To add one: a backend, and a line in it; or an entry point in another package."""
+"""The table of all kinds of stores. To add one, write a backend and list it here, or register it from another
+package.
+"""
 
 # ruff: noqa: ARG002 - most kinds need less than what they are given
 
@@ -23,7 +25,7 @@ from ckpt_async.stores.web.backend import WebBackend
 if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
 
-ENTRY_POINTS = "ckpt_async.stores"  # name: the scheme; value: a Backend
+ENTRY_POINTS = "ckpt_async.stores"  # maps a scheme to a Backend
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _EXAMPLES = "s3://bucket/prefix or file:///folder"
@@ -34,7 +36,7 @@ class FileBackend(Backend):
     example = "file:///folder"
     makes_folder = True
     path_is_literal = True
-    max_key_bytes = 4095  # PATH_MAX of Linux, without the NUL
+    max_key_bytes = 4095  # PATH_MAX on Linux, without the NUL
 
     def locate(self, url: str) -> Location:
         scheme, host, path = self.split(url)
@@ -72,12 +74,12 @@ BACKENDS: tuple[Backend, ...] = (
     MemoryBackend(),
     WebBackend(),
 )
-# For what is neither there nor registered by another package.
+# For schemes that are neither in the table nor registered by another package.
 OTHERS = FsspecBackend()
 
 
 def backend_of(url: str) -> Backend:
-    """The kind of store that `url` names. Raises SettingsError, with what was probably meant."""
+    """Return the kind of store that `url` names. Raises SettingsError, with what was probably meant."""
     if not isinstance(url, str):
         raise SettingsError(f"the store URL {url!r} must be a string", hint=_EXAMPLES)
     schemes = [scheme for backend in BACKENDS for scheme in backend.schemes]
@@ -101,7 +103,7 @@ def backend_of(url: str) -> Backend:
 
 
 def _registered(scheme: str) -> Backend | None:
-    """The one that another package has registered for `scheme`."""
+    """Return the backend that another package has registered for `scheme`, if any."""
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=scheme):
         try:
             backend = entry.load()

@@ -1,4 +1,4 @@
-"""How a body gets into what is no connection of ours: memory, a file, somebody else's HTTP client."""
+"""Sending a body to something other than a connection of ours: memory, a file, or another library's HTTP client."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ckpt_async.threads import result_of
 
 
 class WriterCancelledError(Exception):
-    """Whoever wanted the body has gone."""
+    """Nobody wants the body any more."""
 
 
 class LocalWriter:
-    """Hands each piece to `take`, until `cancel` is called in another thread."""
+    """A writer that hands each piece to `take` until `cancel` is called from another thread."""
 
     takes_files = False
 
@@ -46,14 +46,16 @@ class LocalWriter:
 
 
 async def send_in_thread(body: Body, writer: LocalWriter) -> None:
-    """Have the body write itself. When this returns, raises or has been cancelled, the thread has let go of both."""
+    """Have the body write itself in a thread. By the time this returns or raises (on cancellation too), the thread has
+    let go of both the body and the writer.
+    """
     work = asyncio.ensure_future(asyncio.to_thread(body.send, writer))
     await result_of(work, writer.cancel)
     check_complete(body, writer.written_bytes)
 
 
 async def collected(body: Body) -> bytes:
-    """All of it, taken in this thread: for small ones, where there are no threads."""
+    """Return the whole body, collected in the calling thread: for small bodies in stores that use no threads."""
     data = bytearray()
     writer = _Collector(data.extend)
     body.send(writer)
@@ -63,7 +65,9 @@ async def collected(body: Body) -> bytes:
 
 
 class _Collector(LocalWriter):
-    """Waits afterwards: the time that a bandwidth cap asks for counts from now, whatever was waited before."""
+    """A collector that does its waiting afterwards: a bandwidth cap's wait counts from now, however long earlier waits
+    were.
+    """
 
     held_s = 0.0
 

@@ -1,4 +1,4 @@
-"""What every store checks before it asks, and in what it is answered."""
+"""Checks that every store makes on keys before a request, and on sizes in the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full-object checksums as S3 has them, by awscrt: at memory speed, and with the GIL released."""
+"""Full-object checksums as defined by S3, computed by awscrt at memory speed with the GIL released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_async.core.model import Checksum
 Function = Callable[[bytes | memoryview, int], int]
 Join = Callable[[int, int, int], int]
 
-# name: the function, how two results combine (with the size of the second), width in bytes
+# name: (the function, a function that combines two results given the size of the second, width in bytes)
 _ALGORITHMS: dict[str, tuple[Function, Join, int]] = {
     "crc64nvme": (crt.crc64nvme, crt.combine_crc64nvme, 8),
     "crc32c": (crt.crc32c, crt.combine_crc32c, 4),
@@ -35,13 +35,13 @@ class Digest:
 
 
 def checksum_of(data: bytes | memoryview, algorithm: str) -> Checksum:
-    """The checksum of what is in memory, computed in the caller's thread."""
+    """Return the checksum of data in memory, computed in the caller's thread."""
     function, _, width = _ALGORITHMS[algorithm]
     return _checksum(algorithm, function(data, 0), width)
 
 
 def combine(parts: Iterable[tuple[Checksum, int]], algorithm: str) -> Checksum:
-    """The checksum of the whole from those of its parts, in order, with their sizes in bytes."""
+    """Return the checksum of the whole from those of its parts, given in order with their sizes in bytes."""
     _, join, width = _ALGORITHMS[algorithm]
     whole = 0
     for checksum, size_bytes in parts:

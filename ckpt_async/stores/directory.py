@@ -1,14 +1,14 @@
 """A folder as a store, `file:///folder`: a local disk, NFS, Lustre, or a mounted bucket.
 
-Every write is: temporary file in the same file system → write → fsync → read back → link or replace → fsync
-of the parent and of every newly made folder. What the store answers as checksum is computed from what it
-reads back; the page cache may have served that read.
+Every write goes through these steps: temporary file in the same file system → write → fsync → read back → link or
+replace → fsync of the parent and of every newly made folder. The checksum that the store answers is computed from what
+it reads back, though the page cache may have served that read.
 
-The time is the file system's: that of a file touched in the folder, which NFS takes from its server. Only a store that
-was opened to be read has to go by this machine's clock.
+Times are the file system's: the store touches a file in the folder and reads its time, which NFS takes from its server.
+Only a store that was opened read-only has to rely on this machine's clock.
 
-What is weaker than S3: a compare-and-swap excludes other writers by flock, which some network file systems keep to one
-host. Create-once is a hard link, atomic on POSIX file systems and NFS (open(2), O_EXCL).
+Weaker than S3: a compare-and-swap excludes other writers by flock, which some network file systems confine to one host.
+Create-once is a hard link, which is atomic on POSIX file systems and NFS (open(2), O_EXCL).
 """
 
 from __future__ import annotations
@@ -52,17 +52,19 @@ from ckpt_async.threads import in_thread
 _ALGORITHM = "crc64nvme"
 # Large enough that a thread hop per slice costs nothing, small enough to stay in the cache.
 _SLICE_BYTES = 4 << 20
-# Small objects that are read in one go: a thread hop for each would take a third of the throughput, and whoever cancels
-# waits for all of them.
+# How many small objects are read per thread hop: one hop for each object would cost a third of the throughput. A
+# cancelled call waits for all of them.
 _AT_A_TIME = 8
-# Of a listing that may end early. Large, for the next page reads the folders that lead there anew.
+# Page size of a listing that may end early. It is large because each further page reads again the folders that lead to
+# where it starts.
 PAGE_KEYS = 20_000
 
 
 class DirectoryStore(WholeObjects):
     """Objects as files below `root`. Blocking calls run in the loop's default executor.
 
-    A cancelled call returns only when its running disk operation has: buffer and descriptor are in use.
+    A cancelled call returns only after its running disk operation has ended, because that uses the buffer and
+    descriptor.
     """
 
     no_parts = "a folder has no multipart uploads"
@@ -98,7 +100,7 @@ class DirectoryStore(WholeObjects):
         self._capabilities = replace(self._capabilities, conditional_put=can_link)
 
     async def close(self) -> None:
-        """Nothing is held open between calls."""
+        """Do nothing: no resource is held between calls."""
 
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
@@ -138,7 +140,7 @@ class DirectoryStore(WholeObjects):
             await in_thread(self._read_many, gets[start : start + _AT_A_TIME], got)
 
     async def head(self, key: str) -> ObjectInfo:
-        """As promised, with a checksum: reads the whole file to compute it."""
+        """As specified, with a checksum: computing it reads the whole file."""
         self._check_key(key, "head")
         with translating("head", key):
             return await in_thread(self._read_back, key)
@@ -161,7 +163,9 @@ class DirectoryStore(WholeObjects):
             await in_thread(self._delete, key, etag)
 
     async def copy(self, source: str, etag: str, key: str) -> None:
-        """A hard link: the same file under another name. Where the file system has none, its bytes are copied."""
+        """Make a hard link, that is, another name for the same file. If the file system has no hard links, copy the
+        bytes.
+        """
         self._check_key(source, "copy")
         self._check_key(key, "copy")
         with translating("copy", source):
@@ -179,7 +183,7 @@ class DirectoryStore(WholeObjects):
     # --- writing -------------------------------------------------------------------------------------------
 
     def _publish(self, temporary: Path, key: str, condition: Condition) -> os.stat_result:
-        """Make a finished, synced file visible under its key, durably; returns what is visible now."""
+        """Make a finished, synced file visible under its key, durably, and return the status of what is visible now."""
         target = self._tree.path(key)
         match condition:
             case None:
@@ -203,8 +207,8 @@ class DirectoryStore(WholeObjects):
             raise PreconditionFailedError("there is no object", operation="put", key=key) from None
         if _etag(current) != etag:
             raise PreconditionFailedError(operation="put", key=key)
-        # An inode number can come back within one tick of the file system's clock, and an old ETag with it:
-        # a growing time makes every version of a swapped object differ from all before.
+        # Within one tick of the file system's clock an inode number can be reused, and with it an old ETag. Strictly
+        # growing times make every version of a swapped object differ from all earlier ones.
         os.utime(temporary)
         if os.stat(temporary).st_mtime_ns <= current.st_mtime_ns:
             os.utime(temporary, ns=(current.st_mtime_ns + 1, current.st_mtime_ns + 1))
@@ -216,7 +220,8 @@ class DirectoryStore(WholeObjects):
             if _etag(os.fstat(descriptor)) != etag:
                 raise PreconditionFailedError(operation="copy", key=source)
             temporary = self._tree.link_temporary(source)
-            # Nobody exchanges a file in place: what was linked is the one that was looked at, or was swapped just now.
+            # Files are never modified in place: the file that was linked is either the one opened above, or has just
+            # been swapped in.
             if temporary is None:
                 temporary = self._copy_bytes(descriptor)
             elif _etag(os.stat(temporary)) != etag:
@@ -227,7 +232,8 @@ class DirectoryStore(WholeObjects):
         try:
             self._publish(temporary, key, None)
         finally:
-            unlink_if_there(temporary)  # a rename onto another link of the same file does nothing
+            # Renaming onto another link of the same file leaves the temporary name.
+            unlink_if_there(temporary)
 
     def _copy_bytes(self, source: int) -> Path:
         temporary, descriptor = self._tree.create_temporary()
@@ -256,7 +262,7 @@ class DirectoryStore(WholeObjects):
                 raise PreconditionFailedError(operation="delete", key=key)
             unlink_if_there(path)
             sync_folder(path.parent)
-        # Best effort: a parent in use stays, and a shared file system may refuse.
+        # Best effort: a parent that is in use stays, and a shared file system may refuse.
         parent = path.parent
         with contextlib.suppress(OSError):
             while parent != self._tree.root:
@@ -283,7 +289,7 @@ class DirectoryStore(WholeObjects):
             with translating("get", each.key):
                 data, _ = self._read_whole(each.key, each.size_bytes)
                 check_size(len(data), each)
-            got(each, memoryview(data))  # what it raises is not ours
+            got(each, memoryview(data))  # its errors are not translated
 
     def _read_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         with translating("get_range", key):
@@ -306,7 +312,7 @@ class DirectoryStore(WholeObjects):
                         raise IntegrityError(
                             "was truncated while it was read", operation="get_range", key=key
                         )
-                sink(buffer[:count])  # what it raises is not ours
+                sink(buffer[:count])  # its errors are not translated
                 offset += count
         finally:
             os.close(descriptor)
@@ -362,5 +368,5 @@ def _info(key: str, status: os.stat_result, checksum: Checksum | None = None) ->
 
 
 def _etag(status: os.stat_result) -> str:
-    """Of one version of a file, without reading it."""
+    """Return the ETag of one version of a file, without reading it."""
     return f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'

@@ -1,4 +1,4 @@
-"""What a text that is no store URL was probably meant to be. Pure."""
+"""Guessing what a text that is not a store URL was meant to be. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Collection
 
-# Every writing of an S3 object's web address that AWS documents: bucket.s3[.-]region.…, and s3[.-]region.…/bucket.
+# Every form of an S3 object's web address that AWS documents: bucket.s3[.-]region.…, and s3[.-]region.…/bucket.
 _AWS = re.compile(
     r"https?://(?:(?P<host>[a-z0-9.-]+)\.)?s3[.-](?:[a-z0-9.-]+\.)?amazonaws\.com/(?P<path>.*)", re.IGNORECASE
 )
@@ -15,7 +15,9 @@ _SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)(?::/*|//+)(?P<rest>[^/].*)"
 
 
 def meant(url: str, schemes: Collection[str]) -> str:
-    """What to write instead, as the end of the sentence "did you mean …?"; empty if nothing suggests itself."""
+    """Return what to write instead, as the end of the sentence "did you mean …?", or an empty string if nothing
+    fits.
+    """
     if found := _AWS.fullmatch(url):
         bucket = f"{found['host']}/" if found["host"] else ""
         return f"s3://{bucket}{found['path']}".rstrip("/")

@@ -1,6 +1,6 @@
 """A store in this process's memory, for tests: exact about conditions, checksums and multipart uploads.
 
-Every request yields to the event loop once and never sleeps. Faults are not its business: wrap it.
+Every request yields to the event loop once and never sleeps. It injects no faults: wrap it for that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckpt_async.stores.interface import (
     put_one_by_one,
 )
 
-# Small, so that whoever can do with the first page is seen to.
+# Small, so that tests notice whether a caller stops after the first page.
 PAGE_KEYS = 2
 
 CAPABILITIES = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
@@ -79,7 +79,7 @@ _shared: dict[str, MemoryBucket] = {}
 
 
 def shared_bucket(name: str) -> MemoryBucket:
-    """The bucket of this name; lives as long as the process."""
+    """Return the bucket of this name, which lives as long as the process."""
     return _shared.setdefault(name, MemoryBucket())
 
 
@@ -220,7 +220,7 @@ class MemoryStore:
         self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         with self._bucket.lock:
-            self._find_upload(key, upload_id, "put_part")  # S3 says so before it looks at the bytes
+            self._find_upload(key, upload_id, "put_part")  # S3 reports this before it looks at the bytes
         assert checksum is not None, "not promised by the capabilities"
         data = await _receive(body, checksum, "put_part", key)
         with self._bucket.lock:
@@ -318,7 +318,9 @@ class MemoryStore:
         return upload
 
     def _completed_before(self, key: str, checksum: Checksum, size_bytes: int) -> ObjectInfo:
-        """What the S3 store does for an upload that S3 does not know (any more): only the object itself tells."""
+        """Do what the S3 store does for an upload that S3 does not know, or no longer knows: check the object
+        itself.
+        """
         stored = self._bucket.objects.get(self._root + key)
         if stored is None or (len(stored.data), stored.checksum) != (size_bytes, checksum):
             raise ObjectNotFoundError("no such multipart upload", operation="complete_multipart", key=key)
@@ -352,7 +354,7 @@ class MemoryStore:
 
 
 async def _receive(body: Body, checksum: Checksum, operation: str, key: str) -> bytes:
-    """Take the whole body in, then yield once: a cancelled request has changed nothing."""
+    """Take in the whole body, then yield once: a request cancelled there has changed nothing."""
     data = await collected(body)
     if checksum_of(data, checksum.algorithm) != checksum:
         raise IntegrityError("the bytes do not have the declared checksum", operation=operation, key=key)
@@ -360,7 +362,9 @@ async def _receive(body: Body, checksum: Checksum, operation: str, key: str) -> 
 
 
 def _etag(data: bytes) -> str:
-    """Like S3's for a plain PUT: made from content alone, so A→B→A passes an If-Match (rule R13)."""
+    """Return an ETag like S3's for a plain PUT: it depends on the content alone, so A→B→A passes an If-Match (rule
+    R13).
+    """
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 

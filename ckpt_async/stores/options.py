@@ -1,4 +1,4 @@
-"""How to connect to a store, whichever it is."""
+"""Options for connecting to a store of any kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_async.errors import SettingsError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """How to connect to a store. A backend ignores what means nothing to it, but refuses `put_args` that it
+    """How to connect to a store. A backend ignores options that mean nothing to it, but refuses `put_args` that it
     cannot take.
 
     Args:
@@ -52,7 +52,7 @@ class StoreOptions:
 
 
 def check_endpoint(endpoint_url: str) -> None:
-    """Raises SettingsError unless this is `http(s)://host[:port]` with perhaps a path."""
+    """Raise SettingsError unless this is `http(s)://host[:port]`, perhaps with a path."""
     parts = urlsplit(endpoint_url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise SettingsError(f"endpoint {endpoint_url!r} is not a URL", hint="https://host:port")

@@ -1,4 +1,4 @@
-"""Libraries that print of a failure what they also raise."""
+"""Silencing libraries that print failures which they also raise."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 
 
 def say_once(name: str) -> None:
-    """What the library whose loggers begin with `name` says goes to the handlers that the program has set up, and where
-    it has none not to stderr: there our own error says it, once.
+    """Keep the library whose loggers begin with `name` from printing to stderr when the program has set up no handlers:
+    our own error reports the failure, once. Handlers that the program has set up still get its messages.
     """
     logger = logging.getLogger(name)
     if not logger.handlers:

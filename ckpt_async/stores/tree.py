@@ -1,4 +1,4 @@
-"""The folder tree beneath a DirectoryStore: names, temporary files, the lock, the folder's own clock. Blocking."""
+"""The folder tree beneath a DirectoryStore: names, temporary files, the lock, and the folder's own clock. Blocking."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
 _LOCK = "lock"
 
-# A parent that `delete` finds empty may vanish between its making and its use.
+# How often to retry when a parent folder vanishes before it is used, because a `delete` found it empty.
 _PARENT_ATTEMPTS = 10
-# Holders keep the lock for a rename and an fsync; beyond this one of them hangs.
+# Holders keep the lock for a rename and an fsync; if it takes longer than this, one of them hangs.
 _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002
-# Far above the time any upload goes without a write.
+# Far longer than any upload goes without a write.
 _LEFT_OVER_AGE_S = 24 * 3600.0
-# Far above the time from the making of a folder to its first file.
+# Far longer than it takes from making a folder to putting the first file into it.
 _EMPTY_AGE_S = 60.0
 
 _DISK = {
@@ -75,7 +75,7 @@ class Tree:
         self._has_own = self._own.is_dir()
 
     def open_to_write(self) -> bool:
-        """Make the folder if it is missing and try one write and one lock in it; whether hard links work."""
+        """Make the folder if it is missing and try one write and one lock in it; return whether hard links work."""
         make_folders(self._own)
         self._has_own = True
         can_link = self._probe()
@@ -83,7 +83,9 @@ class Tree:
         return can_link
 
     def path(self, key: str) -> Path:
-        """The file of a key. A link among its folders could lead out of the root: refused (I10)."""
+        """Return the file of a key. A symbolic link among its folders is refused, as it could lead out of the root
+        (I10).
+        """
         path = self.root / key
         parent = path.parent
         while parent != self.root:
@@ -120,7 +122,7 @@ class Tree:
             unlink_if_there(linked)
 
     def _remove_left_overs(self, now: float) -> None:
-        """Drop temporary files of writers that died, best effort."""
+        """Delete temporary files of writers that died, best effort."""
         oldest = now - _LEFT_OVER_AGE_S
         for entry in os.scandir(self._own):
             with contextlib.suppress(OSError):
@@ -134,7 +136,7 @@ class Tree:
             return path, os.open(path, flags, 0o666)
 
     def link_temporary(self, key: str) -> Path | None:
-        """A temporary name of a file; None where it cannot have another one."""
+        """Link a file under a temporary name, and return that, or None if the file system cannot link it."""
         path = self._own / secrets.token_hex(16)
         with self._in_place("copy"):
             return path if _try_link(self.path(key), path) else None
@@ -145,7 +147,8 @@ class Tree:
                 return place()
             except FileNotFoundError:
                 self.check_there("put")
-                with contextlib.suppress(FileNotFoundError):  # a delete took the one just made: again
+                # A delete removed the folder just made: try again.
+                with contextlib.suppress(FileNotFoundError):
                     make_folders(target.parent)
         return place()
 
@@ -153,8 +156,8 @@ class Tree:
     def locked(self) -> Iterator[None]:
         """Exclude the compare-and-swaps and deletes of every other process and thread.
 
-        The lock file is never removed: whoever waits on it must wait on the same inode. The wait is bounded,
-        for the holder may be a stopped process.
+        The lock file is never removed, because everybody who waits for the lock must wait on the same inode. The wait
+        is bounded, because the holder may be a stopped process.
         """
         with self._in_place("lock"):
             descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -173,8 +176,9 @@ class Tree:
             os.close(descriptor)
 
     def check_there(self, operation: str, key: str = "") -> None:
-        """What is missing is not empty. The folder of our own is what a mount point without its file system lacks: so
-        nobody makes it anew, or checkpoints would be committed into a place where nobody will look.
+        """Raise StoreError if the folder is gone: missing is not empty. A mount point whose file system is not mounted
+        lacks our own subfolder. Hence nobody recreates that subfolder: checkpoints would be committed where nobody will
+        look for them.
         """
         if not self.root.is_dir() or (self._has_own and not self._own.is_dir()):
             raise StoreError(
@@ -187,7 +191,7 @@ class Tree:
 
     @contextlib.contextmanager
     def _in_place(self, operation: str) -> Iterator[None]:
-        """Around what needs the folder of our own. Readers find none where a run was copied without it."""
+        """Run code that needs our own subfolder. Readers may find none, if a run was copied without it."""
         if not self._has_own:
             self.check_there(operation)
             make_folders(self._own)
@@ -199,7 +203,7 @@ class Tree:
             raise
 
     def now(self) -> float:
-        """By the clock that sets the times of files: that of a network file system's server."""
+        """Return the time by the clock that sets file times, which is the server's on a network file system."""
         if not self._may_write:
             return time.time()
         with self._in_place("list"):
@@ -211,8 +215,8 @@ class Tree:
             os.close(descriptor)
 
     def files(self, folder: str, now: float, start_after: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Every regular file below `folder` ("" or ending in '/') past `start_after`, in the order of keys; links are
-        not followed. Folders are read when it is their turn, and those before `start_after` not at all.
+        """Yield every regular file below `folder` ("" or ending in '/') past `start_after`, in key order, without
+        following links. Each folder is read when its turn comes; folders before `start_after` are not read at all.
         """
         path = self.path(folder) if folder else self.root
         try:
@@ -221,7 +225,7 @@ class Tree:
             return  # deleted since its parent was read
         if not entries and self._may_write and folder.startswith((DATA, f"{PRIVATE}/")):
             _remove_left_behind(path, now)
-        # A folder's keys go on with '/': "a-b" comes before all of "a".
+        # The keys in a folder continue with '/', so "a-b" sorts before everything in "a".
         below = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         for entry in sorted(entries, key=lambda each: f"{each.name}/" if below[each.name] else each.name):
             key = folder + entry.name
@@ -233,7 +237,9 @@ class Tree:
 
 
 def check_no_dangling_link(path: Path) -> None:
-    """Raise OSError if a link on the way leads nowhere: a disk that is not mounted, and no place for a first start."""
+    """Raise OSError if a link on the path is dangling: the disk is not mounted, so this is no place for a first
+    start.
+    """
     while not os.path.lexists(path):
         path = path.parent
     if not path.exists():
@@ -241,7 +247,9 @@ def check_no_dangling_link(path: Path) -> None:
 
 
 def _remove_left_behind(folder: Path, now: float) -> None:
-    """An empty folder, unless it was just made: who deletes a last file may die before he deletes its folder."""
+    """Remove an empty folder, unless it was just made: a process that deletes a last file may die before it removes the
+    folder.
+    """
     with contextlib.suppress(OSError):
         if folder.stat().st_mtime < now - _EMPTY_AGE_S:
             folder.rmdir()
@@ -271,7 +279,7 @@ def sync_folder(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return  # removed by a delete since: with it went what was to be made durable
+        return  # a delete has removed it since, and with it what was to be made durable
     try:
         os.fsync(descriptor)
     finally:
@@ -285,7 +293,7 @@ def unlink_if_there(path: Path) -> None:
 
 @contextlib.contextmanager
 def translating(operation: str, key: str) -> Iterator[None]:
-    """Turn every OSError into a StoreError of the right reason."""
+    """Turn every OSError into a StoreError with the right reason."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Stores of whole objects: they have no multipart uploads, and refuse every request about one."""
+"""Stores of whole objects, which have no multipart uploads and refuse every request about one."""
 
 # ruff: noqa: ARG002 - the methods take what the protocol says, and refuse
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ckpt_async.stores.interface import Body, MultipartInfo, ObjectInfo, StoredP
 
 
 class WholeObjects:
-    """What a store inherits whose `capabilities.multipart` is False."""
+    """Base class of stores whose `capabilities.multipart` is False."""
 
-    no_parts: ClassVar[str]  # why
+    no_parts: ClassVar[str]  # the reason given in errors
     no_parts_reason: ClassVar[FailureReason] = FailureReason.OTHER
 
     async def copy_part(
@@ -43,7 +43,7 @@ class WholeObjects:
         self._refuse_part("abort_multipart", key)
 
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
-        """None: there are no multipart uploads here."""
+        """Return an empty list: there are no multipart uploads here."""
         check_prefix(prefix, "list_multiparts")
         return []
 

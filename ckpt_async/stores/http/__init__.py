@@ -1,4 +1,4 @@
 """HTTP/1.1 on blocking sockets in worker threads: connections, framing, request bodies, ranged reads.
 
-One attempt with its deadline and its error. Nothing here knows S3, retries or checkpoints.
+A call makes one attempt, with its own timeouts and errors. Nothing here knows about S3, retries or checkpoints.
 """

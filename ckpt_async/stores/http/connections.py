@@ -1,4 +1,4 @@
-"""Keep-alive connections to HTTP servers and the threads that use them, and what their sockets are told."""
+"""Keep-alive connections to HTTP servers, the threads that use them, and the options of their sockets."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from ckpt_async.niceness import BulkThreads
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import result_of
 
-# Below what servers and what is in between (NAT, load balancers) keep a silent connection for.
+# Shorter than the time for which servers and middleboxes (NAT, load balancers) keep an idle connection.
 MAX_IDLE_S = 30.0
-# Of so many bytes and more, the time says how fast a connection is; a slow one has this part of what is usual, which
-# takes so many requests to know.
+# Transfers of at least TELLING_BYTES measure how fast a connection is. Once TELLING_REQUESTS of them have shown what is
+# usual, a connection slower than SLOW times that is closed.
 TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8
-# A call on a blocking socket returns after this long at the latest, so that somebody looks at the clock.
+# A call on a blocking socket returns after this long at the latest, so that its caller can check the clock.
 BLOCK_S = 1.0
-# What such a call raises then: on a plain socket, on TLS.
+# What such a call raises then: the first on a plain socket, the second on TLS.
 BLOCKED = (BlockingIOError, TimeoutError)
 
 T = TypeVar("T")
 
 
 class _CancelledError(Exception):
-    """Whoever waited for the request has gone."""
+    """The request was cancelled: nobody waits for it any more."""
 
 
 class CancelToken:
-    """Of one request: lets the event loop break the connection beneath the thread."""
+    """Cancels one request: lets the event loop break the connection that the request's thread is using."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,8 +53,8 @@ class CancelToken:
         self._is_at_work = self._is_cancelled = False
 
     def uses(self, connected: socket.socket | None, *, is_at_work: bool = False) -> None:
-        """The thread has a connection from here on, or none any more. Only with one, or while it says that it is at
-        work, does it call what it was given.
+        """Record that the thread now uses this connection, or none. The thread may call its callbacks only while it has
+        a connection or has declared itself at work.
         """
         with self._lock:
             if self._is_cancelled:
@@ -62,21 +62,24 @@ class CancelToken:
             self._socket, self._is_at_work = connected, is_at_work
 
     def cancel(self) -> bool:
-        """Break it off. Whether the thread may still be at the sink: else it never will be again."""
+        """Break the connection. Return whether the thread may still be in one of its callbacks; if not, it will never
+        call one again.
+        """
         with self._lock:
             self._is_cancelled = True
             if self._socket is None:
                 return self._is_at_work
             with contextlib.suppress(OSError):
                 _forget_queued(self._socket)
-                # Not SSLSocket's own, after which the thread would take what is still encrypted for the body.
+                # Not SSLSocket.shutdown: after that, the thread would take bytes that are still encrypted for the body.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             return True
 
 
 class Connections:
-    """Keep-alive connections and the threads that use them. Whoever asks for more than `max_connections` at once waits
-    for a thread. Bulk ones are as nice as the bytes that they carry (see `niceness`). `traffic` counts what moves.
+    """Keep-alive connections and the threads that use them. A request beyond `max_connections` waits for a thread.
+    Threads of bulk connections are as nice as other threads that carry bytes (see `niceness`). `traffic` counts the
+    bytes moved.
     """
 
     _OVER_TLS: type[http.client.HTTPSConnection] = http.client.HTTPSConnection
@@ -96,12 +99,13 @@ class Connections:
         threads = BulkThreads if is_bulk else ThreadPoolExecutor
         self._threads: ThreadPoolExecutor = threads(max_connections, "ckpt-async-http")
         self._lock = threading.Lock()
-        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # and since when
+        # With the time since when each is idle.
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []
         self._is_closed = False
         self._usual_bytes_per_s, self._num_told = 0.0, 0
 
     def close(self) -> None:
-        """Release connections; those in use when their requests end. Does not block."""
+        """Close the idle connections now, and those in use when their requests end. Does not block."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -110,14 +114,15 @@ class Connections:
         self._threads.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[CancelToken], T]) -> T:
-        """What `work` returns or raises. Cancelled, its connection is broken off, and its thread has let go of what it
-        was given when this returns.
+        """Return or raise what `work` does. If cancelled, break its connection, and return only once its thread has let
+        go of everything it was given.
         """
         token = CancelToken()
         try:
             done = asyncio.get_running_loop().run_in_executor(self._threads, work, token)
         except RuntimeError as error:
-            token.cancel()  # an executor that cannot start a thread keeps the work for one that it has
+            # An executor that cannot start a thread leaves the work queued for its other threads.
+            token.cancel()
             if self._is_closed:
                 raise
             raise OSError(errno.EAGAIN, f"no thread for it: {error}") from error
@@ -126,7 +131,9 @@ class Connections:
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _take(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        """And whether it is fresh. What can be read between two requests is the end, or would pass for an answer."""
+        """Return a connection and whether it is fresh. Anything readable on an idle connection is either its end or
+        would be mistaken for the next answer, so such a connection is closed.
+        """
         while (idle := self._take_idle(url)) is not None:
             if not has_unread(idle.sock):
                 return idle, False
@@ -148,7 +155,7 @@ class Connections:
         return found
 
     def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
-        """A connection that is made with its first request."""
+        """Return a connection that is not established yet; `_dial` does that."""
         assert url.hostname is not None
         if url.scheme != "https":
             return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
@@ -168,8 +175,8 @@ class Connections:
     def _put_back(
         self, connection: http.client.HTTPConnection, moved_bytes: int = 0, took_s: float = 1.0
     ) -> None:
-        """Keep it for the next request, unless it was far slower than usual with these bytes: the last one to come
-        back is the first to be taken.
+        """Keep the connection for the next request, unless it was far slower than usual with these bytes. The
+        connection returned last is reused first.
         """
         rate = moved_bytes / max(took_s, 1e-6) if moved_bytes >= TELLING_BYTES else 0.0
         with self._lock:
@@ -185,7 +192,7 @@ class Connections:
 
 
 def abort(connection: http.client.HTTPConnection) -> None:
-    """Close it. What the kernel has not sent yet is not sent: on a thin link that is minutes of it."""
+    """Close the connection and drop what the kernel has not sent yet: on a slow link that could be minutes of data."""
     if connection.sock is not None:
         with contextlib.suppress(OSError):
             _forget_queued(connection.sock)
@@ -193,13 +200,13 @@ def abort(connection: http.client.HTTPConnection) -> None:
 
 
 def _forget_queued(connected: socket.socket) -> None:
-    """When it is closed."""
+    """Make a later close drop what the kernel has not sent yet."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def unacknowledged_bytes(connected: socket.socket) -> int:
-    """Of what the kernel has taken (Linux: tcp(7), SIOCOUTQ; 0 elsewhere). Raises OSError or ValueError if it is
-    closed.
+    """Return how many of the bytes that the kernel has taken are unacknowledged (Linux: tcp(7), SIOCOUTQ; 0 elsewhere).
+    Raises OSError or ValueError if the socket is closed.
     """
     if not sys.platform.startswith("linux"):
         return 0
@@ -207,7 +214,7 @@ def unacknowledged_bytes(connected: socket.socket) -> int:
 
 
 def enable_keepalive(made: socket.socket) -> None:
-    """Notice a dead peer within about 90 s, and keep what is in between from forgetting the connection."""
+    """Detect a dead peer within about 90 s, and keep middleboxes from forgetting the connection."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 45), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
@@ -215,7 +222,7 @@ def enable_keepalive(made: socket.socket) -> None:
 
 
 def has_unread(connected: socket.socket) -> bool:
-    """Whether there is something to read, or the end."""
+    """Return whether there is something to read, be it data or the end of the stream."""
     of_tls: Callable[[], int] | None = getattr(connected, "pending", None)
     if of_tls is not None and of_tls():
         return True
@@ -225,14 +232,18 @@ def has_unread(connected: socket.socket) -> bool:
 
 
 def trusting(ca_file: str | None) -> ssl.SSLContext:
-    """Shared by all connections, for reading the certificates takes 10 ms of CPU; read again when they change."""
+    """Return a TLS context that all connections share, because reading the certificates takes 10 ms of CPU. They are
+    read again when the file changes.
+    """
     changed_ns = os.stat(ca_file).st_mtime_ns if ca_file else 0
     with _making_context:
         return _context(ca_file, changed_ns)
 
 
 def trusted_for(url: str, ca_file: str | None) -> ssl.SSLContext | bool:
-    """`trusting`, for a request that aiohttp makes to `url`: without it, that keeps whom it has trusted at first."""
+    """Return the TLS context for a request that aiohttp makes to `url`. On its own, aiohttp would keep using the
+    certificates that it read first.
+    """
     return trusting(ca_file) if url.startswith("https:") else True
 
 
@@ -245,9 +256,9 @@ def _context(ca_file: str | None, _changed_ns: int) -> ssl.SSLContext:
 
 
 def let_block(connected: socket.socket, timeout_s: float) -> None:
-    """Let calls return when nothing has moved for BLOCK_S. Python's own timeouts make a plain socket non-blocking:
-    os.sendfile does not know what to do with that, and it takes two system calls for whatever has arrived. The kernel's
-    mean nothing to TLS.
+    """Let socket calls return when nothing has moved for BLOCK_S. Python's own timeouts would make a plain socket
+    non-blocking: os.sendfile cannot handle that, and receiving would take two system calls each time. The kernel's
+    timeouts, used instead, have no effect on TLS.
     """
     limit_s = min(timeout_s, BLOCK_S)
     if isinstance(connected, ssl.SSLSocket):
@@ -260,8 +271,9 @@ def let_block(connected: socket.socket, timeout_s: float) -> None:
 
 
 def receive_into(connected: socket.socket, buffer: memoryview, timeout_s: float, flags: int = 0) -> int:
-    """Wait for bytes; how many came, 0 at the end. Raises TimeoutError after `timeout_s` without any. Nobody can answer
-    what is still on its way: that time counts once it has arrived, or does not get on any more.
+    """Wait for bytes and return how many came, 0 at the end of the stream. Raises TimeoutError after `timeout_s`
+    without any. The server cannot answer a request that is still in transit, so the time starts anew whenever the
+    amount of unacknowledged data changes.
     """
     give_up_at, queued_bytes = time.monotonic() + timeout_s, 0
     while True:
@@ -276,18 +288,20 @@ def receive_into(connected: socket.socket, buffer: memoryview, timeout_s: float,
 
 
 def receive(connected: socket.socket, size_bytes: int, timeout_s: float) -> bytes:
-    """`receive_into`, for a few bytes."""
+    """Receive a few bytes, as `receive_into` does."""
     buffer = memoryview(bytearray(size_bytes))
     return bytes(buffer[: receive_into(connected, buffer, timeout_s)])
 
 
 def has_proxy(url: str) -> bool:
-    """Whether the environment sends requests to `url` through a proxy: then the SDK's HTTP client must make them."""
+    """Return whether the environment sends requests to `url` through a proxy, so that only the SDK's HTTP client can
+    make them.
+    """
     return bool(proxy_of(url))
 
 
 def proxy_of(url: str) -> str:
-    """The proxy, without the name and password that may be in its URL; "" if there is none."""
+    """Return the proxy for `url` without the name and password that may be in its URL, or "" for none."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme, "")
     return proxy.rpartition("@")[2] if proxy and not urllib.request.proxy_bypass(parts.netloc) else ""

@@ -1,8 +1,8 @@
-"""Ranged GETs over HTTP at the speed of the link: blocking sockets in worker threads, one reused buffer each.
+"""Ranged GETs over HTTP at the speed of the link: blocking sockets in worker threads, each with one reused buffer.
 
-aiohttp hands a body over in pieces of at most 64 KiB, each a `bytes` of its own, all in the event loop. Here a thread
-receives into a buffer that it uses again and again, and `recv_into`, the checksum and the write to disk all release the
-GIL. The SDK still decides what a request is; only the bytes go past it.
+aiohttp delivers a body in pieces of at most 64 KiB, each a new `bytes` object, all in the event loop. Here a thread
+receives into a buffer that it reuses, and `recv_into`, the checksum and the write to disk all release the GIL. The SDK
+still determines the request; only the bytes bypass it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ckpt_async.stores.http.messages import (
 from ckpt_async.stores.http.tls import TlsConnection
 from ckpt_async.stores.interface import Sink
 
-# Large enough that threads which write to one file seldom wait for each other (half as often as with 256 KiB), small
-# enough that a slice is still in the core's own cache when its checksum is computed and when it is written.
+# Large enough that threads writing to one file seldom wait for each other (half as often as with 256 KiB), small enough
+# that a slice is still in the core's own cache when its checksum is computed and when it is written.
 BUFFER_BYTES = 512 << 10
 
 Check = Callable[[Response], None]
@@ -42,7 +42,7 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Downloads(Connections):
-    """Ranges of objects, received into buffers that are used again and again."""
+    """Downloads of ranges of objects into reused buffers."""
 
     _OVER_TLS = TlsConnection
 
@@ -55,11 +55,11 @@ class Downloads(Connections):
         check: Check,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> Response:
-        """GET a range of `url`, at least one byte. `check` sees the answer before any byte reaches `sink`, which is
-        called in a worker thread and never again once this has returned or raised.
+        """GET a range of `url` of at least one byte. `check` sees the answer before any byte reaches `sink`, which is
+        called in a worker thread and never after this has returned or raised.
 
-        Raises whatever the socket, `check` or `sink` raise; IncompleteRead if the body is cut short. A refusal (status
-        300 and above) is returned with its body.
+        Raises whatever the socket, `check` or `sink` raise, and IncompleteRead if the body is cut short. A refusal
+        (status 300 and above) is returned with its body.
         """
         return await self._in_thread(
             lambda token: self._get(token, urlsplit(url), offset, size_bytes, sink, check, lines_of(headers))
@@ -72,9 +72,9 @@ class Downloads(Connections):
         got: Callable[[int, memoryview], None],
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> tuple[int, Response] | None:
-        """GET small objects, each by URL and size, one after the other, until one is refused: then its number and
-        answer. `check` sees each answer, and `got` the bytes, in a worker thread and never again once this has returned
-        or raised. Raises as `get_range`.
+        """GET small objects, each given by URL and size, one after the other. If one is refused, stop and return its
+        index and answer. `check` sees each answer and `got` its bytes, both in a worker thread and never after this has
+        returned or raised. Raises what `get_range` raises.
         """
         return await self._in_thread(lambda token: self._get_many(token, gets, check, got, lines_of(headers)))
 
@@ -95,7 +95,7 @@ class Downloads(Connections):
             )
             if answer.status >= 300:
                 return number, answer
-            token.uses(None, is_at_work=True)  # not if it is cancelled by now
+            token.uses(None, is_at_work=True)  # raises if cancelled by now
             got(number, memoryview(data))
             token.uses(None)
         return None
@@ -130,7 +130,7 @@ class Downloads(Connections):
                 connection.close()
                 return answer
             check(answer)
-            # Chunked, or of another length: what is left would be the next answer's.
+            # The answer is chunked or has another length: leftover bytes would be taken for the next answer.
             if content_length(answer) != size_bytes:
                 raise http.client.IncompleteRead(b"", size_bytes)
             self._receive(connected, content[:size_bytes], size_bytes, sink)
@@ -147,7 +147,7 @@ class Downloads(Connections):
     def _ask(
         self, token: CancelToken, connection: http.client.HTTPConnection, url: SplitResult, lines: str
     ) -> tuple[bytes, bytes]:
-        """The head of the answer, and what came with it."""
+        """Send the request; return the head of the answer and the part of the body that came with it."""
         connected: socket.socket = connection.sock or self._dial(connection)
         token.uses(connected)
         target = f"{url.path}?{url.query}" if url.query else url.path
@@ -164,8 +164,8 @@ class Downloads(Connections):
             received = without_interim(received + data)
 
     def _receive(self, connected: socket.socket, content: bytes, size_bytes: int, sink: Sink) -> None:
-        """Hand over exactly `size_bytes`, which begin with `content`, in slices as large as arrive within BLOCK_S: who
-        watches for stalls wants to hear of a slow link's bytes, too.
+        """Hand over exactly `size_bytes`, which begin with `content`, in slices as large as arrive within BLOCK_S: a
+        stall detector must hear of a slow link's bytes too.
         """
         buffer = memoryview(bytearray(min(BUFFER_BYTES, size_bytes)))
         filled, left = len(content), size_bytes
@@ -181,7 +181,7 @@ class Downloads(Connections):
             left, filled = left - filled, 0
 
     def _rest_of_refusal(self, connected: socket.socket) -> bytes:
-        """Whose body may be cut short: its status counts."""
+        """Receive more of a refusal's body, which may be cut short: only the status matters."""
         with contextlib.suppress(OSError):
             return receive(connected, HEAD_BYTES, self._read_timeout_s)
         return b""

@@ -1,4 +1,4 @@
-"""What HTTP's statuses and the failures of connections mean: the same to every store."""
+"""What HTTP statuses and connection failures mean, the same for every store."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def reason_of_status(status: int) -> FailureReason:
 
 
 def is_of_somebody_else(status: int) -> bool:
-    """Whether an answer with this status, and without the error code that a store gives, was made by something between
-    us and it: a proxy, a load balancer, a login page. It may be gone at the next attempt. (404: it knows nothing of our
+    """Return whether an answer with this status, and without a store's error code, comes from a middlebox such as a
+    proxy, a load balancer or a login page. The next attempt may get past it. (A 404 of this kind says nothing about our
     objects.)
     """
     return 300 <= status < 400 or status in (400, 404, 407)
@@ -66,7 +66,7 @@ def reachable_hint(endpoint: str) -> str:
 
 
 def failure_of(error: Exception, endpoint: str) -> tuple[FailureReason, str]:
-    """Why a request to `endpoint` got no answer, and what to do about it."""
+    """Return why a request to `endpoint` got no answer, and a hint what to do about it."""
     match error:
         case MalformedResponseError():
             return FailureReason.TRANSIENT, SOMEBODY_ELSE
@@ -85,7 +85,7 @@ def failure_of(error: Exception, endpoint: str) -> tuple[FailureReason, str]:
 
 
 class _SinkError(CkptAsyncError):
-    """Carries what a sink raised past the translation of the store's own errors."""
+    """Carries an error of a sink past the translation of the store's own errors."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -94,7 +94,9 @@ class _SinkError(CkptAsyncError):
 
 @contextlib.contextmanager
 def telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]:
-    """A sink whose failures pass every translation of errors within, and are raised as they are."""
+    """Yield a wrapper of `sink` whose errors pass every translation of errors inside this context, and leave it
+    unchanged.
+    """
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:

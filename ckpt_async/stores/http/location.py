@@ -1,4 +1,4 @@
-"""Where requests go, for messages."""
+"""Where requests go, for use in error messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _PADDING = re.compile("0{16,}")
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """A prefix in a bucket at an endpoint, and errors about what is there: their messages have an object's full name,
-    for people; their `key` is relative to the root, as everywhere else.
+    """A prefix in a bucket at an endpoint, which also makes the errors about what is there. Their messages have an
+    object's full name, for people; their `key` is relative to the root, as everywhere else.
     """
 
     scheme: ClassVar[str]
@@ -36,13 +36,13 @@ class BucketLocation:
         return f"{self.bucket}/{self.root}"
 
     def name(self, key: str) -> str:
-        """What people find an object by in any other tool. Nothing for no key."""
+        """Return the name by which people find an object in any other tool, or "" for an empty key."""
         return f"{self.scheme}://{self}{legible(key, key)}" if key else ""
 
     def error(
         self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""
     ) -> StoreError:
-        """About an object here."""
+        """Make an error about an object here."""
         name = self.name(key) or (f"{self.scheme}://{self}" if operation in self.listings else "")
         return self.about(key, StoreError(message, reason=reason, operation=operation, key=name, hint=hint))
 
@@ -65,5 +65,5 @@ class BucketLocation:
 
 
 def legible(text: str, key: str) -> str:
-    """`text` without what makes the probe's keys long: theirs is the first message that somebody who is new gets."""
+    """Shorten the padding in the probe's keys, which appear in the first error message that a new user may get."""
     return _PADDING.sub("...", text) if key.startswith(PROBES) else text

@@ -1,4 +1,4 @@
-"""HTTP's messages as bytes: heads of requests, answers as they are received. No sockets."""
+"""HTTP messages as bytes: heads of requests, and answers as they are received. No sockets."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult
 
-# What is received at once of an answer; its head cannot be larger.
+# How much of an answer is received at once; its head cannot be larger.
 HEAD_BYTES = 64 << 10
 MAX_ERROR_BYTES = 64 << 10
 _INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
 _STATUS = re.compile(r"[0-9]{3}(?: |\Z)")
-# A name goes up to the colon (RFC 9110, 5.1); a value has no control characters, and lines are not folded.
+# A name extends to the colon (RFC 9110, 5.1); a value has no control characters, and lines are not folded.
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
 _HEADERS = re.compile(rf"{_HEADER.pattern}(?:\r\n|\Z)")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _WHOLE = re.compile(r"[0-9]{1,19}")
-# What says where an answer ends.
+# The headers that say where an answer ends.
 _FRAMING = frozenset({"content-length", "transfer-encoding"})
 _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Status and headers (names in lower case); `error` is the body of a refusal."""
+    """Status and headers of an answer (names in lower case). `error` is the body of a refusal."""
 
     status: int
     headers: Mapping[str, str]
     error: bytes = b""
 
     def as_sdk_response(self) -> dict[str, Any]:
-        """The refusal in the shape in which the SDK reports one."""
+        """Return the refusal in the form in which the SDK reports one."""
         text = self.error.decode("utf-8", "replace")
         said = {name: re.search(rf"<{name}>([^<]*)</{name}>", text) for name in ("Code", "Message")}
         return {
@@ -47,14 +47,14 @@ class Response:
 
 
 def host_of(url: SplitResult) -> str:
-    """For the header, as the SDK signs it: in lower case, without user and the scheme's own port."""
+    """Return the Host header as the SDK signs it: in lower case, without user and without the scheme's default port."""
     host = url.hostname or ""
     host = f"[{host}]" if ":" in host else host
     return host if url.port in (None, _PORTS.get(url.scheme)) else f"{host}:{url.port}"
 
 
 def lines_of(headers: Mapping[str, str | bytes]) -> str:
-    """As they stand in a request. Raises ValueError if one of them would be more than a line."""
+    """Format headers as they appear in a request. Raises ValueError if one of them would span more than one line."""
     lines = "".join(
         f"{name}: {value if isinstance(value, str) else value.decode('latin-1')}\r\n"
         for name, value in headers.items()
@@ -65,15 +65,15 @@ def lines_of(headers: Mapping[str, str | bytes]) -> str:
 
 
 class UnusualResponseError(Exception):
-    """It is not a short answer that tells its length."""
+    """The answer is not a short one that states its length."""
 
 
 class MalformedResponseError(http.client.HTTPException):
-    """It says what no store says, or could be read in more than one way."""
+    """The answer says something that no store says, or could be read in more than one way."""
 
 
 def complete_response(received: bytes) -> tuple[Response, bool] | None:
-    """The answer, and whether it is the connection's last; None if there is more to come."""
+    """Return the answer and whether it is the connection's last, or None if more of it is to come."""
     head, has_ended, content = received.partition(b"\r\n\r\n")
     if not has_ended:
         if len(received) > HEAD_BYTES:
@@ -90,20 +90,20 @@ def complete_response(received: bytes) -> tuple[Response, bool] | None:
 
 
 def keeps_connection(head: bytes, answer: Response) -> bool:
-    """Whether another request may follow."""
+    """Return whether another request may follow on the connection."""
     return head.startswith(b"HTTP/1.1") and "close" not in answer.headers.get("connection", "").lower()
 
 
 def without_interim(received: bytes) -> bytes:
-    """Without 100 Continue and its like, which nobody asked for."""
+    """Strip interim answers such as 100 Continue, which nobody asked for."""
     while interim := _INTERIM.match(received):
         received = received[interim.end() :]
     return received
 
 
 def parsed(head: bytes) -> Response:
-    """An answer's head, without the empty line at its end. Strict: what can be read in two ways lets a part of one
-    answer pass for the next (RFC 9112, 11.2). Raises BadStatusLine or MalformedResponseError.
+    """Parse the head of an answer, given without the empty line at its end. Strict: ambiguous framing would let a part
+    of one answer pass for the next (RFC 9112, 11.2). Raises BadStatusLine or MalformedResponseError.
     """
     first, _, lines = head.decode("latin-1").partition("\r\n")
     version, _, status = first.partition(" ")
@@ -118,7 +118,7 @@ def parsed(head: bytes) -> Response:
         name, value = as_written.lower(), padded.strip(" \t")
         if name in _FRAMING and name in headers:
             raise MalformedResponseError(f"the answer has {name} twice")
-        # Several lines of a name are one list (RFC 9110, 5.3).
+        # Several lines with the same name form one list (RFC 9110, 5.3).
         headers[name] = f"{headers[name]}, {value}" if name in headers else value
     if _FRAMING.issubset(headers):
         raise MalformedResponseError(f"the answer has both {' and '.join(sorted(_FRAMING))}")
@@ -128,20 +128,20 @@ def parsed(head: bytes) -> Response:
 
 
 def content_length(answer: Response) -> int | None:
-    """As the head tells it; None if it does not."""
+    """Return the Content-Length that the head states, or None if it does not."""
     text = answer.headers.get("content-length")
     return None if text is None else whole_number("Content-Length", text)
 
 
 def whole_number(name: str, text: str) -> int:
-    """Of at most 19 digits. Raises MalformedResponseError."""
+    """Parse a whole number of at most 19 digits. Raises MalformedResponseError."""
     if not _WHOLE.fullmatch(text):
         raise MalformedResponseError(f"the {name} of the answer is {text[:80]!r}")
     return int(text)
 
 
 def http_date(name: str, text: str) -> float:
-    """Seconds since the epoch. Raises MalformedResponseError."""
+    """Parse an HTTP date to seconds since the epoch. Raises MalformedResponseError."""
     try:
         at = email.utils.parsedate_to_datetime(text)
     except (ValueError, TypeError, IndexError, OverflowError):
@@ -150,7 +150,7 @@ def http_date(name: str, text: str) -> float:
 
 
 def seconds_of(name: str, at: dt.datetime) -> float:
-    """Since the epoch. Raises MalformedResponseError."""
+    """Convert a time to seconds since the epoch. Raises MalformedResponseError."""
     try:
         return at.timestamp()
     except (ValueError, OverflowError):
@@ -158,11 +158,11 @@ def seconds_of(name: str, at: dt.datetime) -> float:
 
 
 class OtherRangeError(Exception):
-    """A well-formed answer that is not the range asked for."""
+    """The answer is well-formed but not the range asked for."""
 
 
 def total_of_range(answer: Response, offset: int, size_bytes: int) -> int:
-    """`range_total` of an answer to a GET."""
+    """Return the size of the whole object from an answer to a GET, as `range_total` does."""
     headers = answer.headers
     if missing := [name for name in ("etag", "content-length") if name not in headers]:
         raise MalformedResponseError(f"the store answered without {', '.join(missing)}")
@@ -173,7 +173,9 @@ def total_of_range(answer: Response, offset: int, size_bytes: int) -> int:
 def range_total(
     status: int, content_range: str | None, content_length: int, offset: int, size_bytes: int
 ) -> int:
-    """The size of the whole object, from an answer that must be exactly the range asked for. Raises OtherRangeError."""
+    """Return the size of the whole object from an answer that must be exactly the range asked for. Raises
+    OtherRangeError.
+    """
     if content_range is None and status != 206:
         start, end, total = 0, content_length - 1, content_length
     else:
@@ -189,7 +191,9 @@ def range_total(
 
 
 def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Response:
-    """An answer of any shape: what was received of it, and then what `receive` finds, until that is nothing."""
+    """Parse an answer of any form from the bytes received so far and those that `receive` returns, until it returns
+    none.
+    """
     response = http.client.HTTPResponse(_Received(received, receive), method="PUT")  # type: ignore[arg-type]
     with contextlib.closing(response):
         response.begin()
@@ -202,14 +206,14 @@ def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Response:
         except http.client.IncompleteRead as error:
             if response.status < 300:
                 raise
-            content = error.partial  # better than nothing
+            content = error.partial  # a partial message is better than none
         except ValueError as error:
             raise MalformedResponseError(f"the answer has no sensible body: {error}") from error
         return Response(response.status, headers, content)
 
 
 class _Received(io.RawIOBase):
-    """What http.client takes for a socket."""
+    """A stand-in for the socket that http.client expects."""
 
     def __init__(self, received: bytes, receive: Callable[[], bytes]) -> None:
         self._data, self._receive = received, receive

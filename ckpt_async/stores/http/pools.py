@@ -1,4 +1,4 @@
-"""All connections of one store that carry bodies: large and small ones, up and down, and records apart from shards."""
+"""All connections of one store that carry bodies: large and small, up and down, with records kept apart from shards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ckpt_async.stores.options import StoreOptions
 
 
 class Pools:
-    """Each holds up to `options.max_connections`. `ca_file`: None for the system's certificates."""
+    """The connection pools of one store, each of up to `options.max_connections`. `ca_file`: None means the system's
+    certificates.
+    """
 
     def __init__(self, options: StoreOptions, ca_file: str | None) -> None:
         shared: dict[str, Any] = {
@@ -29,10 +31,10 @@ class Pools:
         self._records = Uploads(**shared, is_bulk=False)
 
     def uploads_for(self, body: Body) -> Uploads:
-        """A receipt or a decision does not queue behind shards."""
+        """Return the pool for `body`: a receipt or a decision does not queue behind shards."""
         return self._records if isinstance(body, BytesBody) else self._uploads
 
     def close(self) -> None:
-        """Release connections; those in use when their requests end. Does not block."""
+        """Close the idle connections now, and those in use when their requests end. Does not block."""
         for each in (self.downloads, self.small_uploads, self._uploads, self._records):
             each.close()

@@ -1,7 +1,7 @@
 """Small objects at the speed of one core: one thread for all connections.
 
-With a thread for each connection the interpreter's lock goes round some twenty times per object, which costs more than
-all the rest: measured with objects of 64 KiB, 0.2 ms of CPU for each, and 0.08 with one thread.
+With one thread per connection, the GIL changes hands some twenty times per object, which costs more than everything
+else: measured with objects of 64 KiB, 0.2 ms of CPU each, against 0.08 ms with one thread.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ckpt_async.stores.http.messages import (
 from ckpt_async.stores.http.uploads import Exchange
 from ckpt_async.threads import result_of
 
-# How often deadlines are looked at.
+# How often deadlines are checked.
 TICK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SmallRequest:
-    """A PUT of one small object. `key` is for whoever made it."""
+    """A PUT of one small object. `key` is only for the caller."""
 
     key: str
-    head: bytes  # all of it up to the body
+    head: bytes  # everything before the body
     data: bytes
 
 
@@ -50,7 +50,7 @@ Answered = Callable[[SmallRequest, Response], None]
 
 
 class SmallUploads(Connections):
-    """PUTs of small objects, in series."""
+    """PUTs of small objects, sent in series."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -59,11 +59,11 @@ class SmallUploads(Connections):
     async def put_many(
         self, url: str, requests: Iterator[SmallRequest], answered: Answered
     ) -> tuple[SmallRequest, Response] | None:
-        """One after the other to the host of `url`, until one is refused: then it and its answer.
+        """Send requests one after the other to the host of `url` until one is refused; return that one and its answer.
 
-        One thread for all that are on their way takes from `requests` when it is its turn. `answered` is called for
-        each object that was taken, in a thread, and never again once this has returned or raised. Raises whatever the
-        socket or these two raise.
+        A single thread that serves all series takes the next item from `requests` when its turn comes. `answered` is
+        called in a thread for each object that was stored, and never after this has returned or raised. Raises whatever
+        the socket or these two raise.
         """
         request: SmallRequest | None = None
         while True:
@@ -79,7 +79,7 @@ class SmallUploads(Connections):
                 return line.refusal
 
     async def _connected(self, url: SplitResult) -> http.client.HTTPConnection:
-        """One that lives; its socket never blocks."""
+        """Return a live connection whose socket never blocks."""
         while True:
             while (connection := self._take_idle(url)) is not None:
                 if _is_quiet(connection.sock):
@@ -127,7 +127,9 @@ class SmallUploads(Connections):
 
 
 class _SharedToken(CancelToken):
-    """Its thread has others to carry: whoever cancels waits for it only while it is at `answered`."""
+    """The token of a series, whose thread also serves others: cancelling waits for it only while it is in
+    `answered`.
+    """
 
     is_telling = False
 
@@ -136,7 +138,7 @@ class _SharedToken(CancelToken):
 
 
 class _Line:
-    """A series on a connection; nothing here waits for the network."""
+    """A series of requests on one connection. Nothing here waits for the network."""
 
     def __init__(
         self,
@@ -149,24 +151,24 @@ class _Line:
         self.connection, self.token = connection, _SharedToken()
         self.over: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.over.set_running_or_notify_cancel()
-        self.not_begun = request  # but taken from `requests`
+        self.not_begun = request  # taken from `requests`
         self.refusal: tuple[SmallRequest, Response] | None = None
         self.is_over = False
-        self.is_last = False  # request on this connection
+        self.is_last = False  # whether this request is the connection's last
         self.socket: socket.socket = connection.sock
         self.wants = selectors.EVENT_READ
         self._requests, self._answered, self._timeout_s = requests, answered, timeout_s
-        self._request: SmallRequest  # the one under way
+        self._request: SmallRequest  # the request in progress
         self._is_tls = isinstance(self.socket, ssl.SSLSocket)
         self._unsent: list[memoryview] = []
         self._received = b""
         self._give_up_at = 0.0
 
     def begin(self) -> None:
-        """The next request, if there is one and the connection takes it."""
+        """Send the next request, if there is one and the connection can take it."""
         self.token.uses(None)
         request, self.not_begun = self.not_begun or next(self._requests, None), None
-        # The first one is sent whatever the connection says, or there might be no end of connections.
+        # The first request is sent whatever the state of the connection: otherwise we might open connections for ever.
         self.is_last = self.is_last or (bool(self._received) and not _is_quiet(self.socket))
         if request is None or self.is_last:
             self.not_begun, self.is_over = request, True
@@ -174,14 +176,16 @@ class _Line:
         self._request = request
         head, data = request.head, request.data
         self.token.uses(self.socket)
-        # OpenSSL wants to see the same bytes again after it was told to wait.
+        # OpenSSL wants to see the same bytes again after it has asked to wait.
         self._unsent = [memoryview(head + data)] if self._is_tls else [memoryview(head), memoryview(data)]
         self._received = b""
         self._moved()
         self._send()
 
     def proceed(self, events: int) -> None:
-        """The socket is ready for `events`, so something has moved, also where OpenSSL takes a body only as a whole."""
+        """Handle readiness of the socket for `events`. It counts as progress, even where OpenSSL takes a body only as a
+        whole.
+        """
         self._moved()
         if events & selectors.EVENT_READ:
             self._receive()
@@ -189,20 +193,20 @@ class _Line:
             self._send()
 
     def check(self, now: float) -> None:
-        """Raise TimeoutError if nothing has moved for too long."""
+        """Raise TimeoutError if there was no progress for too long."""
         if now >= self._give_up_at:
             what = "the store accepted no data for" if self._unsent else "no answer within"
             raise TimeoutError(f"{what} {self._timeout_s:g} s")
 
     def read_on(self) -> None:
-        """Wait for what is missing of an answer, which is the connection's last."""
+        """Wait for the rest of an answer, which is the connection's last."""
         let_block(self.socket, self._timeout_s)
         self.is_last = True
         exchange = Exchange(self.socket, self._timeout_s)
         self._heed(exchange.read_on(self._received, is_amid_body=bool(self._unsent)))
 
     def end(self, error: BaseException | None) -> None:
-        """Let the one who waits for it know."""
+        """Tell the caller that waits for this series."""
         if error is None:
             self.over.set_result(None)
         else:
@@ -233,7 +237,8 @@ class _Line:
 
     def _receive(self) -> None:
         try:
-            data = self.socket.recv(HEAD_BYTES)  # all of a TLS record: no selector sees what is left of one
+            # A whole TLS record: the selector does not see what is left of one.
+            data = self.socket.recv(HEAD_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except OSError as error:
@@ -249,33 +254,33 @@ class _Line:
 
     def _heed(self, answer: Response) -> None:
         if answer.status >= 300:
-            self.token.uses(None)  # else who cancels now breaks the connection beneath the next who has it
+            self.token.uses(None)  # else a cancel would now break the connection under its next user
             self.refusal, self.is_over = (self._request, answer), True
             return
         self.token.is_telling = True
-        self.token.uses(self.socket)  # not if it is cancelled by now
+        self.token.uses(self.socket)  # raises if cancelled by now
         self._answered(self._request, answer)
         self.token.is_telling = False
         self.begin()
 
 
 class _Thread:
-    """Carries lines; runs while there are any."""
+    """The thread that serves all series. It runs while there are any."""
 
     def __init__(self, ended: Callable[[_Line, BaseException | None], None]) -> None:
         self._ended = ended
         self._lock = threading.Lock()
         self._new: list[_Line] = []
-        self._waking: socket.socket | None = None  # while it runs
+        self._waking: socket.socket | None = None  # set while the thread runs
 
     def carry(self, line: _Line) -> None:
-        """Until it is over; then `ended` is called in that thread."""
+        """Serve a series until it is over; then `ended` is called in that thread."""
         with self._lock:
             if self._waking is None:
                 self._start()
             assert self._waking is not None
             self._new.append(line)
-            with contextlib.suppress(BlockingIOError):  # it is woken often enough
+            with contextlib.suppress(BlockingIOError):  # enough wake-ups are pending
                 self._waking.send(b"!")
 
     def _start(self) -> None:
@@ -331,7 +336,7 @@ class _Thread:
             for line in new:
                 selector.register(line.socket, line.wants, line)
                 advance(line, line.begin)
-            now = time.monotonic()  # what has arrived by now is seen before deadlines are
+            now = time.monotonic()  # taken here, so that answers that have arrived are seen before deadlines
             for key, events in selector.select(TICK_S):
                 if key.data is None:
                     woken.recv(1 << 10)
@@ -344,8 +349,8 @@ class _Thread:
 
 
 def _is_quiet(connected: socket.socket) -> bool:
-    """Whether there is nothing to read, which between two requests could only be the end. TLS's own matters (session
-    tickets) are read.
+    """Return whether nothing can be read: between two requests that could only be the end. Messages of TLS itself
+    (session tickets) are consumed.
     """
     try:
         connected.recv(1)

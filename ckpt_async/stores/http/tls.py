@@ -1,7 +1,7 @@
-"""TLS over a blocking socket that takes much at a time.
+"""TLS over a blocking socket that reads large chunks.
 
-An SSLSocket makes two system calls for each record of 16 KiB, which costs as much as decrypting it. Here the kernel is
-asked for sixteen records at once; measured, receiving over TLS takes a quarter less CPU.
+An SSLSocket makes two system calls for each record of 16 KiB, which cost as much as decrypting it. Here the kernel is
+asked for sixteen records at once; measured, this saves a quarter of the CPU of receiving over TLS.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any, cast
 
 from ckpt_async.stores.http.connections import BLOCK_S, BLOCKED
 
-# What is taken from the kernel at once, at most. It waits in OpenSSL's memory until it is decrypted.
+# The most that is read from the kernel at once. It waits in OpenSSL's memory until it is decrypted.
 TAKE_BYTES = 256 << 10
-# A record at its largest, and what TLS adds to it: as much of what is still to come may have come already.
+# The largest record, with the overhead of TLS. Up to this much of the bytes still expected may have arrived already.
 RECORD_BYTES = (16 << 10) + 512
 
 
 class TlsSocket(socket.socket):
-    """Made of a connected socket, which it takes over, with its timeout for the handshake. Only what downloads need:
-    `sendall`, `recv_into`, `pending`. Raises as SSLSocket does, and as a plain socket where it waits.
+    """A TLS socket made from a connected socket, which it takes over; that socket's timeout limits the handshake. It
+    has only what downloads need: `sendall`, `recv_into`, `pending`. Its errors are SSLSocket's, and a plain socket's
+    when a wait times out.
     """
 
     def __init__(self, raw: socket.socket, context: ssl.SSLContext, server_hostname: str) -> None:
@@ -49,7 +50,7 @@ class TlsSocket(socket.socket):
                 self._send_out()
             except ssl.SSLError:
                 with contextlib.suppress(OSError):
-                    self._send_out()  # why
+                    self._send_out()  # send the alert that says why
                 raise
             else:
                 self._send_out()
@@ -64,10 +65,12 @@ class TlsSocket(socket.socket):
         self._send_out(flags)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """With MSG_WAITALL, which says that so much will come: until the buffer is full, or for BLOCK_S."""
+        """Receive into `buffer`. With MSG_WAITALL, by which the caller promises that this much will come, wait until
+        the buffer is full or BLOCK_S is over.
+        """
         whole, is_for_all = memoryview(buffer)[: nbytes or None], bool(flags & socket.MSG_WAITALL)
         size_bytes, filled = len(whole), 0
-        read = cast("Callable[[int, memoryview], int]", self._tls.read)  # with a buffer it returns how many
+        read = cast("Callable[[int, memoryview], int]", self._tls.read)  # given a buffer, it returns a count
         until = time.monotonic() + BLOCK_S
         while True:
             try:
@@ -77,7 +80,7 @@ class TlsSocket(socket.socket):
                         break
                 return filled
             except ssl.SSLWantReadError:
-                pass  # it has no whole record
+                pass  # there is no whole record yet
             try:
                 if time.monotonic() >= until:
                     raise TimeoutError("no whole record")
@@ -89,9 +92,11 @@ class TlsSocket(socket.socket):
                 return filled
 
     def _take_more(self, room: memoryview, *, is_for_all: bool) -> int:
-        """By way of what is not filled yet of the buffer, if that is large enough."""
-        self._send_out()  # the answer to a new key
-        # What is certain to come: some of the last record may have come already.
+        """Read encrypted bytes, using the unfilled part of the caller's buffer as scratch space if it is large
+        enough.
+        """
+        self._send_out()  # the reply to a key update
+        # This much is certain to come, considering that a part of the last record may have arrived already.
         certain_bytes = min(len(room) - RECORD_BYTES, TAKE_BYTES) if is_for_all else 0
         if certain_bytes > 0:
             return self._take(room[:certain_bytes], socket.MSG_WAITALL)
@@ -107,12 +112,12 @@ class TlsSocket(socket.socket):
             super().sendall(self._leaving.read(), flags)
 
     def pending(self) -> int:
-        """How much has come that nobody has read."""
+        """Return how many bytes have arrived that nobody has read."""
         return self._tls.pending() + self._arrived.pending
 
 
 class TlsConnection(http.client.HTTPSConnection):
-    """Over a TlsSocket."""
+    """An HTTPS connection over a TlsSocket."""
 
     def __init__(self, host: str, port: int, *, timeout: float, context: ssl.SSLContext) -> None:
         super().__init__(host, port, timeout=timeout, context=context)

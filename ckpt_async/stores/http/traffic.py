@@ -1,4 +1,4 @@
-"""What moves over sockets, as the kernel counts it: what the other side has acknowledged, not what is in buffers."""
+"""How much moves over sockets, as the kernel counts it: what the peer has acknowledged, not what is in buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUND_TRIP, _BYTES = struct.Struct("68xI"), struct.Struct("120xQQ")
 
 
 class Traffic:
-    """Of the connections of one store. Threads may use it."""
+    """The traffic of one store's connections. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,19 +23,19 @@ class Traffic:
         self._moved_bytes = 0
 
     def watch(self, connected: socket.socket) -> None:
-        """From here on; what moves after the last look at a connection that is then closed is not counted."""
+        """Count this connection from now on. What it moves between the last `read` and its closing is not counted."""
         if hasattr(socket, "TCP_INFO"):
             with self._lock:
                 self._seen[connected] = 0
 
     def read(self) -> Moved | None:
-        """All so far, and the longest round trip now; None where the kernel does not say."""
+        """Return the total so far and the longest round trip at present, or None if the kernel does not report them."""
         if not hasattr(socket, "TCP_INFO"):
             return None
         round_trip_s = 0.0
         with self._lock:
             for connected, seen in list(self._seen.items()):
-                with contextlib.suppress(OSError, struct.error):  # closed; an old kernel
+                with contextlib.suppress(OSError, struct.error):  # the socket is closed, or the kernel is old
                     told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size)
                     now = sum(_BYTES.unpack_from(told))
                     self._seen[connected] = now

@@ -1,9 +1,9 @@
-"""Bodies at the speed of the link: blocking sockets in worker threads.
+"""Sending bodies at the speed of the link: blocking sockets in worker threads.
 
-Through asyncio every byte of a TLS connection is encrypted into one buffer of memory, copied out of it, and copied
-again if the kernel does not take it at once, all in the event loop: measured, 0.9 s of CPU per GiB. A blocking TLS
-socket encrypts straight to the kernel, without the GIL: 0.6 s. A plain one takes the file's pages from the kernel, in
-few system calls. The SDK still decides what a request is; only the bytes go past it.
+Through asyncio, every byte of a TLS connection is encrypted into a buffer, copied out of it, and copied again if the
+kernel does not take it at once, all in the event loop: measured, 0.9 s of CPU per GiB. A blocking TLS socket encrypts
+straight to the kernel, without the GIL: 0.6 s. A plain socket has the kernel send the file's pages, in few system
+calls. The SDK still determines the request; only the bytes bypass it.
 """
 
 from __future__ import annotations
@@ -45,28 +45,29 @@ from ckpt_async.stores.interface import Body
 _UNREACHABLE = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN}
 )
-# Between two looks whether the store has answered amid a body; it has time until nothing more can be sent.
+# How often to check, in the middle of a body, whether the store has answered. Until the socket accepts no more data,
+# there is no hurry.
 LISTEN_S = 0.1
-_MAX_POLL_S = 60.0  # poll(2) takes milliseconds, and not too many of them
-# Makes URL and headers. If it takes long, it calls what it is given now and then, which raises when nobody wants the
+_MAX_POLL_S = 60.0  # poll(2) takes milliseconds, as an int
+# Makes the URL and headers. If that takes long, it regularly calls its argument, which raises once nobody wants the
 # request any more.
 Prepare = Callable[[Callable[[], None]], tuple[str, Mapping[str, str | bytes]]]
 
 
 class Uploads(Connections):
-    """PUTs of bodies."""
+    """PUTs (or POSTs) of bodies."""
 
     async def put(
         self, url: str, headers: Mapping[str, str | bytes], body: Body, *, method: str = "PUT"
     ) -> Response:
-        """One attempt. On return or raise nothing asks for slices of the body any more.
+        """Make one attempt. Once this has returned or raised, nothing asks the body for slices any more.
 
         Raises whatever the socket or `body` raise. A refusal is returned.
         """
         return await self.put_prepared(lambda _: (url, headers), body, method=method)
 
     async def put_prepared(self, prepare: Prepare, body: Body, *, method: str = "PUT") -> Response:
-        """`put`, of a request that is made in the thread which sends it, and may have read the body to make it."""
+        """Like `put`, for a request that is prepared in the sending thread, which may read the body to prepare it."""
 
         def work(token: CancelToken) -> Response:
             url, headers = prepare(partial(token.uses, None, is_at_work=True))
@@ -78,7 +79,7 @@ class Uploads(Connections):
 
     def _put(self, token: CancelToken, head: bytes, url: SplitResult, body: Body) -> Response:
         began = time.monotonic()
-        connection, is_fresh = self._take(url)  # a body is not sent twice in one attempt
+        connection, is_fresh = self._take(url)  # a body is never sent twice in one attempt
         try:
             connected = self._dial(connection) if is_fresh else connection.sock
             token.uses(connected)
@@ -95,7 +96,7 @@ class Uploads(Connections):
 
 
 class Exchange:
-    """One request and its answer; the BodyWriter of its body."""
+    """One request and its answer. It is also the BodyWriter of the request's body."""
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
         self._socket, self._timeout_s = connected, timeout_s
@@ -106,7 +107,7 @@ class Exchange:
         self._listen_at = 0.0
 
     def make(self, head: bytes, body: Body) -> tuple[Response, bool]:
-        """The answer, and whether it is the connection's last."""
+        """Send the request; return the answer and whether it is the connection's last."""
         self._head = head
         try:
             body.send(self)
@@ -118,7 +119,7 @@ class Exchange:
         return self._answer()
 
     def read_on(self, received: bytes, *, is_amid_body: bool) -> Response:
-        """The answer that begins with `received`; nothing that follows it on the connection can be relied on."""
+        """Read the rest of the answer that begins with `received`. The connection cannot be used after that."""
         self._received = received
         return self._refusal() if is_amid_body else self._answer()[0]
 
@@ -133,7 +134,7 @@ class Exchange:
         if self._head:
             head = self._begin()
             if not self._is_tls:
-                # Both in one packet, and one system call.
+                # Send both in one packet and with one system call.
                 sent = self._until_some(lambda: self._socket.sendmsg([head, piece]))
                 head, piece = head[sent:], piece[max(0, sent - len(head)) :]
             self._send_all(memoryview(head))
@@ -152,7 +153,7 @@ class Exchange:
         return count
 
     def wait(self, duration_s: float) -> None:
-        """Ends as soon as there is something to hear, and be it that the connection was broken off."""
+        """Wait, but stop as soon as there is something to read, if only that the connection was broken."""
         until = time.monotonic() + duration_s
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -166,7 +167,7 @@ class Exchange:
         return 0
 
     def _begin(self) -> bytes:
-        """The head, which is about to be sent."""
+        """Return the head, which is about to be sent."""
         head, self._head = self._head, b""
         self._listen_at = time.monotonic() + LISTEN_S
         return head
@@ -176,7 +177,7 @@ class Exchange:
             piece = piece[self._until_some(partial(self._socket.send, piece, flags)) :]
 
     def _until_some(self, send: Callable[[], int]) -> int:
-        """What `send` took, once the socket takes something."""
+        """Call `send` until the socket takes something, and return what `send` returned."""
         give_up_at = 0.0
         while True:
             try:
@@ -199,14 +200,14 @@ class Exchange:
             self._listen()
 
     def _listen(self) -> None:
-        """Raise _AnsweredError if the store has answered before it has the body: it may never read the rest."""
+        """Raise _AnsweredError if the store has answered before it has the whole body: it may never read the rest."""
         if has_unread(self._socket):
             self._received = without_interim(self._received + self._receive_what_is_there())
             if self._received:
                 raise _AnsweredError
 
     def _receive_what_is_there(self) -> bytes:
-        """Nothing if it was a matter of TLS's own (a session ticket)."""
+        """Receive what is available; nothing if that was only a message of TLS itself (a session ticket)."""
         limit_s = self._socket.gettimeout()
         self._socket.settimeout(0)
         try:
@@ -236,7 +237,7 @@ class Exchange:
             self._received += data
 
     def _refusal(self) -> Response:
-        """An answer amid the body. It may be cut short, and no end need follow it."""
+        """Read an answer that came in the middle of the body. It may be cut short, and its end may never come."""
 
         def receive_some() -> bytes:
             with contextlib.suppress(OSError):
@@ -253,16 +254,16 @@ class Exchange:
 
 
 class _AnsweredError(Exception):
-    """The server has answered before it had the body, and may close the connection on the rest."""
+    """The server has answered before it had the whole body, and may close the connection on the rest."""
 
 
 def head_of(url: SplitResult, headers: Mapping[str, str | bytes], method: str = "PUT") -> bytes:
     target = f"{url.path}?{url.query}" if url.query else url.path
     if not any(name.lower() == "host" for name in headers):
-        headers = {"Host": host_of(url), **headers}  # some versions of the SDK give it
+        headers = {"Host": host_of(url), **headers}  # some versions of the SDK set it themselves
     return f"{method} {target} HTTP/1.1\r\n{lines_of(headers)}\r\n".encode("latin-1")
 
 
 def _is_of_connection(error: OSError) -> bool:
-    """Not of the file that the kernel was asked to send."""
+    """Return whether the error is the connection's, not that of the file that the kernel was asked to send."""
     return isinstance(error, ConnectionError | ssl.SSLError) or error.errno in _UNREACHABLE

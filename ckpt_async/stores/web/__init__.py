@@ -1,1 +1,1 @@
-"""A web server as a store to read from, behind `stores.interface`."""
+"""A web server as a read-only store, behind `stores.interface`."""

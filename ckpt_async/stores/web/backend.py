@@ -1,4 +1,4 @@
-"""URLs of web servers: to read from only."""
+"""URLs of web servers, which can only be read."""
 
 # ruff: noqa: ARG002 - as in `Backend`
 from __future__ import annotations
@@ -31,10 +31,10 @@ class WebBackend(Backend):
         return Location(scheme, host, path)
 
     def check_options(self, options: StoreOptions) -> None:
-        """Nothing is put."""
+        """Accept everything: nothing is ever put."""
 
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
-        """Only who writes asks for it."""
+        """Refuse: only writers ask for an address."""
         raise refused(url)
 
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:

@@ -1,8 +1,8 @@
-"""What others publish on a web server, `https://host/folder`: read-only, and nothing is listed.
+"""Files published on a web server, `https://host/folder`: read-only, and nothing can be listed.
 
-Small objects come through aiohttp, which knows redirects and proxies; ranges through our own threads, at the address to
-which the server has led. A server that answers a range with the whole file is told from one that serves ranges by the
-answer's own words, and its bytes are never taken for the range.
+Small objects are read through aiohttp, which handles redirects and proxies. Ranges are read by our own threads, from
+the address that the server's redirects led to. The answer's own status and headers tell a server that serves ranges
+from one that answers with the whole file, whose bytes are never taken for the range.
 """
 
 # ruff: noqa: ARG002 - what writes or lists takes what the protocol says, and refuses
@@ -62,9 +62,9 @@ _CAPABILITIES = Capabilities(
     remarks=("read-only", "nothing can be listed: only what has a known name is found"),
 )
 _NO_LISTINGS = "a web server has no listings: `ckpt-async pull` finds a checkpoint there by its known names"
-# As stored, not as some cache or the server's own compression would have it.
+# Ask for the bytes as stored, without caching or compression on the way.
 _HEADERS = {"Accept-Encoding": "identity", "Cache-Control": "no-cache", "User-Agent": "ckpt-async"}
-# Where a redirect has led to may be signed for minutes only.
+# The target of a redirect may carry a signature that is valid for minutes only.
 _LED_S, _MOST_LED = 60.0, 1000
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
@@ -81,7 +81,8 @@ class WebStore(WholeObjects):
         self._session: aiohttp.ClientSession | None = None
         self._downloads: Downloads | None = None
         self._traffic = Traffic()
-        self._led: dict[str, tuple[str, float]] = {}  # by key: where it is, and since when that is known
+        # By key: the address it redirects to, and when that was found.
+        self._led: dict[str, tuple[str, float]] = {}
 
     @property
     def url(self) -> str:
@@ -95,7 +96,7 @@ class WebStore(WholeObjects):
         return self._traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
-        """See whether anybody answers, whatever the answer is. Raises SettingsError unless it is only to be read."""
+        """Check that the server answers, whatever the answer is. Raises SettingsError unless opened read-only."""
         if not is_read_only:
             raise refused(self._url)
         options = self._options
@@ -154,14 +155,14 @@ class WebStore(WholeObjects):
 
         def check(answer: Response) -> None:
             _check_partial(answer.status, answer.headers.get("content-length"), key, offset, size_bytes)
-            headers = {"etag": "-", **answer.headers}  # a server need not have one
+            headers = {"etag": "-", **answer.headers}  # a server need not send an ETag
             total = total_of_range(Response(answer.status, headers), offset, size_bytes)
             found.append(_info(key, answer.headers, total))
 
         with telling_failures_of(sink) as guarded, self._translating("get", key):
             answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check, _HEADERS)
             if 300 <= answer.status < 400 and key not in self._led:
-                await self.head(key)  # which follows it
+                await self.head(key)  # which follows the redirect
                 if key in self._led:
                     return await self.get_range(key, offset, size_bytes, sink)
         if not found:
@@ -176,7 +177,7 @@ class WebStore(WholeObjects):
             await in_thread(got, each, memoryview(data))
 
     async def head(self, key: str) -> ObjectInfo:
-        """Without a checksum: web servers keep none."""
+        """As specified, without a checksum: web servers keep none."""
         with self._translating("head", key):
             async with self._ask("HEAD", key) as answer:
                 self._check(answer, "head", key)
@@ -217,8 +218,8 @@ class WebStore(WholeObjects):
                 key=key,
             )
         if answer.status == 403:
-            # What buckets that may not be listed say of what is missing. It never becomes a fresh start: where
-            # nothing is found nobody can say that nothing is there.
+            # Buckets that may not be listed answer 403 for missing objects. This never leads to a fresh start: if
+            # nothing is found, a web server cannot prove that nothing is there.
             raise ObjectNotFoundError(operation=operation, key=key)
         if answer.status >= 300:
             raise self._refusal(answer.status, operation, key)
@@ -247,7 +248,7 @@ class WebStore(WholeObjects):
         return StoreError(f"the server answers {status}", reason=reason, operation=operation, key=key)
 
     async def _get_range_slowly(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """Through a proxy."""
+        """Read a range through a proxy."""
         asked = {"Range": f"bytes={offset}-{offset + size_bytes - 1}"}
         with telling_failures_of(sink) as guarded, self._translating("get", key):
             async with self._ask("GET", key, asked) as answer:
@@ -307,12 +308,14 @@ class WebStore(WholeObjects):
 
 
 def _sendable(url: str) -> str:
-    """As it goes over the line: what a browser has escaped stays, and what it would escape is."""
+    """Return a URL as it is sent: what a browser has already escaped stays, and what a browser would escape is
+    escaped.
+    """
     return _NO_ESCAPE.sub("%25", quote(url, safe="/:@[]%!$&'()*+,;=~"))
 
 
 def _check_partial(status: int, length: str | None, key: str, offset: int, size_bytes: int) -> None:
-    """Raise CapabilityError for a whole file in place of its part: asking again would not help."""
+    """Raise CapabilityError if the answer is the whole file instead of the range: asking again would not help."""
     if status == 200 and (offset, length) != (0, str(size_bytes)):
         raise CapabilityError(
             f"{key!r} cannot be read in parts: the server does not serve ranges, it answers with the whole file",
@@ -321,7 +324,7 @@ def _check_partial(status: int, length: str | None, key: str, offset: int, size_
 
 
 async def _read(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """One byte more than that at most."""
+    """Read at most one byte more than `most_bytes`."""
     data = bytearray()
     async for piece in answer.content.iter_any():
         data += piece
