@@ -1,5 +1,5 @@
-"""Azure Blob Storage: its REST interface as of version 2023-11-03, over connections of our own and aiohttp's.
+"""Azure Blob Storage: its REST interface, version 2023-11-03, over our own connections and aiohttp's.
 
-Microsoft's client is not used: it has no way to send a file's own pages, and repeats requests by itself. azure-identity
-finds the tokens.
+Microsoft's client is not used, because it cannot send a file's pages directly and repeats requests by itself. Tokens
+come from azure-identity.
 """

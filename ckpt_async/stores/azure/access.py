@@ -1,7 +1,7 @@
-"""By what right requests are made: a shared access signature (SAS), or a token of Microsoft Entra ID.
+"""How requests are authorized: by a shared access signature (SAS), or by a token of Microsoft Entra ID.
 
-A key of the account is never sent nor used for one request at a time: it signs a SAS for this container that is good
-for an hour.
+An account key is never sent and does not sign single requests: it signs a SAS for this container that is valid for an
+hour.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ckpt_async.stores.quiet import say_once
 VERSION = "2023-11-03"
 _SCOPE = "https://storage.azure.com/.default"
 _SIGNED_S, _RENEW_S = 3600.0, 1800.0
-# A token that is about to expire may do so on its way.
+# A token that is about to expire may do so in transit.
 _MARGIN_S = 120.0
-# Left alone, azure-identity waits 300 s for whoever gives tokens.
+# By default, azure-identity waits 300 s for an answer from the token provider.
 _ANSWER_S = 30
 _KEYS = "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING"
 _NO_CREDENTIALS = (
@@ -38,18 +38,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a request carries to be let in. Never in a message."""
+    """What authorizes a request. It must never appear in a message."""
 
     query: str = field(default="", repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def source_headers(self) -> dict[str, str]:
-        """For the source of a copy, whose URL carries `query`."""
+        """Return the headers for the source of a copy, whose URL carries `query`."""
         return {f"x-ms-copy-source-{name.lower()}": value for name, value in self.headers.items()}
 
 
 class Access:
-    """Finds the credentials when they are first needed, and anew after `forget`."""
+    """Finds the credentials when they are first needed, and again after `forget`."""
 
     def __init__(self, account: Account, container: str, env: Mapping[str, str]) -> None:
         self._account, self._container, self._env = account, container, env
@@ -60,14 +60,14 @@ class Access:
         self._lock = asyncio.Lock()
 
     async def grant(self) -> Grant:
-        """Raises StoreError for want of credentials."""
+        """Return a valid grant. Raises StoreError if there are no credentials."""
         async with self._lock:
             if self._grant is None or time.time() >= self._renew_at:
                 self._grant, self._renew_at = await self._find()
             return self._grant
 
     def forget(self) -> None:
-        """They were refused: the environment, or the identity, may have others by now."""
+        """Look for credentials again: they were refused, but the environment or the identity may have others by now."""
         self._renew_at = 0.0
 
     async def _find(self) -> tuple[Grant, float]:
@@ -80,7 +80,8 @@ class Access:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(asyncio.to_thread(self._ask_identity))
             self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # seen
-        # Who gives up leaves the thread to who comes next: one that waits for an answer each time would be all soon.
+        # A caller that gives up leaves the thread to the next one. Otherwise, threads that wait for an answer would
+        # soon use up the pool.
         return await asyncio.shield(self._asking)
 
     def _ask_identity(self) -> tuple[Grant, float]:
@@ -95,7 +96,7 @@ class Access:
             )
             token = self._identity.get_token(_SCOPE)
         except Exception as error:
-            # Its message lists what was tried, over many lines.
+            # The message lists all that was tried, on many lines.
             logger.debug("azure_identity_failed error=%s", error)
             what = str(error).partition("\n")[0]
             raise _refused(
@@ -106,10 +107,10 @@ class Access:
 
 
 def signed(account: str, container: str, key: str, expires_at: float) -> str:
-    """A service SAS for all that is done to one container's blobs (version 2020-12-06 of the form). Pure."""
+    """Return a service SAS for all that we do to one container's blobs (form of version 2020-12-06). Pure."""
     permissions, expiry = "rcwdl", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(expires_at))
     # In this order: permissions, start, expiry, resource, identifier, IP, protocol, version, kind of resource,
-    # snapshot, encryption scope, and five headers of answers.
+    # snapshot, encryption scope, and five response headers.
     text = "\n".join(
         [permissions, "", expiry, f"/blob/{account}/{container}", "", "", "", VERSION, "c", *[""] * 7]
     )

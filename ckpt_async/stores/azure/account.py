@@ -1,4 +1,4 @@
-"""Which storage account a URL means, where it answers, and what in the environment says so. Pure."""
+"""Which storage account a URL means, where it answers, and which environment variables decide that. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from urllib.parse import urlsplit
 from ckpt_async.errors import SettingsError
 from ckpt_async.stores.options import check_endpoint
 
-# Of the Azure CLI, then of adlfs and object_store.
+# The name that the Azure CLI uses, then that of adlfs and object_store.
 ACCOUNT_NAMES = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
 KEY_NAMES = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY")
 SAS_NAMES = ("AZURE_STORAGE_SAS_TOKEN",)
 CONNECTION_STRING = "AZURE_STORAGE_CONNECTION_STRING"
 
-# The public cloud's and the sovereign ones': account.blob.core.windows.net, account.z12.blob.storage.azure.net.
+# Hosts of the public cloud and of the sovereign ones: account.blob.core.windows.net,
+# account.z12.blob.storage.azure.net.
 _HOST = re.compile(
     r"(?P<account>[a-z0-9]{3,24})(?:-secondary)?(?:\.z[0-9]+)?\.(?:blob|dfs)\.(?P<cloud>[a-z0-9.-]+)"
 )
@@ -36,12 +37,12 @@ class Account:
     """A storage account. The path of a blob follows `endpoint_url`."""
 
     name: str
-    endpoint_url: str  # without a slash at its end
+    endpoint_url: str  # without a trailing slash
 
 
 def account_of(endpoint_url: str, env: Mapping[str, str]) -> Account:
-    """The account that answers at an endpoint: an emulator has it in its path, Azure in its host, and for a domain of
-    one's own the environment says it. Raises SettingsError.
+    """Return the account that answers at an endpoint. An emulator has its name in the path and Azure in the host; for a
+    custom domain the environment must state it. Raises SettingsError.
     """
     parts = urlsplit(endpoint_url)
     found = _HOST.fullmatch(parts.hostname or "")
@@ -55,7 +56,9 @@ def account_of(endpoint_url: str, env: Mapping[str, str]) -> Account:
 
 
 def find_account(host: str, endpoint_url: str | None, env: Mapping[str, str]) -> Account:
-    """By `endpoint_url`, else `host` if the URL has one, else the environment. Raises SettingsError."""
+    """Find the account by `endpoint_url`, else by `host` if the URL has one, else by the environment. Raises
+    SettingsError.
+    """
     if endpoint_url is not None:
         return account_of(endpoint_url, env)
     if host:
@@ -81,7 +84,7 @@ def _name_of(env: Mapping[str, str]) -> str:
 
 
 def web_host(host: str) -> str:
-    """The host of the blob service in an address that people write; "" if it is none of Azure's."""
+    """Return the host of the blob service for a host that people may write, or "" if it is not one of Azure's."""
     found = _HOST.fullmatch(host.lower())
     if found is None or found["cloud"] not in _CLOUDS:
         return ""
@@ -89,7 +92,9 @@ def web_host(host: str) -> str:
 
 
 def connection_string(env: Mapping[str, str]) -> dict[str, str]:
-    """The fields of the connection string, none if there is none. Raises SettingsError, without a word of it."""
+    """Return the fields of the connection string, or none if it is not set. Raises SettingsError, which quotes nothing
+    of it.
+    """
     fields = {}
     for each in env.get(CONNECTION_STRING, "").split(";"):
         name, separator, value = each.strip().partition("=")

@@ -1,7 +1,8 @@
-"""What Azure's answers say, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
+"""What Azure's answers mean, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
 
-An answer has to show that it is what was asked for: proxies and login pages answer 200 too. Every answer of the service
-has an `x-ms-request-id`; its documents have their names, and a listing says how it goes on.
+An answer has to show that it belongs to the request, because proxies and login pages answer 200 too. Every answer of
+the service has an `x-ms-request-id`, its documents have the expected root elements, and a listing tells how it
+continues.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from ckpt_async.stores.http.messages import (
 )
 from ckpt_async.stores.interface import ObjectInfo
 
-# Names of metadata are those of C#'s variables, so without dashes.
+# Metadata names must be valid C# identifiers, so they have no dashes.
 _METADATA = {"crc64nvme": "x-ms-meta-ckptcrc64nvme", "crc32c": "x-ms-meta-ckptcrc32c"}
 _CHECKSUM_LENGTHS = {"crc64nvme": 12, "crc32c": 8}  # in base64
 
 
 def check_origin(answer: Response) -> None:
-    """Raise unless it is the service that has answered."""
+    """Raise MalformedResponseError unless the answer comes from the service."""
     if "x-ms-request-id" not in answer.headers:
         raise MalformedResponseError("the answer has no x-ms-request-id, as all of Azure's have")
 
@@ -38,7 +39,7 @@ def check_origin(answer: Response) -> None:
 
 
 def metadata(checksum: Checksum) -> dict[str, str]:
-    """The headers that keep a checksum with a blob."""
+    """Return the headers that store a checksum with a blob."""
     return {_METADATA[checksum.algorithm]: checksum.value}
 
 
@@ -51,14 +52,14 @@ def kept_checksum(answer: Response) -> Checksum | None:
 
 
 def crc64_header(checksum: Checksum) -> str:
-    """Azure's CRC64 is CRC-64/NVME (polynomial 0x9A6C9329AC4BC9B5 in reflected notation), with its bytes the other way
-    round.
+    """Return a checksum as Azure's CRC64: CRC-64/NVME (polynomial 0x9A6C9329AC4BC9B5 in reflected notation) in reversed
+    byte order.
     """
     return b64encode(b64decode(checksum.value)[::-1]).decode()
 
 
 def told_crc64(answer: Response) -> Checksum | None:
-    """What the service has computed of the bytes that arrived, if it says."""
+    """Return the CRC64 that the service has computed of the bytes that arrived, if it reports one."""
     text = answer.headers.get("x-ms-content-crc64")
     if text is None:
         return None
@@ -81,7 +82,7 @@ def etag(answer: Response) -> str:
 
 
 def info(key: str, answer: Response) -> ObjectInfo:
-    """Of a HEAD, or a GET of all of it."""
+    """Return what the answer to a HEAD, or to a GET of the whole blob, says about it."""
     if (length := answer.headers.get("content-length")) is None:
         raise MalformedResponseError("the store answered without Content-Length")
     return _info(key, answer, whole_number("Content-Length", length))
@@ -103,16 +104,16 @@ def _info(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Of a container's blobs. `uncommitted` holds the names of those that may have blocks and nothing else."""
+    """One page of a container's blobs. A blob that has only uncommitted blocks has size 0."""
 
     objects: tuple[ObjectInfo, ...]
-    marker: str  # "" after the last one
+    marker: str  # "" on the last page
 
 
 def page(answer: Response, prefix: str, asked_marker: str) -> Page:
-    """Of a listing: it says which prefix it is of, and how it goes on."""
+    """Parse one page of a listing, which must repeat the prefix and tell how it continues."""
     root = _document(answer, "EnumerationResults")
-    if answer.headers.get("age", "0") != "0":  # a store does not say how old its answer is; caches do
+    if answer.headers.get("age", "0") != "0":  # a store does not state the age of its answer, but caches do
         raise MalformedResponseError(f"the listing is {answer.headers['age'][:20]} s old")
     if (said := root.findtext("Prefix") or "") != prefix:
         raise MalformedResponseError(
@@ -128,7 +129,7 @@ def page(answer: Response, prefix: str, asked_marker: str) -> Page:
 
 
 def server_time(answer: Response) -> float:
-    """The store's own, by which ages are measured: so ours must not stand in for it."""
+    """Return the store's own time. Ages are measured against it, so our clock must not stand in for it."""
     return http_date("Date", answer.headers.get("date", ""))
 
 
@@ -137,7 +138,7 @@ def _listed(blobs: ET.Element, prefix: str) -> Iterator[ObjectInfo]:
         if blob.tag != "Blob" or (properties := blob.find("Properties")) is None:
             raise MalformedResponseError(f"the listing has a {blob.tag[:80]!r} that is not understood")
         if properties.findtext("ResourceType") == "directory":
-            continue  # accounts with a hierarchical namespace have them
+            continue  # in accounts with a hierarchical namespace
         named = blob.find("Name")
         name = (named.text if named is not None else None) or ""
         if named is not None and named.get("Encoded") == "true":
@@ -152,7 +153,7 @@ def _listed(blobs: ET.Element, prefix: str) -> Iterator[ObjectInfo]:
 
 
 def uncommitted_blocks(answer: Response) -> tuple[Sequence[Block], bool]:
-    """Of a blob's block list: ours, and whether another program has sent some too."""
+    """Parse a blob's block list. Return our blocks, and whether another program has sent some too."""
     root = _document(answer, "BlockList")
     if (listed := root.find("UncommittedBlocks")) is None:
         raise MalformedResponseError("the block list has no UncommittedBlocks")
@@ -165,8 +166,8 @@ def uncommitted_blocks(answer: Response) -> tuple[Sequence[Block], bool]:
 
 
 def block_list(ids: Sequence[str]) -> bytes:
-    """What commits these blocks in this order. "Uncommitted" and not "Latest": else an upload that is completed twice
-    would write its object anew.
+    """Return the document that commits these blocks in this order. It says "Uncommitted" rather than "Latest", with
+    which completing an upload twice would write its object anew.
     """
     listed = "".join(f"<Uncommitted>{each}</Uncommitted>" for each in ids)
     return f'<?xml version="1.0" encoding="utf-8"?><BlockList>{listed}</BlockList>'.encode()
@@ -183,5 +184,5 @@ def _document(answer: Response, name: str) -> ET.Element:
 
 
 def _quoted(tag: str) -> str:
-    """Listings leave the quotation marks away."""
+    """Add the quotation marks that listings leave out."""
     return tag if tag.startswith(('"', "W/")) else f'"{tag}"'

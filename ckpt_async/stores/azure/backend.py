@@ -1,4 +1,4 @@
-"""Which URLs name a container of Azure Blob Storage. Pure but for `open`."""
+"""Which URLs name a container of Azure Blob Storage. Pure, except for `open`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AzureBackend(Backend):
         return scheme in self.schemes or (scheme in _WEB and bool(web_host(rest.partition("/")[0])))
 
     def locate(self, url: str) -> Location:
-        """As promised. A signature in the URL is refused, and not repeated."""
+        """As specified. A signature in the URL is refused, and the error does not repeat it."""
         scheme, _, rest = url.partition("://")
         if "?" in rest or "#" in rest:
             raise SettingsError(

@@ -1,7 +1,7 @@
-"""What the ids of blocks say. Pure.
+"""What the ids of blocks tell. Pure.
 
-Uncommitted blocks are the parts of an upload. Azure keeps one set of them for each blob, whoever sent them, and lists
-nothing of a block but its id and size. So the id tells the rest: which upload, which part, and its checksum.
+Uncommitted blocks are the parts of an upload. Azure keeps one set of them per blob, whoever sent them, and lists only
+id and size of each. So the id has to carry the rest: the upload, the part number, and the checksum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.stores.interface import StoredPart
 
 ALGORITHM = "crc64nvme"
-# Every upload has a block of this number from the beginning: else one without parts would not be there at all.
+# Every upload has a block of this number from the start; without it, an upload with no parts yet would not exist.
 MARK = 0
 _UNKNOWN = "-" * 16
 
@@ -28,10 +28,10 @@ _BLOCK = re.compile(r"(?P<upload>[0-9a-f]{24})\.(?P<number>[0-9]{5})\.(?P<checks
 class Block:
     """An uncommitted block of one of our uploads."""
 
-    id: str  # as the service has it: base64
+    id: str  # in base64, as the service has it
     upload_id: str
     number: int
-    checksum: Checksum | None  # None: the service has copied it
+    checksum: Checksum | None  # None if the service has copied it
     size_bytes: int
 
     def as_part(self) -> StoredPart:
@@ -39,12 +39,12 @@ class Block:
 
 
 def new_upload_id(server_time: float) -> str:
-    """Begins with the time by the store's clock, and does not repeat."""
+    """Return a new unique id, which begins with the time by the store's clock."""
     return f"{int(server_time):08x}{secrets.token_hex(8)}"
 
 
 def began_at(upload_id: str) -> float:
-    """By the store's clock, to the second."""
+    """Return when an upload began, by the store's clock, to the second."""
     return float(int(upload_id[:8], 16))
 
 
@@ -53,13 +53,13 @@ def is_upload_id(text: str) -> bool:
 
 
 def block_id(upload_id: str, number: int, checksum: Checksum | None) -> str:
-    """Of the same length for all of them, as Azure wants it."""
+    """Return the id of a block. All ids have the same length, as Azure demands."""
     told = _UNKNOWN if checksum is None else b64decode(checksum.value).hex()
     return b64encode(f"{upload_id}.{number:05}.{told}".encode()).decode()
 
 
 def block_of(id_: str, size_bytes: int) -> Block | None:
-    """None for what another program has sent."""
+    """Decode a block, or return None if another program has sent it."""
     try:
         found = _BLOCK.fullmatch(b64decode(id_, validate=True).decode())
     except ValueError:
@@ -72,8 +72,8 @@ def block_of(id_: str, size_bytes: int) -> Block | None:
 
 
 def parts_of(blocks: Sequence[Block], upload_id: str) -> list[StoredPart] | None:
-    """Of one upload, by number; None if there is no such upload. Where a part was sent twice with different bytes
-    either is listed: whoever resumes compares its checksum.
+    """Return the parts of one upload, by number, or None if there is no such upload. If a part was sent twice with
+    different bytes, either may be returned: whoever resumes compares its checksum.
     """
     own = {block.number: block for block in blocks if block.upload_id == upload_id}
     if MARK not in own:

@@ -1,12 +1,12 @@
 """Azure Blob Storage, as block blobs.
 
-What arrives is compared by the service, blob by blob and block by block, with a CRC64 computed from the same bytes that
-are sent. It compares nothing over the whole of a blob that is made of blocks: that this is the file follows from the
-blocks' checksums, which `complete_multipart` combines, and from the order in which it commits them. Our checksum of the
-whole is kept as metadata, which comes back in every answer.
+The service compares what arrives, blob by blob and block by block, with a CRC64 of the same bytes that are sent. It
+compares nothing over the whole of a blob that is made of blocks. That such a blob is the file follows from the blocks'
+checksums, which `complete_multipart` combines, and from the order in which it commits them. Our checksum of the whole
+is kept as metadata, which is part of every answer about the blob.
 
-This module must not know retries: one call is one attempt. (Only what has no body, a GET, HEAD or DELETE, is repeated
-once by aiohttp when its connection breaks before an answer.)
+This module must not retry: one call is one attempt. (Only requests without a body, that is GET, HEAD and DELETE, are
+repeated once by aiohttp if the connection breaks before an answer.)
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from ckpt_async.stores.interface import (
 from ckpt_async.stores.options import StoreOptions
 
 MIB = 1 << 20
-# "Scalability and performance targets for Blob storage"; "Copy Blob From URL" copies no more.
+# "Scalability and performance targets for Blob storage". "Copy Blob From URL" does not copy larger blobs.
 _MAX_BLOCKS, _MAX_COPY_BYTES = 50_000, 256 * MIB
-_AT_ONCE = 16  # small requests of one call
+_AT_ONCE = 16  # small requests of one call that run concurrently
 _MARK = BytesBody(b".")  # a block has at least one byte
 
 
@@ -81,7 +81,7 @@ class AzureStore:
         self._session = AzureSession(self._location, Access(account, container, env), options)
         self._sender = Sender(self._session)
         self._capabilities: Capabilities | None = None
-        self._ahead_s = 0.0  # of the store's clock against ours
+        self._ahead_s = 0.0  # how far the store's clock is ahead of ours
 
     @property
     def url(self) -> str:
@@ -96,8 +96,8 @@ class AzureStore:
         return self._session.pools.traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
-        """Connect, then find out what the store enforces, as `Probe` does."""
-        is_conditional = False  # read-only: what a writer would have to rely on is not claimed
+        """Connect, then find out what the store enforces (see `Probe`)."""
+        is_conditional = False  # read-only: declare nothing that a writer would rely on
         try:
             await self._session.open()
             if not is_read_only:
@@ -110,7 +110,7 @@ class AzureStore:
             multipart=True,
             checksum_algorithm=ALGORITHM,
             min_part_size_bytes=1,
-            max_parts=_MAX_BLOCKS - 1,  # one is our mark
+            max_parts=_MAX_BLOCKS - 1,  # one block is our mark
             max_copy_bytes=_MAX_COPY_BYTES,
         )
 
@@ -133,7 +133,7 @@ class AzureStore:
         await self._sender.put_many(puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """As promised; where the blob has our checksum, the bytes were compared with it."""
+        """As specified. If the blob has our checksum, the bytes have been compared with it."""
         answer = await self._session.call("GET", "get_blob", key, max_size_bytes=max_size_bytes)
         data = answer.error
         with translating("get_blob", key, self._location):
@@ -146,7 +146,7 @@ class AzureStore:
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
-            return await self.head(key)  # HTTP cannot ask for an empty range
+            return await self.head(key)  # HTTP cannot express an empty range
         found: list[ObjectInfo] = []
 
         def check(answer: Response) -> None:
@@ -187,13 +187,13 @@ class AzureStore:
             return answers.info(key, answer)
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
-        """As promised. Azure cannot be asked to begin in the middle: what is before `start_after` is listed too."""
+        """As specified. Azure cannot start a listing in the middle, so the keys before `start_after` are listed too."""
         check_prefix(prefix, "list_blobs")
         found: dict[str, ObjectInfo] = {}
         server_time, is_whole = 0.0, False
         async for answer, page in self._pages(prefix):
             with translating("list_blobs", prefix, self._location):
-                # The first page's time: an age measured against a later one would be too great.
+                # Take the time of the first page: measured against a later one, ages would come out too large.
                 server_time = server_time or answers.server_time(answer)
             found |= {each.key: each for each in page.objects if each.key > start_after}
             is_whole = not page.marker
@@ -204,7 +204,7 @@ class AzureStore:
     async def _pages(
         self, prefix: str, operation: str = "list_blobs", **asked: str
     ) -> AsyncIterator[tuple[Response, answers.Page]]:
-        """All pages of a listing, with keys relative to the root."""
+        """Yield all pages of a listing, with keys relative to the root."""
         asked |= {"restype": "container", "comp": "list", "prefix": self._root + prefix}
         while True:
             answer = await self._session.call("GET", operation, None, asked, about=prefix)
@@ -217,7 +217,7 @@ class AzureStore:
             asked["marker"] = page.marker
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """One request for each, some at a time."""
+        """Send one request per key, several at a time."""
         for key in keys:
             self._session.name(key, "delete_blob")
         left = iter(keys)
@@ -233,7 +233,7 @@ class AzureStore:
         await self._session.call("DELETE", "delete_blob", key, headers={"If-Match": etag})
 
     async def copy(self, source: str, etag: str, key: str) -> None:
-        """By Copy Blob From URL, which has ended when it answers. Metadata comes along."""
+        """Copy with Copy Blob From URL, which is done when it answers. Metadata is copied too."""
         headers = {**await self._source(source, etag), "x-ms-requires-sync": "true"}
         await self._session.put("copy_blob", key, NOTHING, headers, BytesBody(b""), is_conditional=True)
 
@@ -244,7 +244,9 @@ class AzureStore:
     # --- uploads in parts ----------------------------------------------------------------------------------
 
     async def create_multipart(self, key: str) -> str:
-        """Azure knows no uploads, only blocks: the first one, which is never committed, makes this one be there."""
+        """Begin an upload by sending a first block, which is never committed: Azure knows only blocks, and this one
+        makes the upload exist.
+        """
         upload_id = blocks.new_upload_id(time.time() + self._ahead_s)
         checksum = checksum_of(_MARK.data, ALGORITHM)
         answer = await self._put_block(key, upload_id, blocks.MARK, _MARK, checksum)
@@ -255,7 +257,7 @@ class AzureStore:
     async def put_part(
         self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
-        """As promised, but that a part of an upload that was aborted is taken too: completing it will fail."""
+        """As specified, except that a part of an aborted upload is accepted too; completing that upload will fail."""
         assert checksum is not None, "this store finds no checksums"
         await self._put_block(key, upload_id, number, body, checksum)
         return StoredPart(number, body.size_bytes, blocks.block_id(upload_id, number, checksum), checksum)
@@ -270,7 +272,7 @@ class AzureStore:
     async def copy_part(
         self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
     ) -> StoredPart:
-        """By Put Block From URL, whose answer has the CRC64 of what was copied."""
+        """Copy with Put Block From URL, whose answer has the CRC64 of what was copied."""
         id_ = blocks.block_id(upload_id, number, None)
         headers = {
             **await self._source(source, etag),
@@ -284,14 +286,16 @@ class AzureStore:
             return StoredPart(number, size_bytes, id_, answers.told_crc64(answer))
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
-        """Azure forgets blocks that are not committed within a week, all of a blob's at once."""
+        """As specified. Azure discards blocks that are not committed within a week, all those of a blob at once."""
         ours, _ = await self._blocks(key)
         if (parts := blocks.parts_of(ours, upload_id)) is None:
             raise self._location.not_found("there is no such upload", operation="get_block_list", key=key)
         return parts
 
     async def _blocks(self, key: str) -> tuple[Sequence[Block], bool]:
-        """Uncommitted ones of ours, and whether there are others'. ObjectNotFoundError where there is nothing."""
+        """Return our uncommitted blocks, and whether there are others. Raises ObjectNotFoundError if the key has
+        nothing.
+        """
         query = {"comp": "blocklist", "blocklisttype": "uncommitted"}
         answer = await self._session.call("GET", "get_block_list", key, query)
         with translating("get_block_list", key, self._location):
@@ -300,9 +304,9 @@ class AzureStore:
     async def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
     ) -> ObjectInfo:
-        """As promised: the checksums of the blocks, each of which the service has compared, must combine to that of the
-        whole. Blocks are gone once they are committed, ours or another upload's of this key: then the blob itself is
-        asked whether it is what this call would have made.
+        """As specified: the checksums of the blocks, each compared by the service, must combine to that of the whole.
+        Once blocks are committed, be it by this upload or another one of this key, they are gone; then the blob itself
+        must show whether it is what this call would have made.
         """
         self._check_whole(key, upload_id, parts, checksum, size_bytes)
         try:
@@ -345,9 +349,9 @@ class AzureStore:
         raise self._location.spoilt(problem, operation="put_block_list", key=key)
 
     async def abort_multipart(self, key: str, upload_id: str) -> None:
-        """Azure cannot drop blocks, only commit their blob. So an empty one is made where there is none, which drops
-        them, and deleted. Where there is a blob, or another upload of the same key, they are left to vanish
-        within a week.
+        """Drop the blocks of an upload, if possible. Azure can do that only by committing the blob, so if the key has
+        no blob, an empty one is made, which drops them, and deleted. If there is a blob, or another upload of the same
+        key, the blocks are left to expire within a week.
         """
         with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError):
             ours, has_others = await self._blocks(key)
@@ -357,7 +361,9 @@ class AzureStore:
             await self.delete_if(key, answers.etag(answer))
 
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
-        """Of keys without a blob: Azure does not list blocks beside one, which vanish within a week."""
+        """List the uploads of keys without a blob. Azure does not list blocks beside a blob; they expire within a
+        week.
+        """
         check_prefix(prefix, "list_blobs")
         keys: list[str] = []
         async for _, page in self._pages(prefix, include="uncommittedblobs"):
@@ -391,7 +397,7 @@ def _is_in_order(keys: Iterable[str]) -> bool:
 
 
 async def _gather(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Until all have ended; then the first failure is raised."""
+    """Wait until all have ended, then raise the first failure, if any."""
     for outcome in await asyncio.gather(*workers, return_exceptions=True):
         if isinstance(outcome, BaseException):
             raise outcome

@@ -1,4 +1,4 @@
-"""What Azure's, the HTTP clients' and the system's errors mean, in one place."""
+"""What the errors of Azure, the HTTP clients and the system mean, in one place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpt_async.stores.http.failures import (
 from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
 
-# Signatures stand in URLs, and a library may put its URL into a message.
+# URLs contain signatures, and a library may put its URL into a message.
 _SIGNATURE = re.compile(r"(?<=sig=)[^&\s'\"]+")
 
 
@@ -37,8 +37,8 @@ class AzureLocation(BucketLocation):
 
 @contextlib.contextmanager
 def translating(operation: str, key: str, location: AzureLocation) -> Iterator[None]:
-    """Turn every error of the HTTP clients and the system into a StoreError. Cancellation passes, and so do this
-    package's own errors.
+    """Turn every error of the HTTP clients and the system into a StoreError. Cancellation and this package's own errors
+    pass unchanged.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def translating(operation: str, key: str, location: AzureLocation) -> Iterator[N
 
 
 def code_of(answer: Response) -> str:
-    """The service's own name of an error; a HEAD's answer has it as a header only."""
+    """Return the service's own name for an error. The answer to a HEAD has it only as a header."""
     if code := answer.headers.get("x-ms-error-code"):
         return code
     found = re.search(rb"<Code>([^<]*)</Code>", answer.error)
@@ -64,7 +64,7 @@ def code_of(answer: Response) -> str:
 def refusal(
     answer: Response, operation: str, key: str, location: AzureLocation, *, is_conditional: bool = False
 ) -> StoreError:
-    """What an HTTP error answer means."""
+    """Return the error that an HTTP error answer means."""
     code, status = code_of(answer), answer.status
     message = f"{status} {code}: {_said(answer)}".rstrip(": ")
     if is_of_somebody_else(status) and not code and "x-ms-request-id" not in answer.headers:
@@ -95,7 +95,7 @@ def refusal(
 
 
 def _said(answer: Response) -> str:
-    """The first line of the service's message; what follows names the request."""
+    """Return the first line of the service's message; the rest only identifies the request."""
     found = re.search(rb"<Message>([^<]*)</Message>", answer.error)
     return found[1].decode("utf-8", "replace").strip().partition("\n")[0] if found else ""
 
@@ -110,8 +110,8 @@ def _hint_for_auth(answer: Response, operation: str, location: AzureLocation) ->
     return f"the credentials may not do {operation} in {location.bucket} of {location.account.name}"
 
 
-# "Common REST API error codes" and "Blob Storage error codes" of Microsoft's REST reference. What is not here is judged
-# by its status.
+# "Common REST API error codes" and "Blob Storage error codes" of Microsoft's REST reference. Other codes are judged by
+# the HTTP status.
 _REASONS = {
     "ServerBusy": FailureReason.THROTTLED,
     "OperationTimedOut": FailureReason.TRANSIENT,
@@ -120,15 +120,15 @@ _REASONS = {
     "InvalidAuthenticationInfo": FailureReason.AUTH,
     "NoAuthenticationInformation": FailureReason.AUTH,
     "PublicAccessNotPermitted": FailureReason.AUTH,
-    "InvalidBlockList": FailureReason.NOT_FOUND,  # 400: a block is not there (any more)
+    "InvalidBlockList": FailureReason.NOT_FOUND,  # 400: a block is missing, perhaps no longer there
     "BlobAlreadyExists": FailureReason.PRECONDITION,
     "ConditionNotMet": FailureReason.PRECONDITION,
     "SourceConditionNotMet": FailureReason.PRECONDITION,
     "TargetConditionNotMet": FailureReason.PRECONDITION,
     "Md5Mismatch": FailureReason.CHECKSUM,
     "Crc64Mismatch": FailureReason.CHECKSUM,
-    "FeatureNotSupported": FailureReason.OTHER,  # Azurite, with 500
-    # With 409 or 412, but about something else than our condition.
+    "FeatureNotSupported": FailureReason.OTHER,  # Azurite, with status 500
+    # These come with 409 or 412, but are not about our condition.
     "BlobArchived": FailureReason.OTHER,
     "BlobBeingRehydrated": FailureReason.OTHER,
     "BlobImmutableDueToPolicy": FailureReason.OTHER,
@@ -151,7 +151,7 @@ _UNTRUSTED = "is the endpoint's certificate trusted here? see REQUESTS_CA_BUNDLE
 
 
 def _reason_of(code: str, status: int, message: str) -> FailureReason:
-    """By error code, else by HTTP status."""
+    """Classify by error code, else by HTTP status."""
     if code in _REASONS:
         return _REASONS[code]
     if status == 400 and "MD5" in message:

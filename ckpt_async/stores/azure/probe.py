@@ -1,4 +1,4 @@
-"""What a store enforces, found out by a few small requests on blobs below `.ckpt_async/probe/`."""
+"""Finding out what a store enforces, by a few small requests on blobs below `.ckpt_async/probe/`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _WRONG = {
 
 
 class Probe:
-    """Six requests on two blobs, which are deleted again."""
+    """Five small writes to two blobs, which are deleted again; six if the store does not compare CRC64."""
 
     def __init__(self, store: Store, session: AzureSession, sender: Sender) -> None:
         self._store, self._session, self._sender = store, session, sender
-        # As long as any key of a run's: what the store does not take is found out here.
+        # As long as the longest key of a run, to find out here if the store refuses such keys.
         name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
         self._key, self._spoiled = f"{name}-a", f"{name}-b"
 
     async def is_conditional(self) -> bool:
-        """Whether conditions are enforced. Tells the sender what is compared; raises StoreError if nothing is."""
+        """Return whether conditions are enforced, and tell the sender which checksum the store compares. Raises
+        StoreError if it compares none.
+        """
         options = self._session.options
         limit_s = options.connect_timeout_s + options.read_timeout_s
         try:
@@ -40,7 +42,7 @@ class Probe:
                     self._sender.compared = await self._compared()
                     return await self._conditions()
                 finally:
-                    # Best effort: credentials that may not delete are allowed, and keep what they write.
+                    # Best effort: credentials without the right to delete are allowed, and leave the blobs behind.
                     with contextlib.suppress(StoreError):
                         await self._store.delete([self._key, self._spoiled])
         except TimeoutError as error:

@@ -1,7 +1,7 @@
-"""Bodies, and what the service is told so that it compares what arrives.
+"""Sending bodies with a digest, so that the service compares what arrives.
 
-Azure's CRC64 is the CRC-64/NVME that a shard is read for anyway, so it goes along as it is. What knows MD5 only (an
-emulator) has it computed from the same bytes in one more reading.
+Azure's CRC64 is the CRC-64/NVME that is computed for every shard anyway, so it is sent as it is. For a service that
+knows only MD5 (an emulator), that is computed by reading the same bytes once more.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ BLOB = {"x-ms-blob-type": "BlockBlob"}
 
 
 class Compared(enum.Enum):
-    """What the service compares with the bytes that arrive."""
+    """The digest that the service compares with the bytes that arrive."""
 
     CRC64 = "x-ms-content-crc64"
     MD5 = "Content-MD5"
 
 
 class Sender:
-    """Sends bodies whose bytes the service compares."""
+    """Sends bodies in such a way that the service compares their bytes."""
 
     def __init__(self, session: AzureSession) -> None:
         self._session, self._location = session, session.location
-        self.compared = Compared.MD5  # until it is known better: Azure takes either
+        self.compared = Compared.MD5  # until the probe finds out: Azure takes either
 
     async def put(
         self,
@@ -52,7 +52,9 @@ class Sender:
         headers: Mapping[str, str] = NOTHING,
         is_conditional: bool = False,
     ) -> tuple[Response, Checksum | None]:
-        """One attempt: the answer, and the checksum if the service has told what arrived."""
+        """Make one attempt. Return the answer, and the checksum if the service has reported the digest of what
+        arrived.
+        """
         digests = await self._digests(operation, key, body, checksum)
         answer = await self._session.put(
             operation, key, query, {**headers, **digests}, body, is_conditional=is_conditional
@@ -61,7 +63,7 @@ class Sender:
             return answer, self._checked(operation, key, answer, digests, checksum)
 
     async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
-        """One after the other on one connection, up to the first that fails."""
+        """Send objects one after the other on one connection, up to the first that fails."""
         grant = await self._session.access.grant()
         sent: dict[str, tuple[SmallPut, dict[str, str]]] = {}
 
@@ -92,8 +94,8 @@ class Sender:
             raise self._session.refused(answer, "put_blob", request.key)
 
     async def _digests(self, operation: str, key: str, body: Body, checksum: Checksum) -> dict[str, str]:
-        """The header by which the service compares what arrives. A `checksum` that it does not know is compared here,
-        with all of the body.
+        """Return the header by which the service compares what arrives. If the service does not know the algorithm of
+        `checksum`, that is compared here, by reading the whole body.
         """
         if self._knows(checksum):
             return {self.compared.value: answers.crc64_header(checksum)}
@@ -119,7 +121,7 @@ class Sender:
     def _checked(
         self, operation: str, key: str, answer: Response, digests: Mapping[str, str], checksum: Checksum
     ) -> Checksum | None:
-        """The checksum if the answer has the digest of just these bytes, None if it has none."""
+        """Return the checksum if the answer has the digest of these very bytes, None if it has no digest."""
         is_told = False
         for name, sent in digests.items():
             if (told := answer.headers.get(name.lower())) is not None:
@@ -131,7 +133,7 @@ class Sender:
 
 
 class _Digests:
-    """Of one body: of the algorithm that was promised, and of what the service compares."""
+    """Two running digests of one body: one in the caller's algorithm, one in that which the service compares."""
 
     def __init__(self, algorithm: str, compared: Compared) -> None:
         self._own = Digest(algorithm)

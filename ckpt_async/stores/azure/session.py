@@ -1,4 +1,6 @@
-"""How a container is asked: requests with a body by threads of our own, the others by aiohttp. Knows not what for."""
+"""Requests to a container: those with a body by our own threads, the others by aiohttp. Knows how to ask, not what
+for.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ NOTHING: Query = {}
 
 
 class AzureSession:
-    """Belongs to the event loop that opened it."""
+    """The connections to one container. Belongs to the event loop that opened it."""
 
     pools: Pools  # made by `open`
     _ca_file: str | None
@@ -46,7 +48,7 @@ class AzureSession:
             )
         with translating("open", "", self.location):
             self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
-            await self.access.grant()  # want of credentials is told at once
+            await self.access.grant()  # report missing credentials at once
             self._client = await self._exit_stack.enter_async_context(_client(self.options))
         self.pools = Pools(self.options, self._ca_file)
         self._exit_stack.callback(self.pools.close)
@@ -55,11 +57,13 @@ class AzureSession:
         await self._exit_stack.aclose()
 
     def name(self, key: str, operation: str) -> str:
-        """Of a blob in its container. Raises StoreError for a key that could lead out of the root."""
+        """Return the name of a blob in its container. Raises StoreError for a key that could lead out of the root."""
         return self.location.root + check_key(key, operation)
 
     def url(self, key: str | None, operation: str, grant: Grant, query: Query = NOTHING) -> str:
-        """Of a blob, or without a key of the container. It holds the signature: never for a message."""
+        """Return the URL of a blob, or of the container if there is no key. It contains the signature: never put it
+        into a message.
+        """
         url = f"{self.location.account.endpoint_url}/{self.location.bucket}"
         if key is not None:
             url += f"/{quote(self.name(key, operation), safe='/~')}"
@@ -79,8 +83,8 @@ class AzureSession:
         *,
         is_conditional: bool = False,
     ) -> Response:
-        """One attempt. On return or raise nothing reads the body or its buffers any more. A receipt or a decision does
-        not queue behind shards.
+        """Make one attempt. Once this has returned or raised, nothing reads the body or its buffers any more. A receipt
+        or a decision does not queue behind shards.
         """
         url = self.url(key, operation, grant := await self.access.grant(), query)
         sent = {"Content-Length": str(body.size_bytes), "Content-Type": "application/octet-stream"}
@@ -100,8 +104,9 @@ class AzureSession:
         about: str = "",
         max_size_bytes: int | None = None,
     ) -> Response:
-        """A GET, HEAD or DELETE, which aiohttp repeats once when its connection breaks before an answer. `about`: what
-        errors name where the request has no key. Of more than `max_size_bytes` nothing is read.
+        """Send a GET, HEAD or DELETE, which aiohttp repeats once if its connection breaks before an answer. `about` is
+        what errors name if the request has no key. An object larger than `max_size_bytes` raises ObjectTooLargeError
+        and is not read.
         """
         url = self.url(key, operation, grant := await self.access.grant(), query)
         about = key or about
@@ -128,7 +133,7 @@ class AzureSession:
             return self.heeded(answer, operation, about, is_conditional="If-Match" in headers)
 
     def heeded(self, answer: Response, operation: str, key: str, *, is_conditional: bool = False) -> Response:
-        """The answer, if it is one of success."""
+        """Return the answer if it reports success, else raise what it means."""
         if answer.status >= 300:
             raise self.refused(answer, operation, key, is_conditional=is_conditional)
         answers.check_origin(answer)

@@ -1,4 +1,4 @@
-"""Stores over fsspec: whatever it has a file system for, and nothing here speaks itself.
+"""Stores over fsspec: every store that it has a file system for, through its API alone.
 
-Imported only where a URL names one.
+This package is imported only if a URL names such a store.
 """

@@ -1,4 +1,4 @@
-"""Which URLs name a file system that fsspec knows. Pure but for `claims` and `open`."""
+"""Which URLs name a file system that fsspec knows. Pure, except for `claims` and `open`."""
 
 # ruff: noqa: ARG002 - as in `Backend`
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ckpt_async.stores.options import StoreOptions
 if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
 
-# What has a kind of store of its own here, by any name that fsspec has for it.
+# Schemes that have a store of their own here, under every name that fsspec has for them.
 _OWN = frozenset("abfs abfss adl asynclocal az file gcs gs http https local memory s3 s3a".split())
-# What is a manner of looking at another file system, or can only be read.
+# Schemes that are only views of another file system, or can only be read.
 _NO_PLACE = frozenset(
     "async_wrapper asyncwrapper blockcache cached data dir filecache generic gist git github libarchive pyscript"
     " reference simplecache tar zip".split()
 )
-# What people ask for who have not installed fsspec, which would know them and more.
+# Schemes that people may use without having installed fsspec; with it, these and more are known.
 WELL_KNOWN = frozenset("dbfs dropbox ftp hdfs hf oci sftp smb ssh webdav webhdfs".split())
-# A user's name is no secret, and `oci://bucket@namespace` has one sign for both.
+# A user name is no secret, and in `oci://bucket@namespace` the "@" does not mark one.
 _AUTHORITY = re.compile(r"(?:[^@:]+@)?(?:[^@:]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
 
 
 class FsspecBackend(Backend):
-    """The last that is asked: for schemes that nobody else claims."""
+    """The last backend that is asked, for schemes that no other backend claims."""
 
-    schemes = ()  # fsspec's, whatever they are where this runs
+    schemes = ()  # whatever the installed fsspec knows
     example = "sftp://host/folder"
     makes_folder = True
     credentials_hint = (

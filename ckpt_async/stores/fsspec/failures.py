@@ -1,4 +1,4 @@
-"""What the errors of file systems mean. They are of any class; what many have in common is looked at."""
+"""What the errors of file systems mean. They may be of any class, so this looks at features that many share."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _STATUS = {
     503: FailureReason.THROTTLED,
     507: FailureReason.DISK,
 }
-# Mistakes, here or in the file system: no other attempt will do better.
+# Mistakes in this code or in the file system: another attempt would not help.
 _FINAL = (TypeError, ValueError, NotImplementedError, AttributeError, ImportError, IsADirectoryError)
 _MISSING = re.compile(r"missing \d+ required [a-z-]+ arguments?: '(\w+)'")
 
 
 @contextlib.contextmanager
 def translating(operation: str, key: str) -> Iterator[None]:
-    """Turn every error into a StoreError of the right reason. This package's own pass."""
+    """Turn every error into a StoreError with the right reason. This package's own errors pass unchanged."""
     try:
         yield
     except CkptAsyncError:
@@ -47,7 +47,9 @@ def translating(operation: str, key: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception) -> FailureReason:
-    """Of one attempt. What nobody knows is tried again, until it has taken too long."""
+    """Return the reason for the failure of one attempt. An unknown error counts as transient: it is retried until the
+    time is up.
+    """
     name = type(error).__name__
     if isinstance(error, PermissionError) or _is_refusal(error):
         return FailureReason.AUTH
@@ -63,18 +65,17 @@ def reason_of(error: Exception) -> FailureReason:
 
 
 def _is_refusal(error: Exception) -> bool:
-    if "transport shut down" in str(error):  # paramiko's for a connection that broke while it logged in
+    if "transport shut down" in str(error):  # paramiko: the connection broke during login
         return False
-    names = [
-        each.__name__ for each in type(error).__mro__
-    ]  # paramiko's for a key with a passphrase says it in its base
+    # Base classes count too: only that of paramiko's error for a key with a passphrase tells what it means.
+    names = [each.__name__ for each in type(error).__mro__]
     words = ("Auth", "Forbidden", "Unauthorized", "PermissionDenied", "BadHostKey")
     # Paramiko has no class of its own for a login without any credentials.
     return any(word in name for word in words for name in names) or "No authentication methods" in str(error)
 
 
 def _status(error: Exception) -> int | None:
-    """Of an HTTP answer, as requests, httpx and aiohttp carry it."""
+    """Return the status of an HTTP answer, as errors of requests, httpx and aiohttp carry it."""
     response = getattr(error, "response", None)
     for status in (getattr(response, "status_code", None), getattr(error, "status", None)):
         if isinstance(status, int) and 300 <= status < 600:
@@ -83,7 +84,7 @@ def _status(error: Exception) -> int | None:
 
 
 def missing_option(error: Exception) -> str:
-    """The name of one that a file system cannot be made without; "" if it is not that."""
+    """Return the name of a required option that was missing when the file system was made, or "" for other errors."""
     found = _MISSING.search(str(error)) if isinstance(error, TypeError) else None
     return found[1] if found is not None else ""
 

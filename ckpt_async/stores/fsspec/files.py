@@ -1,8 +1,8 @@
-"""What is done with one file system object, in the thread of a lane: blocking, and as fsspec's methods really behave.
+"""Operations on one file system object, in the thread of a lane: blocking, and allowing for how fsspec really behaves.
 
-fsspec names the methods and leaves much of what they do to each file system. What is not relied on: `exists` and
-`isdir` (any error is a no), `find` and `walk` (they pass over folders that cannot be listed), `rm_file` and `rmdir`
-(WebDAV removes all below), and closing a file after a failure (that writes what there is).
+fsspec names the methods but leaves much of what they do to each file system. We do not rely on `exists` and `isdir`
+(any error means no), `find` and `walk` (they skip folders that cannot be listed), `rm_file` and `rmdir` (WebDAV removes
+everything below), or on closing a file after a failure (that writes what there is).
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ckpt_async.stores.tree import OWN
 
 ALGORITHM = "crc64nvme"
 _SLICE_BYTES = 4 << 20
-# A folder that is found empty and removed by another process between its making and its use.
+# How often to retry when another process removes a folder, which it found empty, before it is used.
 _PARENT_ATTEMPTS = 5
 
-# SSH's: rename replaces what is there, atomically (posix-rename@openssh.com), and rmdir leaves what is not empty.
+# On SSH, rename atomically replaces what is there (posix-rename@openssh.com), and rmdir fails on a non-empty folder.
 _POSIX = frozenset({"sftp", "ssh", "sshfs"})
 _MODIFIED = ("mtime", "modified", "LastModified", "last_modified", "updated", "modify", "created")
 
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """How a file system behaves, known of its kind or found out by `probe`."""
+    """How a file system behaves, as known for its kind or found out by `probe`."""
 
     is_posix: bool = False
-    renames: bool = False  # else an object is written under its key at once
-    replaces: bool = False  # a rename takes the place of what is there
-    has_folders: bool = True  # which must be made
+    renames: bool = False  # if not, an object is written under its final key from the start
+    replaces: bool = False  # a rename replaces what is there
+    has_folders: bool = True  # they must be created
     has_times: bool = True
     copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One file. `etag` tells versions apart as far as the file system does: by size and second, where it has none."""
+    """One file. `etag` tells versions apart as well as the file system can: by size and time if it has no ETags."""
 
     size_bytes: int
     etag: str
@@ -61,11 +61,11 @@ def is_posix(file_system: FileSystem) -> bool:
 
 
 class Files:
-    """Files below `root`, a path as the file system writes it. Used by one thread at a time."""
+    """Files below `root`, a path in the file system's notation. Used by one thread at a time."""
 
     def __init__(self, file_system: FileSystem, root: str, manners: Manners, made: set[str]) -> None:
         self._fs, self._root, self._manners = file_system, root, manners
-        self._made = made  # folders that are known to be there; shared with the other lanes
+        self._made = made  # folders known to exist, shared with the other lanes
 
     def path(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root
@@ -73,7 +73,7 @@ class Files:
     # --- looking -------------------------------------------------------------------------------------------
 
     def found(self, key: str) -> Found:
-        """Raises FileNotFoundError for what is missing, or no file."""
+        """Look up a file. Raises FileNotFoundError if it is missing or is not a file."""
         self._fs.invalidate_cache()
         info = self._fs.info(self.path(key))
         if info.get("type") != "file":
@@ -88,8 +88,8 @@ class Files:
             return False
 
     def is_root_there(self) -> bool:
-        """Whether the root is a folder. Raises StoreError if a file is there instead, or above it where folders are
-        folders: a wrong place, and no first start.
+        """Return whether the root is a folder. Raises StoreError if a file is in its place, or above it on a POSIX-like
+        file system: that is a wrong URL, not a first start.
         """
         self._fs.invalidate_cache()
         path = self._root
@@ -98,7 +98,7 @@ class Files:
                 kind = self._fs.info(path).get("type")
             except FileNotFoundError:
                 if not self._manners.is_posix:
-                    return False  # nor would an object above it matter
+                    return False  # an object above it would not matter either
                 path = path.rstrip("/").rpartition("/")[0]
                 continue
             if kind == "directory":
@@ -113,19 +113,19 @@ class Files:
         return path == self._root and self.is_folder("")
 
     def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, Found]]:
-        """Every file below `folder` ("" or ending in "/") whose key starts with `prefix`, in no order. Links are not
-        followed. An error is raised: half a listing would pass for all there is.
+        """Yield every file below `folder` ("" or ending in "/") whose key starts with `prefix`, in no particular order,
+        without following links. Errors are raised: a partial listing would be taken for a complete one.
         """
         path = self.path(folder.removesuffix("/"))
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            return  # never there, or deleted since its parent was read: the caller looks at the root
+            return  # it never existed, or was deleted since its parent was read: the caller checks the root
         for entry in entries:
             whole = str(entry["name"]).rstrip("/")
             if whole.strip("/") == path.strip("/"):
-                continue  # a file of that name, or a folder's own mark
+                continue  # a file of that name, or the folder's own marker
             key = folder + whole.rpartition("/")[2]
             if entry.get("type") == "directory":
                 below = f"{key}/"
@@ -135,7 +135,7 @@ class Files:
                 yield key, _found(entry)
 
     def read(self, key: str, offset: int, size_bytes: int, take: Callable[[memoryview], object]) -> None:
-        """Exactly these bytes. Raises IntegrityError if the file ends before."""
+        """Read exactly these bytes. Raises IntegrityError if the file ends earlier."""
         path, end = self.path(key), offset + size_bytes
         if self._manners.is_posix:
             self._read_opened(path, key, offset, end, take)
@@ -151,7 +151,8 @@ class Files:
         self, path: str, key: str, offset: int, end: int, take: Callable[[memoryview], object]
     ) -> None:
         with self._fs.open(path, "rb") as file:
-            ahead = getattr(file, "readv", None)  # paramiko: else each 32 KiB waits for those before
+            # Paramiko: without it, each 32 KiB waits for the previous ones.
+            ahead = getattr(file, "readv", None)
             if ahead is None:
                 file.seek(offset)
             else:
@@ -164,7 +165,7 @@ class Files:
                 offset += count
 
     def checksum(self, key: str, size_bytes: int) -> Checksum:
-        """Of what comes when it is read: the file system keeps none."""
+        """Return the checksum of what is read from the file: the file system keeps none."""
         digest = Digest(ALGORITHM)
         self.read(key, 0, size_bytes, digest.update)
         return digest.checksum()
@@ -172,7 +173,9 @@ class Files:
     # --- writing -------------------------------------------------------------------------------------------
 
     def write(self, key: str, pieces: Iterable[bytes], size_bytes: int, checksum: Checksum) -> Found:
-        """Under a temporary name, read back, then renamed into place, where it renames. A failure leaves nothing."""
+        """Write under a temporary name, read back, and rename into place, if the file system can rename. A failure
+        leaves nothing behind.
+        """
         at = f"{OWN}/{secrets.token_hex(16)}" if self._manners.renames else key
         before = self._found_or_none(key) if at == key else None
         try:
@@ -190,7 +193,8 @@ class Files:
                 ) from error
         except BaseException:
             with contextlib.suppress(Exception):
-                if at != key or self._found_or_none(key) != before:  # half of it, in place of what was there
+                # A partial object, in place of what was there.
+                if at != key or self._found_or_none(key) != before:
                     self._fs.rm_file(self.path(at))
             raise
         return self.found(key)
@@ -207,7 +211,7 @@ class Files:
         file = self._fs.open(self.path(at), "wb")
         try:
             if hasattr(file, "set_pipelined"):
-                # paramiko: else each 32 KiB waits for those before; `close` has the errors
+                # paramiko: without it, each 32 KiB waits for the previous ones; `close` reports the errors
                 file.set_pipelined(True)
             digest, written = Digest(checksum.algorithm), 0
             for piece in pieces:
@@ -239,7 +243,7 @@ class Files:
         rename(self._fs, source, target)
 
     def _into_parent(self, key: str, place: Callable[[], None]) -> None:
-        """The folders on the way are made first, and once more where one has been removed meanwhile."""
+        """Call `place` after creating the parent folders, and again if another process has removed one in between."""
         parent = key.rpartition("/")[0]
         for _ in range(_PARENT_ATTEMPTS):
             self.make_folder(parent)
@@ -258,13 +262,13 @@ class Files:
         try:
             self._fs.makedirs(self.path(folder), exist_ok=True)
         except Exception:
-            # Another process may have made it at the same time; not each file system says so in the same manner.
+            # Another process may have made it at the same time; file systems report that in different ways.
             if not self.is_folder(folder):
                 raise
         self._made.add(folder)
 
     def copy(self, source: str, key: str) -> None:
-        """Over whatever is there."""
+        """Copy a file, replacing what is there."""
         one, other = self.path(source), self.path(key)
         if (webdav := _webdav(self._fs)) is not None:
             self._into_parent(key, lambda: webdav.copy(one, other, overwrite=True))
@@ -272,7 +276,9 @@ class Files:
             self._into_parent(key, lambda: self._fs.cp_file(one, other))
 
     def delete(self, key: str) -> None:
-        """A file, and the folders that it leaves empty. Looks first: WebDAV would delete a folder with all in it."""
+        """Delete a file, and the folders that it leaves empty. Looks first, because WebDAV would delete a folder with
+        all its contents.
+        """
         try:
             self.found(key)
             self._fs.rm_file(self.path(key))
@@ -285,7 +291,7 @@ class Files:
                     self._fs.rmdir(self.path(key))
 
     def left_over(self, before: float) -> list[str]:
-        """Temporary files of writers that died."""
+        """Delete the temporary files of writers that died, and return their keys."""
         old = [key for key, found in self._own() if (found.modified_at or before) < before]
         for key in old:
             with contextlib.suppress(FileNotFoundError):
@@ -297,11 +303,11 @@ class Files:
 
 
 def probe(file_system: FileSystem, root: str) -> tuple[Manners, float | None]:
-    """How it behaves, found out by two small files; and the time that it says, at this moment. Raises whatever it
-    raises: what cannot be written is no place for checkpoints.
+    """Find out how the file system behaves, by means of two small files; return that and the modification time of the
+    one just written. Errors are passed on: a place that cannot be written is no place for checkpoints.
     """
     posix = is_posix(file_system)
-    # To begin with: folders are made, and nothing is renamed.
+    # To begin with, assume that folders must be created and that nothing can be renamed.
     files = Files(file_system, root, Manners(is_posix=posix), set())
     files.make_folder(OWN)
     has_folders = files.is_folder(OWN)
@@ -334,9 +340,9 @@ def probe(file_system: FileSystem, root: str) -> tuple[Manners, float | None]:
 
 
 def rename(file_system: FileSystem, source: str, target: str) -> None:
-    """By whatever is one request."""
+    """Rename a file with a single request."""
     if (webdav := _webdav(file_system)) is not None:
-        webdav.move(source, target, overwrite=True)  # webdav4's own `mv` of a file is a copy and a deletion
+        webdav.move(source, target, overwrite=True)  # webdav4's own `mv` copies and then deletes a file
     else:
         file_system.mv(source, target)
 
@@ -346,13 +352,15 @@ def _renames(file_system: FileSystem) -> bool:
 
 
 def _webdav(file_system: FileSystem) -> Any:
-    """webdav4's client, which overwrites if it is told so: its file system never does."""
+    """Return webdav4's client, which can overwrite; its file system never does."""
     client = getattr(file_system, "client", None)
     return client if hasattr(client, "move") and hasattr(client, "copy") else None
 
 
 def _overrides(file_system: FileSystem, *names: str) -> bool:
-    """Whether it has a way of its own: fsspec's would carry the bytes through here, or is not there."""
+    """Return whether the file system has its own implementation: fsspec's would move the bytes through this machine, or
+    does not exist.
+    """
     from fsspec.asyn import AsyncFileSystem
     from fsspec.spec import AbstractFileSystem
 
@@ -363,19 +371,19 @@ def _overrides(file_system: FileSystem, *names: str) -> bool:
 
 
 def _discard(file: Any) -> None:
-    """Let go of a file that is not whole. Closing it would make one of those that are sent when they are closed."""
+    """Let go of an incomplete file. Closing it would store it, on file systems that send a file when it is closed."""
     with contextlib.suppress(Exception):
         if not hasattr(file, "discard"):
             file.close()
             return
         file.discard()
         if hasattr(file, "_upload_chunk"):  # fsspec's AbstractBufferedFile
-            file.closed = True  # or its finalizer would close it
+            file.closed = True  # else its finalizer would close it
 
 
 def _say_once(file: Any) -> None:
-    """Paramiko asks ahead in a thread of its own, which ends with a traceback on stderr when the connection breaks.
-    Whoever reads is told of that by an exception.
+    """Silence the thread in which paramiko reads ahead: when the connection breaks, it ends with a traceback on stderr.
+    The reader gets an exception anyway.
     """
     asks = getattr(file, "_prefetch_thread", None)
     if asks is not None:

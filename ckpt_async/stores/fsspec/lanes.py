@@ -1,4 +1,4 @@
-"""Blocking file systems of which nothing is known: who gives up waiting goes, and leaves the thread where it hangs."""
+"""Threads for blocking file systems that may hang: a caller that gives up leaves the thread behind."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ckpt_async.stores.bodies import LocalWriter, WriterCancelledError
 
 T = TypeVar("T")
 
-FileSystem = Any  # fsspec.AbstractFileSystem: it has no types
+FileSystem = Any  # fsspec.AbstractFileSystem, which has no types
 
-# What is on its way between two threads.
+# The limit of what is in transit between the two threads.
 _HELD_BYTES = 8 << 20
 
 
 class Lanes:
-    """Threads, each with a file system object and so with connections of its own: most are not made to be shared.
+    """Threads that each have their own file system object, and thus connections: most are not made to be shared.
 
     `make` connects, in the lane's thread. Belongs to one event loop.
     """
@@ -35,20 +35,20 @@ class Lanes:
         self._is_closed = False
 
     async def call(self, work: Callable[[FileSystem], T]) -> T:
-        """What `work` returns or raises, in a thread of its own. Cancelled, returns at once: its connection is broken
-        off, and its result is nobody's; so `work` must not use what belongs to the caller.
+        """Run `work` in a thread of its own; return or raise what it does. When cancelled, return at once: the
+        connection is broken off and the result discarded, so `work` must not use anything that belongs to the caller.
         """
         async with self._at_once:
             lane = self._idle.pop() if self._idle else _Lane(self._make)
             try:
                 result = await lane.do(work)
             except (FileNotFoundError, CkptAsyncError):
-                self._put_back(lane)  # an answer: the connection is fine
+                self._put_back(lane)  # that is an answer, so the connection works
                 raise
             except BaseException as error:
                 lane.leave()
                 if isinstance(error, Exception):
-                    self._leave_idle()  # what broke one connection has broken the others
+                    self._leave_idle()  # whatever broke one connection has broken the others too
                 raise
             self._put_back(lane)
             return result
@@ -70,7 +70,7 @@ class Lanes:
 
 
 class _Lane:
-    """One thread and its file system object. A daemon: one that hangs keeps no process from ending."""
+    """One thread and its file system object. The thread is a daemon: if it hangs, the process can still end."""
 
     def __init__(self, make: Callable[[], FileSystem]) -> None:
         self._make = make
@@ -86,7 +86,9 @@ class _Lane:
         return asyncio.wrap_future(done)
 
     def leave(self) -> None:
-        """For good: the thread ends with what it does, soon if its file system can be broken off."""
+        """Give up the lane for good. Its thread ends after its current work, soon if the file system can be
+        disconnected.
+        """
         self._work.put(None)
         disconnect(self._file_system)
 
@@ -108,7 +110,9 @@ class _Lane:
 
 
 def disconnect(file_system: FileSystem) -> None:
-    """fsspec has no word for it: of those that keep connections, paramiko's, ftplib's and webdav4's are called so."""
+    """Close the connections, for which fsspec has no method: paramiko, ftplib and webdav4 keep them in these
+    attributes.
+    """
     client = getattr(file_system, "client", None)
     for each in (client, getattr(client, "http", None), getattr(file_system, "ftp", None)):
         if (close := getattr(each, "close", None)) is not None:
@@ -117,12 +121,12 @@ def disconnect(file_system: FileSystem) -> None:
 
 
 class PipeBrokenError(CkptAsyncError):
-    """Nobody sends the rest."""
+    """Nobody will send the rest."""
 
 
 class Pipe:
-    """Bytes on their way from the thread of a body to that of a file system. A copy of them: the body's buffer and
-    file are let go of at once when an attempt ends, wherever the file system hangs.
+    """Bytes in transit from the thread of a body to that of a file system. They are copied, so that the body's buffer
+    and file are released as soon as an attempt ends, wherever the file system may hang.
     """
 
     def __init__(self) -> None:
@@ -132,7 +136,9 @@ class Pipe:
         self._has_ended = self._is_broken = False
 
     def put(self, piece: memoryview) -> None:
-        """Blocks while too much is under way. Raises WriterCancelledError once nobody takes it any more."""
+        """Add a piece, blocking while too much is in transit. Raises WriterCancelledError once nobody takes it any
+        more.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._held_bytes < _HELD_BYTES or self._is_broken)
             if self._is_broken:
@@ -166,7 +172,7 @@ class Pipe:
 
 
 class PipeWriter(LocalWriter):
-    """Writes a body into a pipe."""
+    """A writer that writes a body into a pipe."""
 
     def __init__(self, pipe: Pipe) -> None:
         super().__init__(pipe.put)

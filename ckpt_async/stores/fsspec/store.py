@@ -1,9 +1,9 @@
 """Any file system of fsspec as a store: SFTP, WebDAV, SMB, Hugging Face, OCI, DBFS, HDFS and others.
 
-What is weaker than S3, and said when it is opened for writing: no write has a condition, so rank 0 alone decides
+Weaker than S3, as the store logs when it is opened for writing: writes cannot be conditional, so rank 0 alone decides
 (`conditional_put` is False); no checksum is kept or compared, so each object is read back before it counts; there are
-no parts, so an interrupted shard is sent again. Every write goes to a temporary name and is renamed into place, where
-the file system renames.
+no parts, so an interrupted shard is sent again from the beginning. If the file system can rename, every write goes to a
+temporary name and is renamed into place.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Each is a connection of its own, and sshd drops new ones beyond 10 that have not logged in yet (MaxStartups).
+# Each lane has a connection of its own, and sshd starts dropping new connections when 10 have not logged in yet
+# (MaxStartups).
 _MOST_LANES = 8
 _LEFT_OVER_AGE_S = 24 * 3600.0
 
 
 class FsspecStore(WholeObjects):
-    """Objects as files below what `url` names. A cancelled call returns at once, whatever the file system does."""
+    """Objects as files below what `url` names. A cancelled call returns at once, even if the file system hangs."""
 
     no_parts = "a file system has no multipart uploads"
 
@@ -71,7 +72,7 @@ class FsspecStore(WholeObjects):
         self._manners = Manners()
         self._made: set[str] = set()
         self._has_own = False
-        self._clock_ahead_s = 0.0  # the server's, of ours
+        self._clock_ahead_s = 0.0  # how far the server's clock is ahead of ours
         self._capabilities = _capabilities(self._manners)
 
     @property
@@ -86,8 +87,8 @@ class FsspecStore(WholeObjects):
         pass
 
     async def open(self, *, is_read_only: bool = False) -> None:
-        """Connect. To write: make the folder if it is missing, and find out how the file system behaves by two small
-        files, which are deleted again.
+        """Connect. For writing, also make the folder if it is missing, and find out how the file system behaves by
+        means of two small files, which are deleted again.
         """
         self._lanes = Lanes(self._connect, self._most_lanes)
         with translating("open", self._url):
@@ -116,7 +117,7 @@ class FsspecStore(WholeObjects):
             )
 
     def _connect(self) -> FileSystem:
-        """In the thread of a lane. Options and credentials come from fsspec's own configuration."""
+        """Connect, in the thread of a lane. Options and credentials come from fsspec's own configuration."""
         import fsspec
 
         say_once("paramiko")
@@ -127,7 +128,7 @@ class FsspecStore(WholeObjects):
         try:
             file_system = kind(skip_instance_cache=True, **options)
         except (FileNotFoundError, TypeError) as error:
-            # A key's file that is not there, an option that is missing: never "there is no run".
+            # The key file does not exist, or an option is missing: this must never be taken for "there is no run".
             option = missing_option(error)
             raise StoreError(
                 f"the option {option} is missing" if option else f"{type(error).__name__}: {error}",
@@ -146,7 +147,7 @@ class FsspecStore(WholeObjects):
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
-        """As promised, without a condition: what one asks for is looked at just before, and nothing holds it."""
+        """As specified, but not atomic with a condition: that is only checked just before the write."""
         self._check_key(key, "put")
         with translating("put", key):
             await self._check_condition(key, condition)
@@ -178,17 +179,17 @@ class FsspecStore(WholeObjects):
         )
         writing.add_done_callback(lambda _: pipe.break_off())
         try:
-            with contextlib.suppress(WriterCancelledError):  # nobody takes it any more: `writing` says why
+            # Nobody takes the bytes any more, and `writing` tells why.
+            with contextlib.suppress(WriterCancelledError):
                 await send_in_thread(body, PipeWriter(pipe))
             pipe.end()
             found = await writing
         except BaseException as error:
             pipe.break_off()
             if isinstance(error, asyncio.CancelledError):
-                writing.cancel()  # for the file system may hang
-            await asyncio.gather(
-                writing, return_exceptions=True
-            )  # half of it must be gone before the next attempt
+                writing.cancel()  # the file system may hang
+            # A partial object must be gone before the next attempt.
+            await asyncio.gather(writing, return_exceptions=True)
             raise
         return found.info(key, checksum)
 
@@ -242,7 +243,7 @@ class FsspecStore(WholeObjects):
             await in_thread(got, each, memoryview(data))
 
     async def head(self, key: str) -> ObjectInfo:
-        """As promised, with a checksum: reads the whole file to compute it."""
+        """As specified, with a checksum: computing it reads the whole file."""
         self._check_key(key, "head")
 
         def read(files: Files) -> ObjectInfo:
@@ -272,7 +273,7 @@ class FsspecStore(WholeObjects):
             await self._do("delete", key, lambda files, key=key: files.delete(key))  # type: ignore[misc]
 
     async def delete_if(self, key: str, etag: str) -> None:
-        """The ETag is compared just before."""
+        """As specified, but the ETag is compared just before the deletion."""
         self._check_key(key, "delete")
         try:
             there = await self._found(key, "delete")
@@ -283,7 +284,7 @@ class FsspecStore(WholeObjects):
         await self.delete([key])
 
     async def copy(self, source: str, etag: str, key: str) -> None:
-        """By the server itself, where it can; the ETag is compared just before."""
+        """Have the server copy the object, if it can. The ETag is compared just before."""
         self._check_key(source, "copy")
         self._check_key(key, "copy")
         if not self._manners.copies:
@@ -317,7 +318,9 @@ class FsspecStore(WholeObjects):
         return await self._do(operation, key, lambda files: files.found(key).info(key))
 
     def _check_there(self, files: Files, operation: str, key: str) -> None:
-        """What is missing is not empty: a server may have lost its mount. The folder of our own says so."""
+        """Raise StoreError if the folder is gone: missing is not empty, as a server may have lost its mount. Our own
+        subfolder shows that it is still the same folder.
+        """
         if self._has_own and not files.is_folder(OWN):
             raise StoreError(
                 f"{self._url} is no longer the same folder",
@@ -336,11 +339,11 @@ class FsspecStore(WholeObjects):
 
 
 class _Guarded:
-    """A sink for a thread that may outlive the call: what comes after `close` goes nowhere."""
+    """A sink for a thread that may outlive the call: after `close` it takes nothing more."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink, self._lock, self._is_closed = sink, threading.Lock(), False
-        self.error: Exception | None = None  # the sink's own
+        self.error: Exception | None = None  # raised by the sink
 
     def take(self, piece: memoryview) -> None:
         with self._lock:

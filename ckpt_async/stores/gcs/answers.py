@@ -1,7 +1,7 @@
-"""What Google's answers say, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
+"""What Google's answers mean, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
 
-An answer has to show that it is what was asked for: proxies, login pages and caches answer 200 too. So: the right kind
-of document, the store's own time, no other name than the one asked for.
+An answer has to show that it belongs to the request, because proxies, login pages and caches answer 200 too. It must be
+the right kind of document, with the store's own time, and must not name another object than the request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HASH = re.compile(r"(?:^|,)\s*crc32c=([A-Za-z0-9+/]{6}==)\s*(?=,|$)")
 
 
 def document(answer: Response, kind: str) -> Resource:
-    """The JSON document that answers, which says that it is of this kind."""
+    """Return the JSON document in an answer, which must say that it is of this kind."""
     try:
         found = json.loads(answer.error)
     except ValueError:
@@ -33,31 +33,33 @@ def document(answer: Response, kind: str) -> Resource:
     if not isinstance(found, dict) or found.get("kind") != kind:
         raise MalformedResponseError(f"the answer is no {kind} but {answer.error[:80]!r}")
     if answer.headers.get("age", "0") != "0":
-        # A store does not say how old its answer is; caches do (RFC 9111, 5.1).
+        # A store does not state the age of its answer, but caches do (RFC 9111, 5.1).
         raise MalformedResponseError("the answer comes from a cache: it has an Age")
     return found
 
 
 def server_time(answer: Response) -> float:
-    """The store's own, by which ages are measured: so ours must not stand in for it."""
+    """Return the store's own time. Ages are measured against it, so our clock must not stand in for it."""
     return http_date("Date", answer.headers.get("date", ""))
 
 
 def info(key: str, name: str, resource: Resource) -> ObjectInfo:
-    """Of the object `name` in the bucket. Its ETag is its generation, which no other version has ever."""
+    """Return what a resource says about the object `name` in the bucket. The ETag is the generation, which no other
+    version ever has.
+    """
     if resource.get("name") != name:
         raise MalformedResponseError(f"asked for {name!r}, the answer is about {resource.get('name')!r}")
     value = resource.get("crc32c")
     checksum = None
     if isinstance(value, str) and len(value) == _CRC32C_LENGTH:
         checksum = Checksum(ALGORITHM, value)
-    # Headers have whole seconds, and all answers about one version tell the same time.
+    # Headers have whole seconds, and all answers about one version must give the same time.
     at = float(int(_moment("updated", resource.get("updated")))) if "updated" in resource else None
     return ObjectInfo(key, _number(resource, "size"), _generation(resource.get("generation")), checksum, at)
 
 
 def info_of_media(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
-    """Of the object whose content an answer is, or is a part of."""
+    """Return what an answer says about the object whose content, or part of it, is its body."""
     modified = answer.headers.get("last-modified")
     return ObjectInfo(
         key,
@@ -69,13 +71,13 @@ def info_of_media(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
 
 
 def hash_of(answer: Response) -> Checksum | None:
-    """What the store says it has, whole, of the object or part."""
+    """Return the checksum that the store states for the whole object or part."""
     found = _HASH.search(answer.headers.get("x-goog-hash", ""))
     return None if found is None else Checksum(ALGORITHM, found[1])
 
 
 def page(answer: Response, prefix: str) -> tuple[list[tuple[str, Resource]], str]:
-    """Names and resources of one page, and the token of the next one, "" after the last."""
+    """Return the names and resources of one page, and the token of the next page, "" after the last one."""
     listing = document(answer, "storage#objects")
     token, items = listing.get("nextPageToken", ""), listing.get("items", [])
     if not isinstance(token, str) or not isinstance(items, list):
@@ -85,7 +87,7 @@ def page(answer: Response, prefix: str) -> tuple[list[tuple[str, Resource]], str
         name = item.get("name") if isinstance(item, dict) else None
         if not isinstance(name, str) or not name.startswith(prefix):
             raise MalformedResponseError(f"the store answered with {name!r}, a key outside of {prefix!r}")
-        if not name.endswith("/"):  # the markers of folders that some consoles make
+        if not name.endswith("/"):  # skip the folder markers that some consoles create
             named.append((name, item))
     return named, token
 
@@ -94,7 +96,7 @@ def page(answer: Response, prefix: str) -> tuple[list[tuple[str, Resource]], str
 
 
 def xml(answer: Response, root: str) -> ET.Element:
-    """The XML document that answers, which says that it is of this kind; without namespaces."""
+    """Return the XML document in an answer, which must have this root element, with namespaces removed."""
     try:
         found = ET.fromstring(answer.error)  # noqa: S314  expat stops at entities that grow
     except ET.ParseError:
@@ -113,7 +115,7 @@ def upload_id(answer: Response, name: str) -> str:
 
 
 def parts(answer: Response, name: str, upload_id: str) -> tuple[list[StoredPart], str]:
-    """Of one page, and the marker of the next one, "" after the last. Their ETags are MD5s."""
+    """Return the parts on one page, and the marker of the next page, "" after the last one. Their ETags are MD5s."""
     listing = xml(answer, "ListPartsResult")
     _check_echo(listing, "Key", name)
     _check_echo(listing, "UploadId", upload_id)
@@ -125,7 +127,7 @@ def parts(answer: Response, name: str, upload_id: str) -> tuple[list[StoredPart]
 
 
 def uploads(answer: Response, prefix: str) -> tuple[list[MultipartInfo], dict[str, str]]:
-    """Of one page, and how to ask for the next one, nothing after the last."""
+    """Return the uploads on one page, and the query for the next page, empty after the last one."""
     listing = xml(answer, "ListMultipartUploadsResult")
     found = []
     for each in listing.iter("Upload"):
@@ -167,7 +169,7 @@ def _digits(tag: str, each: ET.Element) -> int:
 
 
 def _number(resource: Resource, name: str) -> int:
-    """64-bit numbers are strings in JSON."""
+    """Return a number from a JSON resource, where 64-bit numbers are strings."""
     text = resource.get(name)
     if not isinstance(text, str) or not re.fullmatch("[0-9]{1,19}", text):
         raise MalformedResponseError(f"the store answered with {name} {text!r}")

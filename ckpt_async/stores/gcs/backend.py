@@ -1,4 +1,4 @@
-"""Which URLs name a bucket of Google Cloud Storage, and where its requests go. Pure but for `open`."""
+"""Which URLs name a bucket of Google Cloud Storage, and where its requests go. Pure, except for `open`."""
 
 # ruff: noqa: ARG002 - needs less than what it is given
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _GOOGLE = "https://storage.googleapis.com"
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries call it
 
-# By Google's names (https://cloud.google.com/storage/docs/json_api/v1/objects#resource).
+# As Google names them (https://cloud.google.com/storage/docs/json_api/v1/objects#resource).
 _TEXTS = ("cacheControl", "contentType", "kmsKeyName", "predefinedAcl", "storageClass")
 _PUT_ARGS = (*_TEXTS, "metadata")
 
@@ -60,7 +60,9 @@ class GcsBackend(Backend):
 
 
 def find_endpoint(options: StoreOptions, env: Mapping[str, str]) -> str | None:
-    """From the options, else an emulator's from the environment; None means Google. Raises SettingsError."""
+    """Return the endpoint from the options, else an emulator's from the environment. None means Google. Raises
+    SettingsError.
+    """
     if options.endpoint_url is not None:
         return options.endpoint_url
     if not (emulator := env.get(_EMULATOR)):

@@ -1,7 +1,7 @@
 """Objects of one bucket of Google Cloud Storage.
 
-An object's ETag here is its generation: a number that no other version of it ever has, by which writes, deletes and
-copies are made conditional (https://cloud.google.com/storage/docs/request-preconditions).
+An object's ETag here is its generation, a number that no other version of it ever has. Writes, deletes and copies are
+made conditional on it (https://cloud.google.com/storage/docs/request-preconditions).
 """
 
 # ruff: noqa: ARG002 - `copy_part` takes what the protocol says, and refuses
@@ -81,10 +81,10 @@ class GcsStore:
         return self._session.pools.traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
-        """Find credentials, then find out what the store enforces, as `Probe` does."""
+        """Find credentials, then find out what the store enforces (see `Probe`)."""
         try:
             await self._session.open(is_read_only=is_read_only)
-            # Not probed: what a writer would have to rely on is not claimed.
+            # Not probed yet: declare nothing that a writer would rely on.
             self._capabilities = replace(_CAPABILITIES, conditional_put=False)
             if not is_read_only:
                 found = await Probe(self, self._session).find_out()
@@ -108,8 +108,8 @@ class GcsStore:
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
-        """As promised. Should the answer tell of other bytes (Google refuses those; an emulator does not compare), the
-        object is deleted again, if it is still that one.
+        """As specified. If the answer reports other bytes than were sent (Google refuses those, but an emulator may not
+        compare them), the object is deleted again, provided that it is still the same one.
         """
         info = await self._sender.put(key, body, checksum, condition)
         await self._check_stored(info, body.size_bytes, checksum, "put")
@@ -122,12 +122,12 @@ class GcsStore:
             await self._check_stored(info, len(put.data), put.checksum, "put")
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """As promised; the bytes were compared with the checksum that the store keeps."""
+        """As specified. The bytes have been compared with the checksum that the store keeps."""
         return await self._reader.get(key, max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
-            return await self.head(key)  # HTTP cannot ask for an empty range
+            return await self.head(key)  # HTTP cannot express an empty range
         return await self._reader.get_range(key, offset, size_bytes, sink)
 
     async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
@@ -145,7 +145,7 @@ class GcsStore:
         asked = {"prefix": root, "maxResults": "1000"}
         asked["fields"] = "kind,nextPageToken,items(name,size,generation,crc32c,updated)"
         if start_after:
-            asked["startOffset"] = self._root + start_after  # that one included
+            asked["startOffset"] = self._root + start_after  # inclusive
         found: dict[str, ObjectInfo] = {}
         server_time, token = 0.0, ""
         while True:
@@ -154,7 +154,7 @@ class GcsStore:
                 "list", prefix, "GET", self._session.json_url(None, **asked, **page)
             )
             with translating("list", prefix, self._location):
-                # The first page's time: an age measured against a later one would be too great.
+                # Take the time of the first page: measured against a later one, ages would come out too large.
                 server_time = server_time or answers.server_time(answer)
                 items, following = answers.page(answer, root)
                 if following and following == token:
@@ -167,11 +167,11 @@ class GcsStore:
                         found[key] = answers.info(key, name, item)
             token = following
             if not token or (enough is not None and enough(tuple(found.values()))):
-                # Google's order is that of UTF-8, as ours.
+                # Google orders names by their UTF-8, as we do.
                 return Listing(tuple(found[key] for key in sorted(found)), server_time, not token)
 
     async def delete(self, keys: Sequence[str]) -> None:
-        """One request for each: a batch of Google's is no faster, and an answer for each may be missing from it."""
+        """Send one request per key. Google's batch requests are no faster, and may lack the answer for some key."""
         names = [self._session.name(key, "delete") for key in keys]
         at_once = asyncio.Semaphore(_DELETES_AT_ONCE)
 
@@ -198,7 +198,7 @@ class GcsStore:
             raise self._location.unmet("is missing", operation="delete", key=key) from error
 
     async def copy(self, source: str, etag: str, key: str) -> None:
-        """In one request, unless class or location differ: then in as many as the store asks for
+        """Copy in one request, unless the storage class or location differs: then in as many as the store asks for
         (https://cloud.google.com/storage/docs/json_api/v1/objects/rewrite).
         """
         name, to = self._session.name(source, "copy"), self._session.name(key, "copy")
@@ -223,7 +223,7 @@ class GcsStore:
     async def copy_part(
         self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int
     ) -> StoredPart:
-        """Not in Google's XML API; `copy` takes any object."""
+        """Refuse: Google's XML API has no such request. `copy` takes objects of any size."""
         raise self._location.error(
             "parts cannot be copied", reason=FailureReason.OTHER, operation="copy_part", key=key
         )
@@ -242,9 +242,9 @@ class GcsStore:
     async def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
     ) -> ObjectInfo:
-        """Completing takes no checksum of the whole: before, the parts' own are combined, which the store has compared;
-        after, what the store says it has is. Google forgets an upload it has completed: then the object itself is asked
-        whether it is what this call would have made.
+        """As specified, although the request takes no checksum of the whole. Before it, the checksums of the parts,
+        which the store has compared, are combined; after it, the store's own checksum is compared. Google forgets an
+        upload that it has completed; then the object itself must show whether it is what this call would have made.
         """
         self._multiparts.check_whole(key, parts, checksum, size_bytes)
         try:

@@ -1,4 +1,4 @@
-"""Who asks: tokens by Google's own default chain, renewed in time and when one was refused."""
+"""Who makes the requests: tokens from Google's default chain, renewed in time and after a refusal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import google.auth.exceptions
 from google.auth.transport.requests import Request
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
-_TOKEN_S = 30.0  # for one request to whoever gives tokens
-# A token that is younger than this was not refused for its age.
+_TOKEN_S = 30.0  # for one request to the token provider
+# A token younger than this was not refused because of its age.
 _YOUNG_S = 60.0
 
 NO_CREDENTIALS = (
@@ -24,19 +24,19 @@ NO_CREDENTIALS = (
 
 
 class Credentials(Protocol):
-    """Of one store; belongs to its event loop."""
+    """The credentials of one store. They belong to its event loop."""
 
     async def headers(self) -> Mapping[str, str]:
-        """What says who asks. Raises google.auth's errors."""
+        """Return the headers that authorize a request. Raises google.auth's errors."""
         ...
 
     def were_refused(self) -> bool:
-        """Told of a 401. Whether the next `headers` will be others."""
+        """Take note of a 401. Return whether the next `headers` will be different ones."""
         ...
 
 
 class Anonymous:
-    """For emulators, and for public buckets where this machine has no credentials."""
+    """No credentials: for emulators, and for public buckets if this machine has none."""
 
     async def headers(self) -> Mapping[str, str]:
         return {}
@@ -46,9 +46,9 @@ class Anonymous:
 
 
 class GoogleCredentials:
-    """Whatever `google.auth.default` finds: a file that GOOGLE_APPLICATION_CREDENTIALS names (service account, workload
-    identity federation), what `gcloud auth application-default login` has left, else the metadata server (Compute
-    Engine, GKE's workload identity). GOOGLE_CLOUD_QUOTA_PROJECT is whom requests are billed to.
+    """What `google.auth.default` finds: a file named by GOOGLE_APPLICATION_CREDENTIALS (service account, workload
+    identity federation), what `gcloud auth application-default login` has stored, or else the metadata server (Compute
+    Engine, GKE's workload identity). GOOGLE_CLOUD_QUOTA_PROJECT names the project that requests are billed to.
     """
 
     def __init__(self, credentials: Any) -> None:
@@ -59,7 +59,9 @@ class GoogleCredentials:
 
     @classmethod
     async def find(cls) -> GoogleCredentials:
-        """Looks into files and perhaps asks the metadata server. Raises DefaultCredentialsError."""
+        """Find the credentials, by reading files and perhaps asking the metadata server. Raises
+        DefaultCredentialsError.
+        """
         credentials, _ = await asyncio.to_thread(google.auth.default, scopes=_SCOPES)
         return cls(credentials)
 
@@ -67,10 +69,10 @@ class GoogleCredentials:
         if self._is_stale:
             async with self._renewing:
                 if self._is_stale:
-                    # Cancelled, the thread goes on: what it finds is for the next one.
+                    # If this is cancelled, the thread carries on, and the next call gets what it finds.
                     await asyncio.to_thread(self._renew)
         headers: dict[str, str] = {}
-        self._credentials.apply(headers)  # who pays too
+        self._credentials.apply(headers)  # also adds the project that pays
         return headers
 
     def were_refused(self) -> bool:

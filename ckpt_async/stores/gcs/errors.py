@@ -26,8 +26,8 @@ class GcsLocation(BucketLocation):
 
 @contextlib.contextmanager
 def translating(operation: str, key: str, location: GcsLocation) -> Iterator[None]:
-    """Turn every error of google.auth, the HTTP clients and the system into a StoreError. Cancellation passes, and so
-    do this package's own errors.
+    """Turn every error of google.auth, the HTTP clients and the system into a StoreError. Cancellation and this
+    package's own errors pass unchanged.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def _is_of_network(error: google.auth.exceptions.GoogleAuthError) -> bool:
 
 
 def refusal(answer: Response, operation: str, key: str, location: GcsLocation) -> StoreError:
-    """What an error answer means."""
+    """Return the error that an error answer means."""
     code, said = _what_it_says(answer)
     message = f"{answer.status} {code}: {said}" if code else f"{answer.status}: {said}"
     reason = _reason_of(answer.status, code, said)
@@ -89,7 +89,7 @@ _XML = {name: re.compile(rb"<%b>([^<]*)</%b>" % (name, name)) for name in (b"Cod
 
 
 def _what_it_says(answer: Response) -> tuple[str, str]:
-    """Code and message; no code if it has none of Google's forms."""
+    """Return code and message; the code is "" unless the answer has one of Google's forms."""
     text = answer.error
     if _JSON.match(text):
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, IndexError):
@@ -107,7 +107,7 @@ _THROTTLED = frozenset(
     "rateLimitExceeded userRateLimitExceeded quotaExceeded SlowDown RequestRateTooHigh".split()
 )
 _SPOILT = frozenset("BadDigest CrcMismatch InvalidDigest InvalidPart".split())
-# The JSON API has no code of its own for it: "Provided CRC32C "..." doesn't match calculated CRC32C "..."".
+# The JSON API has no error code for this: "Provided CRC32C "..." doesn't match calculated CRC32C "..."".
 _SPOILT_TEXT = re.compile(r"(crc32c|md5|hash).*(match|mismatch)", re.IGNORECASE | re.DOTALL)
 
 
@@ -120,7 +120,7 @@ def _reason_of(status: int, code: str, said: str) -> FailureReason:
 
 
 def _hint_for(status: int, code: str, operation: str, location: GcsLocation) -> str:
-    """What to do about an error, or ""."""
+    """Return what to do about an error, or ""."""
     match status, code:
         case _, "userProjectMissing" | "UserProjectMissing":
             return "the bucket's requester pays: set GOOGLE_CLOUD_QUOTA_PROJECT"

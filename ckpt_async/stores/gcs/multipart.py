@@ -1,4 +1,4 @@
-"""Large objects in parts, by Google's XML API (https://cloud.google.com/storage/docs/multipart-uploads)."""
+"""Sending large objects in parts, by Google's XML API (https://cloud.google.com/storage/docs/multipart-uploads)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_async.stores.gcs.session import GcsSession
 from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.interface import Body, BodyWriter, MultipartInfo, StoredPart
 
-# What an object is to be is told when its upload begins.
+# An object's properties are fixed when its upload begins.
 _HEADERS = {
     "cacheControl": "cache-control",
     "contentType": "content-type",
@@ -21,7 +21,7 @@ _HEADERS = {
     "predefinedAcl": "x-goog-acl",
     "storageClass": "x-goog-storage-class",
 }
-# The JSON API's names of them, in the XML API's words.
+# How the XML API spells the JSON API's names.
 _ACLS = {
     "authenticatedRead": "authenticated-read",
     "bucketOwnerFullControl": "bucket-owner-full-control",
@@ -32,12 +32,13 @@ _ACLS = {
 
 
 class Multiparts:
-    """Uploads of one bucket that are not complete."""
+    """The unfinished uploads of one bucket."""
 
     def __init__(self, session: GcsSession) -> None:
         self._session, self._location = session, session.location
-        # Whether the store was seen to answer with the CRC32C of what arrived. Then over TLS, where a checksum
-        # beforehand takes a fifth of the CPU, it is found while the bytes are sent, and compared with that.
+        # Whether the store was seen to answer with the CRC32C of what arrived. If so, then over TLS, where computing
+        # the checksum beforehand takes a fifth of the CPU, it is computed while the bytes are sent, and compared with
+        # that answer.
         self.answers_checksums = False
 
     async def create(self, key: str) -> str:
@@ -51,7 +52,7 @@ class Multiparts:
     async def put(
         self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
-        """One attempt. On return or raise nothing reads the body or its buffers any more."""
+        """Make one attempt. Once this has returned or raised, nothing reads the body or its buffers any more."""
         digest = Digest(answers.ALGORITHM)
         sent, told = body, {}
         if checksum is None:
@@ -94,7 +95,9 @@ class Multiparts:
         return sorted(found, key=lambda part: part.number)
 
     def check_whole(self, key: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int) -> None:
-        """Raise IntegrityError unless the parts come to that: of those that were sent or compared, all is known."""
+        """Raise IntegrityError unless the parts combine to this checksum and size. Nothing is checked if the checksum
+        of any part is unknown; it is known for each part that this process has sent or compared.
+        """
         checksums = [(part.checksum, part.size_bytes) for part in parts if part.checksum is not None]
         if len(checksums) == len(parts):
             whole = combine(checksums, answers.ALGORITHM), sum(part.size_bytes for part in parts)
@@ -126,8 +129,8 @@ class Multiparts:
         await self._session.call("abort_multipart", key, "DELETE", url)
 
     async def uploads(self, prefix: str, *, may_have_none: bool) -> list[MultipartInfo]:
-        """`may_have_none`: a store that does not know the XML API (emulators) has none; else something in between has
-        answered.
+        """List the uploads under `prefix`. `may_have_none` is for a store that may not know the XML API, such as an
+        emulator: then a plain 404 means that it has none. Otherwise, such an answer comes from a middlebox.
         """
         root = self._location.root + prefix
         found: list[MultipartInfo] = []
@@ -155,7 +158,7 @@ class Multiparts:
 
 
 class DigestedBody:
-    """A body whose bytes are given to `digest` as they are sent."""
+    """A body whose bytes are added to `digest` as they are sent."""
 
     def __init__(self, body: Body, digest: Digest) -> None:
         self._body, self._digest = body, digest
@@ -169,7 +172,7 @@ class DigestedBody:
 
 
 class _DigestingWriter:
-    """Writes to `writer`."""
+    """A writer that updates a digest with what it passes on to `writer`."""
 
     takes_files = False
 

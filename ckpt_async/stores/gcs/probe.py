@@ -1,5 +1,5 @@
-"""What a store enforces, found out by a few small requests on objects below `.ckpt_async/probe/`: Google all of it,
-emulators less.
+"""Finding out what a store enforces, by a few small requests on an object below `.ckpt_async/probe/`: Google enforces
+everything, emulators less.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _OTHER_GENERATION = "1"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the store was seen to do."""
+    """What the store was seen to support."""
 
     has_conditional_put: bool
     has_conditional_delete: bool
     has_multipart: bool
 
     def remarks(self) -> Iterator[str]:
-        """Of an emulator; Google does it all."""
+        """Yield what an emulator lacks; Google lacks nothing."""
         if not self.has_multipart:
             yield "no parts: an interrupted shard is sent again from its beginning"
         if not self.has_conditional_delete:
@@ -41,11 +41,11 @@ class Found:
 
 
 class Probe:
-    """Seven requests on one object, in three rounds."""
+    """Eight requests on one object, some of them concurrent; seven if the store has no multipart uploads."""
 
     def __init__(self, store: Store, session: GcsSession) -> None:
         self._store, self._session = store, session
-        # As long as any key of a run's: what the store does not take is found out here.
+        # As long as the longest key of a run, to find out here if the store refuses such keys.
         self._key = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())), "0")
 
     async def find_out(self) -> Found:
@@ -60,11 +60,10 @@ class Probe:
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         finally:
-            with contextlib.suppress(
-                StoreError
-            ):  # credentials that may not delete are allowed, and keep what they write
+            # Credentials without the right to delete are allowed, and leave the object behind.
+            with contextlib.suppress(StoreError):
                 await self._within(self._store.delete([self._key]))
-        # A store that refuses every condition enforces nothing either.
+        # If the store refuses every condition, it does not enforce them either.
         is_conditional = is_refused.result() and is_stale_refused.result() and is_swapped
         return Found(is_conditional, keeps_others, has_multipart.result())
 
@@ -77,7 +76,7 @@ class Probe:
             return await self._is_refused(self._store.delete_if(self._key, _OTHER_GENERATION))
         except StoreError as error:
             if error.reason is FailureReason.AUTH:
-                return True  # it may not delete at all
+                return True  # the credentials have no right to delete at all
             raise
 
     async def _is_refused(self, request: Coroutine[Any, Any, object]) -> bool:
@@ -88,7 +87,7 @@ class Probe:
         return False
 
     async def _has_multipart(self) -> bool:
-        """Whether the store speaks the XML API."""
+        """Return whether the store supports the XML API."""
         try:
             upload_id = await self._store.create_multipart(self._key)
         except StoreError as error:

@@ -1,4 +1,4 @@
-"""Objects' bytes, by threads of our own."""
+"""Reading the bytes of objects, by our own threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
 
 
 class Reader:
-    """Reads ranges, and small objects whole or in series."""
+    """Reads ranges, and small objects singly or in series."""
 
     def __init__(self, session: GcsSession, head: Callable[[str], Awaitable[ObjectInfo]]) -> None:
         self._session, self._location, self._head = session, session.location, head
@@ -38,7 +38,7 @@ class Reader:
         return data, info
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """At least one byte."""
+        """Read a range of at least one byte."""
         url = self._session.media_url(self._session.name(key, "get"))
         found: list[ObjectInfo] = []
 
@@ -76,7 +76,9 @@ class Reader:
             raise await self._refused(gets[number].key, answer)
 
     async def _refused(self, key: str, answer: Response) -> StoreError:
-        """Google says in plain text that there is no such object, as anybody might."""
+        """Return the error that a refusal means. Google reports a missing object in plain text, as any middlebox might,
+        so a 404 is confirmed by asking for its metadata.
+        """
         if answer.status == 404:
             try:
                 await self._head(key)

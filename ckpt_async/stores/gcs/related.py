@@ -1,6 +1,6 @@
-"""An object in one request: what is to be known of it, and then its bytes (`multipart/related`).
+"""An object in one request: first its metadata, then its bytes (`multipart/related`).
 
-So its name, checksum and class are there before any byte, and the condition in the query holds for all of it
+So the name, checksum and storage class arrive before any byte, and the condition in the query holds for all of them
 (https://cloud.google.com/storage/docs/uploading-objects#uploading-an-object, "multipart upload" of the JSON API).
 """
 
@@ -15,10 +15,10 @@ from ckpt_async.stores.interface import Body, BodyWriter
 
 
 class RelatedBody:
-    """`body` behind its metadata."""
+    """A body preceded by its metadata."""
 
     def __init__(self, metadata: Mapping[str, object], body: Body) -> None:
-        boundary = secrets.token_hex(16)  # in no file, as far as chance goes
+        boundary = secrets.token_hex(16)  # random, so practically never in a file
         self.content_type = f"multipart/related; boundary={boundary}"
         self._body = body
         self.before = (
@@ -35,13 +35,13 @@ class RelatedBody:
         writer.write(memoryview(self.before))
         counting = _CountingWriter(writer)
         self._body.send(counting)
-        # Some servers take what looks complete for an object, though the request is not.
+        # Some servers store an object that looks complete even if the request is not.
         check_complete(self._body, counting.written_bytes)
         writer.write(memoryview(self.after))
 
 
 class _CountingWriter:
-    """Writes to `writer`."""
+    """A writer that counts what it passes on to `writer`."""
 
     def __init__(self, writer: BodyWriter) -> None:
         self._writer = writer

@@ -1,4 +1,4 @@
-"""Objects in one request."""
+"""Putting objects in a single request each."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ckpt_async.stores.http.series import SmallRequest
 from ckpt_async.stores.http.uploads import head_of
 from ckpt_async.stores.interface import Body, BytesBody, Condition, Create, Match, ObjectInfo, SmallPut
 
-_OF_QUERY = ("kmsKeyName", "predefinedAcl")  # the other put_args are of the resource
+_OF_QUERY = ("kmsKeyName", "predefinedAcl")  # the other put_args belong to the resource
 _FIELDS = "kind,name,size,generation,crc32c,updated"
 
 
 class _SpoiltError(Exception):
-    """The store says that it has other bytes."""
+    """The store reports other bytes than were sent."""
 
 
 class Sender:
-    """Puts objects, one by one or in series."""
+    """Puts objects, singly or in series."""
 
     def __init__(self, session: GcsSession) -> None:
         self._session, self._location = session, session.location
         put_args = dict(session.options.put_args)
         self._query = {name: str(put_args.pop(name)) for name in _OF_QUERY if name in put_args}
         self._resource = {"contentType": "application/octet-stream", **put_args}
-        # Of a copy: what else an object is comes along with it.
+        # For a copy: the object's other properties are copied along with it.
         self.copied_query: Mapping[str, str] = {
             f"destination{name[0].upper()}{name[1:]}": value for name, value in self._query.items()
         }
 
     async def put(self, key: str, body: Body, checksum: Checksum, condition: Condition) -> ObjectInfo:
-        """One attempt. On return or raise nothing reads the body or its buffers any more."""
+        """Make one attempt. Once this has returned or raised, nothing reads the body or its buffers any more."""
         name = self._session.name(key, "put")
         generation = self._generation(key, condition)
         related = self._related(name, body, checksum)
@@ -53,8 +53,8 @@ class Sender:
     async def put_many(
         self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]
     ) -> tuple[SmallPut, ObjectInfo] | None:
-        """One after the other on one connection, up to the first that fails. Returns the first of which the store says
-        that it has other bytes.
+        """Put objects one after the other on one connection, up to the first that fails. Return the first object for
+        which the store reports other bytes than were sent, or None.
         """
         url = self._session.upload_url(fields=_FIELDS, **self._query)
         under_way: dict[str, SmallPut] = {}

@@ -1,4 +1,4 @@
-"""Requests to one bucket: small ones through aiohttp, bytes through connections of our own. Knows how to ask, not what
+"""Requests to one bucket: small ones through aiohttp, bytes through our own connections. Knows how to ask, not what
 for.
 """
 
@@ -25,7 +25,7 @@ from ckpt_async.stores.options import StoreOptions
 
 
 class GcsSession:
-    """Belongs to the event loop that opened it."""
+    """The connections to one bucket. Belongs to the event loop that opened it."""
 
     pools: Pools  # made by `open`
     _ca_file: str | None
@@ -48,12 +48,13 @@ class GcsSession:
                 hint=f"set NO_PROXY={urlsplit(self.endpoint).hostname} if it can be reached without one",
             )
         with translating("open", "", self.location):
-            # Nothing that is worth anything goes over plain HTTP: that is an emulator.
+            # Over plain HTTP there can only be an emulator, which must not get any real credentials.
             if self.is_tls:
                 try:
                     self.credentials = await GoogleCredentials.find()
                 except google.auth.exceptions.DefaultCredentialsError:
-                    # Public buckets are read by anybody; but who names credentials means them.
+                    # Anybody can read public buckets; but if credentials are named explicitly, they are meant to be
+                    # used.
                     if not is_read_only or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
                         raise
             self._connect()
@@ -67,9 +68,8 @@ class GcsSession:
             sock_connect=self.options.connect_timeout_s,
             sock_read=self.options.read_timeout_s,
         )
-        trusted_for(
-            self.endpoint, self._ca_file
-        )  # reading certificates takes long: before anybody waits for a request
+        # Reading certificates takes long, so do it before any request has to wait for that.
+        trusted_for(self.endpoint, self._ca_file)
         connector = aiohttp.TCPConnector(limit=self.options.max_connections)
         self._http = aiohttp.ClientSession(
             connector=connector,
@@ -84,17 +84,17 @@ class GcsSession:
         await self._exit_stack.aclose()
 
     def name(self, key: str, operation: str) -> str:
-        """Of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
+        """Return the name of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
         return self.location.root + check_key(key, operation)
 
     def json_url(self, name: str | None, what: str = "", **query: str) -> str:
-        """Of an object in the JSON API, or of all of them; `what` to do with it."""
+        """Return the JSON API's URL of an object, or of all objects; `what` names an action on it."""
         path = f"{self.endpoint}/storage/v1/b/{self.location.bucket}/o"
         path += "" if name is None else f"/{quoted(name)}"
         return _with_query(f"{path}{what}", query)
 
     def media_url(self, name: str) -> str:
-        """Of an object's bytes. Without "/download" Google may send us there (status 302)."""
+        """Return the URL of an object's bytes. Without "/download", Google may redirect there (status 302)."""
         return f"{self.endpoint}/download/storage/v1/b/{self.location.bucket}/o/{quoted(name)}?alt=media"
 
     def upload_url(self, **query: str) -> str:
@@ -102,7 +102,7 @@ class GcsSession:
         return _with_query(path, {"uploadType": "multipart", **query})
 
     def xml_url(self, name: str | None, query: Mapping[str, str]) -> str:
-        """Of an object in the XML API, or of the bucket."""
+        """Return the XML API's URL of an object, or of the bucket."""
         path = f"{self.endpoint}/{self.location.bucket}"
         path += "" if name is None else f"/{quote(name, safe='/~')}"
         return _with_query(path, query)
@@ -117,7 +117,7 @@ class GcsSession:
         headers: Mapping[str, str] = NO_HEADERS,
         body: bytes = b"",
     ) -> Response:
-        """`request`, whose refusal is raised."""
+        """Send a `request`, raising its refusal as an error."""
         answer = await self.request(operation, key, method, url, headers=headers, body=body)
         if answer.status >= 300:
             raise self.refused(answer, operation, key)
@@ -134,8 +134,8 @@ class GcsSession:
         body: bytes = b"",
         max_size_bytes: int | None = None,
     ) -> Response:
-        """A small request; its answer whole, in `error` whatever it says. Raises ObjectTooLargeError before it reads
-        more than `max_size_bytes` of what is no refusal.
+        """Send a small request and return its answer whole: the body, whatever it is, is in `error`. Raises
+        ObjectTooLargeError, before reading it, if a successful answer declares more than `max_size_bytes`.
         """
         with translating(operation, key, self.location):
             headers = {**await self.credentials.headers(), **headers}
@@ -157,7 +157,9 @@ class GcsSession:
         return Response(answer.status, told, content)
 
     def refused(self, answer: Response, operation: str, key: str) -> StoreError:
-        """What it means. A token that had been good is renewed for the next attempt."""
+        """Return the error that a refusal means. If a token that had been valid was refused, it is renewed for the next
+        attempt.
+        """
         if answer.status == 401 and self.credentials.were_refused():
             return self.location.error(
                 "401: the token is not good any more; the next attempt has a new one",
@@ -169,7 +171,7 @@ class GcsSession:
 
 
 def quoted(name: str) -> str:
-    """One segment of a path."""
+    """Quote a name as a single path segment."""
     return quote(name, safe="~")
 
 

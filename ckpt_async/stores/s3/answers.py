@@ -1,9 +1,10 @@
-"""What S3's answers say, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
+"""What S3's answers mean, or why one is not believed. Pure: answers in, values or MalformedResponseError out.
 
-An answer has to show that it is what was asked for. Proxies, login pages and caches answer 200 too; the SDK makes an
-empty dictionary of what it does not know, and that would be a complete listing of nothing. So: the right kind of
-document, whether it is the last page, the store's own time, and no echo that differs from what was asked. An echo that
-is missing is let pass where another one is there: S3-compatible stores differ in which they give.
+An answer has to show that it belongs to the request. Proxies, login pages and caches answer 200 too, and the SDK turns
+a document that it does not know into an empty dictionary, which would be a complete listing of nothing. So an answer
+must be the right kind of document, say whether it is the last page, have the store's own time, and must not contain an
+echo that differs from the request. Some echoes may be missing, if another one is present: S3-compatible stores differ
+in which they send.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from ckpt_async.stores.http.messages import (
 )
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo, StoredPart
 
-# What the SDK hands back is untyped: dictionaries shaped by the service model.
+# The SDK's results are untyped: dictionaries in the form given by the service model.
 SdkResponse = Mapping[str, Any]
 
-# Names of full-object checksums, the preferred one first. CRC64NVME is always full-object; CRC32C can also be a
+# Names of full-object checksums, the preferred one first. CRC64NVME always covers the full object; CRC32C can also be a
 # composite "…-N", which says nothing about the whole (S3 user guide, "Checking object integrity").
 CHECKSUM_FIELDS = {"crc64nvme": "ChecksumCRC64NVME", "crc32c": "ChecksumCRC32C"}
 _CHECKSUM_LENGTHS = {"crc64nvme": 12, "crc32c": 8}  # in base64
@@ -39,7 +40,7 @@ _HEADERS = (
     *((field, f"x-amz-checksum-{algorithm}") for algorithm, field in CHECKSUM_FIELDS.items()),
 )
 
-# What an answer must hold; something between us and the store may answer 200 without.
+# What an answer must contain; a middlebox may answer 200 without it.
 _NEEDED = {
     "put_object": ("ETag",),
     "get_object": ("ETag", "ContentLength"),
@@ -50,8 +51,8 @@ _NEEDED = {
     "copy_object": ("CopyObjectResult",),
     "upload_part_copy": ("CopyPartResult",),
 }
-# The documents that answer, by the SDK's name of the shape. An error in a 200 is told by the SDK.
-# AWS's own name first, then those of other stores.
+# The root elements of answers, by the SDK's name of the shape: AWS's own name first, then those of other stores. The
+# SDK itself reports an error in a 200.
 _DOCUMENTS = {
     "CompleteMultipartUploadOutput": ("CompleteMultipartUploadResult",),
     "CopyObjectOutput": ("CopyObjectResult",),
@@ -65,20 +66,19 @@ _DOCUMENTS = {
 _ROOT = re.compile(
     rb"(?:\xef\xbb\xbf)?\s*(?:<\?.*?\?>\s*)*(?:<!--.*?-->\s*)*<(?:[\w.-]+:)?([\w.-]+)", re.DOTALL
 )
-# The alias or ARN of an access point stands for the bucket, and may not be what the bucket is called.
+# The alias or ARN of an access point stands for a bucket, which may have another name.
 _ALIAS = re.compile(r".*--?(s3alias|ol-s3|op-s3|xa-s3)")
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """How an operation that lists is asked, and what its answers repeat of that."""
+    """How to call an operation that lists, and which parameters its answers echo."""
 
     operation: str
-    echoes: Mapping[str, str]  # parameters by the name of their echo
-    essential: tuple[str, ...]  # one of these echoes at least must be there
-    following: Mapping[
-        str, str
-    ]  # parameters for the next page by where an answer has them; the first is needed
+    echoes: Mapping[str, str]  # name of each echo: the parameter that it repeats
+    essential: tuple[str, ...]  # at least one of these echoes must be present
+    # Field in an answer: the parameter for the next page that takes its value. The first field is required.
+    following: Mapping[str, str]
 
 
 OBJECTS = Pages(
@@ -102,7 +102,7 @@ UPLOADS = Pages(
 
 
 def check_document(shape: str, body: bytes) -> None:
-    """Raise unless `body` begins as the document that the SDK is about to take it for."""
+    """Raise unless `body` begins as the document that the SDK is about to parse."""
     if (wanted := _DOCUMENTS.get(shape)) is not None:
         root = _ROOT.match(body)
         if root is None or root[1].decode() not in wanted:
@@ -118,7 +118,7 @@ def check_needed(operation: str, response: SdkResponse) -> None:
 
 
 def next_page(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> dict[str, Any] | None:
-    """What to ask for next, None after the last page. Raises unless this page answers `asked`."""
+    """Return the parameters for the next page, or None after the last one. Raises unless this page answers `asked`."""
     _check_echoes(pages, asked, page)
     _check_age(page)
     if not _field(page, "IsTruncated", bool):
@@ -144,30 +144,32 @@ def _check_echoes(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> 
 
 def _is_same(parameter: str, asked: str, echo: str) -> bool:
     if parameter == "Bucket":
-        # Ceph puts the tenant before it.
+        # Ceph puts the tenant in front.
         is_bucket = not asked.startswith("arn:") and not _ALIAS.fullmatch(asked)
         return not is_bucket or echo.rpartition(":")[2].lower() in ("", asked.lower())
     if parameter == "PartNumberMarker" and not asked:
         asked = "0"
         echo = echo or "0"
-    # Relatives of S3 encode for the URL without saying so, or say so and do not (SeaweedFS 4.48; the SDK decodes then).
+    # Some stores URL-encode echoes without saying so, or say so but do not (SeaweedFS 4.48; then the SDK decodes them).
     return not {asked, unquote_plus(asked)}.isdisjoint((echo, unquote_plus(echo)))
 
 
 def _check_age(page: SdkResponse) -> None:
-    """A store does not say how old its answer is; caches do (RFC 9111, 5.1)."""
+    """Raise if the answer has an age. A store does not state the age of its answer, but caches do (RFC 9111, 5.1)."""
     if page["ResponseMetadata"]["HTTPHeaders"].get("age", "0") != "0":
         raise MalformedResponseError("the answer comes from a cache: it has an Age")
 
 
 def server_time(response: SdkResponse) -> float:
-    """The store's own, by which ages are measured: so ours must not stand in for it."""
+    """Return the store's own time. Ages are measured against it, so our clock must not stand in for it."""
     date = response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
     return http_date("Date", date)
 
 
 def objects(page: SdkResponse, prefix: str) -> Iterable[ObjectInfo]:
-    """Their keys with the prefix. Without the markers of folders that some consoles make."""
+    """Yield the objects on a page, whose keys include the prefix, without the folder markers that some consoles
+    create.
+    """
     for each in page.get("Contents", ()):
         key = _key(each, prefix)
         if not key.endswith("/"):
@@ -176,13 +178,13 @@ def objects(page: SdkResponse, prefix: str) -> Iterable[ObjectInfo]:
 
 
 def uploads(page: SdkResponse, prefix: str) -> Iterable[MultipartInfo]:
-    """Their keys with the prefix."""
+    """Yield the uploads on a page, whose keys include the prefix."""
     for each in page.get("Uploads", ()):
         yield MultipartInfo(_key(each, prefix), _field(each, "UploadId", str), _moment(each, "Initiated"))
 
 
 def parts(listed: Iterable[SdkResponse]) -> list[StoredPart]:
-    """By number. SeaweedFS 4.48 lists a part that was sent twice twice: then the newer one counts."""
+    """Return the parts by number. SeaweedFS 4.48 lists a part twice if it was sent twice; then the newer one counts."""
     newest: dict[int, tuple[float, StoredPart]] = {}
     for each in listed:
         number = _size(each, "PartNumber")
@@ -193,7 +195,7 @@ def parts(listed: Iterable[SdkResponse]) -> list[StoredPart]:
 
 
 def check_deleted(response: SdkResponse, names: Iterable[str]) -> SdkResponse | None:
-    """The first error of DeleteObjects. Raises unless the answer says of each name what became of it."""
+    """Return the first error in an answer of DeleteObjects. Raises unless the answer tells what became of each name."""
     deleted: list[SdkResponse] = response.get("Deleted", [])
     errors: list[SdkResponse] = response.get("Errors", [])
     told = {each.get("Key") for each in (*deleted, *errors)}
@@ -209,12 +211,14 @@ def check_deleted(response: SdkResponse, names: Iterable[str]) -> SdkResponse | 
 
 
 def past_sdk(answer: Response) -> SdkResponse:
-    """An answer past the SDK, as the SDK parses it."""
+    """Convert an answer that bypassed the SDK to the form in which the SDK parses it."""
     return {field: value for field, name in _HEADERS if (value := answer.headers.get(name))}
 
 
 def info(key: str, response: SdkResponse, size_bytes: int | None = None) -> ObjectInfo:
-    """Of a GET or HEAD. `size_bytes`: of the whole object, where the answer is a part of it."""
+    """Return what the answer to a GET or HEAD says. `size_bytes`: the size of the whole object, if the answer is a
+    part.
+    """
     size_bytes = _size(response, "ContentLength") if size_bytes is None else size_bytes
     modified_at = _moment(response, "LastModified") if "LastModified" in response else None
     return ObjectInfo(key, size_bytes, _field(response, "ETag", str), checksum(response), modified_at)
@@ -226,7 +230,7 @@ def info_of_range(key: str, answer: Response, offset: int, size_bytes: int) -> O
 
 
 def is_plain(answer: Response) -> bool:
-    """Whether an answer to a GET is the whole object, with no checksum but of the kinds that are ours."""
+    """Return whether an answer to a GET is the whole object, with no checksums except of the kinds that we know."""
     ours = {f"x-amz-checksum-{name}" for name in (*CHECKSUM_FIELDS, "type")}
     others = {name for name in answer.headers if name.startswith("x-amz-checksum-")} - ours
     is_whole = answer.status == 200 and "content-length" in answer.headers
@@ -234,7 +238,7 @@ def is_plain(answer: Response) -> bool:
 
 
 def info_of_whole(key: str, answer: Response) -> ObjectInfo:
-    """Of a plain answer."""
+    """Return what a plain answer says (see `is_plain`)."""
     size_bytes = whole_number("Content-Length", answer.headers["content-length"])
     told = past_sdk(answer)
     return ObjectInfo(key, size_bytes, _field(told, "ETag", str), checksum(told), _modified_at(answer))
@@ -246,14 +250,14 @@ def _modified_at(answer: Response) -> float | None:
 
 
 def copied_part(number: int, size_bytes: int, response: SdkResponse) -> StoredPart:
-    """What UploadPartCopy has made."""
+    """Return the part that UploadPartCopy has made."""
     result = response["CopyPartResult"]
     return StoredPart(number, size_bytes, _field(result, "ETag", str), checksum(result))
 
 
 def checksum(response: SdkResponse) -> Checksum | None:
-    """The checksum of the whole object or part, if the store has one. What is too short or long is none of that name
-    (moto without a library for CRC64NVME puts a CRC32 there): then the bytes are read back.
+    """Return the checksum of the whole object or part, if the store has one. A value of the wrong length is not of that
+    kind (moto without a library for CRC64NVME puts a CRC32 there): it counts as missing, and the bytes are read back.
     """
     if response.get("ChecksumType") == "COMPOSITE":
         return None

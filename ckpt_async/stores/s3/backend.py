@@ -1,4 +1,4 @@
-"""Which URLs name a bucket of S3 or of a service like it, and where its requests go. Pure but for `open`."""
+"""Which URLs name a bucket of S3 or a compatible service, and where its requests go. Pure, except for `open`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ALIASES = ("b2", "ceph", "coreweave", "minio", "r2", "tigris", "wasabi", "weka"
 _GENERIC_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "S3_ENDPOINT_URL")
 _AWS = "https://s3.amazonaws.com"
 
-# Accepted by both PutObject and CreateMultipartUpload and needed by no other request (a key that every part
-# and every read needs too is in standing.py).
+# Arguments that both PutObject and CreateMultipartUpload accept and no other request needs (for a key that every part
+# and every read needs too, see standing.py).
 _PUT_ARGS = frozenset(
     "ACL BucketKeyEnabled CacheControl ContentType GrantFullControl GrantRead GrantReadACP GrantWriteACP Metadata"
     " SSEKMSEncryptionContext SSEKMSKeyId ServerSideEncryption StorageClass Tagging".split()
 )
-# Objects of these classes cannot be read at once, and neither could the decisions and receipts.
+# Objects of these classes cannot be read immediately, which decisions and receipts must be.
 _OFFLINE_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 
 _ARN = re.compile(
@@ -89,7 +89,8 @@ class S3Backend(Backend):
 
 
 def find_endpoint(scheme: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
-    """The endpoint for an S3 scheme: from the options, else the alias's own variable, else a generic one. Pure.
+    """Return the endpoint for an S3 scheme: from the options, else from the alias's own variable, else from a generic
+    one. Pure.
 
     None means AWS. Raises SettingsError if an alias has no endpoint: its requests would silently go to AWS.
     """

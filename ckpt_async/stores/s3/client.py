@@ -1,12 +1,12 @@
 """Amazon S3 and S3-compatible stores, over aiobotocore.
 
-A body is never copied in Python: its slices go straight to the socket, past the SDK's checksums and body
-signing. What guards the bytes instead is our own full-object checksum, which the store compares with what
-arrived: computed beforehand and sent as a header, or, over TLS and where the store was seen to heed them, as
-the bytes are sent, and as a trailer.
+A body is never copied in Python: its slices go straight to the socket, bypassing the SDK's checksums and body signing.
+Instead, the bytes are protected by our own full-object checksum, which the store compares with what arrived. It is
+computed beforehand and sent as a header; or, over TLS and if the store was seen to honour trailers, it is computed
+while the bytes are sent and follows them as a trailer.
 
-This module must not know retries: one call is one attempt. (Only what has no body, a GET, HEAD, copy, abort or
-conditional delete, is repeated once by aiohttp when its connection breaks before an answer.)
+This module must not retry: one call is one attempt. (Only requests without a body, that is GET, HEAD, copy, abort and
+conditional delete, are repeated once by aiohttp if the connection breaks before an answer.)
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ckpt_async.stores.s3.standing import NOTHING
 
 # CopyObject takes these from its source, unless told to replace all of them.
 _COPIED_ALONG = frozenset({"CacheControl", "ContentType", "Metadata", "Tagging"})
-_DELETE_BATCH = 1000  # DeleteObjects takes no more (S3 API reference)
+_DELETE_BATCH = 1000  # the limit of DeleteObjects (S3 API reference)
 
 
 class S3Store:
@@ -91,11 +91,11 @@ class S3Store:
         return self._session.pools.traffic.read()
 
     async def open(self, *, is_read_only: bool = False) -> None:
-        """Connect, then find out what the store enforces, as `Probe` does."""
+        """Connect, then find out what the store enforces (see `Probe`)."""
         await self._session.open()
         if is_read_only:
-            # Not probed: what a writer would have to rely on is not claimed. A lease goes with the checksum that more
-            # stores know: directory buckets, and what is older than 2025.
+            # Not probed: declare nothing that a writer would rely on. A reader's lease is written with the checksum
+            # that more stores know, including directory buckets and stores from before 2025.
             self._capabilities = Capabilities(
                 conditional_put=False, multipart=True, checksum_algorithm="crc32c"
             )
@@ -124,12 +124,12 @@ class S3Store:
             await self._sender.put_many(template, puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """As promised; where the store kept a checksum, the bytes were compared with it."""
+        """As specified. If the store has kept a checksum, the bytes have been compared with it."""
         return await self._reader.get(key, max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
-            return await self.head(key)  # HTTP cannot ask for an empty range
+            return await self.head(key)  # HTTP cannot express an empty range
         return await self._reader.get_range(key, offset, size_bytes, sink)
 
     async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
@@ -150,7 +150,7 @@ class S3Store:
         server_time, is_whole = 0.0, False
         async for page in self._pages(answers.OBJECTS, **asked):
             with self._reading(answers.OBJECTS, prefix):
-                # The first page's time: an age measured against a later one would be too great.
+                # Take the time of the first page: measured against a later one, ages would come out too large.
                 server_time = server_time or answers.server_time(page)
                 for each in answers.objects(page, asked["Prefix"]):
                     key = each.key.removeprefix(self._root)
@@ -164,14 +164,14 @@ class S3Store:
                 continue
             if enough(tuple(found.values())):
                 break
-        # The order and the start are ours to keep: see server_start.
+        # The order and the start are for us to ensure: see server_start.
         return Listing(tuple(found[key] for key in sorted(found) if key > start_after), server_time, is_whole)
 
     async def delete(self, keys: Sequence[str]) -> None:
         names = [self._session.name(key, "delete_objects") for key in keys]
         for start in range(0, len(names), _DELETE_BATCH):
             batch = names[start : start + _DELETE_BATCH]
-            # Not quietly: a silent answer is also that of whoever has deleted nothing.
+            # Not in quiet mode: an empty answer might also come from something that has deleted nothing.
             objects = [{"Key": name} for name in batch]
             response = await self._session.call(
                 "delete_objects", None, keys[start], Delete={"Objects": objects}
@@ -194,13 +194,13 @@ class S3Store:
         except StoreError as error:
             if error.reason is not FailureReason.OTHER:
                 raise
-            # A store that does not take the condition.
+            # The store may not support the condition: compare here instead.
             if (await self.head(key)).etag != etag:
                 raise PreconditionFailedError(operation="delete_object", key=key) from None
             await self.delete([key])
 
     async def copy(self, source: str, etag: str, key: str) -> None:
-        """Metadata and tags come along with the bytes; how the copy is stored and encrypted is said anew."""
+        """Copy the object with its metadata and tags; storage class and encryption are specified anew."""
         put_args = {
             name: value for name, value in self._options.put_args.items() if name not in _COPIED_ALONG
         }
@@ -271,8 +271,8 @@ class S3Store:
     async def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
     ) -> ObjectInfo:
-        """As promised. S3 forgets an upload it has completed: then the object itself is asked whether it is
-        what this call would have made.
+        """As specified. S3 forgets an upload that it has completed; then the object itself must show whether it is what
+        this call would have made.
         """
         try:
             response = await self._session.call(
@@ -312,7 +312,7 @@ class S3Store:
         return uploads
 
     async def _pages(self, pages: Pages, key: str | None = None, **asked: Any) -> AsyncIterator[SdkResponse]:
-        """All pages of a listing; each has shown that it is what was asked for."""
+        """Yield all pages of a listing, each of which has shown that it belongs to the request."""
         named = {"Bucket": self._location.bucket, **({} if key is None else {"Key": self._root + key})}
         following: dict[str, Any] | None = {}
         while following is not None:

@@ -1,4 +1,4 @@
-"""Who signs: what the SDK's chain finds, asked for once at a time, and read again when it was refused."""
+"""Who signs the requests: what the SDK's chain finds, by one lookup at a time, and read again after a refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ckpt_async.stores.s3.signing import Credentials
 
 logger = logging.getLogger(__name__)
 
-# Whoever gives temporary credentials has so long; the requests that wait for them give up sooner, and come again.
+# The time limit of whoever provides temporary credentials. Requests that wait for them give up sooner, and are tried
+# again.
 GIVEN_WITHIN_S = 45.0
 READ_AGAIN_S = 5.0
 
@@ -31,12 +32,13 @@ class Signer:
         self._is_refused, self._read_at = False, time.monotonic()
 
     async def find(self, session: AioSession) -> None:
-        """Those of the session, which its clients share."""
+        """Find the credentials of the session, which its clients share."""
         self._found = await session.get_credentials()
 
     async def credentials(self) -> Credentials | None:
-        """None if there are none. Temporary ones are renewed by one task, however many wait for it or stop to: else
-        each that gives up would leave a `credential_process` behind, and the next one would start another.
+        """Return the credentials, or None if there are none. One task renews temporary ones, however many callers wait
+        for it or give up: otherwise each caller that gives up would leave a `credential_process` running, and the next
+        one would start another.
         """
         if self._is_refused and time.monotonic() >= self._read_at + READ_AGAIN_S:
             await self._read_again()
@@ -48,7 +50,9 @@ class Signer:
         return await asyncio.shield(self._renewing)
 
     def heed(self, error: StoreError) -> StoreError:
-        """The error. If it says that the credentials were refused, others are looked for before the next request."""
+        """Take note of an error and return it. If the credentials were refused, others are looked for before the next
+        request.
+        """
         self._is_refused = self._is_refused or error.reason is FailureReason.AUTH
         return error
 
@@ -63,14 +67,14 @@ class Signer:
     async def _frozen(self) -> Credentials:
         try:
             frozen: Credentials = await self._found.get_frozen_credentials()
-        except RuntimeError as error:  # what was given has expired already
+        except RuntimeError as error:  # the new ones have expired already
             raise botocore.exceptions.CredentialRetrievalError(
                 provider=self._found.method, error_msg=str(error)
             ) from error
         return frozen
 
     async def _read_again(self) -> None:
-        """Keys in a file may have been replaced; temporary credentials renew themselves."""
+        """Read the credentials again: keys in a file may have been replaced. Temporary credentials renew themselves."""
         self._is_refused, self._read_at = False, time.monotonic()
         if self._found is None or self._renews_itself:
             return
@@ -82,6 +86,6 @@ class Signer:
             self._is_refused = True
             return
         if frozen is not None:
-            # In place: the client has this object.
+            # Change it in place: the client holds this very object.
             self._found.access_key, self._found.secret_key = frozen.access_key, frozen.secret_key
             self._found.token = frozen.token

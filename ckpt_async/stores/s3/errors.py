@@ -1,4 +1,4 @@
-"""What the SDK's, the HTTP client's and the system's errors mean. The only module that knows them."""
+"""What the errors of the SDK, the HTTP client and the system mean. The only module that knows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckpt_async.stores.s3.standing import KEY, KEY_FILE
 
 
 class S3Location(BucketLocation):
-    """A prefix in a bucket of S3's or of a service like it."""
+    """A prefix in a bucket of S3 or a compatible service."""
 
     __slots__ = ()
     scheme = "s3"
@@ -39,8 +39,8 @@ def translating(
 ) -> Iterator[None]:
     """Turn every error of the SDK, the HTTP client and the system into a StoreError.
 
-    `unmet` holds the HTTP statuses by which this request's condition may be refused. Cancellation passes,
-    and so do this package's own errors.
+    `unmet` holds the HTTP statuses with which the condition of this request may be refused. Cancellation and this
+    package's own errors pass unchanged.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def translating(
         reason, hint = _failure(error, location)
         status = getattr(error.kwargs.get("error"), "status", "")
         message = f"the proxy answered {status}" if status else "the proxy did not connect"
-        # What it came from has the proxy's URL with its password.
+        # The original error has the proxy's URL with its password.
         raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from None
     except (MalformedResponseError, OtherRangeError) as error:
         reason, hint = _failure(error, location)
@@ -72,13 +72,13 @@ def refusal(
     location: S3Location,
     unmet: frozenset[int] = frozenset(),
 ) -> StoreError:
-    """What an HTTP error answer means, given in the shape in which the SDK reports one."""
+    """Return the error that an HTTP error answer means, given in the form in which the SDK reports one."""
     said = response.get("Error", {})
     metadata = response.get("ResponseMetadata", {})
     code, status = said.get("Code", ""), metadata.get("HTTPStatusCode", 0)
     message = f"{status} {code}: {said.get('Message', '')}".rstrip(": ")
     if operation == "head_object" and status == 400:
-        code = "ExpiredToken"  # a HEAD answer has no body; S3 gives 400 for an expired token
+        code = "ExpiredToken"  # HEAD answers have no body; S3 sends 400 for an expired token
         message += f" (or: {_NEEDS_KEY})"
     elif status == 400 and "Server Side Encryption" in message:
         return location.error(
@@ -122,7 +122,7 @@ def hint_for(code: str, operation: str, location: S3Location) -> str:
             return _HINTS.get(code, "")
 
 
-# S3 API reference, "List of error codes"; then what other stores say.
+# From the S3 API reference, "List of error codes", followed by the codes of other stores.
 _REASONS = {
     "SlowDown": FailureReason.THROTTLED,
     "ServiceUnavailable": FailureReason.THROTTLED,
@@ -185,14 +185,14 @@ _BROKEN_CONNECTIONS = (
 
 
 def reason_of(code: str, status: int) -> FailureReason:
-    """By error code, else by HTTP status (HEAD answers have no code)."""
+    """Classify by error code, else by HTTP status (HEAD answers have no code)."""
     if code in _REASONS:
         return _REASONS[code]
     return reason_of_status(status)
 
 
 def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
-    """Why a request got no answer, and what to do about it."""
+    """Return why a request got no answer, and a hint what to do about it."""
     endpoint = location.endpoint_url or _AWS
     is_direct_aws = endpoint == _AWS and not has_proxy(_AWS)
     reachable = _AWS_REACHABLE if is_direct_aws else reachable_hint(endpoint)

@@ -1,4 +1,4 @@
-"""How a prefix is asked for: S3 lists any, directory buckets (S3 Express One Zone) only folders, in no order.
+"""How to ask for a prefix: S3 lists any, directory buckets (S3 Express One Zone) only folders, and in no order.
 
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.html. Pure.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-# Of the bucket, and of its access points.
+# The suffixes of directory buckets and of their access points.
 _DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 
 
@@ -17,16 +17,16 @@ def is_directory_bucket(bucket: str) -> bool:
 
 
 def listed_prefix(bucket: str, prefix: str) -> str:
-    """What to list so that nothing with `prefix` is missing: the caller leaves out what else comes."""
+    """Return the prefix to list so that nothing with `prefix` is missing; the caller filters out the rest."""
     return prefix[: prefix.rfind("/") + 1] if is_directory_bucket(bucket) else prefix
 
 
 def server_start(bucket: str, prefix: str, start_after: str) -> str:
-    """How far a server may be asked to skip, so that it skips no key beyond `start_after`; "" for not at all.
+    """Return where the server may start, so that it skips no key beyond `start_after`; "" means at the beginning.
 
-    SeaweedFS 4.48 orders folder by folder, as if "/" came before all other characters ("a/z/1" before
-    "a/z-1"), and skips a folder of just the name it starts after. So the start ends before the first
-    character below "/", and then where the next one is above it.
+    SeaweedFS 4.48 sorts folder by folder, as if "/" came before all other characters ("a/z/1" before "a/z-1"), and
+    skips a folder whose name is exactly the start. So the start ends before the first character below "/", and then
+    moves back to where the next character is above it.
     """
     if is_directory_bucket(bucket) or not start_after.startswith(prefix):
         return ""
@@ -38,5 +38,5 @@ def server_start(bucket: str, prefix: str, start_after: str) -> str:
 
 
 def are_first(bucket: str, keys: Iterable[str]) -> bool:
-    """Whether a page of these keys has all keys up to its last one."""
+    """Return whether a page with these keys has all keys up to its last one."""
     return not is_directory_bucket(bucket) and all(one < other for one, other in itertools.pairwise(keys))

@@ -1,4 +1,4 @@
-"""What stands for a body in a request that the SDK makes."""
+"""The stand-in for a body in a request that the SDK makes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ckpt_async.stores.bodies import LocalWriter, send_in_thread
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.interface import Body
 
-HandOver = Callable[[str, Mapping[str, str | bytes]], Awaitable[Response]]  # of URL and headers
+HandOver = Callable[[str, Mapping[str, str | bytes]], Awaitable[Response]]  # called with URL and headers
 
 
 class SdkBody(Payload):
-    """The SDK makes and signs the request; `hand_over` is given it, and answers it. Only through a proxy does the SDK's
-    HTTP client send: it calls `write` once, in a task of its own.
+    """A body that lets the SDK make and sign the request, which `hand_over` then sends and answers. Only through a
+    proxy does the SDK's HTTP client send it, by calling `write` once, in a task of its own.
     """
 
     _autoclose = True
@@ -36,16 +36,16 @@ class SdkBody(Payload):
         self.failure: CkptAsyncError | None = None
 
     async def answer(self, url: str, headers: Mapping[str, str | bytes]) -> AWSResponse:
-        """As the SDK wants it."""
+        """Return the answer in the form that the SDK expects."""
         response = await self._hand_over(url, headers)
         return AioAWSResponse(url, response.status, response.headers, _Content(response.error))
 
     def read(self, _size: int = -1) -> bytes:
-        """The SDK asks whether there is such a method."""
+        """Never called, but the SDK checks that this method exists."""
         raise NotImplementedError("the body is written, never read")
 
     def seek(self, _offset: int, _whence: int = 0) -> int:
-        """The SDK rewinds before it follows a redirect to another region."""
+        """Rewind: the SDK does this before it follows a redirect to another region."""
         self._writing, self.is_cut_short = None, False
         return 0
 
@@ -53,27 +53,29 @@ class SdkBody(Payload):
         raise NotImplementedError("the body is written, never decoded")
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Copies each slice: the transport keeps what it could not send at once, and slices are views of one buffer."""
+        """Send the body, copying each slice: the transport keeps what it cannot send at once, and all slices share a
+        buffer.
+        """
         if self._writing is not None:
-            # aiohttp repeats a PUT by itself when a kept-alive connection turns out to be dead.
+            # aiohttp repeats a PUT on its own if a keep-alive connection turns out to be dead.
             raise aiohttp.ClientConnectionError("one call is one attempt")
         self._writing, self.is_cut_short = asyncio.current_task(), True
         try:
             await send_in_thread(self._body, _TransportWriter(writer))
         except CkptAsyncError as error:
-            self.failure = error  # aiohttp tells only that the connection broke
+            self.failure = error  # aiohttp reports only that the connection broke
             raise
         self.is_cut_short = False
 
     async def stop(self) -> None:
-        """Return when `write` has ended: aiohttp cancels it, but waits for nobody."""
+        """Return once `write` has ended: aiohttp cancels it, but does not wait for it."""
         if self._writing is not None and not self._writing.done():
             self._writing.cancel()
             await asyncio.wait([self._writing])
 
 
 class _TransportWriter(LocalWriter):
-    """From a worker thread to aiohttp's connection."""
+    """Passes slices from a worker thread to aiohttp's connection."""
 
     def __init__(self, writer: AbstractStreamWriter) -> None:
         loop = asyncio.get_running_loop()
@@ -86,12 +88,12 @@ class _TransportWriter(LocalWriter):
 
     def cancel(self) -> bool:
         if self._transport is not None:
-            self._transport.abort()  # the thread may be waiting for a peer that takes nothing
+            self._transport.abort()  # the thread may be waiting for a peer that accepts nothing
         return super().cancel()
 
 
 class _Content:
-    """What the SDK reads an answer's body from."""
+    """The stream from which the SDK reads an answer's body."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""What a store enforces, found out by a few small requests on objects below `.ckpt_async/probe/`."""
+"""Finding out what a store enforces, by a few small requests on objects below `.ckpt_async/probe/`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ _NO_CHECKSUMS = (
 
 
 class Probe:
-    """Seven requests on two objects; over TLS three more on a third one at the same time. All are deleted again."""
+    """Seven requests on two objects. Over TLS, three more run at the same time, which also use a third object. All
+    objects are deleted again.
+    """
 
     def __init__(self, store: Store, session: S3Session, sender: Sender) -> None:
         self._store, self._session, self._sender = store, session, sender
-        # As long as any key of a run's: what the store does not take is found out here.
+        # As long as the longest key of a run, to find out here if the store refuses such keys.
         name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
         self._key, self._spoiled, self._trailed = f"{name}-a", f"{name}-b", f"{name}-c"
 
     async def capabilities(self) -> Capabilities:
-        """A store that compares neither CRC64NVME nor CRC32C with what arrived is taken all the same, with the
-        one that `head` answers: such a store only repeats our checksum, so `put` cannot tell that bytes
-        changed on the way, and only reading the object back can.
+        """Return what the store supports. If it compares neither CRC64NVME nor CRC32C with what arrived, it is used all
+        the same, with the algorithm that `head` reports. Such a store only repeats our checksum, so `put` cannot tell
+        that bytes have changed on the way; only reading the object back can.
         """
         try:
             found = await self._find_out()
@@ -68,13 +70,13 @@ class Probe:
             self._is_refused(algorithm, Match('"0123456789abcdef0123456789abcdef"')),
             self._within(self._store.head(self._key)),
         )
-        # A store that refuses every If-Match enforces nothing either.
+        # If the store refuses every If-Match, it does not enforce conditions either.
         is_swapped = not await self._is_refused(algorithm, Match(created.etag))
         return is_refused and is_stale_refused and is_swapped, info
 
     async def _heeds_trailers(self, algorithm: str) -> bool:
-        """Whether a body is stored without its chunks' sizes, and compared with the checksum that follows it. Whatever
-        else becomes of it is no reason not to open the store.
+        """Return whether the store removes the framing of chunks from a body and compares it with the checksum that
+        follows. Any other failure of this test is no reason not to open the store.
         """
         template = self._sender.templates.get("put_object")
         if template is None or not template.origin.startswith("https:"):
@@ -82,7 +84,7 @@ class Probe:
         right, wrong = Digest(algorithm), Digest(algorithm)
         wrong.update(b"b")
         try:
-            # They differ in nothing but their checksums. SeaweedFS calls it 400 IncompleteBody.
+            # The two requests differ only in key and checksum. SeaweedFS answers the wrong one with 400 IncompleteBody.
             status, stored = await self._within(
                 _gather(
                     self._put_trailed(template, self._spoiled, wrong), self._put_and_head(template, right)
@@ -103,7 +105,7 @@ class Probe:
         return info.size_bytes, info.checksum
 
     async def _checksums(self) -> tuple[ObjectInfo, str, bool]:
-        """Create the probe object; returns it, the best algorithm, and whether the store compares it."""
+        """Create the probe object. Return it, the best algorithm, and whether the store compares that."""
         accepted: tuple[ObjectInfo, str, bool] | None = None
         for algorithm in CHECKSUM_FIELDS:
             right, wrong = checksum_of(b"a", algorithm), checksum_of(b"b", algorithm)
@@ -135,13 +137,15 @@ class Probe:
         except PreconditionFailedError:
             return True
         except StoreError as error:
-            # Headers that the store does not know are an answer too: it enforces nothing.
+            # A refusal of headers that the store does not know is a result too: it enforces nothing.
             if not _is_verdict(error):
                 raise
         return False
 
     async def _delete(self) -> None:
-        """Best effort: credentials that may not delete are allowed, and keep what they write."""
+        """Delete the objects, best effort: credentials without the right to delete are allowed, and leave them
+        behind.
+        """
         with contextlib.suppress(StoreError):
             await self._within(self._store.delete([self._key, self._spoiled, self._trailed]))
 
@@ -161,12 +165,12 @@ class Probe:
 
 
 def _is_verdict(error: BaseException) -> bool:
-    """Whether a probe's failure says something of the store's abilities, not of this connection."""
+    """Return whether a failed request says something about the store's abilities, not about the connection."""
     return isinstance(error, StoreError) and error.reason in (FailureReason.CHECKSUM, FailureReason.OTHER)
 
 
 async def _gather(*requests: Coroutine[Any, Any, Any]) -> Sequence[Any]:
-    """All results, or the first failure once every request has ended."""
+    """Return all results, or raise the first failure once every request has ended."""
     results = await asyncio.gather(*requests, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -1,5 +1,5 @@
-"""Reading past the SDK: small objects by requests after its pattern, ranges by threads of our own at addresses that it
-has signed, or that are signed as it does.
+"""Reading without the SDK: small objects by requests modelled on one of the SDK's, ranges by our own threads from URLs
+that the SDK has signed, or that are signed in the same way.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
 from ckpt_async.stores.s3.standing import headers_to_read
 from ckpt_async.threads import in_thread
 
-# A signed URL is good for an hour, unless the credentials are not.
+# A signed URL is valid for an hour, unless the credentials expire earlier; we reuse it for a minute.
 _SIGNED_S, _MAX_SIGNED = 60.0, 256
-# One that only the SDK can sign: a session of S3 Express, which the SDK renews 45 s before its end.
+# For URLs that only the SDK can sign, by a session of S3 Express, which the SDK renews 45 s before it expires.
 _SIGNED_BY_SDK_S = 20.0
 
 
-# The name of what the SDK gets whole, in the task that asks it.
+# The name of the object that the SDK is reading whole, in the task that called it.
 _asked: ContextVar[str] = ContextVar("asked", default="")
 
 
 @dataclass(frozen=True, slots=True)
 class SignedUrl:
-    """To read one object."""
+    """A signed URL for reading one object."""
 
     url: str
     is_proxied: bool
@@ -44,20 +44,21 @@ class SignedUrl:
 
 
 class Reader:
-    """Reads ranges, and small objects in series. Through a proxy the SDK does."""
+    """Reads ranges, and small objects in series. Through a proxy, the SDK reads them."""
 
     def __init__(self, session: S3Session) -> None:
         self._session, self._location = session, session.location
         self._headers = headers_to_read(session.standing)  # they are signed too
-        self._small: RequestTemplate | None = None  # of a GET as the SDK has made it
+        self._small: RequestTemplate | None = None  # the pattern of a GET, as the SDK made it
         session.on_get = self._learn
         self._template: UrlTemplate | None = None
-        self._is_proxied = False  # whoever follows that template
+        self._is_proxied = False  # whether URLs made from that template go through a proxy
         self._urls: dict[str, SignedUrl] = {}  # by key
 
     async def get(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """What is not a plain answer the SDK is asked for again, which knows redirects and other checksums; and after a
-        refusal the next time: it knows what the configuration says by then.
+        """Read a small object by a request modelled on the SDK's. If the answer is not plain, ask again through the
+        SDK, which knows redirects and other checksums. After a refusal, the next call uses the SDK, which knows the
+        current configuration.
         """
         if (template := self._small) is None:
             return await self._get_by_sdk(key, max_size_bytes)
@@ -92,7 +93,7 @@ class Reader:
                     self._check_size(key, info, max_size_bytes)
                     data: bytes = await stream.read()
                 finally:
-                    stream.close()  # drops the connection unless the body was read to its end
+                    stream.close()  # drops the connection, unless the body was read to its end
         finally:
             _asked.reset(asked)
         return data, info
@@ -106,7 +107,7 @@ class Reader:
             self._small = RequestTemplate.of(url, headers, name, has_body=False)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """At least one byte."""
+        """Read a range of at least one byte."""
         signed = await self._signed(key)
         if signed.is_proxied:
             return await self._get_range_through_sdk(key, offset, size_bytes, sink)
@@ -149,7 +150,7 @@ class Reader:
             raise self._refused(gets[number].key, response)
 
     async def _signed(self, key: str) -> SignedUrl:
-        """Once for all ranges of an object: it takes as much CPU as receiving 2 MiB."""
+        """Return a signed URL, the same for all ranges of an object: signing takes as much CPU as receiving 2 MiB."""
         found = self._urls.get(key)
         good_s = _SIGNED_BY_SDK_S if self._template is None else _SIGNED_S
         if found is None or time.monotonic() >= found.signed_at + good_s:
@@ -173,7 +174,9 @@ class Reader:
         return SignedUrl(url, self._is_proxied, time.monotonic())
 
     def _refused(self, key: str, response: Response) -> StoreError:
-        """Credentials may have been replaced, and the SDK knows what else has changed."""
+        """Forget the signed URL and its template, and return the error. The credentials may have been replaced, and the
+        SDK knows what else has changed.
+        """
         self._urls.pop(key, None)
         self._template = None
         return self._told(key, response)
@@ -183,7 +186,7 @@ class Reader:
         return self._session.signer.heed(error)
 
     async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """The slow way, which knows of proxies."""
+        """Read a range through the SDK: slower, but it supports proxies."""
         with translating("get_object", key, self._location):
             response = await self._session.call(
                 "get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}"
@@ -196,7 +199,7 @@ class Reader:
                 total_bytes = range_total(
                     status, response.get("ContentRange"), info.size_bytes, offset, size_bytes
                 )
-            # Past the SDK's reader, which joins what arrived into pieces of the size asked for.
+            # Bypass the SDK's reader, which joins what has arrived into pieces of the size asked for.
             raw: Any = getattr(stream, "raw_stream", stream)
             content = raw.content
             received = 0

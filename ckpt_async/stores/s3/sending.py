@@ -1,4 +1,4 @@
-"""PutObject and UploadPart: made by the SDK or after its template, sent by threads of our own."""
+"""PutObject and UploadPart: requests made by the SDK or from its template, sent by our own threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ckpt_async.stores.s3.session import S3Session, unmet
 from ckpt_async.stores.s3.signing import NO_QUERY, RequestTemplate
 from ckpt_async.stores.s3.trailer import AwsChunkedBody
 
-# For so long no trailers are sent after a refusal that may be their fault; and what is not.
+# How long no trailers are sent after a refusal that they may have caused. The sets below hold the reasons for which
+# neither the template nor a trailer is to blame.
 _DISTRUST_S = 600.0
 _CONDITIONS = {"IfNoneMatch": "if-none-match", "IfMatch": "if-match"}
 _NOT_OF_TEMPLATES = frozenset({FailureReason.CHECKSUM, FailureReason.PRECONDITION})
@@ -41,34 +42,35 @@ class Put:
 
     @property
     def conditions(self) -> dict[str, str]:
-        """As headers, with names in lower case."""
+        """The condition as headers, with names in lower case."""
         return {
             header: self.parameters[name] for name, header in _CONDITIONS.items() if name in self.parameters
         }
 
 
 class Sender:
-    """Learns templates from what the SDK makes. Where the store was seen to heed them, checksums follow parts; else the
-    thread that sends a part reads it first: a thread of its own would wake the event loop once more.
+    """Learns templates from the requests that the SDK makes. If the store was seen to honour trailers, checksums follow
+    the parts; otherwise the thread that sends a part first reads it, as a separate thread would wake the event loop
+    once more.
     """
 
     def __init__(self, session: S3Session) -> None:
         self._session, self._location = session, session.location
         self.templates: dict[str, RequestTemplate] = {}  # by operation
-        self.trailers_from = math.inf  # when they may be used, by time.monotonic()
+        self.trailers_from = math.inf  # time.monotonic() from which they may be used
 
     @property
     def finds_checksums(self) -> bool:
-        """Of parts."""
+        """Whether `put_part` can compute the checksums of parts itself."""
         return "upload_part" in self.templates
 
     @property
     def trails_checksums(self) -> bool:
-        """Of parts, behind them, so that their bytes are read once."""
+        """Whether checksums are sent after the parts, so that their bytes are read only once."""
         return time.monotonic() >= self.trailers_from
 
     async def put(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
-        """One attempt. On return or raise nothing reads the body or its buffers any more."""
+        """Make one attempt. Once this has returned or raised, nothing reads the body or its buffers any more."""
         if (template := self.templates.get(put.operation)) is None:
             return await self._put_by_sdk(put, body, checksum)
         name = self._session.name(put.key, put.operation)
@@ -88,7 +90,7 @@ class Sender:
         return self._parsed(put.operation, put.key, response)
 
     async def put_found(self, put: Put, body: PartBody, digest: Digest) -> SdkResponse:
-        """`put`, whose checksum is that of `digest` once the body is sent."""
+        """Like `put`, with a checksum that is that of `digest` once the body is sent."""
         if (template := self.templates.get(put.operation)) is None:
             raise self._again(put, "what is to be sent is not known any more")
         if self.trails_checksums:
@@ -137,7 +139,7 @@ class Sender:
     async def put_many(
         self, template: RequestTemplate, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]
     ) -> None:
-        """One after the other on one connection, up to the first that fails."""
+        """Send objects one after the other on one connection, up to the first that fails."""
 
         def requests() -> Iterator[SmallRequest]:
             for put in puts:
@@ -157,8 +159,8 @@ class Sender:
             raise self._refused(Put("put_object", request.key, {}), response)
 
     async def learn_parts(self, key: str, algorithm: str) -> None:
-        """Without sending one. Else the first ones would be the SDK's and wait for their checksums, with nothing on the
-        wire meanwhile: measured, a sixth of the time of a shard of 1 GiB.
+        """Learn the template for parts without sending one. Otherwise the SDK would send the first parts, which would
+        wait for their checksums while nothing is on the wire: measured, a sixth of the time of a shard of 1 GiB.
         """
         query = {"partNumber": "1", "uploadId": "none"}
         put = Put("upload_part", key, {"UploadId": "none", "PartNumber": 1}, query)
@@ -180,7 +182,7 @@ class Sender:
             response = await self._call(put, payload, body.size_bytes, checksum)
         except StoreError:
             if payload.failure is not None:
-                raise payload.failure from None  # the connection broke because of it
+                raise payload.failure from None  # it is the reason why the connection broke
             raise
         finally:
             await payload.stop()
@@ -205,8 +207,8 @@ class Sender:
                 self.templates[put.operation] = template
 
     def _refused(self, put: Put, response: Response) -> StoreError:
-        """After a refusal that may be the request's fault the SDK makes the next one: it knows redirects, regions and
-        what else the configuration says by then.
+        """Return the error that a refusal means. If the request may be at fault, the SDK makes the next one: it knows
+        redirects, regions and the current configuration.
         """
         error = refusal(
             response.as_sdk_response(), put.operation, put.key, self._location, unmet(put.parameters)

@@ -1,4 +1,4 @@
-"""The SDK's client of one bucket, and the connections of our own beside it. Knows how to ask, not what for."""
+"""The SDK's client of one bucket, with our own connections beside it. Knows how to ask, not what for."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from ckpt_async.stores.s3.payload import SdkBody
 from ckpt_async.stores.s3.signing import Credentials
 from ckpt_async.stores.s3.standing import AddStanding
 
-# A bucket that can be part of a host name, also under a certificate for one level.
+# A bucket name that can be part of a host name, even under a certificate for a single level.
 _HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 
-# How a condition is refused: 409 is S3's answer to two at once, and 404 that of an If-Match on nothing
-# (S3 user guide, "Conditional writes").
+# The statuses that refuse a condition: S3 answers 409 to concurrent requests, and 404 to an If-Match if there is no
+# object (S3 user guide, "Conditional writes").
 _UNMET = {
     "IfNoneMatch": frozenset({409, 412}),
     "IfMatch": frozenset({404, 409, 412}),
@@ -52,12 +52,12 @@ _UNMET = {
 
 
 def unmet(parameters: Mapping[str, Any]) -> frozenset[int]:
-    """The statuses that refuse the condition of a request with these parameters."""
+    """Return the statuses that refuse the condition of a request with these parameters."""
     return next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset())
 
 
 class S3Session:
-    """Belongs to the event loop that opened it."""
+    """The connections to one bucket. Belongs to the event loop that opened it."""
 
     pools: Pools  # made with the client
 
@@ -66,7 +66,7 @@ class S3Session:
         self.client: Any = None
         self.signer = Signer(options.profile)
         self._exit_stack = contextlib.AsyncExitStack()
-        # Called with URL and headers of each GetObject that the SDK makes.
+        # Called with the URL and headers of each GetObject that the SDK makes.
         self.on_get: Callable[[str, Mapping[str, str | bytes]], None] = lambda *_: None
 
     async def open(self) -> None:
@@ -84,8 +84,8 @@ class S3Session:
         for operation in ("PutObject", "UploadPart"):
             events.register(f"before-send.s3.{operation}", _hand_over)
         events.register("before-send.s3.GetObject", self._tell_of_get)
-        # The SDK waits for "100 Continue" without any timeout (rule R14), and a body sent in vain is cheaper
-        # than a round trip for each one that is taken.
+        # The SDK waits for "100 Continue" without any timeout (rule R14), and sending a body in vain is cheaper than a
+        # round trip for each one that is accepted.
         events.unregister("before-call.s3", add_expect_header)
         events.register("before-call.s3.DeleteObjects", _add_content_md5)
         events.register_first("choose-signer.s3", _keep_signature_version)
@@ -97,21 +97,21 @@ class S3Session:
         self.client = None
 
     async def credentials(self) -> Credentials:
-        """Of requests past the SDK."""
+        """Return the credentials for requests that bypass the SDK."""
         if (found := await self.signer.credentials()) is None:
             raise botocore.exceptions.NoCredentialsError
         return found
 
     def name(self, key: str, operation: str) -> str:
-        """Of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
+        """Return the name of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
         return self.location.root + check_key(key, operation)
 
     def _tell_of_get(self, request: AWSPreparedRequest, **_: object) -> None:
         self.on_get(request.url, request.headers)
 
     async def get(self, url: str, headers: Mapping[str, str], max_size_bytes: int) -> Response:
-        """A request that was not made by the SDK, by its HTTP client: so through its connections and proxies. An object
-        is left out of the answer if it has more than `max_size_bytes`, or does not say how many.
+        """Send a request that was not made by the SDK through its HTTP client, and thus its connections and proxies.
+        The content is left out of the answer if it exceeds `max_size_bytes` or its length is not stated.
         """
         request = AWSPreparedRequest("GET", url, headers, None, True)
         answer = await self.client._endpoint.http_session.send(request)  # noqa: SLF001  there is no other way to it
@@ -134,14 +134,14 @@ class S3Session:
     async def call(
         self, operation: str, key: str | None, about: str = "", /, **parameters: Any
     ) -> SdkResponse:
-        """`about`: what errors name where the request has no key."""
+        """Make a request through the SDK. `about` is what errors name if the request has no key."""
         if key is not None:
             parameters["Key"] = self.name(key, operation)
         with (
             self._heeding(),
             translating(operation, key or about, self.location, unmet=unmet(parameters)),
         ):
-            await self.signer.credentials()  # the SDK would ask for them once for each request
+            await self.signer.credentials()  # otherwise the SDK would ask for them once per request
             request = getattr(self.client, operation)
             response: SdkResponse = await request(Bucket=self.location.bucket, **parameters)
             answers.check_needed(operation, response)
@@ -149,7 +149,7 @@ class S3Session:
 
 
 async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
-    """The SDK asks before it sends. None: it shall send by itself, that is through aiohttp."""
+    """Answer in place of the SDK's HTTP client. None lets the SDK send the request itself, through aiohttp."""
     body, url = request.body, request.url
     return (
         None if not isinstance(body, SdkBody) or has_proxy(url) else await body.answer(url, request.headers)
@@ -161,13 +161,13 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
     if style == "auto" and location.endpoint_url is not None:
         style = "path"
     elif style == "auto" and _HOST_NAME.fullmatch(location.bucket):
-        style = "virtual"  # as "auto", but URLs that are signed for reading name the region too
+        style = "virtual"  # like "auto", but URLs signed for reading contain the region too
     settings: dict[str, Any] = {
         "connect_timeout": options.connect_timeout_s,
         "read_timeout": options.read_timeout_s,
         "max_pool_connections": options.max_connections,
-        "retries": {"mode": "standard", "total_max_attempts": 1},  # counted by test_s3_errors
-        # The SDK's own checksums go as trailers, which many S3-compatible stores refuse; ours is a header.
+        "retries": {"mode": "standard", "total_max_attempts": 1},  # test_s3_errors checks it
+        # The SDK's own checksums are sent as trailers, which many S3-compatible stores refuse; ours is a header.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "s3": {"addressing_style": style, "payload_signing_enabled": False},
@@ -177,7 +177,7 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
             **settings, connector_args={"socket_factory": _create_socket}, http_session_cls=_HttpSession
         )
     except (botocore.exceptions.ParamValidationError, TypeError):
-        config = AioConfig(**settings)  # aiobotocore before 2.27 has no way to set socket options
+        config = AioConfig(**settings)  # aiobotocore before 2.27 cannot set socket options
     return session.create_client(
         "s3", region_name=options.region, endpoint_url=location.endpoint_url, config=config
     )
@@ -190,7 +190,7 @@ def _ca_file(session: AioSession) -> str:
 
 @functools.cache
 def _loader(data_path: str | None) -> Loader:
-    """The SDK's descriptions of S3, parsed once in a process: that is half of what opening a store takes."""
+    """Return the SDK's description of S3, parsed once per process: parsing is half the time of opening a store."""
     return create_loader(data_path)
 
 
@@ -198,7 +198,9 @@ _contexts: dict[tuple[str, int], ssl.SSLContext] = {}
 
 
 class _Parser(AioRestXMLParser):  # type: ignore[misc]
-    """Left alone, it takes any document for an answer without fields, and ends with any error at one it cannot read."""
+    """A stricter parser. The SDK's own takes any document for an answer without fields, and may raise any error on one
+    that it cannot read.
+    """
 
     async def parse(self, response: dict[str, Any], shape: Any) -> Any:
         if response["status_code"] < 300 and shape is not None:
@@ -219,8 +221,8 @@ class _ParserFactory(AioResponseParserFactory):  # type: ignore[misc]
 
 
 class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
-    """Whom to trust is read once in a process: that takes 10 ms of CPU, and every store would do it again. When the
-    file changes it is read again, for connections that are made from then on.
+    """An HTTP session that reads the certificates once per process: that takes 10 ms of CPU, and every store would do
+    it again. If the file changes, it is read again, for connections made from then on.
     """
 
     _trusted: tuple[str, int] | None = None
@@ -228,7 +230,8 @@ class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
     async def send(self, request: AWSPreparedRequest) -> AWSResponse:
         if self._verify and self._trusted not in (None, self._now_trusted()):
             self._trusted = None
-            self._sessions.clear()  # those in use end with their requests, and all with this one
+            # Sessions in use close after their requests, and all of them with this object.
+            self._sessions.clear()
         return await super().send(request)
 
     def _now_trusted(self) -> tuple[str, int]:
@@ -247,21 +250,21 @@ class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
 
 
 def _add_content_md5(params: dict[str, Any], **_: object) -> None:
-    """DeleteObjects must carry a digest of its body; older S3-compatible stores take only this one."""
+    """Add a digest of the body, which DeleteObjects must have; older S3-compatible stores accept only MD5."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"]["Content-MD5"] = b64encode(digest).decode()
 
 
 def _do_not_redirect(context: dict[str, Any], **_: object) -> None:
-    """Sent elsewhere, the SDK asks where the bucket is. Should that be sent elsewhere too, it would ask again, hundreds
-    of times.
+    """Do not follow redirects. When redirected, the SDK asks where the bucket is; if that request is redirected as
+    well, it would ask again, hundreds of times.
     """
     context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _keep_signature_version(signature_version: str, **_: object) -> str | None:
-    """Left alone, the SDK signs URLs the old way (version 2) in all older regions. AWS has retired that for new
-    buckets, and never took it for objects that a KMS key encrypts.
+    """Keep signature version 4. By default, the SDK signs URLs with version 2 in all older regions. AWS has retired
+    that for new buckets, and never accepted it for objects encrypted with a KMS key.
     """
     return "s3v4-query" if signature_version in ("v4-query", "s3v4-query") else None
 

@@ -1,6 +1,6 @@
-"""What every request carries that S3 lets carry it: who pays, and a key that only the customer has (SSE-C).
+"""Parameters that go with every request for which S3 accepts them: requester pays, and a customer-provided key (SSE-C).
 
-From the environment, as credentials are: never from a URL, and written nowhere.
+They come from the environment, as credentials do, never from a URL, and are not stored anywhere.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PAYER = "CKPT_ASYNC_S3_REQUEST_PAYER"
 KEY = "CKPT_ASYNC_S3_SSE_C_KEY"
 KEY_FILE = "CKPT_ASYNC_S3_SSE_C_KEY_FILE"
 
-_KEY_BYTES = 32  # AES-256, the only one that S3 knows
+_KEY_BYTES = 32  # AES-256, the only algorithm that S3 supports
 _KEY_HINT = (
     f"{KEY} is base64 of 32 bytes, {KEY_FILE} a file with them, raw or in base64: openssl rand -base64 32"
 )
-# How reads past the SDK say it.
+# The header names, for reads that bypass the SDK.
 _HEADERS = {
     "RequestPayer": "x-amz-request-payer",
     "SSECustomerAlgorithm": "x-amz-server-side-encryption-customer-algorithm",
@@ -34,7 +34,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def find_standing(env: Mapping[str, str]) -> Mapping[str, str]:
-    """The parameters, by the SDK's names. Raises SettingsError, which never repeats a key."""
+    """Return the parameters, by the SDK's names. Raises SettingsError, which never contains a key."""
     found: dict[str, str] = {}
     if payer := env.get(PAYER):
         if payer != "requester":
@@ -46,7 +46,7 @@ def find_standing(env: Mapping[str, str]) -> Mapping[str, str]:
             "SSECustomerKey": b64encode(key).decode(),
             "SSECustomerKeyMD5": b64encode(hashlib.md5(key, usedforsecurity=False).digest()).decode(),
         }
-        # Whatever is copied was written with the same key.
+        # The source of a copy was written with the same key.
         found |= told | {f"CopySource{name}": value for name, value in told.items()}
     return found
 
@@ -54,7 +54,9 @@ def find_standing(env: Mapping[str, str]) -> Mapping[str, str]:
 def check_standing(
     standing: Mapping[str, str], bucket: str, put_args: Mapping[str, object], endpoint_url: str | None
 ) -> None:
-    """Raise SettingsError for what S3 does not take: in directory buckets, over http, beside another encryption."""
+    """Raise SettingsError for combinations that S3 refuses: with directory buckets, over http, or with other
+    encryption.
+    """
     if standing and is_directory_bucket(bucket):
         raise SettingsError(
             f"{bucket} is a directory bucket: S3 has neither requester pays nor customers' keys (SSE-C) there",
@@ -76,7 +78,7 @@ def headers_to_read(standing: Mapping[str, str]) -> dict[str, str]:
 
 
 class AddStanding:
-    """For the SDK's event before it builds a request: adds what the operation takes."""
+    """Handler of the SDK's event before it builds a request: adds the parameters that the operation accepts."""
 
     def __init__(self, standing: Mapping[str, str]) -> None:
         self._standing = standing

@@ -1,8 +1,8 @@
-"""Bodies whose checksum follows them, so that their bytes are read once: as aws-chunked, with a trailer.
+"""Bodies followed by their checksum, so that their bytes are read only once: aws-chunked encoding with a trailer.
 
-The form is that of S3's "Signature calculations for trailing headers (chunked uploads)"
-(https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-streaming-trailers.html), unsigned: for TLS only, which guards
-what the signature does not cover.
+The format is S3's "Signature calculations for trailing headers (chunked uploads)"
+(https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-streaming-trailers.html), unsigned. It is only for TLS, which
+protects what the signature does not cover.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.interface import Body, BodyWriter
 
-# S3 takes no less than 8 KiB but at the end, MinIO no more than 16 MiB. With 1 MiB, as the SDK cuts, an upload takes
-# 2 % more CPU.
+# S3 accepts no chunk below 8 KiB except the last, MinIO none above 16 MiB. With chunks of 1 MiB, the SDK's size, an
+# upload takes 2 % more CPU.
 CHUNK_BYTES = 8 << 20
 
 
 class AwsChunkedBody:
-    """A body in chunks, and its checksum: that of `digest`, which is given the bytes as they are sent."""
+    """A body in chunks, followed by its checksum: that of `digest`, which is updated as the bytes are sent."""
 
     def __init__(self, body: Body, digest: Digest) -> None:
         self._body, self._digest = body, digest
@@ -33,7 +33,7 @@ class AwsChunkedBody:
 
 
 def chunked_size(size_bytes: int, algorithm: str) -> int:
-    """What a body of this size comes to."""
+    """Return the encoded size of a body of this size."""
     num_whole, rest = divmod(size_bytes, CHUNK_BYTES)
     chunks = [CHUNK_BYTES] * num_whole + [rest] * bool(rest)
     return (
@@ -48,13 +48,13 @@ def _end(checksum: Checksum) -> bytes:
 
 
 class _ChunkWriter:
-    """Writes to `writer` what stands in chunks."""
+    """A writer that frames what it passes on to `writer` in chunks."""
 
     takes_files = False
 
     def __init__(self, writer: BodyWriter, size_bytes: int, digest: Digest) -> None:
         self._writer, self._left_bytes, self._digest = writer, size_bytes, digest
-        self._chunk_bytes = 0  # of the chunk that has begun
+        self._chunk_bytes = 0  # bytes left of the current chunk
         self._end_of_chunk = b""
 
     def write(self, piece: memoryview) -> None:
