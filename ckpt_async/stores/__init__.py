@@ -48,7 +48,7 @@ __all__ = [
 
 
 def parse_url(url: str) -> Location:
-    """Parse a store URL, rejecting anything that could mean a different place than it seems to (SettingsError)."""
+    """Parse a store URL, rejecting what could mean another place than it seems to. Raises SettingsError."""
     return backend_of(url).locate(url)
 
 

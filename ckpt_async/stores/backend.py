@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
     from ckpt_async.stores.options import StoreOptions
 
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # a lone surrogate has no UTF-8
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # lone surrogates have no UTF-8 encoding
 
 _COLON_NO_PORT = re.compile(r":(?![0-9]+$)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -87,13 +87,9 @@ class Backend:
         return RemoteAddress(url, options.endpoint_url)
 
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
-        """Return the URL that requests go to, to tell whether a proxy is in between, or None if it is not a web
-        server.
-        """
+        """Return where requests go, to tell whether a proxy is in between, or None if it is no web server."""
         return None
 
     def open(self, location: Location, options: StoreOptions, url: str, env: Mapping[str, str]) -> Store:
-        """Create the store without connecting it. Raises SettingsError, which says what to install if a package is
-        missing.
-        """
+        """Create the store, not yet connected. Raises SettingsError, saying what to install if a package is missing."""
         raise NotImplementedError

@@ -1,6 +1,4 @@
-"""The table of all kinds of stores. To add one, write a backend and list it here, or register it from another
-package.
-"""
+"""The table of all kinds of stores. To add one, list its backend here, or register it from another package."""
 
 # ruff: noqa: ARG002 - most kinds need less than what they are given
 

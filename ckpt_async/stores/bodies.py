@@ -65,9 +65,7 @@ async def collected(body: Body) -> bytes:
 
 
 class _Collector(LocalWriter):
-    """A collector that does its waiting afterwards: a bandwidth cap's wait counts from now, however long earlier waits
-    were.
-    """
+    """A collector that waits afterwards: a bandwidth cap's wait counts from now, however long earlier ones took."""
 
     held_s = 0.0
 

@@ -163,9 +163,7 @@ class DirectoryStore(WholeObjects):
             await in_thread(self._delete, key, etag)
 
     async def copy(self, source: str, etag: str, key: str) -> None:
-        """Make a hard link, that is, another name for the same file. If the file system has no hard links, copy the
-        bytes.
-        """
+        """Make a hard link: another name for the same file. Without hard links, the bytes are copied."""
         self._check_key(source, "copy")
         self._check_key(key, "copy")
         with translating("copy", source):

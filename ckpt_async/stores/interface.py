@@ -17,9 +17,7 @@ from ckpt_async.core.model import Checksum
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do, as found by `probe` or known beforehand. Callers branch on these, never on a store's
-    name.
-    """
+    """What a store can do, as probed or known beforehand. Callers branch on these, never on a store's name."""
 
     conditional_put: bool  # If-None-Match and If-Match on PUT are enforced and atomic
     multipart: bool
@@ -107,9 +105,7 @@ Condition = Create | Match | None
 
 
 class BodyWriter(Protocol):
-    """The destination that a body writes itself to. All methods block; an exception from one of them ends the
-    attempt.
-    """
+    """The destination that a body writes itself to. All methods block; their exceptions end the attempt."""
 
     @property
     def takes_files(self) -> bool:
@@ -131,9 +127,7 @@ class BodyWriter(Protocol):
         ...
 
     def queued_bytes(self) -> int:
-        """Return how many of the bytes sent have not reached the peer yet, as far as known. May be called from any
-        thread.
-        """
+        """Return how many bytes sent have not reached the peer, as far as known. Any thread may call this."""
         ...
 
 

@@ -15,9 +15,7 @@ _SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)(?::/*|//+)(?P<rest>[^/].*)"
 
 
 def meant(url: str, schemes: Collection[str]) -> str:
-    """Return what to write instead, as the end of the sentence "did you mean …?", or an empty string if nothing
-    fits.
-    """
+    """Return what to write instead, as the end of the question "did you mean …?", or "" if nothing fits."""
     if found := _AWS.fullmatch(url):
         bucket = f"{found['host']}/" if found["host"] else ""
         return f"s3://{bucket}{found['path']}".rstrip("/")

@@ -318,9 +318,7 @@ class MemoryStore:
         return upload
 
     def _completed_before(self, key: str, checksum: Checksum, size_bytes: int) -> ObjectInfo:
-        """Do what the S3 store does for an upload that S3 does not know, or no longer knows: check the object
-        itself.
-        """
+        """Do what the S3 store does for an upload that S3 does not know (any more): check the object itself."""
         stored = self._bucket.objects.get(self._root + key)
         if stored is None or (len(stored.data), stored.checksum) != (size_bytes, checksum):
             raise ObjectNotFoundError("no such multipart upload", operation="complete_multipart", key=key)
@@ -362,9 +360,7 @@ async def _receive(body: Body, checksum: Checksum, operation: str, key: str) -> 
 
 
 def _etag(data: bytes) -> str:
-    """Return an ETag like S3's for a plain PUT: it depends on the content alone, so A→B→A passes an If-Match (rule
-    R13).
-    """
+    """Return an ETag like S3's for a plain PUT: made from content alone, so A→B→A passes an If-Match (rule R13)."""
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 

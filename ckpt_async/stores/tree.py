@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt_async.core.keys import DATA, PRIVATE
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 
-# Temporary files and the lock; below a name that no key may start with. Left-overs are harmless.
+# Where temporary files and the lock are, below a name that no key may start with. Left-overs are harmless.
 OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
 _LOCK = "lock"
 
@@ -83,9 +83,7 @@ class Tree:
         return can_link
 
     def path(self, key: str) -> Path:
-        """Return the file of a key. A symbolic link among its folders is refused, as it could lead out of the root
-        (I10).
-        """
+        """Return the file of a key. Symbolic links among its folders could lead out of the root: refused (I10)."""
         path = self.root / key
         parent = path.parent
         while parent != self.root:
@@ -237,9 +235,7 @@ class Tree:
 
 
 def check_no_dangling_link(path: Path) -> None:
-    """Raise OSError if a link on the path is dangling: the disk is not mounted, so this is no place for a first
-    start.
-    """
+    """Raise OSError if a link on the path is dangling: a disk is not mounted, so nothing may be started here."""
     while not os.path.lexists(path):
         path = path.parent
     if not path.exists():
@@ -247,9 +243,7 @@ def check_no_dangling_link(path: Path) -> None:
 
 
 def _remove_left_behind(folder: Path, now: float) -> None:
-    """Remove an empty folder, unless it was just made: a process that deletes a last file may die before it removes the
-    folder.
-    """
+    """Remove an empty folder, unless it was just made: whoever deleted its last file may have died before this."""
     with contextlib.suppress(OSError):
         if folder.stat().st_mtime < now - _EMPTY_AGE_S:
             folder.rmdir()

@@ -79,7 +79,8 @@ class Access:
             return Grant(signed(self._account.name, self._container, key, now + _SIGNED_S)), now + _RENEW_S
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(asyncio.to_thread(self._ask_identity))
-            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())  # seen
+            # Mark its exception as retrieved.
+            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         # A caller that gives up leaves the thread to the next one. Otherwise, threads that wait for an answer would
         # soon use up the pool.
         return await asyncio.shield(self._asking)

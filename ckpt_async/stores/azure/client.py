@@ -293,9 +293,7 @@ class AzureStore:
         return parts
 
     async def _blocks(self, key: str) -> tuple[Sequence[Block], bool]:
-        """Return our uncommitted blocks, and whether there are others. Raises ObjectNotFoundError if the key has
-        nothing.
-        """
+        """Return our uncommitted blocks, and whether there are others. ObjectNotFoundError if there is nothing."""
         query = {"comp": "blocklist", "blocklisttype": "uncommitted"}
         answer = await self._session.call("GET", "get_block_list", key, query)
         with translating("get_block_list", key, self._location):
@@ -361,9 +359,7 @@ class AzureStore:
             await self.delete_if(key, answers.etag(answer))
 
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
-        """List the uploads of keys without a blob. Azure does not list blocks beside a blob; they expire within a
-        week.
-        """
+        """List uploads of keys without a blob: Azure does not list blocks beside a blob, which expire in a week."""
         check_prefix(prefix, "list_blobs")
         keys: list[str] = []
         async for _, page in self._pages(prefix, include="uncommittedblobs"):

@@ -52,9 +52,7 @@ class Sender:
         headers: Mapping[str, str] = NOTHING,
         is_conditional: bool = False,
     ) -> tuple[Response, Checksum | None]:
-        """Make one attempt. Return the answer, and the checksum if the service has reported the digest of what
-        arrived.
-        """
+        """Make one attempt. Return the answer, and the checksum if the service has told what arrived."""
         digests = await self._digests(operation, key, body, checksum)
         answer = await self._session.put(
             operation, key, query, {**headers, **digests}, body, is_conditional=is_conditional

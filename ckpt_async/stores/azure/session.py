@@ -1,6 +1,4 @@
-"""Requests to a container: those with a body by our own threads, the others by aiohttp. Knows how to ask, not what
-for.
-"""
+"""Requests to a container: bodies by our own threads, all others by aiohttp. Knows how to ask, not what for."""
 
 from __future__ import annotations
 

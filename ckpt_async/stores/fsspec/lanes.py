@@ -86,9 +86,7 @@ class _Lane:
         return asyncio.wrap_future(done)
 
     def leave(self) -> None:
-        """Give up the lane for good. Its thread ends after its current work, soon if the file system can be
-        disconnected.
-        """
+        """Give up the lane. Its thread ends after its current work, soon if the file system can be disconnected."""
         self._work.put(None)
         disconnect(self._file_system)
 
@@ -110,9 +108,7 @@ class _Lane:
 
 
 def disconnect(file_system: FileSystem) -> None:
-    """Close the connections, for which fsspec has no method: paramiko, ftplib and webdav4 keep them in these
-    attributes.
-    """
+    """Close the connections, which fsspec cannot do: paramiko, ftplib and webdav4 keep them in these attributes."""
     client = getattr(file_system, "client", None)
     for each in (client, getattr(client, "http", None), getattr(file_system, "ftp", None)):
         if (close := getattr(each, "close", None)) is not None:
@@ -136,9 +132,7 @@ class Pipe:
         self._has_ended = self._is_broken = False
 
     def put(self, piece: memoryview) -> None:
-        """Add a piece, blocking while too much is in transit. Raises WriterCancelledError once nobody takes it any
-        more.
-        """
+        """Add a piece, blocking while too much is in transit. WriterCancelledError once nobody takes it any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._held_bytes < _HELD_BYTES or self._is_broken)
             if self._is_broken:

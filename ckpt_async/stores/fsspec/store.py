@@ -53,8 +53,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Each lane has a connection of its own, and sshd starts dropping new connections when 10 have not logged in yet
-# (MaxStartups).
+# Each lane has its own connection, and sshd drops new ones when 10 have not logged in yet (MaxStartups).
 _MOST_LANES = 8
 _LEFT_OVER_AGE_S = 24 * 3600.0
 

@@ -60,9 +60,7 @@ class GcsBackend(Backend):
 
 
 def find_endpoint(options: StoreOptions, env: Mapping[str, str]) -> str | None:
-    """Return the endpoint from the options, else an emulator's from the environment. None means Google. Raises
-    SettingsError.
-    """
+    """Return the options' endpoint, else the environment's for an emulator, else None: Google. Raises SettingsError."""
     if options.endpoint_url is not None:
         return options.endpoint_url
     if not (emulator := env.get(_EMULATOR)):

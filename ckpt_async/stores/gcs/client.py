@@ -218,7 +218,7 @@ class GcsStore:
                     raise MalformedResponseError("the copy is not done, and there is no token to go on")
             asked["rewriteToken"] = token
 
-    # --- large ones ----------------------------------------------------------------------------------------
+    # --- large objects ---------------------------------------------------------------------------------------
 
     async def copy_part(
         self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int

@@ -59,9 +59,7 @@ class GoogleCredentials:
 
     @classmethod
     async def find(cls) -> GoogleCredentials:
-        """Find the credentials, by reading files and perhaps asking the metadata server. Raises
-        DefaultCredentialsError.
-        """
+        """Find them, reading files and perhaps asking the metadata server. Raises DefaultCredentialsError."""
         credentials, _ = await asyncio.to_thread(google.auth.default, scopes=_SCOPES)
         return cls(credentials)
 

@@ -1,6 +1,4 @@
-"""Requests to one bucket: small ones through aiohttp, bytes through our own connections. Knows how to ask, not what
-for.
-"""
+"""Requests to one bucket: small ones by aiohttp, bytes over our own connections. Knows how to ask, not what for."""
 
 from __future__ import annotations
 
@@ -53,8 +51,7 @@ class GcsSession:
                 try:
                     self.credentials = await GoogleCredentials.find()
                 except google.auth.exceptions.DefaultCredentialsError:
-                    # Anybody can read public buckets; but if credentials are named explicitly, they are meant to be
-                    # used.
+                    # Anybody can read public buckets; but explicitly named credentials are meant to be used.
                     if not is_read_only or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
                         raise
             self._connect()
@@ -75,7 +72,7 @@ class GcsSession:
             connector=connector,
             timeout=timeout,
             headers={"User-Agent": "ckpt-async"},
-            skip_auto_headers=["Accept-Encoding", "Content-Type"],  # checksums are of what is stored
+            skip_auto_headers=["Accept-Encoding", "Content-Type"],  # checksums cover what is stored
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._exit_stack.push_async_callback(self._http.close)
@@ -157,9 +154,7 @@ class GcsSession:
         return Response(answer.status, told, content)
 
     def refused(self, answer: Response, operation: str, key: str) -> StoreError:
-        """Return the error that a refusal means. If a token that had been valid was refused, it is renewed for the next
-        attempt.
-        """
+        """Return the error that a refusal means. A token that had been valid is renewed for the next attempt."""
         if answer.status == 401 and self.credentials.were_refused():
             return self.location.error(
                 "401: the token is not good any more; the next attempt has a new one",

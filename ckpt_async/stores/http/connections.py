@@ -294,7 +294,7 @@ def receive(connected: socket.socket, size_bytes: int, timeout_s: float) -> byte
 
 
 def has_proxy(url: str) -> bool:
-    """Return whether the environment sends requests to `url` through a proxy, so that only the SDK's HTTP client can
+    """Return whether the environment sends requests to `url` through a proxy; then an SDK's or aiohttp's client has to
     make them.
     """
     return bool(proxy_of(url))

@@ -94,9 +94,7 @@ class _SinkError(CkptAsyncError):
 
 @contextlib.contextmanager
 def telling_failures_of(sink: Callable[P, None]) -> Iterator[Callable[P, None]]:
-    """Yield a wrapper of `sink` whose errors pass every translation of errors inside this context, and leave it
-    unchanged.
-    """
+    """Yield a wrapper of `sink` whose errors pass every translation within, and are raised unchanged."""
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         try:

@@ -173,9 +173,7 @@ def total_of_range(answer: Response, offset: int, size_bytes: int) -> int:
 def range_total(
     status: int, content_range: str | None, content_length: int, offset: int, size_bytes: int
 ) -> int:
-    """Return the size of the whole object from an answer that must be exactly the range asked for. Raises
-    OtherRangeError.
-    """
+    """Return the whole object's size from an answer, which must be the range asked for, else OtherRangeError."""
     if content_range is None and status != 206:
         start, end, total = 0, content_length - 1, content_length
     else:
@@ -191,9 +189,7 @@ def range_total(
 
 
 def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Response:
-    """Parse an answer of any form from the bytes received so far and those that `receive` returns, until it returns
-    none.
-    """
+    """Parse an answer of any form from what was received and what `receive` returns, until that is nothing."""
     response = http.client.HTTPResponse(_Received(received, receive), method="PUT")  # type: ignore[arg-type]
     with contextlib.closing(response):
         response.begin()

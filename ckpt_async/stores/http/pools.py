@@ -13,9 +13,7 @@ from ckpt_async.stores.options import StoreOptions
 
 
 class Pools:
-    """The connection pools of one store, each of up to `options.max_connections`. `ca_file`: None means the system's
-    certificates.
-    """
+    """One store's pools, each of up to `options.max_connections`. `ca_file`: None for the system's certificates."""
 
     def __init__(self, options: StoreOptions, ca_file: str | None) -> None:
         shared: dict[str, Any] = {

@@ -127,9 +127,7 @@ class SmallUploads(Connections):
 
 
 class _SharedToken(CancelToken):
-    """The token of a series, whose thread also serves others: cancelling waits for it only while it is in
-    `answered`.
-    """
+    """The token of a series. Cancelling waits for its thread, which has others to serve, only in `answered`."""
 
     is_telling = False
 
@@ -183,9 +181,7 @@ class _Line:
         self._send()
 
     def proceed(self, events: int) -> None:
-        """Handle readiness of the socket for `events`. It counts as progress, even where OpenSSL takes a body only as a
-        whole.
-        """
+        """The socket is ready for `events`. That is progress, even where OpenSSL takes a body only as a whole."""
         self._moved()
         if events & selectors.EVENT_READ:
             self._receive()
@@ -228,7 +224,7 @@ class _Line:
                 self.wants |= selectors.EVENT_WRITE
                 return
             except OSError as error:
-                self._receive()  # the store may have said why
+                self._receive()  # the store may have said why it broke
                 raise ConnectionError(f"the connection broke: {error}") from error
             while self._unsent and count >= len(self._unsent[0]):
                 count -= len(self._unsent.pop(0))

@@ -92,9 +92,7 @@ class TlsSocket(socket.socket):
                 return filled
 
     def _take_more(self, room: memoryview, *, is_for_all: bool) -> int:
-        """Read encrypted bytes, using the unfilled part of the caller's buffer as scratch space if it is large
-        enough.
-        """
+        """Receive encrypted bytes, by way of the unfilled part of the caller's buffer if that is large enough."""
         self._send_out()  # the reply to a key update
         # This much is certain to come, considering that a part of the last record may have arrived already.
         certain_bytes = min(len(room) - RECORD_BYTES, TAKE_BYTES) if is_for_all else 0

@@ -101,7 +101,7 @@ class Exchange:
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
         self._socket, self._timeout_s = connected, timeout_s
         self._is_tls = isinstance(connected, ssl.SSLSocket)
-        self._head = b""  # not sent yet
+        self._head = b""  # of the request, until it is sent
         self._sent_bytes = 0  # of the body
         self._received = b""
         self._listen_at = 0.0
@@ -162,7 +162,7 @@ class Exchange:
                 self._listen()
 
     def queued_bytes(self) -> int:
-        with contextlib.suppress(OSError, ValueError):  # closed
+        with contextlib.suppress(OSError, ValueError):  # the socket is closed
             return unacknowledged_bytes(self._socket)
         return 0
 

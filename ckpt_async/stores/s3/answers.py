@@ -167,9 +167,7 @@ def server_time(response: SdkResponse) -> float:
 
 
 def objects(page: SdkResponse, prefix: str) -> Iterable[ObjectInfo]:
-    """Yield the objects on a page, whose keys include the prefix, without the folder markers that some consoles
-    create.
-    """
+    """Yield a page's objects, prefix included in their keys, without the folder markers that some consoles create."""
     for each in page.get("Contents", ()):
         key = _key(each, prefix)
         if not key.endswith("/"):
@@ -216,9 +214,7 @@ def past_sdk(answer: Response) -> SdkResponse:
 
 
 def info(key: str, response: SdkResponse, size_bytes: int | None = None) -> ObjectInfo:
-    """Return what the answer to a GET or HEAD says. `size_bytes`: the size of the whole object, if the answer is a
-    part.
-    """
+    """Return what the answer to a GET or HEAD says. `size_bytes`: that of the whole object, if the answer is a part."""
     size_bytes = _size(response, "ContentLength") if size_bytes is None else size_bytes
     modified_at = _moment(response, "LastModified") if "LastModified" in response else None
     return ObjectInfo(key, size_bytes, _field(response, "ETag", str), checksum(response), modified_at)

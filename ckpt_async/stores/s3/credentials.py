@@ -16,8 +16,7 @@ from ckpt_async.stores.s3.signing import Credentials
 
 logger = logging.getLogger(__name__)
 
-# The time limit of whoever provides temporary credentials. Requests that wait for them give up sooner, and are tried
-# again.
+# Time limit of whoever provides temporary credentials. Requests that wait for them give up sooner and are retried.
 GIVEN_WITHIN_S = 45.0
 READ_AGAIN_S = 5.0
 
@@ -46,13 +45,12 @@ class Signer:
             return None if self._found is None else await self._frozen()
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.ensure_future(asyncio.wait_for(self._frozen(), GIVEN_WITHIN_S))
-            self._renewing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen
+            # Mark its exception as retrieved.
+            self._renewing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return await asyncio.shield(self._renewing)
 
     def heed(self, error: StoreError) -> StoreError:
-        """Take note of an error and return it. If the credentials were refused, others are looked for before the next
-        request.
-        """
+        """Take note of an error and return it. If credentials were refused, look for others before the next request."""
         self._is_refused = self._is_refused or error.reason is FailureReason.AUTH
         return error
 

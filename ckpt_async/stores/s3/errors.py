@@ -110,7 +110,7 @@ def refusal(
 
 
 def hint_for(code: str, operation: str, location: S3Location) -> str:
-    """What to do about an error code, or ""."""
+    """Return what to do about an error code, or ""."""
     match code:
         case "NoSuchBucket":
             return f"there is no bucket {location.bucket} at {location.endpoint_url or 'AWS'}: create it"

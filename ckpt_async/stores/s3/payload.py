@@ -53,9 +53,7 @@ class SdkBody(Payload):
         raise NotImplementedError("the body is written, never decoded")
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        """Send the body, copying each slice: the transport keeps what it cannot send at once, and all slices share a
-        buffer.
-        """
+        """Send the body, copying each slice: the transport keeps what it cannot send yet, and slices share a buffer."""
         if self._writing is not None:
             # aiohttp repeats a PUT on its own if a keep-alive connection turns out to be dead.
             raise aiohttp.ClientConnectionError("one call is one attempt")

@@ -143,9 +143,7 @@ class Probe:
         return False
 
     async def _delete(self) -> None:
-        """Delete the objects, best effort: credentials without the right to delete are allowed, and leave them
-        behind.
-        """
+        """Delete the objects, best effort: credentials without the right to delete are allowed, and keep them."""
         with contextlib.suppress(StoreError):
             await self._within(self._store.delete([self._key, self._spoiled, self._trailed]))
 

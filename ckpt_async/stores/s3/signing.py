@@ -144,9 +144,7 @@ class RequestTemplate:
     def rare(
         self, method: str, key: str, headers: Mapping[str, str], credentials: Credentials, now: float
     ) -> tuple[str, dict[str, str]]:
-        """Return URL and headers of a request for which nothing is cached. Its own `headers` have names in lower
-        case.
-        """
+        """Return URL and headers of a request for which nothing is cached. `headers`, in lower case, are its own."""
         _, secret_key, _ = secrets = _frozen(credentials)
         path = self.base_path + _quoted(key)
         stamp, scope, told = _told(self, secrets, int(now), headers)

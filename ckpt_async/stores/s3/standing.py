@@ -54,9 +54,7 @@ def find_standing(env: Mapping[str, str]) -> Mapping[str, str]:
 def check_standing(
     standing: Mapping[str, str], bucket: str, put_args: Mapping[str, object], endpoint_url: str | None
 ) -> None:
-    """Raise SettingsError for combinations that S3 refuses: with directory buckets, over http, or with other
-    encryption.
-    """
+    """Raise SettingsError for what S3 refuses: directory buckets, plain http, or another encryption beside this."""
     if standing and is_directory_bucket(bucket):
         raise SettingsError(
             f"{bucket} is a directory bucket: S3 has neither requester pays nor customers' keys (SSE-C) there",

@@ -146,7 +146,7 @@ class WebStore(WholeObjects):
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
-            return await self.head(key)  # HTTP cannot ask for an empty range
+            return await self.head(key)  # HTTP cannot express an empty range
         url = self._place(key, "get")
         if has_proxy(url):
             return await self._get_range_slowly(key, offset, size_bytes, sink)
@@ -278,7 +278,7 @@ class WebStore(WholeObjects):
             message = f"{type(error).__name__}: {error}"
             raise StoreError(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
-    # --- what a web server does not do: refused as to somebody without the right -----------------------------
+    # --- what a web server cannot do: refused as if the user lacked the right --------------------------------
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         self._refuse("list", prefix, _NO_LISTINGS)
@@ -308,9 +308,7 @@ class WebStore(WholeObjects):
 
 
 def _sendable(url: str) -> str:
-    """Return a URL as it is sent: what a browser has already escaped stays, and what a browser would escape is
-    escaped.
-    """
+    """Escape a URL as a browser would, leaving alone what is escaped already."""
     return _NO_ESCAPE.sub("%25", quote(url, safe="/:@[]%!$&'()*+,;=~"))
 
 
