@@ -1,7 +1,6 @@
 """How requests are authorized: by a shared access signature (SAS), or by a token of Microsoft Entra ID.
 
-An account key is never sent and does not sign single requests: it signs a SAS for this container that is valid for an
-hour.
+An account key is never sent, nor does it sign single requests: it signs a SAS for this container, valid for an hour.
 """
 
 from __future__ import annotations

@@ -56,9 +56,7 @@ def account_of(endpoint_url: str, env: Mapping[str, str]) -> Account:
 
 
 def find_account(host: str, endpoint_url: str | None, env: Mapping[str, str]) -> Account:
-    """Find the account by `endpoint_url`, else `host` if the URL has one, else the environment. Raises
-    SettingsError.
-    """
+    """Find the account by `endpoint_url`, else `host` if given, else the environment. Raises SettingsError."""
     if endpoint_url is not None:
         return account_of(endpoint_url, env)
     if host:
@@ -92,9 +90,7 @@ def web_host(host: str) -> str:
 
 
 def connection_string(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields of the connection string, none if it is not set. Raises SettingsError, quoting nothing of
-    it.
-    """
+    """Return the fields of the connection string, none if it is not set. SettingsError quotes nothing of it."""
     fields = {}
     for each in env.get(CONNECTION_STRING, "").split(";"):
         name, separator, value = each.strip().partition("=")
