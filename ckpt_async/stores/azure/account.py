@@ -90,7 +90,7 @@ def web_host(host: str) -> str:
 
 
 def connection_string(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields of the connection string, none if it is not set. SettingsError quotes nothing of it."""
+    """Return the connection string's fields, if it is set. Raises SettingsError, which quotes nothing of it."""
     fields = {}
     for each in env.get(CONNECTION_STRING, "").split(";"):
         name, separator, value = each.strip().partition("=")
