@@ -1,3 +1,5 @@
-"""Checkpoints of trainers that know nothing of this package: found in a folder by their writers' own marks, handed to
-an `Uploader`, and never touched. `formats` holds every rule of what is complete, `plan` of what is handed in and when.
+"""Uploads the checkpoints of trainers that know nothing of this package.
+
+The watcher recognises checkpoints in a folder by the marks that their own writers leave, hands them to an `Uploader`,
+and never modifies them. `formats` holds every rule of what is complete, `plan` of what is handed in and when.
 """

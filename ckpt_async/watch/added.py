@@ -1,7 +1,7 @@
-"""Files that a trainer adds to a checkpoint after its mark: an adapter, a configuration, a log.
+"""Handles files that a trainer adds to a checkpoint after its mark: an adapter, a configuration, a log.
 
-Until a checkpoint is handed in, it is staged anew with them, and its settle time begins again. What its mark stood for
-is kept beside that until the larger version is committed: something may write to an added file for ever.
+Until a checkpoint is handed in, it is staged anew with such files, and its settle time begins again. What its mark
+stood for is kept as well until the larger version is committed, since something may write to an added file for ever.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from ckpt_async.watch.formats.checks import are_added, newer_than_mark, unrotate
 from ckpt_async.watch.formats.found import Files, Version
 from ckpt_async.watch.tree import Tree
 
-# A file that is there for a moment, or the first of a save to the same place, was not left out of anything.
+# How long a late file must stay before it is reported as left out: one that is there only for a moment, or is
+# the first of a save to the same place, was not left out of anything.
 LEFT_OUT_S = 10.0
 
 
 def has_grown(entry: Entry, files: Files) -> bool:
-    """Whether all that was staged of it is there as it was, and more. (What a rotation has begun with is not.)"""
+    """Return whether everything that was staged is still there unchanged, and more.
+
+    (The rest of a checkpoint whose rotation has begun does not qualify.)
+    """
     return entry.files.items() < files.items()
 
 
 def has_outlived(entry: Entry, files: Files) -> bool:
-    """Whether what was handed in has more by now, or something in it that is newer than its mark was written again,
-    and its mark still stands for the rest.
+    """Return whether the folder has more than was handed in, while the mark still stands for the rest.
+
+    That is so if files were added, or if files newer than the mark were written again.
     """
     rest = {path: was for path, was in entry.files.items() if was.mtime_ns <= entry.marked_ns}
     is_whole = rest.items() <= files.items() and entry.files.keys() <= files.keys()
@@ -38,19 +43,19 @@ def has_outlived(entry: Entry, files: Files) -> bool:
 
 
 def larger(entry: Entry, known: Collection[Entry]) -> list[Entry]:
-    """The versions that it has grown to."""
+    """Return the versions into which the entry has grown."""
     later = (each for each in known if each.path == entry.path and each.number > entry.number)
     return [each for each in later if has_grown(entry, each.files)]
 
 
 def smaller(entry: Entry, known: Collection[Entry]) -> list[Entry]:
-    """The versions that have grown to it, oldest first, and may still be handed in instead."""
+    """Return the versions that have grown into the entry and may still be handed in instead, oldest first."""
     earlier = (each for each in known if each.path == entry.path and each.number < entry.number)
     return [each for each in earlier if _is_fresh(each) and has_grown(each, entry.files)]
 
 
 def by_path(known: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """A folder may have thousands."""
+    """Group entries by path, since a folder may have thousands."""
     found = defaultdict[str, list[Entry]](list)
     for each in known:
         found[each.path].append(each)
@@ -60,7 +65,10 @@ def by_path(known: Iterable[Entry]) -> dict[str, list[Entry]]:
 def known_of(
     entries: Iterable[Entry], past: Mapping[str, Collection[Version]] = MappingProxyType({})
 ) -> Known:
-    """What may still be added to is what was not handed in in any version. `past`: versions without an entry."""
+    """Return what is known of each path, with the `past` versions that have no entry.
+
+    A checkpoint may still be added to if none of its versions has been handed in.
+    """
     versions = by_path(entries)
     growing, handed = defaultdict[str, list[Files]](list), defaultdict[str, list[Files]](list)
     for entry in itertools.chain(*versions.values()):
@@ -81,7 +89,10 @@ def versions_of(entries: Iterable[Entry]) -> list[Version]:
 
 
 def version_of(entry: Entry, files: Files) -> Version:
-    """With these files. Of one that another node has announced, with the time of the mark that it told."""
+    """Return the entry as a version with these files.
+
+    If another node has announced it, its time is that of the mark that the other node saw.
+    """
     return Version(files, entry.told_ns or entry.marked_ns)
 
 
@@ -90,8 +101,9 @@ def _is_fresh(entry: Entry) -> bool:
 
 
 def is_held_back(entry: Entry, known: Collection[Entry], files: Files, now_ns: int, rules: Rules) -> bool:
-    """Whether a larger version is on its way, or may still come: not for ever, and not where one was given up.
-    `files` are what its folder has now.
+    """Return whether an entry waits for a larger version that is under way or may still come.
+
+    It does not wait for ever, nor if a larger version was given up. `files` are what its folder has now.
     """
     if not _is_fresh(entry):
         return False
@@ -107,8 +119,10 @@ def is_held_back(entry: Entry, known: Collection[Entry], files: Files, now_ns: i
 
 
 def is_superseded(entry: Entry, tree: Tree, known: Collection[Entry]) -> bool:
-    """Whether it is of no use any more: a larger version of it is in the store; or it is one itself, and what it has is
-    being written anew.
+    """Return whether an entry is of no use any more.
+
+    Either a larger version of it is in the store, or it is a larger version itself whose files are being written
+    anew.
     """
     if not _is_fresh(entry):
         return False
@@ -121,8 +135,10 @@ def is_superseded(entry: Entry, tree: Tree, known: Collection[Entry]) -> bool:
 def marked(
     tree: Tree, path: str, written: Collection[str], rules: Rules, versions: Sequence[Version]
 ) -> Found | None:
-    """What the mark of a folder stood for, with what was added to that and not `written` to since this look. None if
-    nothing was added, or something else is wanting. `versions`: what was complete at its path.
+    """Return what the mark of a folder stood for, with added files that nothing has written to since this look.
+
+    `written` are the files that were written to. None if nothing was added, or if something else is missing.
+    `versions` are those that were complete at this path.
     """
     candidates = find(tree, rules, Known(growing={path: [{}]}, versions={path: versions}))
     found = next((each for each in candidates if each.path == path), None)
@@ -142,16 +158,16 @@ def has_settled(entry: Entry, now_ns: int, settle_s: float) -> bool:
 
 
 class LeftOut:
-    """What came after its checkpoint was handed in: it is told when it stays, or goes with the checkpoint."""
+    """Files that came after their checkpoint was handed in; reported once they stay, or when the checkpoint goes."""
 
     def __init__(
         self, tell: Callable[[Entry, str], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._tell, self._clock = tell, clock
-        self._since: dict[int, tuple[Entry, str, float]] = {}  # by the entry's number
+        self._since: dict[int, tuple[Entry, str, float]] = {}  # by entry number
 
     def see(self, now: Mapping[int, tuple[Entry, Files]], tree: Tree) -> None:
-        """These have grown, to such files."""
+        """Record the entries that have grown, with their present files."""
         before, self._since = self._since, {}
         for entry, reason, _ in before.values():
             if not entry.files.keys() & tree.files.keys():
@@ -171,6 +187,6 @@ class LeftOut:
                 self._tell(entry, reason)
 
     def end(self) -> None:
-        """Nobody looks any more."""
+        """Report what is still open; called when no further look will follow."""
         for entry, reason, _ in self._since.values():
             self._tell(entry, reason)

@@ -1,4 +1,4 @@
-"""What the node that has a checkpoint's mark tells the others. Pure."""
+"""The message by which the node that has a checkpoint's mark announces it to the others. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ILL_FORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionErro
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Of a file, as far as it tells that another one is not the same. `sample`: see `disk.sample`."""
+    """A version of a file, as far as it shows that another one is different. For `sample`, see `disk.sample`."""
 
     size_bytes: int
     mtime_ns: int
@@ -25,9 +25,11 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A checkpoint is complete: every node sends what it has of it and `node` has not. `here` names what that has, with
-    its version where other nodes must not have another; `expected` names all that the mark names. `marked_ns` is when
-    that was written, by the clock of `node`; 0 if times tell nothing (`Rules.ignores_times`).
+    """States that a checkpoint is complete: every node sends what it has of it and `node` has not.
+
+    `here` names the files that `node` has, with their versions where other nodes must not have different ones.
+    `expected` names all that the mark names. `marked_ns` is when the mark was written, by the clock of `node`; 0 if
+    times tell nothing (`Rules.ignores_times`).
     """
 
     checkpoint: CheckpointId
@@ -51,7 +53,7 @@ class Announcement:
 
     @classmethod
     def decode(cls, data: bytes, checkpoint: CheckpointId) -> Announcement:
-        """Raises InvalidRecordError: what another machine wrote is input."""
+        """Decode an announcement. Raises InvalidRecordError, because what another machine wrote is untrusted input."""
         try:
             fields = json.loads(data)
             if fields["format"] != _FORMAT or fields["version"] != 3:
@@ -73,7 +75,7 @@ class Announcement:
 
 
 def _path(told: object) -> str:
-    """Within the watched folder, whose own folders may have any name."""
+    """Return a path, checked to be within the watched folder. Its folders may have any name."""
     if not isinstance(told, str) or (told and not {"", ".", ".."}.isdisjoint(told.split("/"))):
         raise ValueError(f"the path {told!r}")
     return told

@@ -1,4 +1,7 @@
-"""A watcher beside a command: what the command is told and returns passes through, and what it saved is finished."""
+"""Runs a watcher beside a command.
+
+Signals and the exit status of the command pass through, and what it saved is finished.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,16 @@ from ckpt_async.watch.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-# Passed on to the command, which gets the last three from its terminal too, if it has one.
+# Signals that are passed on to the command. It gets the last three from its terminal as well, if it has one.
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ENDING = (signal.SIGTERM, *BY_TERMINAL)
-# A watcher that cannot work (wrong credentials, no store) is started again for as long as the command runs.
+# A watcher that cannot work (wrong credentials, no store) is started again this often while the command runs.
 AGAIN_S = 10.0
-# Told to end when the command has ended: time for what is under way, unless told otherwise.
+# How long work under way may take when a signal comes after the command's end, unless told otherwise.
 GRACE_S = 10.0
-# What ended the command may have been sent to us as well: by a terminal, by Slurm.
+# The signal that ended the command may have been sent to us too, by a terminal or by Slurm; within this time
+# it counts as the same one.
 SAME_S = 1.0
 
 
@@ -37,17 +41,19 @@ def run_beside(
     new_watcher: Callable[[Waker], Watcher],
     grace_s: float = GRACE_S,
 ) -> tuple[int, Report | None, BaseException | None]:
-    """Run a command to its end and watch meanwhile; then finish what it saved. Returns the command's exit status as a
-    shell would (128 + the signal that ended it), what the watcher did, and why it could not, if it failed at last.
-    A signal after the command's end leaves `grace_s` to finish; after a second one the reason is KeyboardInterrupt.
+    """Run a command to its end with a watcher beside it, then finish what the command saved.
+
+    Returns the command's exit status as a shell would (128 + the signal that ended it), the watcher's report, and the
+    error if the watcher failed in the end. A signal after the command's end leaves `grace_s` to finish; after a
+    second one the error is KeyboardInterrupt.
 
     Raises OSError if the command cannot be started.
     """
-    ended, waker = Stop(), Waker()  # one for all watchers: it has descriptors
+    ended, waker = Stop(), Waker()  # one for all watchers, since it has descriptors
     watcher = new_watcher(waker)
 
     def hurry() -> None:
-        """Told to end, and the command has ended."""
+        """Shorten the end: a signal came after the command's end."""
         if not ended.is_over(SAME_S):
             return
         if ended.is_shortened:
@@ -56,10 +62,11 @@ def run_beside(
         waker.wake()
 
     with _passing_on(hurry) as (children, early):
-        # What we have opened ourselves is closed on exec; what we were given (`<(…)`, a pipe) is the command's.
+        # Descriptors that we opened are closed on exec; those that we were given (`<(…)`, a pipe) are the
+        # command's.
         child = subprocess.Popen(command, env=dict(environment), close_fds=False)
         children.append(child)
-        for number in early:  # it came while there was no command yet
+        for number in early:  # these came before there was a command
             os.kill(child.pid, number)
 
         def wait_for_child() -> None:
@@ -90,7 +97,7 @@ def run_beside(
 
 
 class _Failure:
-    """Of one watcher: said once, and for how long no other is begun."""
+    """The failure of one watcher: logged once, and how long to wait until the next watcher begins."""
 
     def __init__(self, *, is_last: bool) -> None:
         self._is_last, self._until = is_last, 0.0
@@ -120,11 +127,11 @@ class _Terminal:
         self._is_in_front()
 
     def sent_to_all(self, number: int) -> bool:
-        """Whether such a signal came to the whole foreground group, so that the command has it already."""
+        """Return whether a signal went to the whole foreground process group, so that the command has it already."""
         if number not in BY_TERMINAL:
             return False
         if number == signal.SIGHUP and os.getsid(0) == os.getpid():
-            return False  # a terminal that closes tells the session's leader alone
+            return False  # a closing terminal tells only the session leader
         return self._is_in_front()
 
     def _is_in_front(self) -> bool:
@@ -133,7 +140,7 @@ class _Terminal:
             return False
         try:
             self._was_in_front = os.tcgetpgrp(self._descriptor) == os.getpgrp()
-        except OSError:  # it has just been closed
+        except OSError:  # it was just closed
             return was_in_front
         return self._was_in_front
 
@@ -144,9 +151,10 @@ class _Terminal:
 
 @contextlib.contextmanager
 def _passing_on(hurry: Callable[[], None]) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
-    """Send to the command what is sent to us, until the block ends; but not what the caller ignores (nohup, a job
-    in the background), which the command ignores as well. What ends a process makes us `hurry` when it has ended. What
-    comes before there is a command is in the second list.
+    """Forward our signals to the command until the block ends, except those that the caller ignores.
+
+    The command ignores those (nohup, a background job) as well. After the command has ended, a signal that would end
+    a process calls `hurry`. Signals that come before there is a command are collected in the second list.
     """
     children: list[subprocess.Popen[bytes]] = []
     early: list[int] = []

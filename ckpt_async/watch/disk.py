@@ -1,4 +1,7 @@
-"""Reads a folder into a `Tree`. Nothing is written, no symlink followed, and what vanishes meanwhile is not there."""
+"""Reads a folder into a `Tree`.
+
+Nothing is written, no symbolic link is followed, and what disappears during a look counts as absent.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ from ckpt_async.watch.tree import Identity, Tree
 
 # Folders that no trainer writes checkpoints to: hidden ones, and Python's.
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
-# What `hf download --local-dir` has not finished, below the folder of the file that it becomes.
+# Where `hf download --local-dir` keeps unfinished files, below the folder that each file will be moved to.
 _HUB_FOLDER, _HUB_UNFINISHED = ".cache/huggingface/download", ".incomplete"
-# What is remembered of files' contents: marks, and ends of files. A `.metadata` of 5 million shards is not.
+# Limits on the file content that is remembered (marks, and ends of files). The `.metadata` of 5 million
+# shards is not remembered.
 _MAX_REMEMBERED_BYTES = 1 << 20
 _MAX_ALL_REMEMBERED_BYTES = 64 << 20
-_ONE_BYTES = 512  # what it takes to remember one, beside its content
-# How often everything is read while folders change under the reading.
+_ONE_BYTES = 512  # overhead of remembering one item, beside its content
+# How often everything is read again because folders changed while they were read.
 _MAX_READ_ANEW = 3
-# Of a sample.
+# The size of a sample.
 _NUM_BLOCKS, _BLOCK_BYTES = 16, 4096
 # statx(2)
 _AT_FDCWD, _NOFOLLOW, _BTIME = -100, 0x100, 0x800
@@ -39,8 +43,9 @@ def identity_of(facts: os.stat_result) -> Identity:
 
 
 def sample(path: Path) -> int | None:
-    """CRC-32 of a few blocks of a file, of a small one of all: where two have another, they differ. None if it cannot
-    be read.
+    """Return the CRC-32 of a few blocks of a file, or of all of a small file; None if it cannot be read.
+
+    Files with different samples differ.
     """
     checksum = 0
     try:
@@ -58,8 +63,9 @@ def sample(path: Path) -> int | None:
 
 
 def born_ns(path: Path) -> int:
-    """When a file was made; 0 where the file system, or libc, does not tell. An inode that is given out again has
-    another time. (Python has no statx before 3.15.)
+    """Return when a file was made; 0 if the file system, or libc, does not tell.
+
+    An inode that is reused has another birth time. (Python has no statx before 3.15.)
     """
     facts = ctypes.create_string_buffer(256)
     try:
@@ -83,7 +89,7 @@ class _Listing:
 
 
 class Disk:
-    """One folder, looked at again and again: contents of files that have not changed are not read twice."""
+    """One folder that is looked at repeatedly; the content of files that have not changed is not read twice."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -92,7 +98,10 @@ class Disk:
         self._memo: dict[tuple[str, str, Identity], Any] = {}
 
     def look(self) -> Tree:
-        """What was there all at once: no folder was changed while it was read, or its time says so."""
+        """Return a consistent look at the folder.
+
+        No folder was changed while it was read, or else its change time says so.
+        """
         now_ns = time.time_ns()
         for _ in range(_MAX_READ_ANEW):
             found = self._walk()
@@ -117,7 +126,7 @@ class Disk:
         )
 
     def is_so(self, paths: Iterable[str], tree: Tree) -> bool:
-        """Whether these files are still as that look saw them: what was read of them since is theirs."""
+        """Return whether these files are still as that look saw them, so that what was read of them since is theirs."""
         with contextlib.suppress(OSError):
             return all(identity_of((self.folder / each).lstat()) == tree.files[each] for each in paths)
         return False
@@ -132,10 +141,10 @@ class Disk:
                     entries = list(scanned)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except OSError as error:  # it is there, and nobody knows what is in it
+            except OSError as error:  # it exists, but its content is unknown
                 found.unreadable[here] = error.strerror or str(error)
                 continue
-            # A run's remote, or the folder of an uploader: what is there is on its way or there already.
+            # This is a run's remote or an uploader's folder: its content is being uploaded or already is.
             if here and any(each.name == keys.PRIVATE for each in entries):
                 continue
             for entry in entries:
@@ -164,7 +173,7 @@ class Disk:
         return found
 
     def _hub_fetches(self, here: str) -> dict[str, str]:
-        """By the folder that a file is to come to."""
+        """Return unfinished downloads of the Hugging Face Hub, by the folder that each file will be moved to."""
         found, begin = {}, self.folder / here / _HUB_FOLDER
         for place, _, names in os.walk(begin):
             unfinished = [each for each in names if each.endswith(_HUB_UNFINISHED)]
@@ -175,7 +184,7 @@ class Disk:
         return found
 
     def _time_of(self, folder: str) -> tuple[int, int, int]:
-        """Its inode and when it was changed; zeros if it is gone."""
+        """Return a folder's inode and when it was changed; zeros if it is gone."""
         with contextlib.suppress(OSError):
             facts = (self.folder / folder).stat()
             return facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns
@@ -198,7 +207,7 @@ class Disk:
                         break
                     data += more
                 if identity_of(os.fstat(descriptor)) != identity:
-                    return b""  # it is being written; the next look sees what it has become
+                    return b""  # it is being written; the next look sees the result
             finally:
                 os.close(descriptor)
             if len(data) <= _MAX_REMEMBERED_BYTES:

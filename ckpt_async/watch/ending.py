@@ -1,4 +1,4 @@
-"""What a watcher that was told to end still waits for: said soon, and then now and then."""
+"""Reports what a watcher that was told to end still waits for: soon, and then periodically."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from ckpt_async.watch.meanwhile import Stop
 
 logger = logging.getLogger(__name__)
 
-# An ordinary end takes less, and says nothing.
+# An ordinary end takes less time than this, and nothing is reported.
 QUIET_S = 2.0
 EVERY_S = 60.0
 
 
 class Ending:
-    """Of one watcher. `timeout_s`: how long it may take."""
+    """The end of one watcher. `timeout_s` is how long it may take."""
 
     def __init__(self, stopping: Stop, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stopping, self._timeout_s, self._clock = stopping, timeout_s, clock
         self._next_at = float("-inf")
 
     def tell(self, waits_for: Callable[[], str]) -> None:
-        """`waits_for` says what it is, or "" for nothing that is worth a line."""
+        """Log what is awaited, if it is time to.
+
+        `waits_for` returns that, or "" if it is not worth a line.
+        """
         if not self._stopping.is_over(min(QUIET_S, self._timeout_s)) or self._clock() < self._next_at:
             return
         if what := waits_for():
@@ -34,7 +37,7 @@ class Ending:
 
 
 def others(nodes: Mapping[int, Sequence[int]], ours: int) -> dict[int, list[int]]:
-    """The steps that each other node lacks, of which nodes lack each step."""
+    """Return the steps that each other node has yet to hand in, given the nodes that each step waits for."""
     found: dict[int, list[int]] = {}
     for step, lacking in nodes.items():
         for node in lacking:
@@ -44,8 +47,10 @@ def others(nodes: Mapping[int, Sequence[int]], ours: int) -> dict[int, list[int]
 
 
 def parts(missing: Mapping[int, Sequence[int]], steps: Sequence[int], *, is_open: bool) -> str:
-    """What is awaited: `missing` has by other nodes the steps that they have not handed in, `steps` is all that is not
-    decided. `is_open`: the store has answered, and the nodes have agreed on a start of the run.
+    """Describe what is awaited.
+
+    `missing` has, by node, the steps that other nodes have not handed in; `steps` are all that are not decided.
+    `is_open`: the store has answered, and the nodes have agreed on a start of the run.
     """
     left = named("step", sorted(steps))
     if not is_open:

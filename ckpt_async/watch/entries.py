@@ -1,9 +1,10 @@
-"""What a watcher remembers: one small file for each version of a checkpoint that it has seen complete, and the links
-that hold its bytes until they are in the store. Blocking calls.
+"""The memory of a watcher: what it has found, and links to the bytes that are not in the store yet.
 
-    <place>/of.json                   of which folder and remote
+One small file records each version of a checkpoint that was seen complete. The calls block.
+
+    <place>/of.json                   which folder and remote this belongs to
     <place>/entries/<number>.json     what was found, and what became of it
-    <place>/staged/<number>/<shard>   hard links (copies, from another disk)
+    <place>/staged/<number>/<shard>   hard links (copies if on another disk)
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Identity, Tree
 from ckpt_async.watch.unwhole import wrong_record
 
-# What was added to a checkpoint and is no larger may go on being written to: it is copied.
+# A file that was added to a checkpoint and is no larger than this may still be written to, so it is copied.
 MAX_LOG_BYTES = 16 << 20
 
 
 class State(enum.Enum):
-    """staged → handed → committed | refused. Handed again in a new generation if nobody had sealed it."""
+    """The state of an entry: staged → handed → committed | refused.
+
+    An entry is handed in again in a new generation if nobody had sealed it.
+    """
 
     STAGED = "staged"
     HANDED = "handed"
@@ -42,9 +46,11 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One version of one checkpoint. `files` are by their paths in the watched folder, `shards` their names in the
-    checkpoint. `expected` names every file that the mark names, on whichever node; it is empty where that is not this
-    node's to say.
+    """One version of one checkpoint.
+
+    `files` maps paths in the watched folder to identities, `shards` maps the same paths to names in the checkpoint.
+    `expected` names every file that the mark names, on whichever node it is; it is empty where this node does not
+    know.
     """
 
     number: int
@@ -58,25 +64,26 @@ class Entry:
     expected: tuple[str, ...] = ()
     staged_ns: int = 0
     state: State = State.STAGED
-    generation: int = 0  # in which it was handed in
+    generation: int = 0  # the one in which it was handed in
     reason: str = ""  # why it was refused
     refusal: Refusal | None = None
     is_copied: bool = False
     is_followed: bool = False  # another node has announced it
-    told_ns: int = 0  # and of which time that said its mark is
-    is_doubtful: bool = False  # a watcher whose memory is lost may have sent it
-    # Of a single file: the checksums of its tensors, as it says them.
+    told_ns: int = 0  # and the time of its mark, according to that node
+    is_doubtful: bool = False  # an earlier watcher that lost its memory may have sent it
+    # For a single file: the checksums of its tensors, as the file records them.
     tensors: Mapping[str, int] = field(default_factory=dict)
-    mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: not known
-    is_checked: bool = False  # its bytes are what the file says itself
-    # By shard: CRC-32s of a few blocks of the largest, and the checksums of all that is in the store. What has the same
-    # ones is the same, by whatever name, also when it has been pruned. Empty if not known.
+    mark_ns: int = 0  # when its mark, possibly beside it, was written; 0: unknown
+    is_checked: bool = False  # its bytes match the checksums that it records
+    # By shard: CRC-32s of a few blocks of the largest files, and the checksums of everything in the store.
+    # Entries with equal checksums are the same checkpoint under any name, even once it has been pruned. Empty
+    # if unknown.
     samples: Mapping[str, int] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def says_sums(self) -> bool:
-        """Whether it is a single file that says what its bytes should be."""
+        """Whether this is a single file that records checksums of its content."""
         return self.path in self.files and bool(self.tensors)
 
     @property
@@ -89,7 +96,10 @@ class Entry:
 
     @property
     def marked_ns(self) -> int:
-        """When it was complete. The oldest of its files tells nothing: a `config.json` may be copied with its time."""
+        """When the checkpoint was complete.
+
+        The oldest file does not tell: a `config.json` may have been copied with its time.
+        """
         mark = self.files.get(self.mark)
         return mark.mtime_ns if mark else self.mark_ns or self.written_ns
 
@@ -103,13 +113,13 @@ class Entry:
 
     @property
     def content(self) -> Mapping[str, Identity]:
-        """Its files by their names in it. A single file may have any name."""
+        """The files by their names in the checkpoint. A single file may have any name, so its name here is ""."""
         if self.path in self.files:
             return {"": self.files[self.path]}
         return {shard: self.files[path] for path, shard in self.shards.items()}
 
     def is_of(self, files: Mapping[str, Identity]) -> bool:
-        """Whether these are its files, or those of them that a rotation has left."""
+        """Return whether these are the entry's files, or those of them that a rotation has left."""
         return bool(files) and files.items() <= self.files.items()
 
 
@@ -131,26 +141,26 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
 
 
 class VanishedError(Exception):
-    """A file went away or changed while it was linked: the next look decides."""
+    """A file disappeared or changed while it was being linked; the next look decides."""
 
 
 class UnwholeError(Exception):
-    """A file's bytes are not what it says itself."""
+    """A file's bytes do not match the checksums that it records."""
 
 
 @dataclass(slots=True)
 class Entries:
-    """Those of one folder and remote, at a `place` of their own. Not thread-safe."""
+    """The entries of one folder and remote, stored in a `place` of their own. Not thread-safe."""
 
     source: Path
     place: Path
     remote: str
-    room: Room | None = None  # for copies; None: enough
+    room: Room | None = None  # limits copies; None: no limit
     all: dict[int, Entry] = field(default_factory=dict)
-    _alike: dict[str | int, set[int]] = field(default_factory=dict)  # numbers, by path and by step
+    _alike: dict[str | int, set[int]] = field(default_factory=dict)  # entry numbers, by path and by step
 
     def load(self) -> None:
-        """Read them, and finish or undo what a kill has cut short."""
+        """Read the entries, and finish or undo what a kill has interrupted."""
         for place in (self._entries, self._staged):
             place.mkdir(parents=True, exist_ok=True)
         self._check_place()
@@ -183,7 +193,7 @@ class Entries:
             )
 
     def bind(self) -> None:
-        """From now on the place is of this folder and remote only."""
+        """Bind the place to this folder and remote; any other is refused from now on."""
         write_durably(self.place / "of.json", json.dumps(self._of).encode())
 
     @property
@@ -211,25 +221,28 @@ class Entries:
         return self._numbered(self._alike.get(path, set()))
 
     def akin_to(self, found: Found) -> list[Entry]:
-        """Those of its path, or of its step: of thousands, all that what it is can depend on."""
+        """Return the entries with the same path or step. Out of thousands, a verdict can depend on these only."""
         return self._numbered(self._alike.get(found.path, set()) | self._alike.get(found.step, set()))
 
     def _numbered(self, numbers: Iterable[int]) -> list[Entry]:
         return [self.all[each] for each in sorted(numbers)]
 
     def num_committed_in(self, tree: Tree) -> int:
-        """What is committed, and is in the folder."""
+        """Count the committed entries that are still in the folder."""
         committed = (each for each in self.all.values() if each.state is State.COMMITTED)
         return sum(any(tree.files.get(path) == was for path, was in each.files.items()) for each in committed)
 
     def stage(
         self, entry: Entry, source: Path, smaller: Entry | None = None, *, is_in_place: bool = False
     ) -> Entry:
-        """Link every file of it, which are below `source`: then the trainer may delete them. What is staged of a
-        `smaller` version is taken from there, and what was added to that is copied, if it is no larger than a log may
-        be. What `is_in_place` is copied, and compared with the checksums that it says itself: what is there may
-        be half of it, and the next save goes over it. Raises VanishedError or UnwholeError, and then nothing is left;
-        OSError if the disk is full, or has no room for a copy.
+        """Link every file of an entry from below `source`, so that the trainer may delete its own.
+
+        Files of a staged `smaller` version are linked from there, and files added to it are copied if they are no
+        larger than a log may be. With `is_in_place` the file is copied and compared with the checksums that it
+        records: what is there may be incomplete, and the next save will overwrite it.
+
+        Raises VanishedError or UnwholeError, or OSError if the disk is full or has no room for a copy. Nothing is
+        left behind then.
         """
         place = self._staged / f"{entry.number:08d}.tmp"
         shutil.rmtree(place, ignore_errors=True)
@@ -267,18 +280,19 @@ class Entries:
         return entry
 
     def put(self, entry: Entry) -> None:
-        """Durable on return."""
+        """Record an entry. It is durable on return."""
         write_durably(self._entries / f"{entry.number:08d}.json", json.dumps(_encode(entry)).encode())
         self._remember(entry)
 
     def note_checked(self, entry: Entry) -> Entry:
-        """Written down when it is handed in."""
+        """Mark an entry as checked in memory; it is recorded when it is handed in."""
         checked = replace(entry, is_checked=True)
         self._remember(checked)
         return checked
 
     def _remember(self, entry: Entry) -> None:
-        if (before := self.all.get(entry.number)) is not None:  # of another step perhaps
+        # It may have had another step.
+        if (before := self.all.get(entry.number)) is not None:
             for key in (before.path, before.step):
                 self._alike[key].discard(entry.number)
         self.all[entry.number] = entry
@@ -287,12 +301,12 @@ class Entries:
 
     def settle(self, entry: Entry, state: State, reason: str = "", refusal: Refusal | None = None) -> Entry:
         settled = replace(entry, state=state, reason=reason, refusal=refusal)
-        shutil.rmtree(self.staged(entry), ignore_errors=True)  # first: a full disk takes no record
+        shutil.rmtree(self.staged(entry), ignore_errors=True)  # first, since a full disk takes no record
         self.put(settled)
         return settled
 
     def drop(self, entry: Entry) -> None:
-        """As if it had never been seen."""
+        """Forget an entry as if it had never been seen."""
         if self.all.pop(entry.number, None) is not None:
             for key in (entry.path, entry.step):
                 self._alike[key].discard(entry.number)
@@ -300,7 +314,7 @@ class Entries:
         shutil.rmtree(self.staged(entry), ignore_errors=True)
 
     def is_intact(self, entry: Entry) -> bool:
-        """Whether what was staged is still as it was found."""
+        """Return whether the staged files are still as they were found."""
         for path, shard in entry.shards.items():
             try:
                 facts = identity_of((self.staged(entry) / shard).lstat())
@@ -313,7 +327,7 @@ class Entries:
         return True
 
     def forget_gone(self, tree: Tree, *, num_kept: int = 1000) -> None:
-        """Drop what is settled and of which the folder has nothing any more, but for the newest."""
+        """Drop settled entries whose files have all left the folder, except for the newest `num_kept`."""
         gone = [
             each
             for each in sorted(self.all.values(), key=lambda each: each.number)
@@ -324,7 +338,10 @@ class Entries:
 
 
 def _link_or_copy(source: Path, target: Path, wanted: Identity, may_copy: Callable[[], None]) -> bool:
-    """Whether it had to be copied. `may_copy` raises if it may not be."""
+    """Link a file, or copy it if it cannot be linked. Return whether it was copied.
+
+    `may_copy` raises if a copy is not allowed.
+    """
     try:
         os.link(source, target, follow_symlinks=False)
     except FileNotFoundError as error:
@@ -371,7 +388,7 @@ def _decode(fields: dict[str, object]) -> Entry:
 
 
 def remove_files(source: Path, entry: Entry) -> None:
-    """Delete a trainer's checkpoint that is committed, its mark first, if each file is still the one that was sent."""
+    """Delete a trainer's committed checkpoint, its mark first; files that are not the ones sent are left alone."""
     paths = sorted(entry.files, key=lambda path: (path != entry.mark, path))
     for path in paths:
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""Links of what may become a checkpoint: its trainer may rotate it away before anybody knows that it is one.
+"""Links to candidates: a trainer may rotate one away before anybody knows that it is a checkpoint.
 
-    <place>/<number>/<path>   hard links, by the paths in the watched folder; of a mark beside the checkpoint, a copy
-    <place>/<number>.json     the look that they are of; the file's time is until when the folder was so
+    <place>/<number>/<path>   hard links by their paths in the watched folder; a copy of a mark beside the checkpoint
+    <place>/<number>.json     the look they are of; the file's mtime tells until when the folder was in that state
 
-The record is written when every file of a look is linked, so it is a whole listing; links without it are nothing.
-Blocking calls.
+The record is written once every file of a look is linked, so it always describes a whole listing; links without a
+record are discarded. The calls block.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from ckpt_async.watch.wake import News
 
 logger = logging.getLogger(__name__)
 
-# The newest: what was rotated away takes space for as long as it is held. Fewer where the trainer lacks some.
+# How many candidates are held; the newest are kept, since what was rotated away takes space for as long as it
+# is held. Fewer while the trainer lacks space.
 MAX_HELD, MAX_HELD_LOW = 32, 2
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One version of a candidate: the folder had exactly these files until `seen_ns`, as far as is known.
-    `beside` is its mark, where that is not among them. `is_waiting`: the mark was there, and only time was wanting.
+    """One version of a candidate: as far as is known, the folder had exactly these files until `seen_ns`.
+
+    `beside` is its mark, if that is not among the files. `is_waiting`: the mark was there, and only time had to pass.
     """
 
     number: int
@@ -56,26 +58,26 @@ class Hold:
 
 
 def is_same_version(files: Mapping[str, Identity], others: Mapping[str, Identity]) -> bool:
-    """Whether they are of one save: files come and grow, and none has become another one."""
+    """Return whether both are of one save: files were added and have grown, and none was replaced by another file."""
     common = files.keys() & others.keys()
     return bool(common) and all(files[path].inode == others[path].inode for path in common)
 
 
 @dataclass(slots=True)
 class Holds:
-    """Those of one folder, at a `place` of their own. Not thread-safe."""
+    """The held candidates of one folder, stored in a `place` of their own. Not thread-safe."""
 
     source: Path
     place: Path
     all: dict[int, Hold] = field(default_factory=dict)
     is_possible: bool = True  # False once the disk has refused a link
-    room: Room | None = None  # None: enough
-    dropping: Callable[[Hold], None] = lambda _: None  # told of what is dropped because too many are held
-    seen: Seen = field(default_factory=Seen)  # also what cannot be held
-    _looked_ns: int = 0  # the newest look
+    room: Room | None = None  # None: no limit
+    dropping: Callable[[Hold], None] = lambda _: None  # called when too many are held
+    seen: Seen = field(default_factory=Seen)  # includes what cannot be held
+    _looked_ns: int = 0  # time of the newest look
 
     def load(self) -> None:
-        """Read them, and drop what a kill has cut short."""
+        """Read the holds, and drop those that a kill has left incomplete."""
         self.place.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.place.glob("*.json")):
             try:
@@ -89,17 +91,22 @@ class Holds:
                 shutil.rmtree(folder)
 
     def of_path(self, path: str) -> list[Hold]:
-        """Oldest first."""
+        """Return the holds of a path, oldest first."""
         held = [each for each in self.all.values() if each.path == path]
         return sorted(held, key=lambda each: (each.seen_ns, each.number))
 
     def gone(self, tree: Tree) -> list[Hold]:
-        """What the folder has no more as it was: rotated away, begun to be, or written anew. Oldest first."""
+        """Return the holds that the folder no longer has in that form, oldest first.
+
+        They were rotated away, are being rotated, or were written anew.
+        """
         return [each for _, each in sorted(self.all.items()) if each.seen_ns != tree.now_ns]
 
     def miss(self, tree: Tree, news: News) -> None:
-        """What the last look saw and this one does not was there until the first of its files was removed, if nothing
-        came to its place meanwhile: the removal of a name sets the ctime of the link that we have.
+        """Extend until when a candidate was there, if the last look saw it and this one does not.
+
+        It was there until the first of its files was removed, if nothing else came to its place since: removing a
+        name sets the ctime of the link that we have.
         """
         for hold in self.gone(tree):
             if hold.seen_ns != self._looked_ns or not news.is_untouched(hold.path, hold.changed_ns):
@@ -120,18 +127,19 @@ class Holds:
         now = _seen(found, tree, max(self.all, default=0) + 1)
         if last is not None and is_same_version(now.files, last.files):
             if now.files.keys() < last.files.keys() or (last.beside and not now.beside):
-                return  # a rotation has begun, or its mark speaks of another: it stays as it was seen
+                # A rotation has begun, or the mark is of another save: keep what was seen before.
+                return
             now = replace(now, number=last.number)
         else:
             last = None
         most = MAX_HELD_LOW if self.room is not None and self.room.lacking_bytes() else MAX_HELD
         oldest_ns = min((each.written_ns for each in self.all.values()), default=0)
         if last is None and len(self.all) >= most and now.written_ns < oldest_ns:
-            return  # it would be the first to go
+            return  # it would be dropped first
         try:
             self._link(now, last)
         except FileNotFoundError:
-            return  # the next look sees what has become of it
+            return  # the next look sees what happened
         except OSError as error:
             self.is_possible = error.errno not in _NO_LINKS
             logger.warning("path=%s is not linked before it is complete: %s", found.path, error)
@@ -167,7 +175,10 @@ class Holds:
     def take_back(
         self, path: str, files: Mapping[str, Identity], links: Mapping[str, Path], seen_ns: int
     ) -> None:
-        """Hold what was handed over to be sent and will not be: it may be announced once more. `links` by path."""
+        """Hold again what was staged to be sent and will not be, because it may be announced once more.
+
+        `links` has the staged links by path.
+        """
         if not files or any(files.items() <= each.files.items() for each in self.of_path(path)):
             return
         hold = Hold(max(self.all, default=0) + 1, path, files, {}, {}, seen_ns=seen_ns)
@@ -178,7 +189,7 @@ class Holds:
         self._record(hold, None)
 
     def _record(self, hold: Hold, last: Hold | None) -> None:
-        """Not made durable: after a power loss, links without it are dropped."""
+        """Write the record of a hold, not durably: after a power loss, links without a record are dropped."""
         path = self.place / f"{hold.number:08d}.json"
         if last is None or replace(last, seen_ns=hold.seen_ns) != hold:
             new = path.with_suffix(".new")
@@ -190,16 +201,16 @@ class Holds:
         self.all[hold.number] = hold
 
     def tree(self, hold: Hold, tree: Tree) -> Tree | None:
-        """What it holds, as a look at the watched folder; None if something has written to it since it was seen."""
+        """Return what is held as a look at the folder; None if something has written to it since it was seen."""
         return None if self.written(hold) else self.as_seen(hold, tree)
 
     def written(self, hold: Hold) -> set[str]:
-        """What of it something has written to since it was seen."""
+        """Return the held files that something has written to since they were seen."""
         links = Disk(self.folder(hold)).look()
         return {path for path, was in hold.files.items() if links.files.get(path) != was}
 
     def as_seen(self, hold: Hold, tree: Tree) -> Tree:
-        """The newest look at the watched folder that it is of."""
+        """Return what is held as the newest look at the watched folder saw it."""
         links = Disk(self.folder(hold)).look()
         return Tree(
             {**hold.files, **hold.beside},
@@ -217,7 +228,7 @@ class Holds:
         shutil.rmtree(self.folder(hold), ignore_errors=True)
 
     def drop_version(self, path: str, files: Mapping[str, Identity]) -> None:
-        """What has been staged, whole."""
+        """Drop the holds of a version that has been staged completely."""
         for hold in self.of_path(path):
             if is_same_version(hold.files, files):
                 self.drop(hold)

@@ -1,4 +1,6 @@
-"""One watcher works on a folder, the others stand by: a lock beside the folder, which dies with its holder."""
+"""The lock by which one watcher works on a folder and others stand by. It is beside the folder, and dies with its
+holder.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,20 @@ logger = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """An flock: of the machine on a local file system, of all of them on NFS and Lustre (mounted with `-o flock`).
-    Where there can be none, it is at `otherwise`, and keeps apart only the watchers of one machine.
+    """An flock: for one machine on a local file system, for all machines on NFS and Lustre (mounted with `-o flock`).
+
+    If there can be none at `path`, it is taken at `otherwise`, where it only keeps apart the watchers of one machine.
     """
 
     def __init__(self, path: Path, otherwise: Path, remote: str) -> None:
         self.path = path
         self._otherwise = otherwise
-        # A hash, as a remote may have a password in it.
+        # A hash, since a remote may contain a password.
         self._remote = hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:16]
         self._descriptor = -1
 
     def try_take(self) -> bool:
-        """Whether it is ours. Raises JournalError where there can be none."""
+        """Return whether the lock is ours now. Raises JournalError if there can be no lock."""
         if self._descriptor >= 0:
             return True
         try:
@@ -67,7 +70,7 @@ class FolderLock:
         return self._lines()[0] or "somebody"
 
     def is_for_another_remote(self) -> bool:
-        """Whether its holder says so. It may be about to write who it is."""
+        """Return whether the holder says that it has another remote. It may be about to write who it is."""
         return self._lines()[1] not in ("", self._remote)
 
     def _lines(self) -> tuple[str, str]:

@@ -1,4 +1,7 @@
-"""Looks at the folder: what is complete is staged, and what may become so is held. It never waits for the store."""
+"""Looks at the watched folder: stages complete checkpoints and holds those that may become complete.
+
+Nothing here waits for the store.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +39,21 @@ from ckpt_async.watch.wake import News, Waker
 
 logger = logging.getLogger(__name__)
 
-# Copies take the disk's space twice.
+# How many checkpoints may be staged as copies at a time, since a copy takes the disk space a second time.
 MAX_COPIED = 2
 TOO_MANY = "it was removed before it had been quiet for long enough, and too many later ones wait for that"
 OVERTAKEN = "it was saved again to the same place before it had been quiet for long enough"
 DISK_LOW = "its trainer has deleted it, and needs the space: the disk was nearly full before it could be sent"
-# What the trainer writes next is as large as the largest of so many that were found last.
+# The trainer's next checkpoint is expected to be as large as the largest of this many most recent ones.
 NUM_LATE = 16
-# Of what nothing was written for so long its mark may never come.
+# If nothing was written to a checkpoint for this long, its mark may never come.
 STALE_S = 600.0
 
 
 class Lookout:
-    """One folder. Blocking calls, not thread-safe. `num_left`: complete, or nearly, and not staged yet. `took_s`: the
-    newest look.
+    """Looks at one folder. Its calls block, and it is not thread-safe.
+
+    `num_left` counts what is complete, or nearly so, and not staged yet. `took_s` is how long the newest look took.
     """
 
     def __init__(
@@ -60,10 +64,10 @@ class Lookout:
         self._disk = Disk(options.folder)
         holds.dropping = self._give_up
         self._has_looked = False
-        self._began_ns = 0  # the first look
-        # By path: what it had with the mark that it has.
+        self._began_ns = 0  # time of the first look
+        # By path: the files that a candidate had with its current mark.
         self._seen: dict[str, Mapping[str, Identity]] = {}
-        # By path: what has its mark, this one, and yet is not complete; and why.
+        # By path: candidates that have this mark and yet are not complete, with the reason.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
         self._past = Past()
         self.num_left, self.took_s = 0, 0.0
@@ -81,12 +85,12 @@ class Lookout:
         self.took_s = time.monotonic() - began_s
 
     def look_and_take(self) -> None:
-        """What cannot wait for the store."""
+        """Do what cannot wait for the store."""
         self.look()
         self.take()
 
     def review(self) -> None:
-        """Of what waits or is under way: has somebody changed it?"""
+        """Check whether anything that waits or is being uploaded has been changed."""
         versions = added.by_path(self._entries.all.values())
         for entry in self._entries.open():
             changed = plan.changed_in_place(entry, self.tree.files)
@@ -94,9 +98,9 @@ class Lookout:
             if added.is_superseded(entry, self.tree, versions[entry.path]):
                 self._entries.drop(entry)
             elif is_staged and entry.path not in entry.files and self.tree.fetched_to(entry.path):
-                self._entries.drop(entry)  # what is fetched next belongs to it
+                self._entries.drop(entry)  # what is still being downloaded belongs to it
             elif entry.state is State.STAGED and not self._entries.is_intact(entry):
-                self._entries.drop(entry)  # it is looked at anew
+                self._entries.drop(entry)  # the next look judges it again
                 self._remember(entry, entry.files)
                 logger.info("changed_while_settling path=%s", entry.path)
             elif changed and entry.state is State.HANDED and not entry.is_copied:
@@ -104,8 +108,9 @@ class Lookout:
                 self._teller.tell("changed", entry, reason)
 
     def take(self) -> None:
-        """Stage what is complete; hold what is not, where it may become so after it was rotated away. Where the trainer
-        lacks space, let go of links.
+        """Stage what is complete, and hold incomplete candidates that may become complete after they were rotated away.
+
+        Release links where the trainer runs short of space.
         """
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
@@ -124,16 +129,18 @@ class Lookout:
             if verdict.refusal is not None and self._disk.is_so(found.files, self.tree):
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
             elif verdict.refusal is not None:
-                self.num_left += 1  # it was judged by what has been written since this look
+                self.num_left += 1  # judged by data written since this look
             elif verdict.take:
-                self._lacking.pop(found.path, None)  # it is whole by now
+                # It is whole by now.
+                self._lacking.pop(found.path, None)
                 self._stage(found, self.tree, self._options.folder, is_in_place=verdict.is_in_place)
             else:
                 self.num_left += verdict.is_waiting
                 if not self._is_known_by_less(found.path):
                     self._tell_of_incomplete(found, verdict)
                 is_held = plan.is_held(found, self._options.num_nodes) and self._holds.is_possible
-                if is_held and not self.tree.unreadable_below(found.path):  # half of it is worse than nothing
+                # Holding half of a checkpoint would be worse than holding nothing.
+                if is_held and not self.tree.unreadable_below(found.path):
                     self._holds.see(found, self.tree)
         self._tell_of_unknown(candidates, STALE_S)
         grown = self._grown(candidates)
@@ -158,13 +165,13 @@ class Lookout:
             self._teller.tell_incomplete(found, verdict.reason, is_finished=is_finished)
 
     def _is_known_by_less(self, path: str) -> bool:
-        """Whether it was complete, and is staged or handed in."""
+        """Return whether a smaller version of it was complete and has been staged or handed in."""
         files = self.now[path]
         alive = (each for each in self._entries.of_path(path) if each.is_alive)
         return any(has_grown(each, files) or has_outlived(each, files) for each in alive)
 
     def _grown(self, candidates: Collection[Found]) -> dict[int, tuple[Entry, Mapping[str, Identity]]]:
-        """What was handed in, and has more by now that is not to be handed in, too."""
+        """Return the entries that were handed in and whose folder has since gained files that will not be handed in."""
         waiting = {each.path for each in candidates if each.is_waiting or not has_all_below(each)}
         left = {each.path: {path: self.tree.files[path] for path in each.left_over} for each in candidates}
         newest: dict[str, Entry] = {}
@@ -181,7 +188,7 @@ class Lookout:
         return found
 
     def end(self) -> None:
-        """Nobody looks any more."""
+        """Report what is still open; called when no further look will follow."""
         self._left_out.end()
         for found, mark, reason in self._lacking.values():
             if found.is_mixed and self.tree.files.get(found.mark) == mark:
@@ -191,7 +198,10 @@ class Lookout:
         self._tell_of_unknown(find(self.tree, self._options.rules), 0.0)
 
     def _tell_of_removed(self, there: Collection[str]) -> None:
-        """Of what was never complete, though its trainer had finished it: a wrong option would lose all, silently."""
+        """Report checkpoints that the trainer finished and removed, but that we never saw complete.
+
+        Without this, a wrong option would silently lose everything.
+        """
         for path, (found, mark, reason) in list(self._lacking.items()):
             is_taken = any(each.files.get(found.mark) == mark for each in self._entries.of_path(path))
             if is_taken or path not in there:
@@ -200,8 +210,9 @@ class Lookout:
                 self._teller.tell_incomplete(found, f"{reason}; it has been removed", is_finished=True)
 
     def _tell_of_unknown(self, candidates: Collection[Found], quiet_s: float) -> None:
-        """What a trainer writes in a format that is not known would be missed silently. What was there before may be
-        anything, a model to begin with for one.
+        """Report files in unknown formats, which would otherwise be missed silently.
+
+        Files that were there before the first look are not reported: they may be anything, e.g. an initial model.
         """
         self._began_ns = self._began_ns or self.tree.now_ns
         rules = self._options.rules
@@ -212,14 +223,19 @@ class Lookout:
             self._teller.pass_by(folder, path)
 
     def _refuse_again(self, found: Found) -> None:
-        """What an earlier start has refused is refused still, as long as it is there: nobody may take it for sent."""
+        """Report a checkpoint that an earlier start refused as refused again, for as long as it is there.
+
+        Otherwise somebody might believe that it was uploaded.
+        """
         entry = plan.refused_as(found, self.tree, self._entries.akin_to(found))
         if entry is not None and entry.refusal is not None:
             self._teller.refuse(entry, entry.refusal, entry.reason)
 
     def _tell_of_left_out(self, found: Found) -> None:
-        """What has no content, or is of ranks that only an earlier save had, is no loss, but it must not be missing
-        silently.
+        """Report what is left out of a checkpoint: special files without content, and files of ranks of an earlier
+        save.
+
+        Leaving them out loses nothing, but it must not happen silently.
         """
         if found.of_other_ranks and not found.reason:
             some = ", ".join(found.of_other_ranks[:3]) + (" …" if len(found.of_other_ranks) > 3 else "")
@@ -234,8 +250,9 @@ class Lookout:
             self._teller.say("special", path, what)
 
     def _unrotated(self, found: Found, seen_before: Mapping[str, Mapping[str, Identity]]) -> Found:
-        """The same with a reason, if it had more files with the same mark once: its rotation has begun, and the times
-        tell nothing of it where links that failed have changed them.
+        """Return `found`, with a reason if it had more files with the same mark before: its rotation has begun.
+
+        Times cannot tell that where our own failed links have changed them.
         """
         has_mark, is_renamed = found.mark in self.tree.files, found.format == "pattern" and not found.is_file
         if not (has_mark or is_renamed) or self._options.rules.ignores_times:
@@ -255,7 +272,10 @@ class Lookout:
         return plan.judge(found, tree, self._entries.akin_to(found), num_nodes=self._options.num_nodes)
 
     def _take_held(self, hold: Hold) -> None:
-        """What the folder has no more: the same rules judge its links. Without a mark, only other nodes can tell."""
+        """Judge by the same rules the links of a candidate that is no longer in the folder.
+
+        If it has no mark, only other nodes can tell whether it was complete.
+        """
         if not hold.is_waiting or self._take_marked(hold):
             return
         tree, found = self._held(hold)
@@ -287,7 +307,9 @@ class Lookout:
             self._stage(found, tree, self._holds.folder(hold))
 
     def _take_marked(self, hold: Hold) -> bool:
-        """What its mark stood for, once its trainer has removed it: a file that was added may be written to still."""
+        """Stage what a mark stood for after the trainer has removed it, even if an added file is still being written
+        to.
+        """
         if self._is_here(hold):
             return False
         tree, written = self._holds.as_seen(hold, self.tree), self._holds.written(hold)
@@ -318,7 +340,10 @@ class Lookout:
         return tree, next((each for each in candidates if each.path == hold.path), None)
 
     def _give_up(self, hold: Hold, refusal: Refusal = Refusal.INCOMPLETE, why: str = TOO_MANY) -> None:
-        """It is dropped because too many are held. Where the folder has it still, nothing is lost."""
+        """Report that a held candidate is dropped, usually because too many are held.
+
+        Nothing is lost, and nothing reported, if the folder still has it.
+        """
         tree, found = self._held(hold)
         if not hold.is_waiting or self._is_here(hold) or found is None:
             return
@@ -326,8 +351,9 @@ class Lookout:
             self._teller.refuse(found, refusal, why)
 
     def _make_room(self) -> None:
-        """Training comes first: let go of what only our links keep on the disk, the oldest first. What is handed in is
-        on its way, and so little that it leaves room.
+        """Release data that only our links keep on the disk, oldest first, because training has priority.
+
+        What has been handed in is kept: it is being uploaded, and small enough to leave room.
         """
         newest = dict(sorted(self._entries.all.items())[-NUM_LATE:])
         self._room.expect([*newest.values(), *self._holds.gone(self.tree)], self.tree)
@@ -336,7 +362,7 @@ class Lookout:
             return
         staged = [each for each in self._entries.open() if each.state is State.STAGED]
         for less in {less.number: less for entry in staged for less in smaller(entry, staged)}.values():
-            self._entries.drop(less)  # its links are those of the larger one
+            self._entries.drop(less)  # the larger one has links to the same files
             staged.remove(less)
         links: list[Entry | Hold] = [*staged, *self._holds.all.values()]
         for each in sorted(links, key=lambda each: each.written_ns):
@@ -351,7 +377,8 @@ class Lookout:
         if isinstance(what, Hold):
             self._give_up(what, Refusal.NO_SPACE, DISK_LOW)
             self._holds.drop(what)
-        elif what.files.items() <= self.tree.files.items():  # its copy; when there is room it is made again
+        # Only our copy goes: it is made again once there is room.
+        elif what.files.items() <= self.tree.files.items():
             self._entries.drop(what)
         else:
             self._teller.refuse(what, Refusal.NO_SPACE, DISK_LOW)
@@ -387,8 +414,9 @@ class Lookout:
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
 
     def is_whole(self, entry: Entry, meanwhile: Callable[[], None]) -> bool:
-        """Whether a file of torch.save's is what it says itself; else it is dropped, and looked at anew. Its end tells
-        nothing if an earlier one was written over, or a download begins with it.
+        """Return whether a torch.save file has the checksums that it records; if not, drop the entry and look again.
+
+        The end of the file proves nothing if an earlier file was overwritten, or if a download writes the end first.
         """
         (shard,) = entry.shards.values()
         staged = self._entries.staged(entry) / shard
@@ -398,16 +426,19 @@ class Lookout:
         if wrong:
             self._note_unwhole(entry.path, entry.files[entry.path], f"{entry.path} is not whole: {wrong}")
             self._entries.drop(entry)
-            self.num_left += 1  # the next look says what becomes of it
+            self.num_left += 1  # the next look decides about it
         return not wrong
 
     def _note_unwhole(self, path: str, version: Identity, reason: str) -> None:
-        """Its bytes are not what the file says itself."""
+        """Note that a file's bytes do not match the checksums that it records."""
         logger.info("unwhole path=%s: %s", path, reason)
         self._unwhole.note(path, version, reason)
 
     def _is_unwhole(self, found: Found, version: Identity) -> bool:
-        """Whether it was found so, and has not changed since. Soon it may; later it is refused."""
+        """Return whether the file was found damaged and has not changed since.
+
+        At first it may still become whole; later it is refused.
+        """
         if reason := self._unwhole.refused(found.path, version):
             advice = "it is half written over an earlier one, or spoilt: have the trainer write it again, or delete it"
             self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
@@ -416,14 +447,15 @@ class Lookout:
         return self._unwhole.waits(found.path, version)
 
     def _cannot_link(self, found: Found, reason: str) -> None:
-        if self._entries.open():  # whose end may free space
+        if self._entries.open():  # finishing those may free space
             self._teller.say("cannot_link", found.path, f"{found.path}: {reason}; trying again")
             self._wait(found, reason)
         else:
-            self._teller.refuse(found, Refusal.NO_SPACE, reason)  # for now: the next round tries again
+            # Refused for now; the next round tries again.
+            self._teller.refuse(found, Refusal.NO_SPACE, reason)
 
     def _wait(self, found: Found, reason: str) -> None:
-        """If it is removed meanwhile, that is told."""
+        """Count it as left to do. If it is removed while it waits, that is reported."""
         self.num_left += 1
         if found.mark in self.tree.files:
             self._lacking[found.path] = found, self.tree.files[found.mark], reason

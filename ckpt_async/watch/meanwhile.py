@@ -1,4 +1,6 @@
-"""Waiting for the store, and going on meanwhile: the trainer rotates its checkpoints whether it answers or not."""
+"""Waits for the store while other work goes on, since the trainer rotates its checkpoints whether the store answers or
+not.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# How often what cannot wait is done while the store is waited for.
+# How often the work that cannot wait is done while we wait for the store.
 EVERY_S = 0.5
-# After a look at the folder the trainer has the core, and the disk, for so many times as long.
+# After a look at the folder, the trainer has the core and the disk to itself for this many times as long.
 REST = 4.0
 
 
 class OutOfTimeError(Exception):
-    """The watcher was told to end, and the time for finishing is over."""
+    """The watcher was told to end, and its time for finishing is over."""
 
 
 class Stop(threading.Event):
-    """Set when a watcher is to end, with the time since."""
+    """Set when a watcher is to end; it remembers when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ class Stop(threading.Event):
         super().set()
 
     def shorten(self, timeout_s: float) -> None:
-        """It is over after so long from now, at the latest."""
+        """End at most this long from now."""
         self._until_s = time.monotonic() + timeout_s
 
     @property
@@ -43,18 +45,18 @@ class Stop(threading.Event):
         return self._until_s is not None
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether it was set so long ago."""
+        """Return whether it was set at least this long ago, or its shortened time is over."""
         return self._since_s is not None and self.left_s(timeout_s) <= 0
 
     def left_s(self, timeout_s: float) -> float:
-        """Until then."""
+        """Return how much time is left until then."""
         now = time.monotonic()
         left_s = timeout_s if self._since_s is None else self._since_s + timeout_s - now
         return left_s if self._until_s is None else min(left_s, self._until_s - now)
 
 
 def attend(future: Future[T], do: Callable[[], None]) -> T:
-    """Wait for it, and `do` something now and then. What that raises ends the waiting."""
+    """Wait for a future, calling `do` periodically. An exception from `do` ends the waiting."""
     pause_s = EVERY_S
     while not wait({future}, timeout=pause_s).done:
         began_s = time.monotonic()
@@ -64,7 +66,10 @@ def attend(future: Future[T], do: Callable[[], None]) -> T:
 
 
 def keep_on(do: Callable[[], None], duration_s: float, stopping: Stop) -> None:
-    """Do something now and then, though something else has failed: that is what is raised, whatever comes of this."""
+    """Call `do` periodically although something else has failed.
+
+    Errors of `do` are ignored, since the caller raises the first failure.
+    """
     until_s, pause_s = time.monotonic() + duration_s, 0.0
     while (left_s := until_s - time.monotonic()) > 0 and not stopping.wait(min(left_s, pause_s)):
         began_s = time.monotonic()
@@ -74,7 +79,7 @@ def keep_on(do: Callable[[], None], duration_s: float, stopping: Stop) -> None:
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:
-    """Work on a thread of its own, which nobody has to wait for, not even the process at its end."""
+    """Run `work` on a thread of its own, for which nobody has to wait, not even the process at its end."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,7 +1,8 @@
-"""Several nodes, each with a folder of its own: the one that sees a mark tells the others, who send what they have.
+"""Coordinates several nodes with a folder each: the node that sees a mark announces it, the others send their files.
 
-The commit needs every file that the mark names (`Uploader.seal(expected=…)`), whoever has it. A node sends what it saw
-at or after the time of the mark: from its folder, or from links, if its trainer has rotated it away or written it anew.
+The commit needs every file that the mark names (`Uploader.seal(expected=…)`), whichever node has it. A node sends
+what it saw at or after the time of the mark: from its folder, or from links if its trainer has rotated the checkpoint
+away or written it anew.
 """
 
 from __future__ import annotations
@@ -38,21 +39,25 @@ from ckpt_async.watch.tree import Identity, Tree, files_of
 
 logger = logging.getLogger(__name__)
 
-# All nodes together look so often.
+# How often all nodes together list the announcements.
 LOOKS_PER_S = 100
-# One that was complete later than so many of higher steps is heard of when all are listed, which may be many.
+# An announcement of a step lower than the newest NUM_LATE steps is only found by listing all of them, which
+# may be many; that happens every ALL_S seconds.
 NUM_LATE, ALL_S = 16, 600.0
-# How long a file that is announced may be without its end here, before the checkpoint is given up.
+# How long a file of an announced checkpoint may be without its end here before the checkpoint is given up.
 WHOLE_S = 60.0
-# At the end, for the others to say that they announce nothing more.
+# How long we wait at the end for the other nodes to say that they announce nothing more.
 FAREWELL_S = 60.0
-# By how much the clocks of nodes may differ. A step that is saved again so soon may be taken for the earlier one: a
-# trainer needs longer to start.
+# By how much the clocks of nodes may differ. A step that is saved again within this time may be taken for the
+# earlier save, but a trainer needs longer than that to start.
 CLOCKS_S = 1.0
 
 
 class Nodes:
-    """What this node has heard from the others in one start of the run, and tells them. Of a single node: nothing."""
+    """What this node has heard from the others in one start of the run, and what it tells them.
+
+    With a single node, it does nothing.
+    """
 
     def __init__(
         self, options: Options, entries: Entries, holds: Holds, uploader: Uploader, remote: Remote
@@ -61,13 +66,13 @@ class Nodes:
         self._entries, self._holds, self._uploader, self._remote = entries, holds, uploader, remote
         self._rules = options.rules
         self._has_times = not options.rules.ignores_times
-        self._heard: dict[int, tuple[Announcement, float]] = {}  # by step: and when, not handed in yet
-        self._known: set[int] = set()  # every step that was announced
+        self._heard: dict[int, tuple[Announcement, float]] = {}  # by step, with when; not handed in yet
+        self._known: set[int] = set()  # every announced step
         self._next_look_at = self._next_look_at_all = self._next_roll_at = 0.0
         self._last_before: int | None = None  # the newest entry that was there when this start began
         self._has_told_all = False
         self._ended_at: float | None = None
-        self.awaited: list[int] = []  # at the end: nodes that may announce something yet
+        self.awaited: list[int] = []  # at the end: nodes that may still announce something
 
     @property
     def generation(self) -> int:
@@ -75,11 +80,14 @@ class Nodes:
 
     @property
     def has_heard(self) -> bool:
-        """Of a checkpoint of which this node has not handed in its part yet."""
+        """Whether there is an announced checkpoint of which this node has not handed in its part yet."""
         return bool(self._heard)
 
     def listen(self) -> None:
-        """Hear what is new. Raises FencedError if another node has begun a new start, which this one has to join."""
+        """Read new announcements.
+
+        Raises FencedError if another node has begun a new start, which this one has to join.
+        """
         if self._num_nodes == 1:
             return
         self._uploader.check_takes(keys.MAX_STEP)
@@ -101,15 +109,16 @@ class Nodes:
                 self._heard[id_.step] = told, time.monotonic()
 
     def check_newest(self) -> None:
-        """Raises FencedError if another node has begun a new start."""
+        """Raise FencedError if another node has begun a new start."""
         if self._num_nodes == 1:
             return
         if (newest := self._remote.newest_generation(self.generation)) > self.generation:
             raise FencedError(f"another node has begun generation {newest}")
 
     def announce(self, entry: Entry) -> Entry:
-        """Tell the others that it is complete. Returns what this node is to send of it: all that it has, unless another
-        node was faster and has some of it too.
+        """Announce to the other nodes that a checkpoint is complete, and return what this node has to send of it.
+
+        That is everything it has, unless another node announced the checkpoint first and sends some of the files too.
         """
         if self._num_nodes == 1:
             return entry
@@ -140,7 +149,7 @@ class Nodes:
         return Version(was.size_bytes, was.mtime_ns, sample(self._entries.staged(entry) / shard))
 
     def _rest(self, entry: Entry, announced: Announcement) -> Entry:
-        """Without what the announcing node sends."""
+        """Return the entry without the files that the announcing node sends."""
         place = self._entries.staged(entry)
         shards = {
             path: shard
@@ -152,7 +161,7 @@ class Nodes:
     def follow(
         self, tree: Tree, hand_in: Callable[[Entry], None], give_up: Callable[[Announcement, str], None]
     ) -> None:
-        """Hand in what this node has of what others have announced, once that has settled."""
+        """Hand in what this node has of the checkpoints that others have announced, once it has settled."""
         for step, (announced, heard_at) in sorted(self._heard.items()):
             if any(
                 each.generation == self.generation and each.step == step
@@ -180,7 +189,10 @@ class Nodes:
                 self._drop_earlier(announced, tree)
 
     def _staged(self, announced: Announcement) -> Entry | None:
-        """What was staged or handed in in an earlier start, or staged because this node has the mark too."""
+        """Return the entry that this node has already staged for an announced checkpoint, or None.
+
+        It was staged or handed in by an earlier start, or staged because this node has the mark too.
+        """
         for entry in reversed(self._entries.of_path(announced.path)):
             is_same = not entry.is_settled and (entry.step, entry.name) == (
                 announced.checkpoint.step,
@@ -195,11 +207,14 @@ class Nodes:
         return None
 
     def _version(self, announced: Announcement, tree: Tree) -> _Version | str:
-        """What this node has of it: the earliest that was there when it was marked, or later. Or why there is none."""
+        """Return the version of the checkpoint that this node has, or the reason why there is none.
+
+        That is the earliest version that was there when the checkpoint was marked or later.
+        """
         files = files_of(announced.path, tree)
         gone = {each.number for each in self._holds.gone(tree)}
         held = [each for each in self._holds.of_path(announced.path) if each.number in gone]
-        if not announced.marked_ns:  # times tell nothing: the latest
+        if not announced.marked_ns:  # times tell nothing: take the latest
             held = [] if files else held[-1:]
         for hold in held:
             links = self._holds.tree(hold, tree) if hold.seen_ns >= announced.marked_ns else None
@@ -219,8 +234,10 @@ class Nodes:
         )
 
     def _lost(self, announced: Announcement, tree: Tree) -> str:
-        """Why this node lacks something of it that it had after the mark, or at any time if it has nothing any more; ""
-        where it lacks nothing, or the mark tells.
+        """Return why this node lacks files of the checkpoint that it once had, or "" if it lacks none.
+
+        Files count if it had them after the mark, or at any time if it has nothing at all now. Returns "" too if the
+        mark names its files, since the commit then finds out what is missing.
         """
         path, format_ = announced.path, announced.format
         if not path or misses_what_is_gone(format_):
@@ -242,9 +259,10 @@ class Nodes:
         return ""
 
     def _unready(self, announced: Announcement, version: _Version | str, tree: Tree) -> str:
-        """What keeps this node from knowing all that it has of it, and time may heal; "" if nothing does."""
+        """Return what temporarily keeps this node from knowing all that it has of the checkpoint, or ""."""
         seen = tree if isinstance(version, str) else version.tree
-        # Right in the watched folder only what the mark names is of it, and is missed.
+        # In the watched folder itself, only what the mark names belongs to the checkpoint, and that would be
+        # missed.
         if announced.path and (closed := seen.unreadable_below(announced.path)):
             return f"on node {self._node}, {closed}"
         if isinstance(version, str):
@@ -258,7 +276,10 @@ class Nodes:
         return f"{unfinished} has no end on node {self._node}" if unfinished else ""
 
     def _stale(self, announced: Announcement, version: _Version) -> str:
-        """A file of a rank that may write after the mark, and has not yet: it was sent with an earlier mark."""
+        """Return a file that its rank has yet to write again after this mark, or "".
+
+        Its rank may write after the mark, and what is here now was already sent with an earlier mark.
+        """
         for entry in self._entries.of_path(announced.path):
             marked_ns = entry.told_ns if entry.is_followed else entry.marked_ns
             if entry.generation and entry.is_alive and marked_ns < announced.marked_ns:
@@ -299,15 +320,17 @@ class Nodes:
             return None
 
     def _drop_earlier(self, announced: Announcement, tree: Tree) -> None:
-        """What was held and is gone since before this mark: nobody will tell of it any more."""
+        """Drop held versions that were gone before this mark, since no node will announce them any more."""
         awaited = {each.path for each, _ in self._heard.values()}
         for hold in self._holds.gone(tree):
             if hold.seen_ns < announced.marked_ns and hold.path not in awaited:
                 self._holds.drop(hold)
 
     def settle_earlier(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
-        """Say when this node has announced all that it knew of before this start; and when all others have, let go of
-        what one of them had announced in an earlier start and none has in this one.
+        """Settle what this node knew of before this start.
+
+        Tell the other nodes once this node has announced all of it. When all others have done the same, release
+        checkpoints that one of them had announced in an earlier start and none has in this one.
         """
         if self._num_nodes == 1:
             return
@@ -324,7 +347,8 @@ class Nodes:
         if len(self._remote.told_all(self.generation) - {self._node}) < self._num_nodes - 1:
             return
         self._next_look_at = 0.0
-        self.listen()  # what was announced before the last of them had said so
+        # Hear what was announced before the last of them said so.
+        self.listen()
         heard = {(each.path, each.checkpoint.step, each.marked_ns) for each, _ in self._heard.values()}
         left = [each for each in self._entries.open() if plan.awaits_others(each)]
         left = [each for each in left if (each.path, each.step, each.told_ns) not in heard]
@@ -349,7 +373,7 @@ class Nodes:
             refuse(entry, Refusal.INCOMPLETE, reason)
 
     def is_over(self) -> bool:
-        """Whether no node will announce anything more, as this one will not."""
+        """Return whether no node, including this one, will announce anything more."""
         if self._num_nodes == 1:
             return True
         if self._heard:
@@ -361,14 +385,17 @@ class Nodes:
         self.awaited = sorted({*range(self._num_nodes)} - self._remote.ended(self.generation))
         if not self.awaited:
             self._next_look_at = 0.0
-            self.listen()  # what was announced before the last of them had ended
+            # Hear what was announced before the last of them ended.
+            self.listen()
             return not self._heard
         return now - self._ended_at > FAREWELL_S
 
 
 def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) -> bool:
-    """Whether this node sends a file: the announcing one has none of this name, or another version, so that one of them
-    is not of this checkpoint. Two of one name are refused by the commit, which says who has them.
+    """Return whether this node sends a file.
+
+    It does if the announcing node has no file of this name, or has another version, so that one of the two does not
+    belong to this checkpoint. The commit refuses two files of one name and says who has them.
     """
     if shard not in announced.here:
         return True
@@ -383,7 +410,7 @@ def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) ->
 
 
 def _paths_here(announced: Announcement, tree: Tree, source: Path) -> dict[str, str]:
-    """The files of it that this node sends, below `source`, and their names in the checkpoint."""
+    """Return the files that this node sends, by their paths below `source`, with their names in the checkpoint."""
     prefix = f"{announced.path}/" if announced.path else ""
     if announced.path:
         below = tree.below(announced.path)
@@ -399,7 +426,9 @@ def _paths_here(announced: Announcement, tree: Tree, source: Path) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """Of an announced checkpoint: its files by their paths, with their names in it, and where they are."""
+    """A version of an announced checkpoint: its files' names in the checkpoint by path, the tree with them, and their
+    folder.
+    """
 
     shards: dict[str, str]
     tree: Tree
@@ -411,12 +440,12 @@ def _version_in(source: Path, tree: Tree, announced: Announcement) -> _Version:
 
 
 def _marked_ns(entry: Entry) -> int:
-    """When it was complete, or seen to be, where a name says so and no file."""
+    """Return when the entry was complete, or when it was seen to be if a name marks it and not a file."""
     return entry.marked_ns if entry.mark in entry.files else entry.staged_ns
 
 
 def _late(files: Mapping[str, Identity], shards: Mapping[str, str], announced: Announcement) -> list[str]:
-    """Files of it that were written after its mark; none if times tell nothing."""
+    """Return the files that were written after the checkpoint's mark; none if times tell nothing."""
     if not announced.marked_ns:
         return []
     late = list[str]()

@@ -1,4 +1,4 @@
-"""What a watcher is to do."""
+"""The options of a watcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ckpt_async.watch.formats import Rules
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a watcher is to do. `state`: where its links and journal are, on a local disk."""
+    """What a watcher is to do.
+
+    `state` is the folder for its links and journal, on a local disk.
+    """
 
     folder: Path
     remote: str

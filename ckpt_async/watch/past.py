@@ -1,5 +1,6 @@
-"""Versions of a place that no entry has, since they were written to before they were handed in, or after that: what a
-next save to the same place may find there still. Pure.
+"""Remembers versions of a place that no entry has, because they were written to before or after they were handed in.
+
+A next save to the same place may still find their files there. Pure.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from dataclasses import dataclass, field
 from ckpt_async.watch.formats.found import Version
 from ckpt_async.watch.tree import Tree
 
-# So many of a place are remembered besides those that were handed in.
+# How many versions of a place are remembered besides those that were handed in.
 NUM_PAST = 2
 
 
 @dataclass(slots=True)
 class Past:
-    """By path, and by number."""
+    """Versions by path and by entry number."""
 
     _versions: dict[str, dict[int, Version]] = field(default_factory=dict)
 
@@ -30,7 +31,7 @@ class Past:
             del past[each]
 
     def forget(self, tree: Tree) -> None:
-        """Of what nothing is there any more as it was, nothing can be mistaken for a later save's."""
+        """Forget versions of which no file is there unchanged: nothing of them can be mistaken for a later save's."""
         for path, past in list(self._versions.items()):
             for number, version in list(past.items()):
                 if version.files.items().isdisjoint(tree.files.items()):

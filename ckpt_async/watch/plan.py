@@ -1,6 +1,4 @@
-"""What is to be done about what was found: which checkpoints are taken, which are refused, and in which start of the
-run they belong. Pure.
-"""
+"""Decides which checkpoints are taken, which are refused, and to which start of the run they belong. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +15,17 @@ from ckpt_async.watch.formats import Found, Rules
 from ckpt_async.watch.formats.found import marked_ns
 from ckpt_async.watch.tree import Identity, Tree
 
-# Formats without a mark of their own beside the bytes: a file that is written again in place has no end that proves
+# Formats without a mark of their own beside the bytes: when a file is written again in place, nothing proves
 # that it is whole.
 MARKLESS = ("pattern", "quiet")
-# Two files of one step that were written so close are of one save: Lightning's `last.ckpt` and `epoch=…-step=….ckpt`.
+# Two files of one step that were written within this time are of one save, e.g. Lightning's `last.ckpt` and
+# `epoch=…-step=….ckpt`.
 TWIN_S = 60.0
-# So many are in the uploader's hands at once: what was not begun need not be given up when the watcher is killed. Of
-# small ones more, or a folder of thousands would be looked at for every four.
+# How many checkpoints the uploader has in hand at once: what was not begun need not be given up when the
+# watcher is killed. More if they are small, or a folder of thousands would be looked at after every four.
 MAX_OPEN, MAX_OPEN_SMALL = 4, 64
-SMALL_BYTES = 1 << 30  # all of them
-# What trainers call files with tensors in them.
+SMALL_BYTES = 1 << 30  # of all that count as small together
+# Suffixes that trainers give to files with tensors in them.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
 
 _NS = 1_000_000_000
@@ -35,9 +34,10 @@ _NOTHING: Mapping[str, Mapping[str, Identity]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one checkpoint of the folder: take it, or why not. `refusal`: it was handed in before and then changed, or can
-    never be taken as it is. `is_waiting`: it wants only time. `is_in_place`: it was written over the one before it, and
-    says itself what its bytes should be.
+    """Whether to take one checkpoint found in the folder, and if not, why.
+
+    `refusal`: it was handed in before and changed since, or can never be taken as it is. `is_waiting`: only time has
+    to pass. `is_in_place`: it was written over the previous one, and records checksums of what its bytes should be.
     """
 
     found: Found
@@ -49,7 +49,10 @@ class Verdict:
 
 
 def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int) -> Verdict | None:
-    """None: it is known already, as it is. `known`: at least those of its path, and of its step."""
+    """Return the verdict on one candidate, or None if it is already known in exactly this form.
+
+    `known` contains at least the entries with the candidate's path and those with its step.
+    """
     files = {path: tree.files[path] for path in found.files}
     entries = sorted((each for each in known if each.path == found.path), key=lambda each: each.number)
     if any(each.is_of(files) for each in entries):
@@ -79,7 +82,10 @@ def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int)
 
 
 def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
-    """What was refused of this version of it, perhaps in an earlier start; None if it is on its way or in the store."""
+    """Return the refused entry for this version of a candidate, perhaps from an earlier start.
+
+    None if the version is being uploaded or in the store.
+    """
     files = {path: tree.files[path] for path in found.files}
     entries = [each for each in known if each.path == found.path and each.is_of(files)]
     newest = max(entries, key=lambda each: each.number, default=None)
@@ -87,8 +93,9 @@ def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None
 
 
 def unknown(tree: Tree, candidates: Iterable[Found], since_ns: int, until_ns: int) -> dict[str, str]:
-    """By folder, a file that looks like a part of a checkpoint, was written between these times, and is in none of the
-    `candidates`: its format is not known.
+    """Return, by folder, a file that looks like part of a checkpoint but is in none of the `candidates`.
+
+    Only files written between the two times count. Their format is not known.
     """
     taken = {each.path for each in candidates}
     found: dict[str, str] = {}
@@ -106,8 +113,10 @@ def unknown(tree: Tree, candidates: Iterable[Found], since_ns: int, until_ns: in
 
 
 def is_held(found: Found, num_nodes: int) -> bool:
-    """Whether it may become a checkpoint after its trainer has deleted it: by what another node tells, or because its
-    mark is there and only time is wanting. Whoever guesses by time alone (`--quiet-s`) has no mark.
+    """Return whether a candidate may become a checkpoint after its trainer has deleted it.
+
+    That is so if another node may announce it, or if its mark is there and only time has to pass. A format that is
+    told by time alone (`--quiet-s`) has no mark.
     """
     if found.is_file or found.is_refused or not found.files:
         return False
@@ -115,20 +124,24 @@ def is_held(found: Found, num_nodes: int) -> bool:
 
 
 def is_overtaken(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
-    """Whether a later save to the same place is known: what is taken after that would pass for the newest."""
+    """Return whether a later save to the same place is known: anything taken after that would be mistaken for the
+    newest.
+    """
     return any(each.is_alive and each.marked_ns > marked_ns(tree, found) for each in known)
 
 
 def is_taken_otherwise(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
-    """Whether the same save is known, with other files than these and what they have grown from."""
+    """Return whether the same save is known with files other than these and those from which they have grown."""
     files, at_ns = {path: tree.files[path] for path in found.files}, marked_ns(tree, found)
     same = (each for each in known if each.is_alive and each.marked_ns == at_ns)
     return any(not added.has_grown(each, files) for each in same)
 
 
 def has_peer(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
-    """Whether a later one of the same trainer, seen to its end, has files of the same names. Of one that was deleted
-    before it had been quiet for long enough, this says that no rank's file was missed.
+    """Return whether a later checkpoint of the same trainer, seen to its end, has files of the same names.
+
+    If this one was deleted before it had been quiet for long enough, such a peer shows that no rank's file was
+    missed.
     """
     names, written_ns = (
         _numberless(found.inner, found.step),
@@ -147,7 +160,7 @@ def _numberless(names: Iterable[str], step: int) -> set[str]:
 
 
 def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
-    """The one that is taken, if a file is of the same step and time: what its trainer saved then is there."""
+    """Return the entry that is taken in place of a file of the same step and time, since it is the same save."""
     if not found.is_file or found.format in MARKLESS:
         return None
     written_ns = tree.files[found.path].mtime_ns
@@ -157,7 +170,7 @@ def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
 
 
 def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
-    """None where it is the same state, by the checksums of its tensors."""
+    """Return the verdict on a file that has a twin, or None if checksums of the tensors show that both are the same."""
     tensors = tree.tensor_sums(found.path)
     theirs = twin.tensors or (tree.tensor_sums(twin.path) if twin.path in tree.files else {})
     if tensors and tensors == theirs:
@@ -171,8 +184,9 @@ def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
 
 
 def unsafe_name(found: Found) -> str:
-    """Why not every store takes its name, or one of its files': nothing of it may be staged, or told to other nodes. ""
-    if all do.
+    """Return why some store does not accept the name of the checkpoint or of one of its files; "" if all stores do.
+
+    Nothing of such a checkpoint may be staged, or announced to other nodes.
     """
     try:
         naming.checkpoint_name(found.name, found.step)
@@ -189,7 +203,7 @@ def lacking(missing: tuple[str, ...]) -> str:
 
 
 def changed_in_place(entry: Entry, files: Mapping[str, Identity]) -> str:
-    """A file of it that has the same inode and another size or time; "" if there is none."""
+    """Return a file that has the same inode as before but another size or time; "" if there is none."""
     for path, was in entry.files.items():
         now = files.get(path)
         if now is not None and now != was and now.inode == was.inode:
@@ -198,8 +212,10 @@ def changed_in_place(entry: Entry, files: Mapping[str, Identity]) -> str:
 
 
 def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
-    """Whether the trainer has gone back: the step was handed in before in this generation, or a higher one, and this
-    one was complete after that. Then what comes is newer than what was, whatever its step.
+    """Return whether the trainer has gone back to an earlier step.
+
+    That is so if this step, or a higher one, was handed in before in this generation, and the entry was complete
+    after that. Whatever the trainer saves from then on is newer than what was there before, whatever its step.
     """
     handed = [each for each in known if each.generation == generation and each.number != entry.number]
     if any(each.step == entry.step for each in handed):
@@ -209,8 +225,9 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
 
 
 def is_perhaps_copy(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
-    """Whether it may be what somebody has renamed, or copied by hand, as far as steps and times tell: a trainer that
-    goes back would have written the same; or nothing but its time tells its step.
+    """Return whether the entry may have been renamed or copied by hand, as far as steps and times tell.
+
+    A trainer that goes back would look the same. So would an entry whose step is only derived from its time.
     """
     return has_no_step(entry) or needs_new_generation(entry, known, generation)
 
@@ -220,8 +237,10 @@ def has_no_step(entry: Entry) -> bool:
 
 
 def akin(entry: Entry, known: Collection[Entry], generation: int) -> list[Entry]:
-    """Those of other paths that may be the same: they have files of the same names and sizes, and the same blocks of
-    them where both were sampled, whatever the names say of the steps. Where they were not, few are worth reading.
+    """Return the entries of other paths that may be the same checkpoint, whatever their names say about steps.
+
+    Their files have the same names and sizes, and the same sampled blocks where both were sampled. Where they were
+    not, only few are worth reading.
     """
     sizes, any_step = _sizes(entry), has_no_step(entry)
     may_be_copy = is_perhaps_copy(entry, known, generation)
@@ -236,7 +255,7 @@ def akin(entry: Entry, known: Collection[Entry], generation: int) -> list[Entry]
 
 
 def originals(known: Iterable[Entry]) -> list[Entry]:
-    """Without those that are committed as what another one was handed in as: copies of that."""
+    """Return the entries without copies, i.e. those that are committed as the same checkpoint as an earlier one."""
     found: dict[tuple[int, int, int], Entry] = {}
     for each in sorted(known, key=lambda each: each.number):
         is_committed = each.state is State.COMMITTED
@@ -249,12 +268,12 @@ def _sizes(entry: Entry) -> Mapping[str, int]:
 
 
 def awaits_akin(entry: Entry, known: Collection[Entry], generation: int) -> bool:
-    """Whether one of which it may be a copy is not decided: what that becomes, it is."""
+    """Return whether the entry may be a copy of one that is not decided yet: it then becomes what the other becomes."""
     return any(each.state is State.HANDED for each in akin(entry, known, generation))
 
 
 def gone_back(entry: Entry, known: Collection[Entry]) -> str:
-    """What is said when its trainer has gone back, perhaps while nobody watched; "" if it has not."""
+    """Return the warning for a trainer that has gone back, perhaps while no watcher ran; "" if it has not."""
     newest = max((each.generation for each in known if each.number != entry.number), default=0)
     if not newest or not needs_new_generation(entry, known, newest):
         return ""
@@ -267,9 +286,11 @@ def gone_back(entry: Entry, known: Collection[Entry]) -> str:
 
 
 def is_early(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> bool:
-    """Whether it has to wait for one that was saved before it and is not decided: its trainer has gone back, and that
-    one, handed in again in a later start, would be the newest. Of several nodes, one that was killed may not have
-    sealed its part of what an earlier start has handed in: that comes again, and first, or it would be passed over.
+    """Return whether the entry has to wait for one that was saved before it and is not decided yet.
+
+    If the trainer has gone back and the earlier one is handed in again in a later start, that one would be the
+    newest. With several nodes, a node that was killed may not have sealed its part of what an earlier start handed
+    in: that is handed in again, and must come first, or it would be passed over.
     """
     earlier = [each for each in known if each.state is State.HANDED and each.number < entry.number]
     if any(each.generation != generation and (num_nodes > 1 or each.step >= entry.step) for each in earlier):
@@ -278,8 +299,9 @@ def is_early(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes
 
 
 def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
-    """Why it would wrongly become the newest: it is older than what an earlier start of the watcher has committed. ""
-    if it would not.
+    """Return why the entry would wrongly become the newest, or "" if it would not.
+
+    It would if it is older than what an earlier start of the watcher has committed.
     """
     for each in known:
         is_earlier = each.state is State.COMMITTED and 0 < each.generation < generation
@@ -294,8 +316,9 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
 def due(
     known: Collection[Entry], now_ns: int, rules: Rules, now: Mapping[str, Mapping[str, Identity]] = _NOTHING
 ) -> list[Entry]:
-    """What is staged and has settled, in the order in which it was found; also if the clock was set back far. `now`:
-    the files that the folder has of each candidate.
+    """Return the staged entries that have settled, in the order in which they were found.
+
+    This works even if the clock was set back far. `now` has the current files of each candidate in the folder.
     """
     versions = added.by_path(known)
     staged = [each for each in known if each.state is State.STAGED and not each.is_followed]
@@ -309,12 +332,18 @@ def due(
 
 
 def are_many(num_handed: int, size_bytes: int) -> bool:
-    """Whether so many are in the uploader's hands that another one, with which they have this size, has to wait."""
+    """Return whether the uploader has so many checkpoints in hand that another one has to wait.
+
+    `size_bytes` is their size together with that of the other one.
+    """
     return num_handed >= (MAX_OPEN_SMALL if size_bytes <= SMALL_BYTES else MAX_OPEN)
 
 
 def has_told_all(known: Iterable[Entry], generation: int, last_number: int) -> bool:
-    """Whether what this node had found, up to `last_number`, is decided or was announced in this start."""
+    """Return whether everything that this node had found is decided or was announced in this start.
+
+    Only entries up to `last_number` count.
+    """
     ours = (
         each for each in known if not (each.is_followed or each.is_settled) and each.number <= last_number
     )
@@ -322,20 +351,21 @@ def has_told_all(known: Iterable[Entry], generation: int, last_number: int) -> b
 
 
 def awaits_others(entry: Entry) -> bool:
-    """Whether nothing is to be done with it until another node has announced it, again."""
+    """Return whether nothing can be done with the entry until another node announces it again."""
     return entry.is_followed and entry.state is State.STAGED
 
 
 def stands_for(other: Entry, entry: Entry) -> bool:
-    """Whether `other` is the same checkpoint, handed in again, of which nothing was refused."""
+    """Return whether `other` is the same checkpoint, handed in again, and not refused."""
     is_same = (other.path, other.step, other.told_ns) == (entry.path, entry.step, entry.told_ns)
     return is_same and other.number != entry.number and other.is_alive
 
 
 def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:
-    """Committed ones beyond the newest `num_kept`, by the order in which they were written. A place that was saved to
-    again is its newest save's, whatever became of that; and a copy that somebody has made of one that is committed is
-    not the trainer's.
+    """Return the committed entries beyond the newest `num_kept`, by the order in which they were written.
+
+    A place that was saved to again belongs to its newest save, whatever became of that. A copy that somebody has made
+    of a committed checkpoint is not the trainer's.
     """
     everything = sorted(entries, key=lambda each: each.number)
     of_place = {each.path: each for each in everything}

@@ -1,5 +1,7 @@
-"""Whether a checkpoint was committed before: by a watcher whose memory is lost, or of another machine, or because
-somebody has renamed or copied what is known.
+"""Recognises checkpoints that were committed before.
+
+They were committed by a watcher that has lost its memory or ran on another machine, or somebody has renamed or copied
+a known checkpoint.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from ckpt_async.watch.remote import Remote
 
 T = TypeVar("T")
 
-# Of so many files of a checkpoint, the largest, blocks are read: enough to tell two saves of one trainer apart.
+# Blocks of this many of a checkpoint's largest files are sampled: enough to tell two saves of one trainer
+# apart.
 NUM_SAMPLED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """What was committed, byte for byte the same. `sums` are the checksums of its files."""
+    """A committed checkpoint that is byte for byte the same. `sums` are the checksums of its files."""
 
     checkpoint: CheckpointId
     sums: Mapping[str, str]
-    is_in_store: bool = True  # else it was pruned
+    is_in_store: bool = True  # False: it was pruned
 
     def known_as(self, entry: Entry) -> Entry:
         id_ = self.checkpoint
@@ -48,7 +51,7 @@ class Same:
 
 
 def samples_of(entries: Entries, entry: Entry) -> dict[str, int]:
-    """Of what is staged; none if it cannot be read."""
+    """Return samples of the staged files; none if one of them cannot be read."""
     files = zip(entry.content.items(), entry.shards.values(), strict=True)
     largest = sorted(files, key=lambda each: (-each[0][1].size_bytes, each[0][0]))[:NUM_SAMPLED]
     found: dict[str, int] = {}
@@ -61,14 +64,16 @@ def samples_of(entries: Entries, entry: Entry) -> dict[str, int]:
 
 
 def sums_of(files: Mapping[str, RemoteFile]) -> dict[str, str]:
-    """Nothing if one of them is not known."""
+    """Return the checksums of files by name; none if one of them is unknown."""
     sums = {name: each.checksum for name, each in files.items()}
     return {name: _said(each) for name, each in sums.items() if each} if all(sums.values()) else {}
 
 
 def with_sums(remote: Remote, outcomes: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
-    """The same, those without a reason why they were given up with their checksums. If these cannot be had, the store
-    is asked when it matters, and has them unless they were pruned.
+    """Add checksums to the entries that were not given up.
+
+    If the checksums cannot be had now, the store is asked again when they matter, and has them unless the checkpoint
+    was pruned.
     """
     ids = {
         entry.number: CheckpointId(entry.generation, entry.step) for entry, reason in outcomes if not reason
@@ -81,8 +86,10 @@ def with_sums(remote: Remote, outcomes: list[tuple[Entry, str]]) -> list[tuple[E
 
 
 def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Same | None:
-    """What it is, byte for byte, if that was committed before: by a watcher whose memory is lost; or it is one that is
-    known by another path, renamed or copied by hand. Blocking calls.
+    """Return the committed checkpoint that is byte for byte the same as the entry, if there is one.
+
+    It was committed by a watcher that has lost its memory, or it is known by another path and was renamed or copied
+    by hand. The calls block.
     """
     known = entries.all.values()
     akin = [each for each in plan.akin(entry, known, generation) if each.state is State.COMMITTED]
@@ -109,7 +116,7 @@ def _known_as(remote: Remote, entry: Entry, akin: Collection[Entry], compared: _
 
 
 class _Compared:
-    """What is staged of a checkpoint; no file is read more than once."""
+    """The staged files of a checkpoint, compared with others; no file is read more than once."""
 
     def __init__(self, entry: Entry, staged: Path) -> None:
         self._staged, self._is_file = staged, entry.path in entry.files
@@ -117,16 +124,17 @@ class _Compared:
         self._sums: dict[tuple[str, str], str] = {}
 
     def are(self, files: Mapping[str, RemoteFile]) -> bool:
-        """Whether the files of a commit have the names, the sizes and the checksums of these; of a single file, its
-        name is the checkpoint's.
+        """Return whether the files of a commit have the same names, sizes and checksums as these.
+
+        The name of a single file is that of the checkpoint, so it is ignored.
         """
         sizes = {name: each.size_bytes for name, each in self._named(files).items()}
         return sizes == self._sizes and self.have(sums_of(files))
 
     def have(self, sums: Mapping[str, str]) -> bool:
-        """The same, of one with files of these sizes."""
+        """Return whether the files have these checksums, given that their sizes are equal."""
         sums = self._named(sums)
-        # Small ones first: those that differ tell it soonest.
+        # Small files first, since they show a difference soonest.
         wanted = sorted(sums, key=lambda name: (self._sizes.get(name, 0), name))
         return sums.keys() == self._sizes.keys() and all(self._sum(each, sums[each]) for each in wanted)
 

@@ -1,5 +1,7 @@
-"""What a watcher has refused, for those who do not read its output: events, metrics, the live page. None of it needs
-the store: what is refused while that is away is told at once, and counted when there is somebody to count.
+"""Publishes what a watcher has refused to those who do not read its output: events, metrics, the live page.
+
+None of this needs the store. Refusals while the store is unreachable are told at once, and counted as soon as there
+are metrics to count them in.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class Refusals:
-    """Of one watcher, from its start to its end. Its events are kept at `place` until they are delivered: every node
-    tells its own. `add` and `close` are for one thread.
+    """The refusals of one watcher, from its start to its end.
+
+    Its events are kept at `place` until they are delivered; every node tells its own. `add` and `close` must be
+    called from one thread.
 
     Raises SettingsError.
     """
@@ -54,7 +58,7 @@ class Refusals:
         self._couriers = Couriers(self._outbox, sinks)
 
     def add(self, refused: Refused) -> None:
-        """Something was refused that had not been before."""
+        """Record something that was refused for the first time."""
         with self._lock:
             self._counts[refused.cause] += 1
             if self._metrics is not None:
@@ -68,7 +72,10 @@ class Refusals:
         self._write()
 
     def _write(self) -> None:
-        """What cannot be written now, on a disk that is full, is tried again with the next one and at the end."""
+        """Put pending events into the outbox.
+
+        What cannot be written now, e.g. on a full disk, is tried again with the next refusal and at the end.
+        """
         if self._outbox is None or self._couriers is None or not self._unwritten:
             return
         try:
@@ -80,7 +87,7 @@ class Refusals:
         self._couriers.notify()
 
     def count_in(self, metrics: Metrics | None) -> None:
-        """These are exported from now on, with what was refused before. None: none are."""
+        """Count in these metrics from now on, including what was refused before. With None, no metrics are exported."""
         with self._lock:
             self._metrics = metrics
             if metrics is None:
@@ -93,7 +100,7 @@ class Refusals:
             self._unshown.clear()
 
     def close(self, *, at_once: bool = False) -> None:
-        """Deliver what can be, for `event_grace_s` at most; the rest waits for the next start."""
+        """Deliver what can be delivered within `event_grace_s`; the rest waits for the next start."""
         self._write()
         if self._couriers is not None:
             self._couriers.close(0.0 if at_once else self._grace_s)

@@ -1,5 +1,6 @@
-"""What a watcher asks the store by itself, beside its uploader: what is decided, and what nodes tell each other.
-Blocking calls from one thread, over one connection.
+"""The watcher's own requests to the store, beside its uploader's: decisions, and messages between nodes.
+
+The calls block. They come from one thread and use one connection.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from ckpt_async.watch.meanwhile import attend
 
 T = TypeVar("T")
 
-# Asked in every round of a watcher, which tries again in the next.
+# Each round of a watcher asks the store, and the next round tries again after a failure.
 ANSWER_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 60.0
 
 
 class Remote:
-    """A run in the store. Opening raises what keeps it from being read."""
+    """A run in the store. Opening it raises whatever keeps the run from being read."""
 
     def __init__(self, url: str, options: StoreOptions | None, settings: Settings, *, writes: bool) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="ckpt-async-watch", daemon=True)
         self._thread.start()
-        self.meanwhile: Callable[[], None] = lambda: None  # done now and then while an answer is waited for
+        self.meanwhile: Callable[[], None] = lambda: None  # called periodically while waiting for an answer
         self._bulk = connect(url, options, settings)
         try:
             self.call(lambda _: self._bulk.open(OPEN_TIMEOUT_S, is_read_only=not writes))
@@ -46,7 +47,7 @@ class Remote:
             raise
 
     def call(self, work: Callable[[PatientStore], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine with the store and wait for its end."""
+        """Run a coroutine with the store, and wait for its end."""
         store = self._bulk.answering_within(ANSWER_TIMEOUT_S)
         answer = asyncio.run_coroutine_threadsafe(work(store), self._loop)
         try:
@@ -68,8 +69,9 @@ class Remote:
     # --- between nodes -------------------------------------------------------------------------------------
 
     def announce(self, announced: Announcement) -> Announcement:
-        """Tell the other nodes that a checkpoint is complete. Returns what they are told: of several nodes that see
-        its mark, the first one speaks.
+        """Announce a complete checkpoint to the other nodes, and return the announcement that holds.
+
+        If several nodes see the mark, the first one's announcement holds.
         """
         key = keys.announcement_key(announced.checkpoint)
         there = self.call(lambda store: create_once(store, key, announced.encode()))
@@ -78,8 +80,9 @@ class Remote:
     def announced(
         self, generation: int, after: int, known: Collection[int]
     ) -> list[tuple[CheckpointId, Announcement | InvalidRecordError]]:
-        """What is complete in this generation, past a step, by step; but for these steps. Or why what was told of it
-        cannot be read.
+        """Return the announcements of this generation past the step `after`, without the `known` steps.
+
+        They are in order of steps. Where an announcement cannot be read, its error is returned.
         """
 
         def decoded(data: bytes, id_: CheckpointId) -> Announcement | InvalidRecordError:
@@ -107,7 +110,7 @@ class Remote:
         self.call(lambda store: create_once(store, keys.ended_key(generation, node), b"{}\n"))
 
     def ended(self, generation: int) -> set[int]:
-        """Which nodes have said so."""
+        """Return the nodes that have said that they announce nothing more."""
 
         return self._nodes_with(f"{keys.members_prefix(generation)}ended-", keys.parse_ended_key)
 
@@ -116,7 +119,7 @@ class Remote:
         self.call(lambda store: create_once(store, keys.told_all_key(generation, node), b"{}\n"))
 
     def told_all(self, generation: int) -> set[int]:
-        """Which nodes have said so."""
+        """Return the nodes that have said that they announced all that they knew of."""
         return self._nodes_with(f"{keys.members_prefix(generation)}told-all-", keys.parse_told_all_key)
 
     def _nodes_with(self, prefix: str, parse: Callable[[str], tuple[int, int] | None]) -> set[int]:
@@ -129,7 +132,7 @@ class Remote:
     # --- questions -----------------------------------------------------------------------------------------
 
     def committed_as(self, name: str) -> list[Decision]:
-        """Every committed checkpoint of this name that can be read."""
+        """Return every readable committed checkpoint of this name."""
 
         async def work(store: PatientStore) -> list[Decision]:
             listing = await store.list(f"{keys.DATA}{name}.g")
@@ -141,7 +144,7 @@ class Remote:
         return self.call(work)
 
     def decisions(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Decision]:
-        """Of those of these that are decided."""
+        """Return the decisions on these checkpoints, without those that are not decided."""
 
         async def work(store: PatientStore) -> dict[CheckpointId, Decision]:
             asked = list(ids)
@@ -151,11 +154,11 @@ class Remote:
         return self.call(work)
 
     def files(self, decision: Decision) -> Mapping[str, RemoteFile]:
-        """What a committed checkpoint has, by name; nothing if its receipts cannot be read."""
+        """Return the files of a committed checkpoint by name; none if its receipts cannot be read."""
         return self.call(lambda store: _files(store, decision))
 
     def committed_files(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Mapping[str, RemoteFile]]:
-        """What those of these that are committed have, by name."""
+        """Return the files, by name, of those of these checkpoints that are committed."""
         found = {id_: each for id_, each in self.decisions(ids).items() if each.outcome is Outcome.COMMIT}
 
         async def work(store: PatientStore) -> list[Mapping[str, RemoteFile]]:

@@ -1,5 +1,6 @@
-"""What is left of the disk to the trainer, which comes first: links of what it has deleted keep their space, and copies
-take some.
+"""Tracks the disk space that is left to the trainer, which has priority.
+
+Links to files that the trainer has deleted keep their space in use, and copies take more.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from ckpt_async.core.units import in_units
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.watch.tree import Tree
 
-# Beside the next checkpoint, for logs and whatever else is written there: so much of the disk, and never more than such
-# a checkpoint, which of a large disk is little.
+# The share of the disk that is kept free in addition to the next checkpoint, for logs and other files. It is
+# never more than the size of such a checkpoint, which is little of a large disk.
 RESERVE = 0.05
 
 
 class Written(Protocol):
-    """A checkpoint, or what may become one."""
+    """A checkpoint, or a candidate that may become one."""
 
     @property
     def written_ns(self) -> int: ...
@@ -30,8 +31,9 @@ class Written(Protocol):
 
 
 class Room:
-    """Of the disk that has `place`, where links and copies are. `min_free_bytes`: what the user wants to be left; 0 for
-    the next checkpoint and a reserve. Blocking calls.
+    """The space on the disk that has `place`, where links and copies are. Its calls block.
+
+    `min_free_bytes` is what the user wants to be left free; 0 means the next checkpoint and a reserve.
     """
 
     def __init__(self, folder: Path, place: Path, min_free_bytes: int = 0) -> None:
@@ -39,13 +41,16 @@ class Room:
         self._save_bytes = self._begun_bytes = 0
 
     def expect(self, known: Collection[Written], tree: Tree) -> None:
-        """The trainer's next checkpoint is as large as the largest of these. What was written since is part of it."""
+        """Expect the trainer's next checkpoint to be as large as the largest known one.
+
+        Files written since the newest known one are part of it already.
+        """
         self._save_bytes = max((each.size_bytes for each in known), default=0)
         last_ns = max((each.written_ns for each in known), default=0)
         self._begun_bytes = sum(each.size_bytes for each in tree.files.values() if each.mtime_ns > last_ns)
 
     def lacking_bytes(self) -> int:
-        """What the trainer lacks for what it writes next; 0 where it writes to another disk."""
+        """Return how much space the trainer lacks for what it writes next; 0 if it writes to another disk."""
         if not self._is_the_trainer_s():
             return 0
         free_bytes, floor_bytes = self._space(self._save_bytes)
@@ -54,12 +59,12 @@ class Room:
         return max(0, floor_bytes - free_bytes)
 
     def is_enough_without(self, size_bytes: int) -> bool:
-        """Whether the trainer would lack nothing if so much were taken."""
+        """Return whether the trainer would still have enough space if `size_bytes` were taken."""
         free_bytes, floor_bytes = self._space(self._save_bytes)
         return not self._is_the_trainer_s() or free_bytes - size_bytes >= floor_bytes
 
     def check_copy(self, size_bytes: int) -> None:
-        """Raises NoSpaceError if a copy of so much would leave too little."""
+        """Raise NoSpaceError if a copy of this size would leave too little space."""
         free_bytes, floor_bytes = self._space(max(size_bytes, self._save_bytes))
         if free_bytes - size_bytes < floor_bytes:
             raise NoSpaceError(
@@ -68,11 +73,11 @@ class Room:
             )
 
     def _space(self, save_bytes: int) -> tuple[int, int]:
-        """What is free, and what has to be: of a disk that only copies are on, the reserve."""
+        """Return how much is free, and how much has to be; only the reserve on a disk that has nothing but copies."""
         facts = os.statvfs(self._place)
         reserve_bytes = min(save_bytes, int(facts.f_blocks * facts.f_frsize * RESERVE))
         next_bytes = save_bytes if self._is_the_trainer_s() else 0
-        free_bytes = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize  # not every one tells
+        free_bytes = facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize  # some do not tell
         return free_bytes, self.min_free_bytes or next_bytes + reserve_bytes
 
     def _is_the_trainer_s(self) -> bool:
@@ -82,11 +87,11 @@ class Room:
 
 
 def held_only_by(folder: Path) -> int:
-    """How many bytes would be free without the files below it: those of which there is no other link."""
+    """Return how many bytes would be freed with the files below a folder, i.e. those with no other link."""
     size_bytes = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
             facts = path.lstat()
-            if facts.st_nlink == 1:  # a folder has at least two, or blocks of its own
+            if facts.st_nlink == 1:  # folders have at least two, or blocks of their own
                 size_bytes += facts.st_blocks * 512
     return size_bytes

@@ -1,4 +1,7 @@
-"""Which files a folder had, and until when: what other nodes tell of later may be gone by then. Pure."""
+"""Remembers which files a folder had, and until when. Pure.
+
+Another node may announce a checkpoint whose files are gone here by then.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,25 @@ from dataclasses import dataclass, field
 
 from ckpt_async.watch.tree import Tree
 
-# Of files that are gone: the newest.
+# How many files that are gone are remembered; the newest are kept.
 MAX_GONE = 100_000
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the looks of this start have seen."""
+    """The files that the looks of this start have seen."""
 
     _until_ns: dict[str, int] = field(default_factory=dict)  # by path
 
     def see(self, tree: Tree) -> None:
-        """The newest look."""
+        """Record the newest look."""
         self._until_ns.update(dict.fromkeys(tree.files, tree.now_ns))
         if len(self._until_ns) > 2 * MAX_GONE + len(tree.files):
             newest = sorted(self._until_ns.items(), key=lambda each: each[1])[-MAX_GONE - len(tree.files) :]
             self._until_ns = dict(newest)
 
     def gone(self, folder: str, tree: Tree, since_ns: int) -> list[str]:
-        """What was below a folder at that time or later, and is not there any more; not what had no name yet."""
+        """Return the files that were below a folder at or after that time and are gone now, without temporary ones."""
         found = (
             path
             for path, until_ns in self._until_ns.items()

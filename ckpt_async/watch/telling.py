@@ -1,4 +1,4 @@
-"""What a watcher tells, and what it reports when it ends."""
+"""What a watcher reports while it runs and when it ends."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from ckpt_async.watch.formats import Found
 
 logger = logging.getLogger(__name__)
 
-# What cannot be read for a moment (a folder that another node is deleting, too many open files) is no refusal yet.
+# What cannot be read for a moment (a folder that another node is deleting, too many open files) only counts
+# as refused after this long.
 UNREADABLE_S = 30.0
-# Nodes that are restarted for a reason begin fewer new starts.
+# Nodes that are restarted for a good reason begin fewer new starts than this within the time.
 MANY_STARTS, MANY_STARTS_S = 5, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Something that a person or a script wants to know. `event`: committed, there, refused, incomplete, changed."""
+    """An event of interest to a person or a script.
+
+    `event` is one of committed, there, refused, incomplete, changed.
+    """
 
     event: str
     path: str
@@ -37,10 +41,12 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a watcher has done when it ends. `unfinished` were handed in and are not decided: the next start, or
-    `ckpt-async drain STATE`, finishes them. `incomplete` have no mark yet, by their paths, and why. `is_cut_short`: the
-    time to finish was over before the store, or the other nodes, had answered. `num_there`: found in the store; of
-    `is_once` also those in the folder that an earlier start has committed.
+    """What a watcher has done by its end.
+
+    `unfinished` were handed in and are not decided: the next start, or `ckpt-async drain STATE`, finishes them.
+    `incomplete` are those without a mark so far, by path, with the reason. `is_cut_short`: the time to finish was
+    over before the store, or the other nodes, had answered. `num_there`: found in the store already; with `is_once`
+    also those in the folder that an earlier start has committed.
     """
 
     num_committed: int
@@ -54,7 +60,10 @@ class Report:
 
 
 class Teller:
-    """Tells each thing once, and keeps what is to be reported. `on_refused` hears of each refusal once, too."""
+    """Reports each thing once, and keeps what goes into the final report.
+
+    `on_refused` is called once for each refusal, too.
+    """
 
     def __init__(self, tell: Callable[[Told], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock = tell, clock
@@ -65,18 +74,20 @@ class Teller:
         self._said: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
         self._refused: dict[tuple[str, int], str] = {}  # by path and step
-        self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same: from which entry, and what
+        self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same keys: entry number and reason
         self.incomplete: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
 
     @property
     def refused(self) -> dict[str, str]:
-        """What was refused and is not in the store after all, and why, by path; also single files."""
+        """What was refused and did not reach the store after all, by path with the reason; includes files left out."""
         left_out = {path: reason for (path, _), (_, reason) in self._left_out.items()}
         return left_out | {path: reason for (path, _), reason in self._refused.items()}
 
     def settled(self, event: str, entry: Entry) -> None:
-        """It is in the store: `committed`, or `there` before. If it had been refused before, that is made good."""
+        """Report that an entry is in the store: `committed` now, or `there` before. This makes up for an earlier
+        refusal.
+        """
         self.counts[event] += 1
         here = entry.path or ".", entry.step
         self._refused.pop(here, None)
@@ -85,7 +96,7 @@ class Teller:
         self.tell(event, entry)
 
     def tell(self, event: str, what: Entry | Found | Announcement, reason: str = "") -> None:
-        """Once for each thing and reason."""
+        """Report an event, once for each thing and reason."""
         path = what.path or "."
         number = str(what.number) if isinstance(what, Entry) else ""
         if (path, event + number + reason) in self._said:
@@ -95,7 +106,7 @@ class Teller:
         self._tell(Told(event, path, what.step, what.name, what.format, reason, size_bytes))
 
     def refuse(self, what: Entry | Found | Announcement, refusal: Refusal, reason: str) -> None:
-        """It is not taken."""
+        """Report that something is not taken."""
         path = what.path or "."
         self._refused[path, what.step] = reason
         number = what.number if isinstance(what, Entry) else 0
@@ -103,26 +114,29 @@ class Teller:
         self.tell("refused", what, reason)
 
     def leave_out(self, entry: Entry, reason: str) -> None:
-        """Something of it was too late."""
+        """Report that a part of a checkpoint came too late."""
         path = entry.path or "."
         self._left_out[path, entry.step] = entry.number, reason
         self._count(Refused(path, Refusal.CHANGED, reason, entry.step, entry.name, entry.number))
         self.tell("changed", entry, reason)
 
     def tell_incomplete(self, found: Found, reason: str, *, is_finished: bool) -> None:
-        """Nothing will come of it. `is_finished`: its trainer was done with it, so that it is lost by some mistake."""
+        """Report a candidate that will not become a checkpoint.
+
+        `is_finished`: its trainer was done with it, so that some mistake has lost it.
+        """
         if is_finished:
             self._count(Refused(found.path or ".", Refusal.INCOMPLETE, reason, found.step, found.name))
         self.tell("incomplete", found, reason)
 
     def pass_by(self, folder: str, path: str) -> None:
-        """A file of a folder is of no known format."""
+        """Report that a file in a folder has no known format."""
         reason = f"{path} is of no known format, and is not uploaded: see --done, --pattern and --quiet-s"
         self.say("unknown", folder, reason)
         self._count(Refused(folder or ".", Refusal.UNKNOWN, reason))
 
     def pass_over(self, unreadable: Mapping[str, str]) -> None:
-        """What cannot be looked at now, and why: a checkpoint may be there."""
+        """Report what cannot be read now, with the reasons: a checkpoint may be there."""
         self.unreadable = {path or ".": f"it cannot be read: {why}" for path, why in unreadable.items()}
         now = self._clock()
         self._unreadable_since = {path: self._unreadable_since.get(path, now) for path in self.unreadable}
@@ -135,7 +149,7 @@ class Teller:
                 self._count(Refused(path, Refusal.UNREADABLE, reason))
 
     def end(self) -> None:
-        """Nobody looks any more: what cannot be read now is refused."""
+        """Refuse what cannot be read now; called when no further look will follow."""
         for path, reason in self.unreadable.items():
             self._count(Refused(path, Refusal.UNREADABLE, reason))
 
@@ -146,7 +160,7 @@ class Teller:
             self.on_refused(refused)
 
     def note_joined(self, node: int, num_nodes: int) -> None:
-        """Another node has begun a new start, and this one joins it."""
+        """Note that this node has joined a new start that another node has begun."""
         now = self._clock()
         self._joined.append(now)
         if len(self._joined) == MANY_STARTS and now - self._joined[0] < MANY_STARTS_S:
@@ -159,13 +173,13 @@ class Teller:
             )
 
     def trouble(self, error: Exception) -> None:
-        """Raises what does not pass by itself."""
+        """Report an error that may pass; raise it if it will not pass by itself."""
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise error
         self.say("trouble", str(error), f"{error}; trying again")
 
     def say(self, kind: str, what: str, message: str) -> None:
-        """A warning in the log, once for each `what` of a kind."""
+        """Log a warning, once for each `what` of a kind."""
         if (kind, what) not in self._said:
             self._said.add((kind, what))
             logger.warning(message)

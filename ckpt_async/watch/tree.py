@@ -1,4 +1,4 @@
-"""What a folder looks like, as one value: the files with their identities, and small parts of what is in them. Pure."""
+"""A folder as one value: its files with their identities, and access to small parts of their content. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# The end of a zip file, with the longest comment that the format allows.
+# The size of the end of a zip file, with the longest comment that the format allows.
 _ZIP_TAIL_BYTES = 22 + 65_535
 _MAX_SAFETENSORS_HEADER_BYTES = 100_000_000
 
@@ -26,15 +26,18 @@ class Identity(NamedTuple):
     mtime_ns: int
 
 
-# A part of a file: path, offset (from the end if negative), size. b"" if it is gone.
+# Reads a part of a file, given its path, offset (from the end if negative) and size. Returns b"" if it is
+# gone.
 Read = Callable[[str, int, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The regular files below a folder, by their paths in it. `root` is the folder's own name; `changed_ns` says when
-    something was last made, renamed or removed right in a folder; `ctime_ns` when a file was written, renamed or
-    linked, or a folder changed or renamed; `links` are the symbolic links, not followed.
+    """The regular files below a folder, by their paths in it.
+
+    `root` is the folder's own name. `changed_ns` tells when an entry was last made, renamed or removed directly in a
+    folder. `ctime_ns` tells when a file was written, renamed or linked, or a folder changed or renamed. `links` are
+    the symbolic links, which are not followed.
     """
 
     files: Mapping[str, Identity]
@@ -43,14 +46,14 @@ class Tree:
     now_ns: int = 0
     changed_ns: Mapping[str, int] = field(default_factory=dict)
     links: tuple[str, ...] = ()
-    # What was made of a file's content, from one look to the next: a `.metadata` may have a gigabyte.
+    # What was derived from a file's content, kept from look to look, since a `.metadata` may have a gigabyte.
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     ctime_ns: Mapping[str, int] = field(default_factory=dict)
-    unreadable: Mapping[str, str] = field(default_factory=dict)  # what cannot be looked at, and why
-    special: Mapping[str, str] = field(default_factory=dict)  # what has no content, and what it is: a FIFO …
-    # What a downloader has not finished, by the folder that it writes to.
+    unreadable: Mapping[str, str] = field(default_factory=dict)  # what cannot be read, and why
+    special: Mapping[str, str] = field(default_factory=dict)  # content-less, e.g. a FIFO
+    # Unfinished downloads, by the folder they are written to.
     fetching: Mapping[str, str] = field(default_factory=dict)
-    born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 where nothing tells
+    born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 if unknown
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
     _sorted: list[str] = field(default_factory=list)
     _all_folders: list[str] = field(default_factory=list)
@@ -72,15 +75,15 @@ class Tree:
         return sorted(self._folders)
 
     def names(self, folder: str) -> set[str]:
-        """Of the files right in a folder."""
+        """Return the names of the files directly in a folder."""
         return self._folders.get(folder, (set(), set()))[0]
 
     def parts(self, folder: str) -> set[str]:
-        """Names of the folders right in a folder."""
+        """Return the names of the folders directly in a folder."""
         return self._folders.get(folder, (set(), set()))[1]
 
     def below(self, folder: str) -> list[str]:
-        """Every file below a folder, by its path."""
+        """Return the paths of all files below a folder."""
         if not folder:
             return list(self._sorted)
         start, end = (
@@ -89,25 +92,26 @@ class Tree:
         return self._sorted[start:end]
 
     def folders_below(self, folder: str) -> list[str]:
-        """Itself and every folder below it, also those without files."""
+        """Return the folder and every folder below it, including those without files."""
         if not folder:
             return list(self._all_folders)
         start, end = (bisect.bisect_left(self._all_folders, f"{folder}{mark}") for mark in "/0")
         return [folder, *self._all_folders[start:end]]
 
     def links_below(self, folder: str) -> list[str]:
-        """Symbolic links below a folder."""
+        """Return the symbolic links below a folder."""
         here = f"{folder}/" if folder else ""
         return [path for path in self.links if path.startswith(here)]
 
     def special_below(self, folder: str) -> list[str]:
-        """What has no content below a folder."""
+        """Return the special files, which have no content, below a folder."""
         here = f"{folder}/" if folder else ""
         return [path for path in self.special if path.startswith(here)]
 
     def unreadable_below(self, folder: str) -> str:
-        """Of what could not be looked at, the first that has to do with a folder, and why: the folder itself, one that
-        it is in, or something below it. "" if there is none.
+        """Return the first unreadable path that concerns a folder, with the reason; "" if there is none.
+
+        That is the folder itself, a folder that contains it, or something below it.
         """
         here = f"{folder}/" if folder else ""
         for path, why in self.unreadable.items():
@@ -116,8 +120,9 @@ class Tree:
         return ""
 
     def fetched_to(self, folder: str) -> str:
-        """What a downloader has not finished of a folder, or of one that it is in, or of one in it; "" if nothing. One
-        that writes to the watched folder itself has nothing to do with what others write in it.
+        """Return an unfinished download into a folder, its ancestors or its descendants; "" if there is none.
+
+        A download into the watched folder itself does not concern what others write in that folder.
         """
         here = f"{folder}/" if folder else ""
         for to, path in self.fetching.items():
@@ -126,8 +131,10 @@ class Tree:
         return ""
 
     def once(self, what: str, path: str, make: Callable[[], T]) -> T:
-        """What `make` finds in a file, made once for each version of it. Where it finds nothing, or says why not, it is
-        asked again: the read may have failed.
+        """Return what `make` finds in a file, calling it once for each version of the file.
+
+        If it finds nothing, or returns a reason why not, it is called again next time, since the read may have
+        failed.
         """
         key = (what, path, self.files[path])
         if key in self.memo:
@@ -139,15 +146,16 @@ class Tree:
         return found
 
     def text(self, path: str, most_bytes: int = 1 << 16) -> str:
-        """A small file; "" if it is gone or no text."""
+        """Return the text of a small file, or of the first `most_bytes` of a larger one; "" if it is gone."""
         return self.read(path, 0, most_bytes).decode("utf-8", "replace") if path in self.files else ""
 
     def whole(self, path: str, most_bytes: int) -> bytes:
         return self.read(path, 0, min(self.files[path].size_bytes, most_bytes))
 
     def tensor_sums(self, path: str) -> dict[str, int]:
-        """The CRC-32 of each tensor in a file of torch.save's, as it says them itself; none if it is no such file, or
-        was written without (torch.serialization.set_crc32_options).
+        """Return the CRC-32 of each tensor in a torch.save file, as the file records them.
+
+        Empty if it is no such file, or was written without checksums (torch.serialization.set_crc32_options).
         """
 
         def sums() -> dict[str, int]:
@@ -163,8 +171,10 @@ class Tree:
         return self.once("sums", path, sums)
 
     def is_whole(self, path: str) -> bool:
-        """Whether a file has its end, as far as its own format tells: torch.save's zip files, and safetensors. True for
-        every other.
+        """Return whether a file has its end, as far as its own format tells.
+
+        Checks torch.save's zip files and safetensors. Any other file counts as whole, unless it is empty and has a
+        suffix that stands for tensors.
         """
         size_bytes = self.files[path].size_bytes
         if path.endswith(".safetensors"):
@@ -175,7 +185,7 @@ class Tree:
 
 
 class _Reading(io.RawIOBase):
-    """A file of a tree."""
+    """A file of a tree as a readable stream."""
 
     def __init__(self, tree: Tree, path: str) -> None:
         self._tree, self._path, self._at = tree, path, 0
@@ -200,12 +210,12 @@ class _Reading(io.RawIOBase):
 
 
 def files_of(path: str, tree: Tree) -> dict[str, Identity]:
-    """What is below a folder, or right in the watched one."""
+    """Return the files below a folder, or only those directly in the watched folder if the path is ""."""
     return {each: tree.files[each] for each in (tree.below(path) if path else sorted(tree.names("")))}
 
 
 def _is_whole_zip(tail: bytes, size_bytes: int) -> bool:
-    """Its directory comes last, and says where it begins."""
+    """Return whether a zip file has its directory, which comes last and says where it begins."""
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < 22:
         return False

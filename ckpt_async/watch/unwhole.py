@@ -1,5 +1,6 @@
-"""Files of torch.save's whose records are not what they say themselves: an earlier one is half written over, its end is
-there before its middle, or it is spoilt.
+"""Detects torch.save files whose records do not match their own checksums.
+
+Such a file is half written over an earlier one, has its end before its middle, or is damaged.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from awscrt import checksums as crt
 
 from ckpt_async.watch.tree import Identity
 
-# How often one that does not change is read again: what is written past the page cache's clock keeps its time.
+# When a file whose mtime does not change is read again, since some writes do not update the mtime.
 AGAIN_S = (4.0, 30.0, 300.0)
-# Nobody writes to it any more, as far as anybody can tell.
+# After this long, we assume that nobody writes to the file any more.
 GIVEN_UP_S = 30.0
 _READ_BYTES = 8 << 20
 
 
 def wrong_record(path: Path) -> str:
-    """The first record of a file of torch.save's whose bytes do not have the checksum that the file has of it, or what
-    else is wrong with it; "" if all are right.
+    """Return the first record of a torch.save file that does not match the checksum that the file has of it.
+
+    If something else is wrong with the file, return that; "" if all records are right.
     """
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb", buffering=0) as file:
@@ -57,7 +59,7 @@ class _Seen:
 
 
 class Unwhole:
-    """Which version of which path was found so: its bytes are not copied and compared again at once."""
+    """Remembers which versions of files were found damaged, so that they are not copied and compared again at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,12 +72,12 @@ class Unwhole:
         self._seen[path] = replace(seen, num_tries=seen.num_tries + 1, next_at=now + again_s)
 
     def waits(self, path: str, version: Identity) -> bool:
-        """Whether it is not to be tried yet."""
+        """Return whether the file must not be tried again yet."""
         seen = self._of(path, version)
         return seen is not None and self._clock() < seen.next_at
 
     def refused(self, path: str, version: Identity) -> str:
-        """Why it is refused, if it has not changed for long enough; else ""."""
+        """Return why the file is refused, if it has not changed for long enough, else ""."""
         seen = self._of(path, version)
         return seen.reason if seen is not None and self._clock() - seen.since >= GIVEN_UP_S else ""
 

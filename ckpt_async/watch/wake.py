@@ -1,4 +1,4 @@
-"""Waking early: inotify tells that something happened in a folder. What is there, only a scan says."""
+"""Wakes a watcher early: inotify tells that something happened in a folder, and only a scan tells what is there."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-# inotify(7): files closed after writing, renamed into place, made; folders made; the folder itself renamed.
+# inotify(7): files closed after writing, renamed into place, or made; folders made; the folder itself
+# renamed.
 _CLOSE_WRITE, _MOVED_TO, _CREATE, _MOVE_SELF = 0x8, 0x80, 0x100, 0x800
 _MASK = _CLOSE_WRITE | _MOVED_TO | _CREATE | _MOVE_SELF
-_OVERFLOW, _IGNORED = 0x4000, 0x8000  # events were lost; a watch has ended, as its folder has
+_OVERFLOW, _IGNORED = 0x4000, 0x8000  # events were lost; a watch ended with its folder
 _EVENT = struct.Struct("iIII")
-# A folder of datasets must not take every watch of the machine.
+# A folder of datasets must not use up every watch of the machine.
 _MAX_WATCHED = 4096
-# While the folder is not there, what is above it: it may be made.
+# While the folder does not exist, the folder above it is watched, since it may be made there.
 _ABOVE = ".."
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What happened between two looks: `paths` were made, written or renamed. Of `folders` nothing was missed."""
+    """What happened between two looks: `paths` were made, written or renamed. No event in `folders` was missed."""
 
     paths: frozenset[str] = frozenset()
     folders: frozenset[str] = frozenset()
 
     def is_untouched(self, path: str, folders: Iterable[str]) -> bool:
-        """Whether surely nothing came to `path`, which has these folders, and no other took its place. What was removed
-        from it is not asked.
+        """Return whether surely nothing was added to `path`, which has these folders, and nothing else took its place.
+
+        Removals from it do not count.
         """
         above = {"" if str(each) == "." else str(each) for each in PurePosixPath(path).parents}
         return {path, *folders, *above} <= self.folders and not any(
@@ -44,7 +46,7 @@ def _is_within(path: str, folder: str) -> bool:
 
 
 def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
-    """Which of them, as soon as there is one. Not by select(), which takes no descriptor above 1,023."""
+    """Return the readable descriptors as soon as there is one, not by select(), which takes none above 1,023."""
     poll = select.poll()
     for descriptor in descriptors:
         if descriptor >= 0:
@@ -53,15 +55,15 @@ def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
 
 
 class Waker:
-    """Waits for a time, or until something happens in the folders that were given. Without inotify, for the time."""
+    """Waits for a time, or until something happens in the followed folders. Without inotify, it waits for the time."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        self._watched: dict[str, int] = {}  # the kernel's number of each folder's watch
-        self._is_new = False  # a folder is followed that nobody has looked at since
-        self._steady: frozenset[str] = frozenset()  # were followed already when the newest look began
-        self._paths: set[str] = set()  # what happened since
+        self._watched: dict[str, int] = {}  # each folder's watch descriptor
+        self._is_new = False  # a newly followed folder was not looked at yet
+        self._steady: frozenset[str] = frozenset()  # followed since before the newest look
+        self._paths: set[str] = set()  # paths with events since then
         self._inotify = -1
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None, use_errno=True)
@@ -69,13 +71,15 @@ class Waker:
             self._inotify = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def follow(self, root: Path, folders: list[str]) -> None:
-        """Also be woken by what happens right in these. Where one is new, of whatever name, the next
-        `wait` returns at once: something may have been written to it between its listing and now.
+        """Also wake up for what happens directly in these folders.
+
+        If one of them is new, under any name, the next `wait` returns at once: something may have been written to it
+        between its listing and now.
         """
         if self._inotify < 0:
             return
         before, self._watched = self._watched, {}
-        for folder in folders[:_MAX_WATCHED]:  # a watch is the folder's, not its name's
+        for folder in folders[:_MAX_WATCHED]:  # a watch follows the folder, not its name
             number = self._add(self._inotify, os.fsencode(root / folder), _MASK)
             if number >= 0:
                 self._watched[folder] = number
@@ -89,18 +93,18 @@ class Waker:
             self._remove(self._inotify, number)
 
     def wake(self) -> None:
-        """From a signal handler or another thread."""
+        """End the current `wait`; called from a signal handler or another thread."""
         with contextlib.suppress(OSError):
             os.write(self._write, b"x")
 
     def news(self) -> News:
-        """Since this was asked before. Ask when a look begins, and `follow` what it finds."""
+        """Return what happened since the last call. Call it when a look begins, and `follow` what the look finds."""
         self._read_events()
         paths, self._paths = frozenset(self._paths), set()
         return News(paths, self._steady)
 
     def wait(self, timeout_s: float, *, rest_s: float = 0.0) -> None:
-        """`rest_s`: for so long only `wake` ends it."""
+        """Wait for `timeout_s`, or until something happens. During the first `rest_s`, only `wake` ends it."""
         if rest_s > 0 and _readable([self._read], min(rest_s, timeout_s)):
             os.read(self._read, 1 << 16)
             return
@@ -127,7 +131,7 @@ class Waker:
             folder, name = names.get(number), os.fsdecode(data[at - name_bytes : at].rstrip(b"\0"))
             if mask & _OVERFLOW or (mask & _IGNORED and folder == ""):
                 self._paths.add("")
-            elif folder is not None and not mask & _IGNORED:  # if it is made again, the one above tells
+            elif folder is not None and not mask & _IGNORED:  # if it is made again, its parent tells
                 self._paths.add("/".join(filter(None, (folder, name))))
 
     def close(self) -> None:

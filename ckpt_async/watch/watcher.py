@@ -1,4 +1,4 @@
-"""Looks at a folder again and again, and hands what is complete to an `Uploader`."""
+"""The watcher: looks at a folder periodically and hands complete checkpoints to an `Uploader`."""
 
 from __future__ import annotations
 
@@ -47,18 +47,22 @@ from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
 
-# How often one is handed in again that nobody could finish, though its bytes are still there.
+# How often a checkpoint that no start could finish is handed in again while its bytes are still there.
 MAX_ATTEMPTS = 20
-# What several nodes had sealed before one of them was started again: time for its commit. Later it is done again.
-# What is new waits for that, and the other nodes hold only so many of those that were rotated away.
+# With several nodes: how long we wait for a checkpoint that was sealed before a node restarted to be
+# committed by the others, before it is handed in again. New checkpoints wait for that, and the other nodes
+# hold only a limited number of those that were rotated away.
 PREDECESSOR_S = 5.0
-# Before another start is begun, for what the uploader has in its hands; the journal has the rest.
+# How long the uploader may finish what it has in hand before a new start begins; the journal keeps the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
 
 
 class Watcher:
-    """One folder and one remote. `run` blocks; all else is for tests and for what `run` calls."""
+    """Watches one folder for one remote.
+
+    `run` blocks. The other methods are called by `run` or by tests.
+    """
 
     def __init__(
         self, options: Options, tell: Callable[[Told], None] = lambda _: None, waker: Waker | None = None
@@ -83,9 +87,11 @@ class Watcher:
         self._is_cut_short, self._num_there_before = False, 0
 
     def run(self, stopping: Stop, again: Callable[[Exception], float] = lambda _: 0.0) -> Report:
-        """Watch until `stopping` is set (with `is_once`: until all that is complete is committed), then finish what was
-        handed in. Raises what keeps it from working: nothing is lost then, the next start goes on. `again` is told of
-        that first, and the folder is looked at for as many seconds as it returns.
+        """Watch until `stopping` is set, then finish what was handed in.
+
+        With `is_once`, end as soon as everything that is complete is committed. Raises whatever keeps the watcher
+        from working; nothing is lost then, because the next start continues. `again` is called with the error first,
+        and the folder is still looked at for as many seconds as it returns.
         """
         self._stopping = stopping
         self._ending = Ending(stopping, self.options.drain_timeout_s)
@@ -114,7 +120,7 @@ class Watcher:
                     close_s = 0.0
             except OutOfTimeError:
                 close_s = 0.0
-                # With nothing to finish no answer is missed, but those of other nodes.
+                # With nothing to finish, the only answers that can be missed are those of other nodes.
                 self._is_cut_short = self.options.num_nodes > 1 or self._has_left()
             except KeyboardInterrupt:
                 close_s = 0.0
@@ -129,7 +135,7 @@ class Watcher:
             lock.release()
 
     def _settle_in(self) -> None:
-        """The folder is ours."""
+        """Load state and settings; called once the lock on the folder is held."""
         if not self.options.folder.is_dir():
             logger.warning("%s is not there yet; waiting for it", self.options.folder)
         self.entries.load()
@@ -152,7 +158,7 @@ class Watcher:
     # --- a start of the run --------------------------------------------------------------------------------
 
     def _open_while_linking(self) -> None:
-        """The store may take its time, or be away."""
+        """Open the remote on another thread and keep looking at the folder: the store may be slow or unreachable."""
         opened = begin(self._open, "ckpt-async-open")
         self._lookout.look_and_take()
         attend(opened, self._go_on)
@@ -160,7 +166,10 @@ class Watcher:
         self._remote.meanwhile = self._go_on
 
     def _go_on(self) -> None:
-        """What cannot wait for the store. Raises OutOfTimeError when waiting is over, too."""
+        """Do the work that cannot wait for the store.
+
+        Raises OutOfTimeError once the watcher has to stop waiting, too.
+        """
         self._lookout.look_and_take()
         has_nothing = self._nodes is None and not self._has_left()
         if (has_nothing and self._stopping.is_set()) or self._stopping.is_over(self.options.drain_timeout_s):
@@ -171,7 +180,7 @@ class Watcher:
         return bool(self._lookout.num_left or self.entries.open())
 
     def _open(self) -> None:
-        """Begin a new generation of the run; what earlier ones had sealed is finished by it."""
+        """Begin a new generation of the run, which also finishes what earlier ones had sealed."""
         options = self.options
         self._sealed_before = _sealed(options)
         uploader = self._uploader = _uploader(options)
@@ -198,7 +207,8 @@ class Watcher:
 
     def _reopen(self, close_s: float = REOPEN_S) -> None:
         self._close(close_s)
-        while (error := _failure_of(self._open_while_linking)) is not None:  # it was open before
+        # It has been open before, so a failure is retried.
+        while (error := _failure_of(self._open_while_linking)) is not None:
             self._teller.trouble(error)
             self._close(0.0)
             self.waker.wait(self.options.interval_s)
@@ -217,11 +227,11 @@ class Watcher:
                     raise
                 logger.warning("another node has begun a new start; joining it")
                 self._teller.note_joined(self.options.node, self.options.num_nodes)
-                self._reopen(0.0)  # nothing is committed in this one any more
+                self._reopen(0.0)  # nothing more is committed in this generation
                 continue
             except (StoreError, NoSpaceError, OSError) as error:
                 self._teller.trouble(error)
-            # At the end, what only another node can go on with is left to the next start.
+            # When stopping, checkpoints that only another node can continue are left to the next start.
             left = [each for each in self.entries.open() if not (was_stopping and plan.awaits_others(each))]
             assert self._nodes is not None
             is_idle = is_whole and not (left or self._lookout.num_left or self._nodes.has_heard)
@@ -233,7 +243,7 @@ class Watcher:
             self._ending.tell(self._waits_for)
             soon_s = max(0.1, self.options.rules.settle_s / 2)
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
-            # What is made of a folder of thousands may take longer than listing it.
+            # With thousands of files, judging them may take longer than listing them.
             took_s = max(self._lookout.took_s, time.thread_time() - began_s)
             self.waker.wait(min(pause_s, self.options.interval_s), rest_s=REST * took_s)
 
@@ -243,7 +253,7 @@ class Watcher:
             return "what has just been written to stay as it is"
         if self._uploader is None or self._nodes is None:
             return ending.parts({}, [each.step for each in left], is_open=False)
-        left = [each for each in left if not plan.awaits_others(each)]  # the next start goes on with those
+        left = [each for each in left if not plan.awaits_others(each)]  # the next start continues them
         if not left and self._nodes.awaited:
             return f"{named('node', self._nodes.awaited)} to end, too: there may be more"
         ours = [each for each in left if each.generation == self._uploader.generation]
@@ -273,7 +283,7 @@ class Watcher:
             entry = due
             handed = [each for each in self.entries.open() if each.state is State.HANDED]
             size_bytes = sum(each.size_bytes for each in (*handed, entry))
-            # What is in its hands keeps its space until it is committed, however long that takes.
+            # What the uploader has in hand occupies its space until it is committed, however long that takes.
             has_room = not handed or self._room.is_enough_without(size_bytes)
             if not has_room or plan.are_many(len(handed), size_bytes):
                 return
@@ -285,7 +295,7 @@ class Watcher:
                     continue
                 entry = self.entries.note_checked(entry)
             known = self.entries.all.values()
-            if self.options.num_nodes == 1:  # else each has a part of it only
+            if self.options.num_nodes == 1:  # several nodes: each has only a part
                 entry = replace(entry, samples=samples_of(self.entries, entry))
                 if plan.awaits_akin(entry, known, self._uploader.generation):
                     return
@@ -306,14 +316,17 @@ class Watcher:
             assert self._nodes is not None
             try:
                 ours = self._nodes.announce(entry)
-            except InvalidRecordError as error:  # by another node, of another version perhaps
+            except InvalidRecordError as error:  # written by another node, perhaps of another version
                 self._settle_refused(entry, Refusal.GIVEN_UP, str(error))
                 continue
             _drop_larger(self.entries, entry)
             self._hand_in(replace(ours, state=State.HANDED, generation=generation))
 
     def _hand_in(self, entry: Entry) -> None:
-        """First it is written down: after a kill, the journal tells whether it was sealed."""
+        """Record the entry as handed in, then seal it.
+
+        The record comes first: after a kill, the journal tells whether the entry was sealed.
+        """
         assert self._uploader is not None
         self.entries.put(entry)
         try:
@@ -349,7 +362,7 @@ class Watcher:
         ours = self._uploader.generation
         handed = [each for each in self.entries.open() if each.generation]
         earlier = [each for each in handed if each.generation != ours]
-        outcomes: list[tuple[Entry, str]] = []  # and why it was given up
+        outcomes: list[tuple[Entry, str]] = []  # with the reason if it was given up
         for entry in handed:
             if entry.generation != ours or entry.state is not State.HANDED:
                 continue
@@ -360,7 +373,8 @@ class Watcher:
                 outcomes.append((entry, str(error)))
         for entry, reason in self._with_sums(outcomes):
             if reason:
-                self._nodes.check_newest()  # which has given up what was not sealed, and in which it comes again
+                # A newer generation has given up what was not sealed, and there it is handed in again.
+                self._nodes.check_newest()
                 self._given_up(entry, reason)
             else:
                 self._settle_committed(entry)
@@ -372,25 +386,27 @@ class Watcher:
             if decision is not None and decision.outcome is not Outcome.ABORT:
                 self._settle_committed(self._with_sums([(entry, "")])[0][0])
             elif entry.state is State.STAGED:
-                continue  # it is handed in again when its turn comes
+                continue  # handed in again when its turn comes
             elif decision is not None or id_ not in self._sealed_before or self._is_left_alone():
                 self._given_up(entry, decision.reason if decision else "it was not sealed", may_repeat=True)
 
     def _is_left_alone(self) -> bool:
-        """Whether other nodes had the time to finish what this one had sealed in an earlier start."""
+        """Return whether the other nodes have had time to finish what this node had sealed in an earlier start."""
         return self.options.num_nodes > 1 and time.monotonic() - self._opened_at > PREDECESSOR_S
 
     def _given_up(self, entry: Entry, reason: str, *, may_repeat: bool = False) -> None:
-        """Hand it in again if that can help: its bytes are still here, and a kill was in the way."""
+        """Hand the entry in again if that can help (a kill interrupted it and its bytes are still here), else refuse
+        it.
+        """
         self._attempts[entry.number] += 1
         if may_repeat and self._attempts[entry.number] <= MAX_ATTEMPTS and self.entries.is_intact(entry):
-            # Its generation stays: others may finish it yet.
+            # Its generation is kept, because other nodes may still finish it there.
             self.entries.put(replace(entry, state=State.STAGED))
         else:
             self._settle_refused(entry, Refusal.GIVEN_UP, reason)
 
     def _settle_same(self, entry: Entry, same: Same) -> None:
-        """It was committed before, perhaps by another name."""
+        """Settle an entry whose content was committed before, perhaps under another name."""
         _drop_larger(self.entries, entry)
         if same.is_in_store:
             self._teller.settled("there", self.entries.settle(same.known_as(entry), State.COMMITTED))
@@ -398,7 +414,10 @@ class Watcher:
             self._settle_refused(entry, Refusal.OUTDATED, same.why_outdated)
 
     def _with_sums(self, outcomes: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
-        """What is committed with its checksums. (Of several nodes, each has a part of it only.)"""
+        """Add checksums to the committed entries.
+
+        With several nodes, none are added, since each node has only a part of the checkpoint.
+        """
         assert self._remote is not None
         return with_sums(self._remote, outcomes) if self.options.num_nodes == 1 else outcomes
 
@@ -435,8 +454,10 @@ def _uploader(options: Options) -> Uploader:
         **{
             **options.settings,
             "on_error": "warn",
-            "min_free_bytes": 0,  # what is handed in is never held up: what is staged leaves room
-            # What is staged goes when its entry is settled; the trainer's files are not the uploader's.
+            # What is handed in is never delayed: the watcher leaves room by what it stages.
+            "min_free_bytes": 0,
+            # Staged links are removed when their entry is settled, and the trainer's files are not the
+            # uploader's to delete.
             "num_checkpoints_to_keep": -1,
             "latest_filename": "",
         },
@@ -444,7 +465,7 @@ def _uploader(options: Options) -> Uploader:
 
 
 def _sealed(options: Options) -> frozenset[CheckpointId]:
-    """What earlier starts had sealed and nobody has decided, as the journal has it."""
+    """Return the checkpoints that earlier starts had sealed and nobody has decided, according to the journal."""
     try:
         found = status.load(options.state).get(options.kind or "")
     except NoJournalError:
@@ -462,14 +483,17 @@ def _failure_of(opening: Callable[[], None]) -> StoreError | None:
 
 
 def _drop_larger(entries: Entries, entry: Entry) -> None:
-    """What has come too late for it is named, and not sent after it."""
+    """Drop staged larger versions of an entry: they come too late, and are reported instead of uploaded after it."""
     for late in added.larger(entry, entries.of_path(entry.path)):
         if late.state is State.STAGED:
             entries.drop(late)
 
 
 def _seal(uploader: Uploader, entries: Entries, entry: Entry) -> str:
-    """Why it may not be; "" if it is. From `enqueue` on the uploader notices what is changed in place."""
+    """Enqueue and seal an entry. Return why that is impossible, or "" on success.
+
+    From `enqueue` on, the uploader notices files that are changed in place.
+    """
     try:
         if shards := sorted(entry.shards.values()):
             uploader.enqueue(entries.staged(entry), entry.step, entry.name, files=shards)
@@ -482,8 +506,10 @@ def _seal(uploader: Uploader, entries: Entries, entry: Entry) -> str:
 
 
 def _retire(options: Options, entries: Entries, tree: Tree) -> None:
-    """Delete the trainer's older checkpoints, if that was asked for: only what is committed and has not changed. What
-    has more files than that is whole nowhere else.
+    """Delete the trainer's older checkpoints, if that was asked for.
+
+    Only checkpoints that are committed and have not changed are deleted. One that has more files than were committed
+    stays, because it is whole nowhere else.
     """
     if options.keep_local is None:
         return

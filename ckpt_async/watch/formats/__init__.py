@@ -1,6 +1,6 @@
-"""Which checkpoints are in a folder, and which of them are complete: one table of predicates over a listing. Pure.
+"""Finds the checkpoints in a folder and tells which are complete: one table of predicates over a listing. Pure.
 
-`marks` has what each format's mark says, `checks` what is checked of every mark, `found` what is found.
+`marks` has what each format's mark says, `checks` what is checked of every mark, and `found` the results.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _NONE = Known()
 
 
 def find(tree: Tree, rules: Rules = _TABLE_ONLY, known: Known = _NONE) -> list[Found]:
-    """Every checkpoint of the folder that is there or on its way, in the order in which they were complete: a trainer
-    may have gone back to a lower step. Where times tell nothing, by step. `known`: what was seen before.
+    """Return every checkpoint in the folder that is there or on its way, in the order in which they were complete.
+
+    That order is not by step, because a trainer may have gone back to a lower one; but where times tell nothing,
+    steps decide. `known` is what was seen before.
     """
     recognise = _by_rules if rules.done or rules.pattern or rules.quiet_s else _by_table
     there = list(recognise(tree, rules, set()))
@@ -103,8 +105,9 @@ def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
 
 
 def _guarded(format_: str, path: str, tree: Tree, judge: Callable[[], T]) -> T | Found:
-    """What `judge` says. It reads what anybody may have written: whatever that does to it, this one is refused, and the
-    rest is not held up.
+    """Return what `judge` says, or a refused checkpoint if it fails.
+
+    It reads what anybody may have written. Whatever that causes, only this one is refused, and the others go on.
     """
     try:
         return judge()
@@ -123,8 +126,10 @@ def _is_within(path: str, taken: set[str]) -> bool:
 
 
 def _by_rules(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
-    """What the user's own rules say. A pattern alone trusts that names are given by renaming; without one a file may be
-    a log, which is no checkpoint.
+    """Yield the checkpoints that the user's own rules recognise.
+
+    A pattern alone trusts that names are given by renaming. Without a pattern, a file at the top may be a log, which
+    is no checkpoint.
     """
     if rules.done:
         for folder in tree.folders:
@@ -140,7 +145,8 @@ def _by_rules(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:
         taken.add(path)
         kind = "quiet" if rules.quiet_s else "pattern"
         found = one_file(tree, kind, path) if path in tree.files else of_folder(tree, kind, path)
-        # The ctime, which nobody can set back, is also that of a link: where there is a mark, that would be our own.
+        # The ctime, which nobody can set back, also changes with a link. Where there is a mark, that link
+        # would be ours.
         newest_ns = max(changed_ns(tree, found), *(tree.ctime_ns.get(each, 0) for each in found.files), 0)
         if rules.quiet_s and tree.now_ns - newest_ns < rules.quiet_s * _NS:
             found = replace(found, reason=f"it changed within the last {rules.quiet_s:g} s", is_waiting=True)

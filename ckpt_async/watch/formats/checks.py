@@ -1,7 +1,7 @@
 """What is checked of every mark, whatever its format. Pure.
 
-A mark is older than no file that it stands for. Where one is, the mark is of an earlier save to the same place, and the
-checkpoint is being written anew. (Copies that did not keep times look like that: `Rules.ignores_times`.)
+A mark is never older than a file that it stands for. If it is, it belongs to an earlier save to the same place, and
+the checkpoint is being written anew. (Copies that did not keep times look the same: `Rules.ignores_times`.)
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, chan
 from ckpt_async.watch.tree import Tree
 
 DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
-# Written by other ranks than 0, after `latest` too, and no file says how many there are: pipeline stages, experts.
+# Written by ranks other than 0, possibly after `latest`, and no file says how many there are: pipeline
+# stages, experts.
 DEEPSPEED_UNCOUNTED = re.compile(r"(?:layer_|expert_|(?:bf16_|fp16_)?expp_rank_)\d+[-_].*_states\.pt")
 RNG = re.compile(r"rng_state_([0-9]+)\.pth|random_states_([0-9]+)\.pkl")
 _OLMO_RANK = re.compile(r"(?:.*/)?rank([0-9]+)\.pt")
-# What OLMo-core's callbacks write after its mark, and the names that it first gives to such files.
+# What OLMo-core's callbacks write after its mark, and the temporary names of such files.
 OLMO_CORE_LATE = re.compile(r"config\.json|data_paths\.txt|tmp[a-z0-9_]{8}")
 MAX_JSON_BYTES = 1 << 26
-# How long after the mark a rank that waits for no other may write, and how long before all that the others write it may
-# be done. What comes later, or was there before that, is of another save.
+# How long after the mark a rank that waits for no other may write, and how long before everything that the
+# others write it may be done. A file outside these times is of another save.
 LATE_RANK_S, EARLY_RANK_S = 60.0, 600.0
-# How long nothing may have changed where it is unknown what else is written.
+# How long nothing may have changed where it is unknown what else will be written.
 UNCOUNTED_S = 30.0
 _NS = 1_000_000_000
-# Two times that the kernel takes one after the other may differ by a tick of its clock.
+# Two times that the kernel takes one after the other may differ by one tick of its clock.
 _TICK_NS = 20_000_000
-# Whose mark, or what comes after it, may be renamed into place: how long after its last byte. OLMo-core has the file on
-# the disk first, behind all else that is on its way there. All others write their marks in place.
+# Formats whose mark, or what comes after it, may be renamed into place, with how long after its last byte.
+# OLMo-core first syncs the file, which waits for all else that is being written to the disk. All other
+# formats write their marks in place.
 _RENAMED_NS = {
     "olmo-core": 60 * _NS,
     "orbax": _NS,
@@ -43,17 +45,17 @@ _RENAMED_NS = {
     "nemo": 60 * _NS,
     "pattern": 60 * _NS,
 }
-# Where nothing is written or renamed last: how long after the last byte a writer may tidy up.
+# How long after the last byte a writer may tidy up, where nothing is written or renamed last.
 _TIDIED_NS = {"pattern": _NS, "nemo": _NS}
-# Whose marks name every file, so that one that was deleted is missed.
+# Formats whose marks name every file, so that a deleted one is missed.
 _NAMING = frozenset({"dcp", "lightning", "nemo", "deepspeed", "composer"})
-# Of which nothing is known but what the user says.
+# Formats of which nothing is known except what the user says.
 _OWN = frozenset({"done", "pattern", "quiet"})
-# Whose marks name no files, and to which all ranks write (OLMo: unless its name says otherwise).
+# Formats whose marks name no files and to which all ranks write (OLMo: unless its name says otherwise).
 _OF_ALL_NODES = _OWN | {"orbax", "megatron", "olmo"}
-# What one rank writes, whatever the format: DCP's, and OLMo-core's state of its trainer.
+# Files written by one rank in any format: DCP's, and the state of OLMo-core's trainer.
 _ANY_RANK = re.compile(r"(?:.*/)?(?:__[0-9]+_[0-9]+\.distcp|train/rank[0-9]+\.pt)")
-# Of formats whose marks name no files: what each rank writes.
+# What each rank writes, for formats whose marks name no files.
 _OF_RANK = {"deepspeed": DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}
 
 
@@ -67,9 +69,10 @@ def checked(
     versions: Sequence[Version] = (),
     newest_ns: int = 0,
 ) -> Found:
-    """The same with a reason, if a file that is here breaks the promise. `has_grown`: it was seen complete, and all of
-    that is there still. `was_handed`: with the same mark it was handed in. `versions`: what was complete at its path.
-    `newest_ns`: of the newest mark of any.
+    """Return `found`, with a reason if a file that is here contradicts the mark.
+
+    `has_grown`: it was seen complete, and all of that is still there. `was_handed`: it was handed in with the same
+    mark. `versions`: what was complete at its path. `newest_ns`: the time of the newest mark of any checkpoint.
     """
     found = _with_named(tree, found)
     if found.reason:
@@ -92,7 +95,7 @@ def checked(
         return replace(found, reason=reason, is_mixed=True)
     if has_grown:
         return found
-    # Then nothing tells a save that has begun from the one that it goes over, but that somebody writes.
+    # Without times, only ongoing writes distinguish a save that has begun from the one that it overwrites.
     is_told_by_time = rules.ignores_times and not found.is_file and found.format != "pattern"
     if is_told_by_time and abs(tree.now_ns - changed_ns(tree, found)) < UNCOUNTED_S * _NS:
         reason = f"it changed within the last {UNCOUNTED_S:g} s, which --ignore-times waits for"
@@ -106,7 +109,7 @@ def checked(
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
                 " without its times (see --once --ignore-times)",
             )
-        changed = changed_ns(tree, found)  # before another was complete: nobody writes to it any more
+        changed = changed_ns(tree, found)  # before a later mark: nobody writes to it any more
         if newer and changed >= newest_ns and abs(tree.now_ns - changed) < UNCOUNTED_S * _NS:
             reason = f"{newer[0]} was added after its mark, and it changed within the last {UNCOUNTED_S:g} s"
             return replace(found, reason=reason, is_waiting=True)
@@ -114,7 +117,7 @@ def checked(
 
 
 def newer_than_mark(tree: Tree, found: Found) -> list[str]:
-    """What of it was written after its mark, but for what may be, soon after it."""
+    """Return the files that were written after the mark, without those that may be written shortly after it."""
     marked_ns = tree.files[found.mark].mtime_ns
     newer = [path for path in found.files if tree.files[path].mtime_ns > marked_ns]
     late_ns = marked_ns + int(LATE_RANK_S * _NS)
@@ -127,10 +130,11 @@ def newer_than_mark(tree: Tree, found: Found) -> list[str]:
 
 
 def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> str:
-    """A file of a rank that waits for no other, which is that of an earlier save, or of the next one already: it is as
-    it was in another save, or it is not as it was in this one, or it is far older than all the rest. Or one that each
-    save writes, and that is as it was with another mark: whoever copies may bring the mark first, and keep old times.
-    "" if there is none.
+    """Return a file that is not of the same save as the mark; "" if there is none.
+
+    Either a rank that waits for no other wrote it in an earlier save, or already in the next one: the file is as it
+    was in another save, or not as it was in this one, or far older than all the rest. Or every save writes it, and it
+    is as it was with another mark: a copy may bring the mark first, and keep old times.
     """
     for each in versions:
         if each.files.get(found.mark, tree.files.get(found.mark)) == tree.files.get(found.mark):
@@ -153,8 +157,9 @@ def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[V
 
 
 def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> Found:
-    """The same without what was added to an earlier save to the same place after its mark, and has not been written
-    since: this one's is still to come, or it has none.
+    """Return `found` without files that were added to an earlier save to the same place and not written since.
+
+    They came after the mark of that save. Those of this save are still to come, or it has none.
     """
     left = set[str]()
     for each in versions:
@@ -169,7 +174,7 @@ def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> 
 
 
 def is_same_save(tree: Tree, found: Found, version: Version) -> bool | None:
-    """Whether what its mark stood for is here as it was; None where nothing can tell."""
+    """Return whether what the version's mark stood for is here unchanged; None if nothing can tell."""
     rest = {path: was for path, was in version.body.items() if not is_free(found.format, found.shard(path))}
     return rest.items() <= tree.files.items() if rest else None
 
@@ -177,8 +182,10 @@ def is_same_save(tree: Tree, found: Found, version: Version) -> bool | None:
 def are_added(
     tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules, versions: Sequence[Version] = ()
 ) -> bool:
-    """Whether these were made after the mark, one soon after the other. What is being written anew was there before,
-    also if it has another inode now, or begins later; what was added to an earlier save, too, may be written in place.
+    """Return whether these files were made after the mark, one soon after the other.
+
+    A file that is being written anew was there before, even if it has another inode now or its writing begins later.
+    A file that was also added to an earlier save may be written in place.
     """
     if any(not each.body.keys().isdisjoint(newer) for each in versions):
         return False
@@ -193,7 +200,7 @@ def are_added(
 
 
 def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
-    """The same with a reason, if something seems to have been deleted from it and its mark cannot tell."""
+    """Return `found`, with a reason if something seems to have been deleted from it and its mark cannot tell."""
     if rules.ignores_times or found.is_file:
         return found
     if found.mark and found.format not in _NAMING:
@@ -213,16 +220,19 @@ def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
 
 
 def _renamed_ns(tree: Tree, folder: str) -> int:
-    """When a folder was renamed, if nothing was made in it or removed from it later, or else 0: those set both of its
-    times.
+    """Return when a folder was renamed, or 0 if something was made in it or removed from it later.
+
+    Those changes set both of its times.
     """
     ctime_ns = tree.ctime_ns.get(folder, 0)
     return ctime_ns if ctime_ns > tree.changed_ns.get(folder, 0) else 0
 
 
 def has_all_below(found: Found) -> bool:
-    """Whether all that is below its folder is its own. What DCP's mark right in the watched folder names is missed
-    where it is not read, and what else is beside it is something else.
+    """Return whether everything below its folder belongs to it.
+
+    Not so for a DCP mark directly in the watched folder: a file that it names is missed if it is not read, and
+    whatever else is beside it is something else.
     """
     return not found.is_file and (found.format != "dcp" or bool(found.path))
 
@@ -236,17 +246,18 @@ def _is_json(tree: Tree, path: str) -> bool:
 
 
 def _changed_later(tree: Tree, found: Found, since_ns: int) -> str | None:
-    """The folder from which something seems to have been deleted since, as a rotation does that has begun. What was
-    made in it was written then, and what was renamed into it was changed itself, as its ctime says.
+    """Return the folder from which something seems to have been deleted since, as a rotation that has begun does.
+
+    What was made in the folder was written then, and what was renamed into it was changed itself, as its ctime tells.
     """
-    made_ns: dict[str, int] = {}  # in each folder, the newest that is a folder itself
+    made_ns: dict[str, int] = {}  # in each folder: when its newest subfolder changed
     for folder in tree.folders_below(found.path):
         above = folder.rpartition("/")[0]
         made_ns[above] = max(made_ns.get(above, 0), tree.changed_ns.get(folder, 0))
     all_ns = max((tree.files[each].mtime_ns for each in found.files), default=0)
     for folder in tree.folders_below(found.path):
         files = [join(folder, each) for each in tree.names(folder)]
-        # Of an empty one nothing says when it was made.
+        # Nothing tells when an empty folder was made.
         here_ns = max((tree.files[each].mtime_ns for each in files), default=made_ns.get(folder, all_ns))
         written_ns = max(since_ns, here_ns, made_ns.get(folder, 0))
         renamed_ns = max((tree.ctime_ns.get(each, 0) for each in files), default=0)
@@ -258,7 +269,7 @@ def _changed_later(tree: Tree, found: Found, since_ns: int) -> str | None:
 
 
 def is_free(format_: str, shard: str) -> bool:
-    """Whether it may be written after the mark: by another rank, with no barrier between them, or by a callback."""
+    """Return whether a file may be written after the mark, by a callback or by another rank without a barrier."""
     if format_ == "olmo-core":
         return OLMO_CORE_LATE.fullmatch(shard) is not None
     if format_ == "deepspeed" and DEEPSPEED_UNCOUNTED.fullmatch(shard):
@@ -269,18 +280,19 @@ def is_free(format_: str, shard: str) -> bool:
 
 
 def _is_written_by_each(format_: str, shard: str) -> bool:
-    """Whether each save writes it, and it is added to none."""
+    """Return whether every save writes the file, so that it is never an added one."""
     return is_free(format_, shard) or _ANY_RANK.fullmatch(shard) is not None
 
 
 def is_of_late_rank(format_: str, shard: str) -> bool:
-    """Whether it is of a rank that writes it for each save, and waits for no other."""
+    """Return whether the file is of a rank that writes it in every save and waits for no other."""
     return format_ != "olmo-core" and is_free(format_, shard)
 
 
 def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:
-    """Whether two nodes with different files of this name cannot both be right: one rank has written it, or nothing is
-    known of the format. What the mark names is `named`.
+    """Return whether two nodes with different files of this name cannot both be right.
+
+    That is so if one rank has written it, or if nothing is known about the format. `named` is what the mark names.
     """
     if format_ in _OWN or _ANY_RANK.fullmatch(shard):
         return True
@@ -289,13 +301,14 @@ def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:
 
 
 def misses_what_is_gone(format_: str) -> bool:
-    """Whether its mark names the files that must be there, on one node or another."""
+    """Return whether the mark names the files that must be there, on one node or another."""
     return format_ in _NAMING
 
 
 def is_of_all_nodes(format_: str, name: str, files: Collection[str]) -> bool:
-    """Whether a node that has nothing of it must have had something: nothing names its files, and all ranks write.
-    `files` are those of the node with the mark.
+    """Return whether a node that has nothing of the checkpoint must have had something.
+
+    That is so if nothing names its files and all ranks write. `files` are those of the node with the mark.
     """
     if format_ not in _OF_ALL_NODES or name.endswith("-unsharded"):
         return False
@@ -304,19 +317,21 @@ def is_of_all_nodes(format_: str, name: str, files: Collection[str]) -> bool:
 
 
 def removed_from(tree: Tree, format_: str, folder: str, since_ns: int) -> str | None:
-    """The folder from which something seems to have been deleted since, if its mark cannot tell."""
+    """Return the folder from which something seems to have been deleted since, if the mark cannot tell."""
     if format_ in _NAMING:
         return None
     return _changed_later(tree, Found(format_, folder, 0, "", tuple(tree.below(folder))), since_ns)
 
 
 def may_be_left_over(format_: str) -> bool:
-    """Whether of two nodes' files the older one is surely of an earlier save: one rank writes it, on one node."""
+    """Return whether the older one of two nodes' files is surely of an earlier save, since one rank on one node writes
+    it.
+    """
     return format_ not in _OWN
 
 
 def _with_named(tree: Tree, found: Found) -> Found:
-    """With what the `.metadata` files in it name and is not here; or with the reason why one cannot be read."""
+    """Add the missing files that its `.metadata` files name, or the reason why one of those cannot be read."""
     marks = [path for path in found.files if last(path) == METADATA]
     missing = list(found.missing)
     for mark in marks:
@@ -334,7 +349,7 @@ def _with_named(tree: Tree, found: Found) -> Found:
 
 
 def named_in(tree: Tree, mark: str) -> dict[str, int] | str:
-    """What a `.metadata` names, with the least size of each; or why it cannot be read."""
+    """Return the files that a `.metadata` names, with the least size of each, or the reason why it cannot be read."""
     return tree.once("named", mark, functools.partial(_named, tree, mark))
 
 

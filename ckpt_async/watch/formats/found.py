@@ -1,4 +1,4 @@
-"""What was found in a folder: a checkpoint, whole or not, its name and its step. Pure."""
+"""What was found in a folder: a checkpoint, complete or not, with its name and step. Pure."""
 
 from __future__ import annotations
 
@@ -12,43 +12,46 @@ from dataclasses import dataclass, field
 from ckpt_async.watch.tree import Identity, Tree
 
 METADATA = ".metadata"
-# No part of a longer one (a date with its time), nor of a fraction (a metric).
+# A number that is neither part of a longer one (a date with its time) nor of a fraction (a metric).
 _NUMBER = re.compile(r"(?<![0-9])(?<![0-9]\.)([0-9]{1,12})(?![0-9])(?!\.[0-9])")
 _NAMED_STEP = re.compile(r"(?:step=?[-_]?|iter[-_]?|ba|checkpoint-)" + _NUMBER.pattern)
-# Lightning's names have metrics too (`val_loss=0.29`, `train_loss_step=0.29`), and versions (`-v1`).
+# Lightning's names also have metrics (`val_loss=0.29`, `train_loss_step=0.29`) and versions (`-v1`).
 _LIGHTNING_STEP = re.compile(r"(?<![A-Za-z_])(?:global_)?step=([0-9]{1,12})(?!\.?[0-9])")
-# How much of a pickle is searched for a number that it says. DeepSpeed's comes after the names of all tensors.
+# How much of a pickle is searched for a number. DeepSpeed's come after the names of all tensors.
 _SEARCHED_BYTES = 1 << 22
 _NS = 1_000_000_000
-# What is added to a checkpoint holds it up for so long, or so many settle times, at most.
+# A checkpoint waits at most this long, or this many settle times, for what is added to it.
 GROWING_S, NUM_SETTLES = 60.0, 10
-# Where other nodes wait to hear of it: time for one file to be added, and to settle.
+# The same where other nodes wait for the announcement: time for one file to be added, and to settle.
 NUM_SETTLES_OF_NODES = 2
-# Formats of Lightning, and the file of a folder that says the step where its name does not.
+# Lightning's formats, with the file that tells the step where the folder's name does not.
 _SAYS_STEP = {"lightning": "meta.pt", "nemo": "weights/common.pt"}
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the user said about how checkpoints are told. `done`, `pattern` and `quiet_s` replace the table."""
+    """What the user said about how to recognise checkpoints. `done`, `pattern` and `quiet_s` replace the table."""
 
     formats: tuple[str, ...] = ()  # only these of the table
     done: str = ""  # a folder is complete once it has a file of this name
-    pattern: str = ""  # what has such a path was renamed to it when it was complete
-    quiet_s: float = 0.0  # complete when nothing of it has changed for so long
+    pattern: str = ""  # a path like this was given by renaming what was complete
+    quiet_s: float = 0.0  # complete when nothing in it has changed for this long
     ignores_times: bool = False
     ranks: int = 0  # trainer processes on all nodes, where the format does not tell; 0: unknown
     num_nodes: int = 1
-    settle_s: float = 1.0  # what is added to it within so long belongs to it
+    settle_s: float = 1.0  # what is added within this time belongs to the checkpoint
 
     @property
     def growing_s(self) -> float:
-        """How long after its mark something may go on being added to it."""
+        """How long after its mark a checkpoint may go on growing."""
         return max(GROWING_S, NUM_SETTLES * self.settle_s)
 
     @property
     def held_back_s(self) -> float:
-        """How long it is held back for that. Of several nodes, the others may rotate away their parts meanwhile."""
+        """How long a checkpoint is held back for that.
+
+        With several nodes it is shorter, because the others may rotate away their parts in the meantime.
+        """
         return self.growing_s if self.num_nodes == 1 else NUM_SETTLES_OF_NODES * self.settle_s
 
 
@@ -57,14 +60,14 @@ Files = Mapping[str, Identity]
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One that was seen complete, and when its mark was written."""
+    """A version that was seen complete, and when its mark was written."""
 
     files: Files
     marked_ns: int
 
     @property
     def body(self) -> Files:
-        """What its mark stood for, without what was added to that."""
+        """The files that the mark stood for, without those added after it."""
         return {path: was for path, was in self.files.items() if was.mtime_ns <= self.marked_ns}
 
     @property
@@ -74,8 +77,9 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """By path, the files of what was seen complete: `growing` may still be added to, `handed` was handed in; `versions`
-    are all.
+    """By path, the files of what was seen complete.
+
+    `growing` may still be added to, `handed` was handed in, and `versions` are all.
     """
 
     growing: Mapping[str, Sequence[Files]] = field(default_factory=dict)
@@ -85,19 +89,21 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One checkpoint. `files` are those here, by their paths in the folder; `missing` those that its mark names and
-    that are not here (on one node: it is incomplete). `reason` says why it is not complete, "" if it is. `is_waiting`:
-    time alone will tell. `is_refused`: it will never be complete as it is. `left_over`: what is in its folder of an
-    earlier save. `num_ranks`: how many have written it, 0 if unknown; `of_other_ranks`: what ranks have left that an
-    earlier save had. `is_mixed`: its mark is there, and a file is not of the same save.
+    """A checkpoint that was found.
+
+    `files` are those here, by their paths in the folder; `missing` are those that its mark names and that are not
+    here (on a single node, it is then incomplete). `reason` says why it is not complete; "" if it is. `is_waiting`:
+    only time will tell. `is_refused`: it will never be complete as it is. `left_over`: files in its folder of an
+    earlier save. `num_ranks`: how many ranks have written it, 0 if unknown. `of_other_ranks`: files left by ranks
+    that only an earlier save had. `is_mixed`: its mark is there, but a file is not of the same save.
     """
 
     format: str
-    path: str  # of its folder ("": the watched folder itself), or its one file
+    path: str  # of its folder ("": the watched folder), or of its one file
     step: int
     name: str
     files: tuple[str, ...]
-    mark: str = ""  # the file that says so; "" where the name does
+    mark: str = ""  # the file that marks it complete; "" where the name does
     missing: tuple[str, ...] = ()
     reason: str = ""
     is_waiting: bool = False
@@ -112,7 +118,7 @@ class Found:
         return self.files == (self.path,)
 
     def shard(self, path: str) -> str:
-        """The name of a file of it within the checkpoint."""
+        """Return the name of one of its files within the checkpoint."""
         return path.rpartition("/")[2] if self.is_file else path[len(self.path) + 1 if self.path else 0 :]
 
     @property
@@ -123,7 +129,7 @@ class Found:
 def of_folder(tree: Tree, format_: str, folder: str, *, mark: str = "", reason: str = "") -> Found:
     files = [] if not folder and format_ == "dcp" else tree.below(folder)
     if not folder and format_ == "dcp":
-        files = sorted(tree.names(""))  # what is beside its mark; other folders are others
+        files = sorted(tree.names(""))  # what is beside its mark; other folders are separate
     files = [each for each in files if not each.endswith(".tmp")]
     name = last(folder) or tree.root
     step = _step_of(name, format_)
@@ -154,19 +160,20 @@ def _step_of(name: str, format_: str) -> int | None:
 
 
 def _written_s(tree: Tree, path: str) -> int:
-    """Where nothing tells a step: later ones are higher."""
+    """Return a time as the step where nothing tells one, so that later checkpoints have higher steps."""
     return tree.files[path].mtime_ns // _NS if path in tree.files else 0
 
 
 def marked_ns(tree: Tree, found: Found) -> int:
-    """When it was complete, by its mark, or else by its newest file; 0 if nothing of it is here."""
+    """Return when it was complete, by its mark or else by its newest file; 0 if nothing of it is here."""
     told_by = [found.mark] if found.mark in tree.files else found.files
     return max((tree.files[each].mtime_ns for each in told_by), default=0)
 
 
 def changed_ns(tree: Tree, found: Found) -> int:
-    """When something was last written to it, made in it or removed from it. Copies that keep times set back those of
-    files, and of a folder when all of it is there.
+    """Return when something was last written to it, made in it or removed from it.
+
+    A copy that keeps times sets back those of its files, and that of a folder once all of it is there.
     """
     of_files = (tree.files[each].mtime_ns for each in found.files)
     of_folders = (
@@ -176,7 +183,9 @@ def changed_ns(tree: Tree, found: Found) -> int:
 
 
 def said(tree: Tree, path: str, keys: tuple[str, ...]) -> dict[str, int]:
-    """Whole numbers that the state in a file of torch.save's says under these keys, first come; nothing is run."""
+    """Return the whole numbers that a torch.save file has under these keys, the first of each. Nothing in it is
+    executed.
+    """
     if path not in tree.files:
         return {}
     return tree.once("says", path, lambda: said_in(tree.read(path, 0, _SEARCHED_BYTES), keys))

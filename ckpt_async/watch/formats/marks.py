@@ -1,4 +1,4 @@
-"""What each format's mark says, by what its own writer leaves last; docs/watch.md has the table. Pure."""
+"""What each format's mark says, by what its own writer leaves last. The table is in docs/watch.md. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ckpt_async.watch.formats.found import (
 )
 from ckpt_async.watch.tree import Tree
 
-# Folders that hold a DCP checkpoint as a part of another one: OLMo-core's, NeMo's, what transformers and accelerate
-# write of FSDP, OLMo's.
+# Folders that hold a DCP checkpoint as part of another one: OLMo-core's, NeMo's, those that transformers and
+# accelerate write for FSDP, and OLMo's.
 _PARTS = ("model_and_optim", "weights", "pytorch_model_fsdp_0", "optimizer_0", "model", "optim", "train")
 _TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
 _OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?(-tmp)?")
@@ -40,13 +40,13 @@ _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _DEEPSPEED_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _DEEPSPEED_OPTIM = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)(\d+)(_mp_rank_(\d+)_optim_states\.pt)")
 _COMPOSER = re.compile(r"ep[0-9]+-ba([0-9]{1,12})(?:-rank([0-9]+))?\.pt")
-# Between two small files that a writer leaves one after the other.
+# The time between two small files that a writer leaves one after the other.
 NEXT_FILE_S = 2.0
 _NS = 1_000_000_000
 
 
 def orbax(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """`commit_success.txt`, or a folder that was renamed into place, with `_CHECKPOINT_METADATA`."""
+    """Recognise Orbax: `commit_success.txt`, or a folder with `_CHECKPOINT_METADATA` that was renamed into place."""
     name = last(folder)
     if ".orbax-checkpoint-tmp" in name:
         return of_folder(tree, "orbax", folder, reason="Orbax has not renamed it into place")
@@ -56,8 +56,9 @@ def orbax(tree: Tree, folder: str, _: Rules) -> Found | None:
     if "commit_success.txt" in marks:
         return of_folder(tree, "orbax", folder, mark=join(folder, "commit_success.txt"))
     mark = join(folder, "_CHECKPOINT_METADATA")
-    try:  # the time of the commit is written into it last of all, and then the folder is renamed; or, without renaming,
-        # commit_success.txt is written
+    # Orbax writes the time of the commit into it last of all. Then it renames the folder or, if it does not rename,
+    # writes commit_success.txt.
+    try:
         committed = json.loads(tree.whole(mark, MAX_JSON_BYTES)).get("commit_timestamp_nsecs", "unknown")
     except (ValueError, AttributeError, RecursionError):
         return of_folder(tree, "orbax", folder, reason="its _CHECKPOINT_METADATA is not whole")
@@ -70,9 +71,10 @@ def orbax(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def flashpoint(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """`.metadata`, and no `…unfinished` beside it: each rank removes its own when it is done, after `.metadata`.
+    """Recognise ML Flashpoint: `.metadata`, and no `…unfinished` beside the folder.
 
-    `common.pt` is there before the first of them is made.
+    Each rank removes its own `…unfinished` when it is done, after `.metadata`. `common.pt` is there before the first
+    of them is made.
     """
     if not _FLASHPOINT.fullmatch(last(folder)):
         return None
@@ -86,7 +88,10 @@ def flashpoint(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def nemo(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """`weights/.metadata` in it, and no `<name>-unfinished` beside it. The `context` is not always saved."""
+    """Recognise NeMo: `weights/.metadata`, and no `<name>-unfinished` beside the folder.
+
+    The `context` is not always saved.
+    """
     weights = tree.names(join(folder, "weights")) if folder else set()
     if METADATA not in weights:
         is_begun = any(each.endswith(".distcp") for each in weights)
@@ -101,7 +106,7 @@ def nemo(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def olmo(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """OLMo-core's `.metadata.json`, or OLMo's `config.yaml` in a folder that was renamed from `…-tmp`."""
+    """Recognise OLMo-core's `.metadata.json`, or OLMo's `config.yaml` in a folder that was renamed from `…-tmp`."""
     name, names = last(folder), tree.names(folder)
     match = _OLMO.fullmatch(name)
     if not folder:
@@ -119,15 +124,19 @@ def olmo(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def _has_state_of_olmo(tree: Tree, folder: str) -> bool:
-    """As its five checkpointers name it (olmo/checkpoint.py, 0.6.0). Others call a folder `step100`, too, and write a
-    `config.yaml` first.
+    """Return whether there is state under the names of OLMo's five checkpointers (olmo/checkpoint.py, 0.6.0).
+
+    Other trainers also call a folder `step100`, and write a `config.yaml` first.
     """
     is_named = any(_OLMO_STATE.fullmatch(each) for each in tree.names(folder))
     return is_named or not tree.parts(folder).isdisjoint({"model", "model_and_optim", "train"})
 
 
 def _olmo_core(tree: Tree, folder: str) -> Found:
-    """After its mark, callbacks write a configuration, too: each file under another name, and then renamed."""
+    """Recognise OLMo-core, whose callbacks also write a configuration after the mark.
+
+    They write each file under another name, and then rename it.
+    """
     found = of_folder(tree, "olmo-core", folder, mark=join(folder, ".metadata.json"))
     late = [path for path in found.files if OLMO_CORE_LATE.fullmatch(found.shard(path))]
     unnamed = {path for path in late if not path.endswith((".json", ".txt"))}
@@ -140,7 +149,10 @@ def _olmo_core(tree: Tree, folder: str) -> Found:
 
 
 def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
-    """`trainer_state.json`, which rank 0 writes last; of other ranks it says nothing, so their files are counted."""
+    """Recognise transformers: `trainer_state.json`, which rank 0 writes last.
+
+    It says nothing about other ranks, so their files are counted.
+    """
     match = _TRANSFORMERS.fullmatch(last(folder))
     if not match:
         return None
@@ -162,7 +174,7 @@ def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
         return replace(
             found, reason="of several nodes it does not say how many ranks there were: give --ranks"
         )
-    count = num_ranks or max(*ranks, 1, 1) + 1  # one process alone has no number in the name
+    count = num_ranks or max(*ranks, 1, 1) + 1  # a single process has no number in the name
     lacking = [f"rng_state_{rank}.pth" for rank in range(count) if ranks and rank not in ranks]
     named = set(re.findall(r'"([^"/]+\.(?:safetensors|bin))"', "".join(_indexes(tree, folder))))
     missing = tuple(sorted({*lacking} | (named - tree.names(folder))))
@@ -171,7 +183,7 @@ def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
 
 
 def _world_size(tree: Tree, folder: str, ranks: set[int]) -> int:
-    """How many processes there were, as the pickled arguments say; 0 if they do not, or not of these ranks."""
+    """Return the number of processes from the pickled arguments; 0 if they do not tell, or do not fit these ranks."""
     told = _num_processes(tree, folder)
     return told if told > max(ranks, default=0) else 0
 
@@ -190,7 +202,10 @@ _MAX_DIGITS = 12
 
 
 def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """`latest_checkpointed_iteration.txt`, written after a barrier, names it or a later one."""
+    """Recognise Megatron: `latest_checkpointed_iteration.txt` names this iteration or a later one.
+
+    It is written after a barrier.
+    """
     match = _MEGATRON.fullmatch(last(folder))
     above = folder.rpartition("/")[0]
     if not match:
@@ -216,7 +231,10 @@ def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
-    """`latest` names it; rank 0 writes that before the other ranks are done, so their files are counted too."""
+    """Recognise DeepSpeed: `latest` names the folder.
+
+    Rank 0 writes it before the other ranks are done, so their files are counted too.
+    """
     names = tree.names(folder)
     models = [match for each in names if (match := _DEEPSPEED_MODEL.fullmatch(each))]
     optims = [match for each in names if (match := _DEEPSPEED_OPTIM.fullmatch(each))]
@@ -229,7 +247,7 @@ def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
         return replace(found, reason="there is no `latest` that names it yet")
     if told != last(folder):
         return replace(found, reason=f"`latest` names {told}")
-    # The newest is of this save; others may be left of an earlier one on more ranks.
+    # The newest is of this save; others may be left from an earlier one on more ranks.
     models.sort(key=lambda each: tree.files[join(folder, each[0])].mtime_ns, reverse=True)
     world_sizes = [
         said(tree, join(folder, each[0]), ("dp_world_size", "mp_world_size")) for each in models[:1]
@@ -253,7 +271,7 @@ def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
 
 
 def lightning(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """A `.ckpt` folder: DCP, and `meta.pt`, which rank 0 writes after `.metadata`."""
+    """Recognise a Lightning folder `….ckpt`: DCP, and `meta.pt`, which rank 0 writes after `.metadata`."""
     if not folder.endswith(".ckpt") or not folder:
         return None
     if METADATA not in tree.names(folder) or "meta.pt" not in tree.names(folder):
@@ -262,7 +280,7 @@ def lightning(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def dcp(tree: Tree, folder: str, _: Rules) -> Found | None:
-    """`.metadata`, written last and renamed, and every file that it names."""
+    """Recognise DCP: `.metadata`, which is written last and renamed, and every file that it names."""
     names = tree.names(folder)
     if METADATA not in names:
         is_begun = any(each.endswith(".distcp") for each in names)
@@ -282,15 +300,16 @@ def dcp(tree: Tree, folder: str, _: Rules) -> Found | None:
 
 
 def _core_missing(tree: Tree, folder: str) -> list[str]:
-    """Of megatron-core's files, which .metadata names only in part, those that are not here: a rotation that was cut
-    short may have begun with them.
+    """Return the files of megatron-core that are missing here and that .metadata does not name.
+
+    A rotation that was interrupted may have begun with them.
     """
     names, core = tree.names(folder), join(folder, "metadata.json")
     is_core = '"sharded_backend"' in tree.text(core, MAX_JSON_BYTES)
     return ["common.pt"] if is_core and "common.pt" not in names else []
 
 
-# In this order: what is in a folder that one of them recognises is part of that.
+# The order matters: what is in a folder that one of these recognises is part of that checkpoint.
 TABLE: dict[str, Callable[[Tree, str, Rules], Found | None]] = {
     "orbax": orbax,
     "ml-flashpoint": flashpoint,
@@ -306,7 +325,9 @@ FORMATS = (*TABLE, "torch-file")
 
 
 def torch_file(tree: Tree, path: str) -> Found | None:
-    """One file, as Lightning (`.ckpt`) and Composer (`ep…-ba…-rank0.pt`) write it: the directory that ends its zip."""
+    """Recognise a single file of Lightning (`.ckpt`) or Composer (`ep…-ba…-rank0.pt`) by the directory that ends its
+    zip.
+    """
     composer = _COMPOSER.fullmatch(last(path))
     if not path.endswith(".ckpt") and not composer:
         return None
@@ -320,7 +341,7 @@ def torch_file(tree: Tree, path: str) -> Found | None:
 
 
 def _settled(tree: Tree, found: Found) -> Found:
-    """Not complete while ranks that nobody has counted may still be writing."""
+    """Return `found`, still waiting while ranks that nobody has counted may be writing."""
     if found.missing or abs(tree.now_ns - changed_ns(tree, found)) >= UNCOUNTED_S * _NS:
         return found
     reason = f"how many ranks write to it is unknown, and it changed within the last {UNCOUNTED_S:g} s"

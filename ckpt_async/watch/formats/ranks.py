@@ -1,4 +1,4 @@
-"""Files of ranks that a save does not have: an earlier one to the same place, on more ranks, has left them. Pure."""
+"""Finds files of ranks that a save does not have, left by an earlier save to the same place on more ranks. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, chan
 from ckpt_async.watch.tree import Tree
 
 _DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-# What a rank writes for each save. (OLMo begins each save in an empty folder.)
+# The files that each rank writes in every save. (OLMo begins each save in an empty folder.)
 _OF_RANK = {"transformers": RNG, "deepspeed": DEEPSPEED_RANK}
-# What one process alone writes instead.
+# The file that a single process writes instead.
 _OF_ONE = {"transformers": "rng_state.pth"}
 _NS = 1_000_000_000
 
 
 def without_other_ranks(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> Found:
-    """The same without the files of ranks that its save does not have."""
+    """Return `found` without the files of ranks that its save does not have."""
     others = _unnamed(tree, found) | _beyond(tree, found, rules, versions)
     if not others:
         return found
@@ -34,7 +34,7 @@ def without_other_ranks(tree: Tree, found: Found, rules: Rules, versions: Sequen
 
 
 def _unnamed(tree: Tree, found: Found) -> set[str]:
-    """DCP reads no file of a rank that its `.metadata` does not name."""
+    """Return the files of ranks that `.metadata` does not name, which DCP does not read."""
     others = set[str]()
     for mark in (path for path in found.files if last(path) == METADATA):
         folder, named = mark.rpartition("/")[0], named_in(tree, mark)
@@ -46,9 +46,10 @@ def _unnamed(tree: Tree, found: Found) -> set[str]:
 
 
 def _beyond(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> set[str]:
-    """Of formats whose marks name no files: what is of another save, and of a rank that this one does not have. Where
-    the number of its ranks is unknown, these are the last ones, and nobody has written anything for as long as a rank
-    may be late.
+    """Return files of another save that are of ranks which this save does not have, where marks name no files.
+
+    Where the number of ranks is unknown, these are the last ranks, and only if nothing was written for as long as a
+    rank may be late.
     """
     pattern = _OF_RANK.get(found.format)
     matches = {path: pattern.fullmatch(found.shard(path)) for path in found.files} if pattern else {}
@@ -71,7 +72,7 @@ def _beyond(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version])
 
 
 def _stale(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version], paths: set[str]) -> set[str]:
-    """Those of these that are as they were in another save, or are far older than all the rest."""
+    """Return those of these paths that are as they were in another save, or are far older than all the rest."""
     at_ns = marked_ns(tree, found)
     others = [
         each for each in versions if each.marked_ns != at_ns and is_same_save(tree, found, each) is False
