@@ -25,7 +25,8 @@ from ckpt_async.cli.parsing import Parser, split_command
 from ckpt_async.cli.stderr import say, set_form
 from ckpt_async.core.json_log import JsonFormatter
 
-# The module of each command: `name` in it runs, `name_arguments` says what it takes.
+# Each command's name, module and summary. In the module, `name` runs it and `name_arguments` defines its
+# arguments.
 _COMMANDS = (
     ("status", "status", "show what this node holds, and what would be lost if it died now"),
     ("ls", "ls", "list the committed checkpoints of a run, or the runs below a prefix"),
@@ -50,7 +51,7 @@ _COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Prints nothing but results to stdout."""
+    """Run one command and return its exit code. Only results are printed to stdout."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     ours, _ = split_command(arguments)
     is_json = "--json" in ours
@@ -60,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(cast(TextIO, Output(sys.stdout))):
             code = _run(arguments, is_json=is_json)
             sys.stdout.flush()
-    except OSError as error:  # of stdout itself: all else is told already
-        code = Exit.BROKEN_PIPE  # whoever read us has seen enough
+    except OSError as error:  # from stdout itself; other errors are reported already
+        code = Exit.BROKEN_PIPE  # the reader of our output has gone
         if not isinstance(error, BrokenPipeError):
             say(
                 f"ckpt-async: the output cannot be written: {error.strerror}",
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], *, is_json: bool) -> int:
-    """Raises OSError if the output cannot be written."""
+    """Parse the arguments and run the command. Raises OSError if the output cannot be written."""
     if "--version" in arguments and all(each.startswith("-") for each in arguments):
         arguments = ["version", *(each for each in arguments if each != "--version")]
     try:
@@ -94,7 +95,7 @@ def _run(arguments: Sequence[str], *, is_json: bool) -> int:
 
 
 def _prepare_streams() -> None:
-    """Let nothing that is printed fail for a stream that was closed before we began, or that has no such character."""
+    """Keep prints from failing because a stream was closed before we began or cannot encode a character."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -144,14 +145,14 @@ def _define(module_name: str, name: str, parser: argparse.ArgumentParser) -> Non
 
 @contextlib.contextmanager
 def _logging(verbosity: int, log_format: str) -> Iterator[None]:
-    """Our own log to stderr while a command runs: warnings, with -v what happens, with -vv everything."""
+    """Log to stderr while a command runs: warnings; with -v also what happens; with -vv everything."""
     logger, handler = logging.getLogger("ckpt_async"), logging.StreamHandler(sys.stderr)
     as_text = logging.Formatter("%(levelname)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format == "json" else as_text)
     before = logger.level
     logger.addHandler(handler)
     warnings_logger = logging.getLogger("py.warnings")
-    if log_format == "json":  # Python's own are lines of text otherwise
+    if log_format == "json":  # Python's own warnings would be plain text
         warnings_logger.addHandler(handler)
         logging.captureWarnings(True)
     logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])

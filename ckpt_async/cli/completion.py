@@ -1,4 +1,4 @@
-"""Completion in shells, made from the parser: `completion`."""
+"""Shell completion, generated from the parser: `completion`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def completion(options: argparse.Namespace) -> Exit:
 
 
 def bash(program: Command) -> str:
-    """Options where a word begins with '-', else commands or choices; where there are none, bash's own files. Pure."""
+    """Return the completion script for bash. Pure.
+
+    It offers options where a word begins with '-', else commands or choices; where there are none, bash's own files.
+    """
     names = " ".join(command.name for command in program.commands)
     others = "|".join(f"{name}:--" for name in _others(program))
     cases = "\n".join(
@@ -71,12 +74,12 @@ complete -o default -F _ckpt_async {PROGRAM}
 
 
 def _others(program: Command) -> list[str]:
-    """The commands that run another one."""
+    """Return the commands that run another command."""
     return [command.name for command in program.commands if command.runs_another]
 
 
 def _bash_values(program: Command) -> str:
-    """What options offer, with the commands that have them."""
+    """Return the `case` branches with the values that options offer, with the commands that have these options."""
     of: dict[str, list[str]] = {}
     for command in program.commands:
         for option in command.options:
@@ -103,7 +106,7 @@ def _taking(options: Iterable[Argument]) -> str:
 
 
 def zsh(program: Command) -> str:
-    """For `_arguments`. Pure."""
+    """Return the completion script for zsh, which uses `_arguments`. Pure."""
     others = "|".join(_others(program))
     described_ = "\n".join(f"    {_zsh(f'{each.name}:{each.summary}')}" for each in program.commands)
     cases = "\n".join(
@@ -173,7 +176,7 @@ def _zsh_action(argument: Argument) -> str:
 
 
 def fish(program: Command) -> str:
-    """One `complete` for each word. Pure."""
+    """Return the completion script for fish: one `complete` for each word. Pure."""
     lines = [f"# fish completion of {PROGRAM}: put it into ~/.config/fish/completions/{PROGRAM}.fish"]
     lines += [
         "function __ckpt_async_of  # a command of ours, and not yet the one that it is to run",
@@ -205,7 +208,7 @@ def _fish_option(option: Argument) -> str:
         f" -l {name[2:]}" if name.startswith("--") else f" -s {name[1:]}" for name in option.names
     )
     if option.value:
-        words += " -r -F" if option.is_file else " -x"  # -x: and no file
+        words += " -r -F" if option.is_file else " -x"  # -x: takes no file
         if option.choices:
             words += f" -a {_fish(' '.join(option.choices))}"
         elif option.is_folder:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint as a whole: `convert`."""
+"""Writes a sharded checkpoint as a whole: `convert`."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _found(options: argparse.Namespace) -> restore.Checkpoint:
 
 
 def _is_deepspeed(folder: Path) -> bool:
-    """Whether it is a checkpoint of DeepSpeed's, or has one."""
+    """Return whether the folder is, or contains, a DeepSpeed checkpoint."""
     return any(any(folder.glob(f"{below}{_DEEPSPEED_FILE}")) for below in ("", "*/"))
 
 

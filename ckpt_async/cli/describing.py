@@ -1,4 +1,4 @@
-"""What the parser takes, as plain values: what completion and manual pages are made from. Nothing is written twice."""
+"""What the parser accepts, as plain values, from which completion scripts and manual pages are generated."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from ckpt_async.events.event import KINDS
 # Placeholders that stand for something on this node.
 _FOLDERS = frozenset({"FOLDER", "FOLDER|REMOTE", "DEST", "F"})
 _FILES = frozenset({"FILE", "SOURCE", "DESTINATION"})
-# For words of a list too: the first one.
+# Values to offer for a placeholder. In a list, they complete only the first word.
 _OFFERED = {"KINDS": (*KINDS, "all")}
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An option (it has `names`) or a positional. `value` stands for its value, "" if it takes none."""
+    """An option (with `names`) or a positional argument.
+
+    `value` is the placeholder for its value, "" if it takes none.
+    """
 
     names: tuple[str, ...]
     value: str
@@ -37,7 +40,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command, or the whole program (`name` is "")."""
+    """One command, or the whole program, whose `name` is ""."""
 
     name: str
     summary: str
@@ -48,12 +51,12 @@ class Command:
 
     @property
     def runs_another(self) -> bool:
-        """Whether what comes after `--` is a command of somebody else."""
+        """Whether what comes after `--` is another program's command line."""
         return self.name == RUNS_ANOTHER
 
 
 def described(parser: Parser, name: str = "", summary: str = "") -> Command:
-    """All that this parser takes, its commands included: every one's module is imported."""
+    """Return everything that a parser accepts, including its commands, each of whose modules is imported."""
     parser.define()
     arguments = [each for each in parser._actions if each.help != argparse.SUPPRESS]
     below = [each for each in arguments if isinstance(each, argparse._SubParsersAction)]

@@ -1,4 +1,4 @@
-"""Two checkpoints compared: `diff`."""
+"""Compares two checkpoints: `diff`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A checkpoint as somebody typed it: the remote ("": A's), and which one there."""
+    """A checkpoint as the user typed it: the remote ("" for A's), and which checkpoint there."""
 
     remote: str
     which: Which
@@ -63,7 +63,7 @@ def _as_place(text: str) -> Place:
         raise argparse.ArgumentTypeError(f"{text!r} is not a remote such as s3://bucket/prefix/run#100")
     _, mark, step = found["remote"].rpartition("#")
     if mark and "/" not in step:
-        as_step(step)  # says that it is none
+        as_step(step)  # raises: it is not a step
     return Place(found["remote"], as_which(found["step"]) if found["step"] else ANY)
 
 
@@ -74,7 +74,7 @@ def _as_place_or_step(text: str) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Difference(Generic[T]):
-    """What differs between two mappings, each in order of the names."""
+    """The difference between two mappings, each part in order of the names."""
 
     removed: dict[str, T]
     added: dict[str, T]
@@ -86,7 +86,7 @@ class Difference(Generic[T]):
 
 
 def difference(a: Mapping[str, T], b: Mapping[str, T], is_same: Callable[[T, T], bool]) -> Difference[T]:
-    """Pure."""
+    """Compare two mappings. Pure."""
     both = sorted(a.keys() & b.keys())
     changed = {name: (a[name], b[name]) for name in both if not is_same(a[name], b[name])}
     removed = {name: a[name] for name in sorted(a.keys() - b.keys())}
@@ -95,12 +95,15 @@ def difference(a: Mapping[str, T], b: Mapping[str, T], is_same: Callable[[T, T],
 
 
 def is_same_file(a: RemoteFile, b: RemoteFile) -> bool:
-    """By size and checksum. Files without checksums of one algorithm cannot be told to be the same."""
+    """Return whether two files have the same size and checksum.
+
+    Files without checksums of a common algorithm count as different, since nothing shows that they are the same.
+    """
     return a.size_bytes == b.size_bytes and a.checksum is not None and a.checksum == b.checksum
 
 
 def diff(options: argparse.Namespace) -> Exit:
-    """What B has that A has not, and the other way round, from receipts alone; DIFFERENT if anything."""
+    """Print what B has and A has not, and vice versa, from receipts alone; DIFFERENT if there is anything."""
     places = options.a, options.b if options.b.remote else Place(options.a.remote, options.b.which)
     a, b = (_find(place, options) for place in places)
     files = difference(a.files, b.files, is_same_file)

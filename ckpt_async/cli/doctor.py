@@ -1,4 +1,4 @@
-"""Whether a run may be trusted to this node and remote: `doctor`."""
+"""Checks whether a run may rely on this node and remote: `doctor`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(options: argparse.Namespace) -> Exit:
-    """Try everything out and say what was found, one line each."""
+    """Try everything out and print each finding on a line."""
     folder, remote = _places(options)
-    # As Ctrl-C, which asyncio's runner makes a cancellation: nothing is left behind.
+    # Treat SIGTERM like Ctrl-C, which asyncio's runner turns into a cancellation, so that nothing is left
+    # behind.
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         facts = examine(
@@ -80,7 +81,7 @@ def doctor(options: argparse.Namespace) -> Exit:
 
 
 def _places(options: argparse.Namespace) -> tuple[str | None, str | None]:
-    """Folder and remote, whichever was given: only a remote is a URL."""
+    """Return the folder and the remote, if given. Only a remote is a URL."""
     folders = [each for each in options.places if "://" not in each]
     remotes = [each for each in options.places if "://" in each]
     if len(folders) > 1 or len(remotes) > 1:

@@ -1,4 +1,4 @@
-"""Finishing what a trainer left in a folder: `drain`."""
+"""Finishes what a trainer left in a folder: `drain`."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def drain(options: argparse.Namespace) -> Exit:
 
 
 def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], RemoteAddress] | None:
-    """How the flags change the remote that a journal recorded, if there are any."""
+    """Return how the flags change the remote that a journal recorded; None if they do not."""
     if not (options.remote or options.endpoint_url or options.region):
         return None
     given = StoreOptions(endpoint_url=options.endpoint_url, region=options.region)
     if options.remote:
-        address_of(options.remote, given, env=os.environ)  # refused here, before anything is touched
+        address_of(options.remote, given, env=os.environ)  # refused before anything is touched
 
     def change(recorded: RemoteAddress | None) -> RemoteAddress:
         url = options.remote or (recorded.url if recorded else None)
@@ -104,7 +104,10 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
 
 
 def _drain_code(report: DrainReport) -> Exit:
-    """The worst of the ranks: not all uploaded, then a live owner with work, then ranks elsewhere."""
+    """Return the exit code for the worst of the ranks.
+
+    From worst to best: an error, not all uploaded, a live owner that has work, waiting for ranks elsewhere.
+    """
     if any(each.error for each in report.ranks):
         return Exit.ERROR
     if any(each.left for each in report.ranks):

@@ -1,5 +1,6 @@
-"""Text for a terminal: as wide as it is, coloured if that is wanted, drawn again in place. With rich, where that is
-installed, tables fit themselves; without it they lose columns.
+"""Lays out text for a terminal: to its width, in colour if wanted, redrawn in place.
+
+With rich installed, tables adapt their columns to the width; without it, they drop columns.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_async.core.units import one_line
 
-# By what a thing is called: state or mood.
+# Colour codes by the name of a state or mood.
 COLOURS = {
     "good": "32", "committed": "32", "uploading": "34", "open": "34", "waiting": "33", "in_flight": "33", "warn": "33",
     "bad": "31", "lost": "31", "aborted": "31", "damaged": "31", "quiet": "2", "pruned": "2", "strong": "1",
@@ -22,18 +23,18 @@ _RICH = {"1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "3
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows, each with what its mood is. `spare` are columns that a narrow terminal may do without, first the first."""
+    """Rows, each with its mood. `spare` are the columns that a narrow terminal may drop, in that order."""
 
     titles: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     moods: Sequence[str] = ()
-    mood_column: int = -1  # which one is coloured
+    mood_column: int = -1  # the coloured column
     spare: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Lines, each with its mood, and perhaps a table below."""
+    """Lines, each with its mood, and perhaps a table below them."""
 
     lines: Sequence[tuple[str, str]]
     table: Table | None = None
@@ -42,7 +43,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """What is written to. `width` and `height` are None where nobody looks: then nothing is cut."""
+    """The output. `width` and `height` are None if it is not a terminal: then nothing is cut."""
 
     width: int | None = None
     height: int | None = None
@@ -51,7 +52,7 @@ class Terminal:
 
 
 def terminal(environment: Mapping[str, str]) -> Terminal:
-    """That of stdout. NO_COLOR (no-color.org) and TERM=dumb take the colours away."""
+    """Return the terminal that stdout is. NO_COLOR (no-color.org) and TERM=dumb turn colours off."""
     if not sys.stdout.isatty():
         return Terminal()
     size = shutil.get_terminal_size()
@@ -61,7 +62,7 @@ def terminal(environment: Mapping[str, str]) -> Terminal:
 
 
 def drawn(blocks: Sequence[Block], on: Terminal) -> list[str]:
-    """The lines, none wider than the terminal, to which nothing that they name can speak."""
+    """Return the lines, none wider than the terminal, with control characters in names made harmless."""
     lines: list[str] = []
     for number, block in enumerate(map(_tamed, blocks)):
         if number:
@@ -74,13 +75,13 @@ def drawn(blocks: Sequence[Block], on: Terminal) -> list[str]:
 
 
 class Screen:
-    """A part of the terminal that is drawn again and again."""
+    """A part of the terminal that is redrawn repeatedly."""
 
     def __init__(self) -> None:
         self._num_lines = 0
 
     def show(self, lines: Sequence[str], on: Terminal) -> None:
-        """In place of what was shown before; what does not fit is counted."""
+        """Replace what was shown before; lines that do not fit are only counted."""
         if on.height is not None and len(lines) >= on.height:
             left = len(lines) - on.height + 2
             lines = [*lines[: on.height - 2], f"… {left} more lines"]
@@ -128,7 +129,7 @@ def _coloured(text: str, mood: str, on: Terminal) -> str:
 
 
 def _fitting(table: Table, on: Terminal) -> tuple[list[int], list[int]]:
-    """The columns that there is room for, and how wide each of all is."""
+    """Return the columns that there is room for, and the widths of all columns."""
     shown = list(range(len(table.titles)))
     widths = [max(len(row[column]) for row in (table.titles, *table.rows)) for column in shown]
     if on.width is not None:
@@ -140,7 +141,7 @@ def _fitting(table: Table, on: Terminal) -> tuple[list[int], list[int]]:
 
 
 def _plain(table: Table, on: Terminal) -> list[str]:
-    """Columns as wide as their widest cell; numbers to the right."""
+    """Return a table as lines: columns as wide as their widest cell, numbers aligned to the right."""
     shown, widths = _fitting(table, on)
     is_number = [all(row[column][:1].isdigit() for row in table.rows) for column in range(len(widths))]
     lines = []

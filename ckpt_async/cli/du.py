@@ -1,4 +1,4 @@
-"""What a run, or each run below a prefix, takes in the store: `du`."""
+"""Shows what a run, or each run below a prefix, occupies in the store: `du`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def du_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class Used:
-    """Objects that belong together: of one checkpoint (`checkpoint`, `state`), or of all that is none."""
+    """Objects that belong together: those of one checkpoint (`checkpoint`, `state`), or the rest."""
 
     what: str
     kind: str = ""
@@ -37,7 +37,7 @@ class Used:
 
 
 def du(options: argparse.Namespace) -> Exit:
-    """The sizes of all objects, as the store lists them; unfinished multipart uploads are not among them."""
+    """Print the sizes of all objects as the store lists them, which leaves out unfinished multipart uploads."""
     url, used = threads.run(_use(options))
     if options.json:
         total = sum(each.size_bytes for _, all_ in used for each in all_)
@@ -69,7 +69,7 @@ async def _use(options: argparse.Namespace) -> tuple[str, list[tuple[Run, list[U
 
 
 def sort_out(objects: Iterable[ObjectInfo], kinds: Iterable[Found], of_kind: str = "") -> list[Used]:
-    """Objects of a run (of that kind of it) by what they are for: checkpoints in order, then the rest. Pure."""
+    """Group the objects of a run, or of one kind in it, by purpose: checkpoints in order, then the rest. Pure."""
     states = {
         (found.kind, each.checkpoint): (each.name, _STATES[each.outcome])
         for found in kinds

@@ -1,4 +1,4 @@
-"""Who is told of events, for every command that runs an engine or a sweep."""
+"""The options that say who receives events, for every command that runs an engine or a sweep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {
 
 
 def add_events(parser: argparse._ActionsContainer) -> None:
-    """`--exec`, `--webhook` and what belongs to them."""
+    """Add `--exec`, `--webhook` and their companions."""
     parser.add_argument(
         "--exec",
         metavar="CMD",
@@ -52,7 +52,7 @@ def _as_command(text: str) -> str:
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that these options say."""
+    """Return the settings that were given by these options."""
     return {
         setting: value
         for option, setting in OPTIONS.items()
@@ -61,7 +61,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def event_settings(options: argparse.Namespace, settings: Settings) -> Settings:
-    """The settings, with what these options say. Raises SettingsError if something of it is wrong."""
+    """Return the settings combined with these options. Raises SettingsError if one of them is wrong."""
     said = given(options)
     settings = replace(settings, **said)
     options_of = {setting: f"--{option.replace('_', '-')}" for option, setting in OPTIONS.items()}

@@ -1,4 +1,4 @@
-"""An error as a user is told of it: one line, an exit code, with `--json` an object."""
+"""Reports an error to the user: one line, an exit code, and with `--json` an object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ckpt_async.errors import (
 
 
 def tell(error: Exception, *, is_json: bool) -> Exit:
-    """One line to stderr, with --json also an object to stdout; a traceback only when asked for."""
+    """Print one line to stderr, with --json also an object to stdout; a traceback only if asked for."""
     code, message, hint = _explain(error)
     told = " ".join(f"{message} ({hint})".split() if hint else message.split())
     name = type(error).__name__
@@ -47,12 +47,12 @@ def tell(error: Exception, *, is_json: bool) -> Exit:
 
 
 def code_of(error: Exception) -> Exit:
-    """Of a command that ends with it."""
+    """Return the exit code of a command that ends with this error."""
     return _explain(error)[0]
 
 
 def _explain(error: Exception) -> tuple[Exit, str, str]:
-    """Exit code, message and hint."""
+    """Return exit code, message and hint."""
     if isinstance(error, UsageError):
         return Exit.USAGE, str(error), error.hint
     if isinstance(error, CkptAsyncError):

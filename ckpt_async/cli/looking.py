@@ -1,4 +1,4 @@
-"""What commands that only look find in a remote: the run's checkpoints of all kinds, or the runs below a prefix."""
+"""What read-only commands find in a remote: the run's checkpoints of all kinds, or the runs below a prefix."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from ckpt_async.transfer.together import all_or_none
 
 T = TypeVar("T")
 
-# How long a store that fails is tried, and the longest pause in between: someone is waiting.
+# How long requests to a failing store are retried, and the longest pause in between: someone is waiting.
 LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
 NUM_RUNS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was decided of the run itself, or of a `kind`, oldest first, without what the boundary voids; the store's
-    time; and what cannot be read. `receipts` are those that were asked for.
+    """The decisions on the run itself, or on one `kind` of its checkpoints, with the store's time.
+
+    They are in order, oldest first, without those that the boundary voids. `unreadable` are records that cannot be
+    read, `receipts` those that were asked for.
     """
 
     kind: str
@@ -41,7 +43,7 @@ class Found:
 
     @property
     def prefix(self) -> str:
-        """Of its keys in the run."""
+        """The prefix of its keys within the run."""
         return f"{keys.kind_place(self.kind)}/" if self.kind else ""
 
     @property
@@ -56,7 +58,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run and what was found of each kind; nothing, if nobody ever opened it."""
+    """A run, and what was found of each kind; `kinds` is empty if nobody ever opened the run."""
 
     url: str
     kinds: list[Found]
@@ -70,7 +72,7 @@ class Run:
 async def opened(
     url: str, options: argparse.Namespace
 ) -> AsyncIterator[tuple[PatientStore, Callable[[], None]]]:
-    """The store, and what to call once it has answered."""
+    """Yield the store, and a function to call once it has answered."""
     settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
     store = connect(url, store_options(options), settings, is_patient=False)
     try:
@@ -84,16 +86,17 @@ async def opened(
 async def look(
     options: argparse.Namespace, wanted: Callable[[Decision], bool] | None = None
 ) -> tuple[str, list[Run]]:
-    """The URL, and the run that is there, or those below it. With `wanted`, also the receipts of such checkpoints.
+    """Return the URL with the run that is there, or with the runs below it.
 
-    Only reads: it needs no right to write. Raises ObjectNotFoundError if no run was ever here or below,
-    UnknownKindError if none of the kind that was asked for was.
+    With `wanted`, the receipts of such checkpoints are read as well. Only reads, so it needs no right to write.
+    Raises ObjectNotFoundError if there was never a run here or below, UnknownKindError if there was never one of the
+    requested kind.
     """
     run = await _look_at(options.remote, options, wanted)
     if run.kinds:
         return run.url, [run]
     async with opened(options.remote, options) as (store, heard):
-        heard()  # it has answered, or we would not be here
+        heard()  # the store has answered already
         with saying_later(f"still looking for runs below {store.url}", "still_looking", url=store.url):
             below = [] if options.kind else await runs_below(store)
     if not below:
@@ -125,7 +128,7 @@ async def _look_at(url: str, options: argparse.Namespace, wanted: Callable[[Deci
 async def _decisions(
     store: PatientStore, kind: str, heard: Callable[[], None], wanted: Callable[[Decision], bool] | None
 ) -> Found | None:
-    """None if no run was ever here."""
+    """Return what was decided, or None if there was never a run here."""
     listing = await store.list(keys.DECISIONS)
     heard()
     if not listing.objects and not (await store.list(keys.GENERATIONS)).objects:
@@ -156,7 +159,7 @@ async def _or_note(reading: Awaitable[T], unreadable: list[InvalidRecordError]) 
 
 
 def is_wanted(each: Decision, which: Which | None, generation: int | None) -> bool:
-    """Whether a checkpoint is of this step or name and of this generation, where those are given. Pure."""
+    """Return whether a checkpoint has this step or name and this generation, where given. Pure."""
     if generation not in (None, each.checkpoint.generation):
         return False
     return which is None or which.is_of(each.checkpoint) or which.text == each.name

@@ -1,4 +1,4 @@
-"""A run's checkpoints and their files, or the runs below a prefix: `ls`."""
+"""Lists a run's checkpoints and their files, or the runs below a prefix: `ls`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def ls_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def ls(options: argparse.Namespace) -> Exit:
-    """What is committed in a remote, of all kinds or one, or in the runs below; INCOMPLETE if a record cannot be
-    read.
+    """Print what is committed in a remote, of all kinds or one, or in the runs below it.
+
+    INCOMPLETE if a record cannot be read.
     """
     wanted = partial(is_wanted, which=options.checkpoint, generation=options.generation)
     url, runs = threads.run(look(options, wanted if options.long else None))
@@ -69,9 +70,7 @@ def ls(options: argparse.Namespace) -> Exit:
             print("no checkpoint is committed yet")
         return code
     titles, rows = (FILE, _file_rows(shown)) if options.long else (CHECKPOINT, _checkpoint_rows(shown))
-    first = (
-        0 if any(of_kind.kind for of_kind in run.kinds) else 1
-    )  # no column for the kind where there are none
+    first = 0 if any(of_kind.kind for of_kind in run.kinds) else 1  # no column for kinds where there are none
     print_table(titles[first:], [row[first:] for row in rows])
     return code
 
@@ -221,7 +220,7 @@ def _run_row(run: Run) -> tuple[str, ...]:
 
 
 def _run_json(run: Run) -> Json:
-    """`latest` and the age are of the newest commit of any kind."""
+    """Return a run as JSON. `latest` and the age are those of the newest commit of any kind."""
     committed = [(each, of_kind) for of_kind in run.kinds for each in of_kind.committed]
     newest = max(committed, key=lambda each: each[0].checkpoint, default=None)
     return {

@@ -1,4 +1,4 @@
-"""Manual pages, made from the parser: `man`."""
+"""Manual pages, generated from the parser: `man`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def man_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def man(options: argparse.Namespace) -> Exit:
-    """Print a page for man(1), or write all of them: `ckpt-async man ls | man -l -`."""
+    """Print a page for man(1), e.g. `ckpt-async man ls | man -l -`, or write the pages of all commands."""
     program = described(options.root)
     pages = {each.name: page(each, program) for each in (program, *program.commands)}
     if options.of not in pages:
@@ -43,7 +43,7 @@ def man(options: argparse.Namespace) -> Exit:
 
 
 def page(command: Command, program: Command) -> str:
-    """In the macros of man(7). Its date is today's, or that of SOURCE_DATE_EPOCH."""
+    """Return a page in the macros of man(7), dated today, or by SOURCE_DATE_EPOCH."""
     date = time.strftime("%Y-%m-%d", time.gmtime(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time())))
     title = _title(command.name)
     return (
@@ -101,6 +101,6 @@ def _synopsis(argument: Argument) -> str:
 
 
 def _text(text: str) -> str:
-    """As roff: nothing in it is an escape or a request."""
+    """Escape a text for roff, so that nothing in it is an escape or a request."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("~", "\\(ti").replace("^", "\\(ha")
     return f"\\&{escaped}" if escaped[:1] in (".", "'") else escaped

@@ -1,4 +1,4 @@
-"""`--metrics-file`: what a command did, as a file for node_exporter's textfile collector."""
+"""`--metrics-file`: writes what a command did to a file for node_exporter's textfile collector."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Tally:
-    """What a command did, for whoever counts; a command fills in what it knows."""
+    """What a command did, for the metrics. Each command fills in what it knows."""
 
-    checkpoints: dict[str, int] = field(default_factory=dict)  # by their fate
+    checkpoints: dict[str, int] = field(default_factory=dict)  # how many, by fate
     size_bytes: int | None = None
     violations: int | None = None
     code: int = Exit.ERROR
 
 
 def add_metrics_file(parser: argparse.ArgumentParser, target: str) -> None:
-    """`target` names the argument that is the label of that name."""
+    """Add `--metrics-file`. `target` names the argument whose value becomes the label `target`."""
     parser.add_argument(
         "--metrics-file",
         metavar="FILE",
@@ -38,7 +38,7 @@ def add_metrics_file(parser: argparse.ArgumentParser, target: str) -> None:
 
 
 def tally_of(options: argparse.Namespace) -> Tally:
-    """Where the command notes what it did."""
+    """Return the tally in which the command notes what it did."""
     if not hasattr(options, "tally"):
         options.tally = Tally()
     tally: Tally = options.tally
@@ -47,8 +47,9 @@ def tally_of(options: argparse.Namespace) -> Tally:
 
 @contextlib.contextmanager
 def measuring(options: argparse.Namespace) -> Iterator[Tally]:
-    """Writes the file at the end of the block, however it ends, if there is to be one. One that cannot be written is a
-    warning: the command has done its work.
+    """Write the metrics file, if one is asked for, at the end of the block, however it ends.
+
+    If the file cannot be written, that is only a warning, since the command has done its work.
     """
     tally = tally_of(options)
     started = time.monotonic()

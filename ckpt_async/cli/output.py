@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, JSON, tables, sizes."""
+"""What all commands share: exit codes, JSON, tables, and reports that a store is slow."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-# Whoever waits for a store at a terminal is told so after this long.
+# Someone who waits at a terminal for a store is told so after this long.
 SILENCE_S = 5.0
 
 
 class Exit(enum.IntEnum):
-    """What a script may branch on."""
+    """The exit codes, on which scripts may branch."""
 
     OK = 0
     ERROR = 1
@@ -47,7 +47,7 @@ class Exit(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Which:
-    """A checkpoint as somebody typed it: `100`, `100@g2` or a name (then without a step)."""
+    """A checkpoint as the user typed it: `100`, `100@g2`, or a name (then without a step)."""
 
     step: int | None
     generation: int | None
@@ -61,7 +61,7 @@ ANY = Which(None, None, "")
 
 
 def store_options(options: argparse.Namespace) -> StoreOptions:
-    """What `--endpoint-url`, `--region` and `--profile` say."""
+    """Return the options that `--endpoint-url`, `--region` and `--profile` give."""
     from ckpt_async.stores import StoreOptions
 
     return StoreOptions(endpoint_url=options.endpoint_url, region=options.region, profile=options.profile)
@@ -70,14 +70,20 @@ def store_options(options: argparse.Namespace) -> StoreOptions:
 def telling_of_silence(
     url: str, *, patience_s: float
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Say on stderr that a store has not answered yet, unless the block ends, or what it yields is called, at once."""
+    """Report on stderr that a store has not answered after SILENCE_S.
+
+    Nothing is printed if the block ends, or the yielded function is called, before that.
+    """
     text = f"no answer yet from {url}; retrying for up to {patience_s:.0f} s"
     return saying_later(text, "no_answer_yet", url=url)
 
 
 @contextlib.contextmanager
 def saying_later(text: str, event: str, *, url: str) -> Iterator[Callable[[], None]]:
-    """Say on stderr why somebody waits, unless the block ends, or what it yields is called, at once."""
+    """Explain on stderr, after SILENCE_S, why the command waits.
+
+    Nothing is printed if the block ends, or the yielded function is called, before that.
+    """
     timer = threading.Timer(SILENCE_S, lambda: say(f"ckpt-async: {text}", event, url=url))
     timer.daemon = True
     timer.start()
@@ -88,11 +94,11 @@ def saying_later(text: str, event: str, *, url: str) -> Iterator[Callable[[], No
 
 
 class OutputError(OSError):
-    """What is printed cannot be written."""
+    """The output cannot be written."""
 
 
 class Output:
-    """A stream in which a failed write is told from every other OSError of a command."""
+    """A stream that distinguishes its own failed writes from all other OSErrors of a command."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -101,12 +107,12 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Raises OutputError; BrokenPipeError, if whoever read it has seen enough."""
+        """Write a text. Raises OutputError, or BrokenPipeError if the reader has gone."""
         with _told_apart():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        """Raises what `write` raises."""
+        """Flush the stream. Raises the same errors as `write`."""
         with _told_apart():
             self._stream.flush()
 
@@ -122,7 +128,7 @@ def _told_apart() -> Iterator[None]:
 
 
 class _Unread:
-    """A stream whose failed writes are said once, and lose what was written."""
+    """A stream that reports its first failed write and otherwise discards what it cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._has_said = stream, False
@@ -152,7 +158,7 @@ class _Unread:
 
 @contextlib.contextmanager
 def going_on_unread() -> Iterator[None]:
-    """For a command whose work must not end, nor its exit code change, because nobody can read what it prints."""
+    """Let a command work on, with the same exit code, even if nobody can read its output."""
     stream = sys.stdout
     with contextlib.redirect_stdout(cast(TextIO, _Unread(stream))):
         try:
@@ -162,8 +168,10 @@ def going_on_unread() -> Iterator[None]:
 
 
 def let_go(stream: TextIO) -> None:
-    """Write what a stream still has. What it cannot write must not fail again when Python flushes it at its end, which
-    would change the exit code.
+    """Write what a stream still has buffered.
+
+    If that fails, redirect the stream to /dev/null: otherwise Python would fail again when it flushes it at exit, and
+    change the exit code.
     """
     with contextlib.suppress(OSError, ValueError):
         stream.flush()
@@ -173,16 +181,17 @@ def let_go(stream: TextIO) -> None:
 
 
 def pause_for_reader(pause_s: float) -> None:
-    """Sleep, but raise BrokenPipeError as soon as nobody can read our output any more: where nothing changes nothing is
-    written, which would be the other way to learn of that.
+    """Sleep, but raise BrokenPipeError as soon as nobody can read our output any more.
+
+    While nothing changes, nothing is written, so we would not notice otherwise.
     """
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # no file
+    except (OSError, ValueError):  # not a file
         time.sleep(pause_s)
         return
     poll = select.poll()
-    poll.register(descriptor, 0)  # errors are told always
+    poll.register(descriptor, 0)  # poll always reports errors
     if poll.poll(pause_s * 1000):
         raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
 
@@ -192,7 +201,7 @@ def id_json(checkpoint: CheckpointId) -> Json:
 
 
 def print_line(text: str) -> None:
-    """With names of folders, keys and runs, none of which can speak to the terminal, or forge a line."""
+    """Print a line with names of folders, keys or runs, which cannot control the terminal or forge another line."""
     print(one_line(text), flush=True)
 
 
@@ -201,7 +210,7 @@ def print_json(value: Json) -> None:
 
 
 def print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns as wide as their widest cell; numbers to the right."""
+    """Print columns as wide as their widest cell, with numbers aligned to the right."""
     rows = [tuple(map(one_line, row)) for row in rows]
     widths = [max(len(row[column]) for row in (titles, *rows)) for column in range(len(titles))]
     is_number = [all(row[column][:1].isdigit() for row in rows) for column in range(len(titles))]

@@ -1,4 +1,4 @@
-"""Reading the command line: the parser, and the types of arguments that several commands have."""
+"""Parses the command line: the parser, and the argument types that several commands share."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes options by their full names only: a script's abbreviation would break, or change its meaning, with the
-    next option that begins like it. What is not known is refused with what was probably meant.
+    """A parser that takes options by their full names only.
+
+    An abbreviation in a script would break, or change its meaning, with the next option that begins like it. Unknown
+    words are refused with a suggestion of what was probably meant.
     """
 
     def __init__(self, *, define: Callable[[Parser], None] | None = None, **more: Any) -> None:
-        """`define` adds arguments, once it is clear that this parser is needed."""
+        """Set up the parser. `define` adds its arguments once it is clear that the parser is needed."""
         super().__init__(allow_abbrev=False, **more)
         self._define = define
         self.commands: Iterable[str] = ()
@@ -63,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _check_order(self, args: Sequence[str]) -> None:
-        """Options that commands have in common belong behind the command."""
+        """Refuse options that belong to commands before the command."""
         at = next((at for at, each in enumerate(args) if each in self.commands), 0)
         option = args[0].partition("=")[0]
         if at and option.startswith("-") and option not in self._option_string_actions:
@@ -71,12 +73,12 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{option} comes after the command", self.prog, meant=f"`{meant}`")
 
 
-# The command that runs another one, which begins after `--`.
+# The command that runs another program, whose command line begins after `--`.
 RUNS_ANOTHER = "run"
 
 
 def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own arguments, and what `run` is to run: nothing of that is ours to parse."""
+    """Return our own arguments, and the command line that `run` runs, which is not ours to parse."""
     if list(arguments[:1]) != [RUNS_ANOTHER] or "--" not in arguments:
         return list(arguments), []
     at = list(arguments).index("--")
@@ -84,7 +86,7 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _similar(word: str, known: Iterable[str]) -> str:
-    """The one of `known` that was probably meant, or nothing."""
+    """Return the one of `known` that was probably meant, or ""."""
     begun = [each for each in known if word.lstrip("-") and each.startswith(word)]
     return next(iter(begun or difflib.get_close_matches(word, known, n=1)), "")
 
@@ -117,7 +119,7 @@ def as_generation(text: str) -> int:
 
 
 def generation_of(which: Which, generation: int | None) -> int | None:
-    """What `100@g2` and `--generation` say together. Raises UsageError if they contradict each other."""
+    """Return the generation given by `100@g2` or `--generation`. Raises UsageError if they contradict each other."""
     if generation is None or which.generation in (None, generation):
         return which.generation if generation is None else generation
     raise UsageError(f"{which.text} is not of generation {generation}", "ckpt-async")
@@ -136,7 +138,10 @@ def as_path(text: str) -> str:
 
 
 def as_folder(instead: str) -> Callable[[str], str]:
-    """The type of a folder on this node. A remote is refused with what to do `instead`, which may name it."""
+    """Return the type of an argument for a folder on this node.
+
+    A remote is refused with what to do `instead`, in which "{}" stands for the remote.
+    """
 
     def parse(text: str) -> str:
         if "://" not in text:
@@ -149,7 +154,7 @@ def as_folder(instead: str) -> Callable[[str], str]:
 
 
 def as_which(text: str) -> Which:
-    """A checkpoint by its step, by step and generation, or by its name."""
+    """Parse a checkpoint given by its step, by step and generation, or by its name."""
     if match := _STEP.fullmatch(text):
         return Which(int(match[1]), int(match[2]) if match[2] else None, text)
     return Which(None, None, text)

@@ -1,4 +1,4 @@
-"""Bringing a checkpoint back: `pull`."""
+"""Fetches a checkpoint: `pull`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def pull(options: argparse.Namespace) -> Exit:
-    """Fetch the newest complete checkpoint (or that of `--step`) into a folder; with `--dry-run` only say what."""
+    """Fetch the newest complete checkpoint (or that of `--step`) into a folder; with `--dry-run` only print what."""
     if options.dry_run:
         return _plan(options)
     bar = _Bar() if sys.stderr.isatty() else None
@@ -220,7 +220,7 @@ def _checkpoint_json(checkpoint: restore.Checkpoint) -> Json:
 
 
 class _Bar:
-    """A progress bar on a terminal. Called from another thread."""
+    """A progress bar on a terminal. It is called from another thread."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

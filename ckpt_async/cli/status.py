@@ -1,4 +1,4 @@
-"""What folders of this node hold, and how far runs have come in their remotes: `status`."""
+"""Shows what folders of this node hold, and how far runs have come in their remotes: `status`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt_async.monitor.report import FolderWatch, Seen, folder_json
 if TYPE_CHECKING:
     from ckpt_async.protocol.overview import Known, Overview
 
-# Between two looks, unless it is told otherwise: a folder costs no request, a remote five.
+# The default time between two looks: a folder costs no request, a remote five.
 FOLDER_EVERY_S, REMOTE_EVERY_S = 2.0, 10.0
 
 
@@ -44,7 +44,7 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def status(options: argparse.Namespace) -> Exit:
-    """What the journals of folders and the records of remotes say; touches nothing."""
+    """Print what the journals of folders and the records of remotes say. It touches nothing."""
     sights = [_of_target(target, options) for target in options.targets]
     if options.watch:
         return _watch(sights, options)
@@ -75,7 +75,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _json(sights: Sequence[_Sight]) -> Json:
-    """The shape of the page's `/status.json`."""
+    """Return all sights in the shape of the page's `/status.json`."""
     return {
         "now": time.time(),
         "folders": [each.json() for each in sights if isinstance(each, _FolderSight)],
@@ -87,8 +87,9 @@ def _json(sights: Sequence[_Sight]) -> Json:
 
 
 def _watch(sights: Sequence[_Sight], options: argparse.Namespace) -> Exit:
-    """Redraw in place on a terminal; elsewhere a line for each change, or with --json an object for each look that
-    found one.
+    """Redraw in place on a terminal; elsewhere print each change.
+
+    A change is a line of text or, with --json, an object for each look that found one.
     """
     every_s = options.interval or max(each.every_s for each in sights)
     screen, before = drawing.Screen(), dict[str, str]()
@@ -117,9 +118,9 @@ def _watch(sights: Sequence[_Sight], options: argparse.Namespace) -> Exit:
 
 
 class _Sight(abc.ABC):
-    """A target, and why it could not be looked at."""
+    """A target, and why it could not be looked at, if so."""
 
-    name: str  # of the field that says which it is
+    name: str  # JSON field that names the target
     every_s: float
 
     def __init__(self, target: str) -> None:
@@ -138,13 +139,13 @@ class _Sight(abc.ABC):
             self.error = error
 
     def blocks(self, *, is_titled: bool) -> list[Block]:
-        """As text; what could not be seen in one line."""
+        """Return the target as text; if it could not be seen, with the error as one line."""
         if self.error is not None:
             return [Block([("strong", self.target), ("bad", _one_line(self.error))])]
         return self._blocks(is_titled=is_titled)
 
     def states(self) -> dict[str, str]:
-        """What is compared from look to look."""
+        """Return the states to compare from look to look."""
         return {self.target: _one_line(self.error)} if self.error is not None else self._states()
 
     def json(self) -> Json:
@@ -185,7 +186,7 @@ class _FolderSight(_Sight):
 
 
 class _RemoteSight(_Sight):
-    """A run in its remote, with the kinds below it. Decisions are read once."""
+    """A run in its remote, with the kinds below it. Each decision is read only once."""
 
     name, every_s = "remote", REMOTE_EVERY_S
 

@@ -1,4 +1,4 @@
-"""What `status` prints: a folder, a remote, and what has changed since. Pure."""
+"""What `status` prints: a folder, a remote, and what has changed. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ckpt_async.monitor.status import CheckpointStatus
 if TYPE_CHECKING:
     from ckpt_async.protocol.overview import Item, Overview
 
-Line = tuple[str, str]  # its mood, its text
+Line = tuple[str, str]  # mood and text
 
-# Of what was decided in a remote, so many are shown: `ls` has all.
+# How many decided checkpoints of a remote are shown; `ls` lists all.
 MOST_DECIDED = 10
 
 
 def folder_blocks(folder: str, by_kind: Mapping[str, Seen], *, is_titled: bool) -> list[Block]:
-    """A folder; with its name if it is one of several."""
+    """Return a folder as blocks, with its name if it is one of several."""
     has_kinds = len(by_kind) > 1 or any(by_kind)
     blocks = []
     for kind, seen in by_kind.items():
@@ -86,7 +86,7 @@ def _speed(bytes_per_s: float, left_bytes: int) -> str:
 
 
 def remote_block(kind: str, found: Overview, *, is_titled: bool) -> Block:
-    """A run, or one kind of its checkpoints, as the remote tells it."""
+    """Return a run, or one kind of its checkpoints, as its remote describes it."""
     lines: list[Line] = [("strong", found.url)] if is_titled or kind else []
     newest, flying = found.newest_committed, found.in_flight
     num_damaged = sum(each.is_damaged for each in found.items)
@@ -161,7 +161,7 @@ def _remarks(each: Item, newest: Item | None) -> Iterator[str]:
 
 
 def folder_states(folder: str, by_kind: Mapping[str, Seen]) -> dict[str, str]:
-    """Of each checkpoint, in words that change only when something did."""
+    """Return the state of each checkpoint, in words that change only if something did."""
     return {
         f"{folder}{f' {kind}' if kind else ''} step {each.id.step}@g{each.id.generation}": _in_words(
             each, seen
@@ -178,7 +178,7 @@ def _in_words(each: CheckpointStatus, seen: Seen) -> str:
 
 
 def remote_states(found: Overview) -> dict[str, str]:
-    """Likewise."""
+    """Return the state of each checkpoint in a remote, in words that change only if something did."""
     return {
         f"{found.url} step {each.id.step}@g{each.id.generation}": _state(each)
         + (f", {len(each.ranks)} of {each.world_size or '?'} ranks" if each.state == "in_flight" else "")
@@ -188,7 +188,7 @@ def remote_states(found: Overview) -> dict[str, str]:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each that is new, other, or gone."""
+    """Yield a line for each checkpoint that is new, has changed, or is gone."""
     for name, state in now.items():
         if before.get(name) != state:
             yield f"{name} {state}"

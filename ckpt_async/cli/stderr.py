@@ -1,5 +1,6 @@
-"""What a command says beside its results and its log, on stderr: a line of text, or with `--log-format json` an object
-like those of the log.
+"""Prints a command's messages on stderr, which are neither results nor log records.
+
+Each is a line of text or, with `--log-format json`, an object like those of the log.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _is_json = False  # one command runs in a process at a time
 
 
 def set_form(arguments: Sequence[str]) -> None:
-    """As the command line says, also one that makes no sense otherwise."""
+    """Choose text or JSON by the command line, even if that makes no sense otherwise."""
     global _is_json  # noqa: PLW0603
     pairs = itertools.pairwise(arguments)
     _is_json = "--log-format=json" in arguments or ("--log-format", "json") in pairs
@@ -29,8 +30,9 @@ def say(
     exception: BaseException | None = None,
     **fields: str | int,
 ) -> None:
-    """One line, at once; the traceback of an `exception` before it, or as its field. What cannot be written (a log on a
-    full disk, a reader that is gone) fails nothing.
+    """Print one line at once, with the traceback of an `exception` before it, or in its field.
+
+    If the line cannot be written (a log on a full disk, a reader that is gone), nothing fails.
     """
     if _is_json:
         from ckpt_async.core.json_log import FIELDS, JsonFormatter

@@ -1,4 +1,4 @@
-"""Finishing what dead trainers left, and cleaning up: `sweep`, `prune`."""
+"""Finishes what dead trainers left, and cleans up: `sweep`, `prune`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckpt_async.sweep.sweeper import FolderReport, Sweeper, SweepReport
 
 logger = logging.getLogger(__name__)
 
-# Share of `--interval` by which a pause is longer or shorter.
+# By which share of `--interval` a pause is randomly longer or shorter.
 JITTER = 0.1
 POLICIES = "last=N, every-steps=N, every-seconds=T, best=K:METRIC:min|max, named=NAME, all; joined by commas"
 
@@ -155,7 +155,7 @@ def _tally(report: SweepReport, tally: Tally) -> None:
 
 
 async def _sweep_until_stopped(options: argparse.Namespace, sweeper: Sweeper) -> None:
-    """Sweep until SIGTERM or SIGINT. Whatever goes wrong in one sweep, the next one is made."""
+    """Sweep until SIGTERM or SIGINT. Whatever goes wrong in one sweep, the next one still runs."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -164,7 +164,7 @@ async def _sweep_until_stopped(options: argparse.Namespace, sweeper: Sweeper) ->
         sweeping = asyncio.ensure_future(sweeper.sweep(is_dry_run=options.dry_run))
         await asyncio.wait({sweeping, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not sweeping.done():
-            sweeping.cancel()  # safe anywhere: the next sweep finishes
+            sweeping.cancel()  # safe at any point: the next sweep finishes the work
             await asyncio.wait({sweeping})
             return
         if (bug := sweeping.exception()) is None:
@@ -176,7 +176,8 @@ async def _sweep_until_stopped(options: argparse.Namespace, sweeper: Sweeper) ->
                     json.dumps({"is_dry_run": options.dry_run, "is_clean": False, "error": repr(bug)}),
                     flush=True,
                 )
-        # Sweepers of a thousand nodes that were started together must not list the same remote together for ever.
+        # Sweepers on a thousand nodes that were started together must not keep listing the same remote
+        # together.
         pause_s = options.interval * random.uniform(1 - JITTER, 1 + JITTER)
         await asyncio.wait({stopping}, timeout=pause_s)
 
@@ -237,7 +238,7 @@ def _remote_lines(each: RemoteReport, *, is_dry_run: bool) -> Iterator[str]:
 
 
 def _stock_lines(each: RemoteReport) -> Iterator[str]:
-    """What a dry run found to stay, and the sum of it all."""
+    """Yield the checkpoints that a dry run would keep, and the totals."""
     for one in each.stock:
         if one.stays:
             yield f"{each.url}: keep {one.checkpoint} ({one.name}, {in_units(one.size_bytes)}): {one.reason}"
@@ -269,7 +270,7 @@ def _objects(action: sweep_plan.Planned) -> tuple[str, ...]:
 
 
 def describe(action: sweep_plan.Planned) -> str:
-    """An action in a few words."""
+    """Describe an action in a few words."""
     match action:
         case sweep_plan.AbortMultipart():
             return f"abort the multipart upload of {action.key}"
@@ -366,7 +367,10 @@ def prune(options: argparse.Namespace) -> Exit:
         )
 
     async def nothing(*_: object) -> None:
-        """What is to be pruned is there: the sweep would say otherwise too, but not with the same exit code."""
+        """Do nothing: opening the run suffices to check that it exists.
+
+        The sweep would report that too, but with a different exit code.
+        """
 
     with_store(options, nothing, is_read_only=True)
     options.folders, options.remote, options.interval = (
@@ -389,7 +393,7 @@ def _pause(text: str) -> float:
 
 
 def _keep(text: str) -> tuple[str, str]:
-    """Of which kind ("": of the run itself), and the policy."""
+    """Return the kind ("" for the run itself) and the policy."""
     kind, colon, policy = text.partition(":")
     return (kind, policy) if colon and keys.is_kind(kind) else ("", text)
 

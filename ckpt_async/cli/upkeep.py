@@ -1,4 +1,4 @@
-"""Single records of a remote, and all of them: `pin`, `unpin`, `unmark`, `verify`."""
+"""Works on single records of a remote, or checks all of them: `pin`, `unpin`, `unmark`, `verify`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Someone is waiting at a terminal, or a script has its own retries.
+# Someone is waiting at a terminal, or a script retries by itself.
 COMMAND_TIMEOUT_S = 120.0
 
 
@@ -97,7 +97,7 @@ def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
 
 
 def unmark(options: argparse.Namespace) -> Exit:
-    """Take a mark of damage back, so that readers try the checkpoint again."""
+    """Remove a checkpoint's damage mark, so that readers try the checkpoint again."""
 
     async def work(store: PatientStore) -> tuple[CheckpointId, str]:
         marks = await steps.read_damages(store)
@@ -118,8 +118,9 @@ def unmark(options: argparse.Namespace) -> Exit:
 async def _find(
     store: PatientStore, wanted: Which, *, among: Collection[CheckpointId] | None = None
 ) -> CheckpointId:
-    """The newest committed checkpoint with this step (and generation) or name; if those that are marked as damaged are
-    given, only of them.
+    """Return the newest committed checkpoint with this step (and generation) or name.
+
+    If `among` is given (those that are marked as damaged), only these count.
     """
     listing = await store.list(keys.DECISIONS)
     boundary = await if_readable(steps.read_boundary(store))

@@ -1,4 +1,4 @@
-"""Which version this is: `version`."""
+"""Prints the version: `version`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def version_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def version(options: argparse.Namespace) -> Exit:
-    """Which version this is, of what Python."""
+    """Print the version, with --json also that of Python."""
     if options.json:
         print_json({"version": __version__, "python": ".".join(map(str, sys.version_info[:3]))})
     else:

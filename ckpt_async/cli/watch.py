@@ -1,4 +1,4 @@
-"""Checkpoints of trainers that know nothing of this package: `watch`, `run`."""
+"""Uploads the checkpoints of trainers that know nothing of this package: `watch`, `run`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ from ckpt_async.watch.telling import Report, Told
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
-# What a watcher decides by itself, or has a flag of another name for.
+# Settings that a watcher decides by itself, or has a flag of another name for.
 _OURS = frozenset(
     "num_checkpoints_to_keep local_retention on_error latest_filename composer_symlink publish_copies sigterm_flush_s"
-    # What waits is links, not the uploader's: nothing to hold up or to drop; `min_free_bytes` is of these.
+    # What waits are links, which are not the uploader's to delay or to drop; `min_free_bytes` applies to
+    # them.
     " num_concurrent_uploads on_backlog on_disk_low max_backlog_checkpoints max_backlog_bytes min_free_bytes"
     " block_timeout_s abandon_after_s abandon_newest_after_s linger_s node_shared".split()
 )
 
-# What a shell says of a command that it cannot start.
+# The exit codes of a shell for a command that it cannot start.
 NOT_THERE, NOT_EXECUTABLE = 127, 126
 
 
@@ -199,19 +200,19 @@ def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
 
 @going_on_unread()
 def watch(options: argparse.Namespace) -> Exit:
-    """Watch a folder until SIGTERM or SIGINT, or, with --once, until what is complete is committed."""
+    """Watch a folder until SIGTERM or SIGINT or, with --once, until everything that is complete is committed."""
     if options.once and not os.path.isdir(options.folder):
         raise SettingsError(f"there is no folder {options.folder!r}")
     stopping = Stop()
     watcher = _watcher(options, dict(os.environ))
 
     def stop(*_: object) -> None:
-        if stopping.is_over(SAME_S):  # `timeout`, for one, sends the first one twice
+        if stopping.is_over(SAME_S):  # some senders, e.g. `timeout`, send the first one twice
             raise KeyboardInterrupt
         stopping.set()
         watcher.waker.wake()
 
-    # A shell's job in the background ignores SIGINT.
+    # A background job of a shell ignores SIGINT.
     taken = [each for each in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(each) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in taken}
     try:
@@ -235,10 +236,10 @@ def watch(options: argparse.Namespace) -> Exit:
 
 @going_on_unread()
 def run(options: argparse.Namespace) -> int:
-    """Run a command with a watcher beside it. Returns the command's own status; that of the watcher if that is 0."""
+    """Run a command with a watcher beside it. Return the command's exit status, or the watcher's if that is 0."""
     if not options.argv:
         raise SettingsError("no command is given", hint="ckpt-async run REMOTE -- python train.py")
-    parse_url(options.remote)  # no later start of a watcher would understand it either
+    parse_url(options.remote)  # a bad URL would fail every later start, too
     options.once = False
     environment = dict(os.environ)
     new_watcher = partial(_watcher, options, environment)
@@ -259,14 +260,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _leave_at_once(code: int) -> None:
-    """When this process ends: threads that wait for the store, and that Python would wait for, must not hold it up."""
+    """Exit at once when the main thread ends, without waiting for threads that wait for the store.
+
+    Python would join those threads otherwise.
+    """
 
     def leave() -> None:
         let_go(sys.stdout)
         let_go(sys.stderr)
         os._exit(code)
 
-    register = getattr(threading, "_register_atexit", None)  # before threads are joined, unlike `atexit`
+    register = getattr(threading, "_register_atexit", None)  # unlike `atexit`, runs before threads are joined
     if register is not None:
         register(leave)
 
@@ -297,7 +301,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
         raise SettingsError(
             f"{options.remote} is the watched folder itself", hint="take another folder as the remote"
         )
-    # The watcher is none of the trainer's ranks, though it was started as one.
+    # The watcher is not one of the trainer's ranks, though it was started like one.
     for name in environment.keys() - launch.without_rank(environment).keys():
         os.environ.pop(name, None)
     settings = {
@@ -305,7 +309,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
         for each in dataclasses.fields(Settings)
         if (value := getattr(options, each.name, None)) is not None
     }
-    event_settings(options, Settings())  # says by their options what is wrong with them
+    event_settings(options, Settings())  # errors name the options
     settings |= given(options)
     if options.uploads:
         settings["num_concurrent_uploads"] = options.uploads
@@ -353,7 +357,7 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
         "changed": f"CHANGED: {told.reason}",
         "incomplete": f"is not complete: {told.reason}",
     }[told.event]
-    # Of `run`, stdout is the command's own.
+    # With `run`, stdout belongs to the command.
     is_ours = options.command == "watch" and not is_problem
     line = one_line(f"{told.path}: step {told.step} {text}")
     if is_ours:
