@@ -1,4 +1,4 @@
 """`ckpt-async doctor`: `checks` tries out this node, folder and store; `diagnosis` (pure) explains the findings.
 
-Defines no rule of its own, and leaves nothing behind: it removes its probe objects and files again.
+It defines no rule of its own and leaves nothing behind: it removes its probe objects and files again.
 """

@@ -1,7 +1,7 @@
 """Finds out whether a trainer may rely on this node, folder and remote: `ckpt-async doctor`.
 
-It tries things out as an uploader would, with the uploader's own code, in places of its own that it removes again;
-`diagnosis` says what follows from it.
+It tries things out as an uploader would, with the uploader's own code, in temporary places that it removes again;
+`diagnosis` tells what follows from the results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckpt_async.stores import StoreOptions, open_store, options_of, parse_url, w
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
-# Variables of ours that are no settings.
+# Our environment variables that are not settings.
 OTHER_VARIABLES = frozenset(
     {"DEBUG", "LAUNCH_ID", "SETTINGS_FILE", "S3_REQUEST_PAYER", "S3_SSE_C_KEY", "S3_SSE_C_KEY_FILE"}
 )
@@ -51,13 +51,15 @@ def examine(
     measures_speed: bool = False,
     checkpoint_bytes: int | None = None,
 ) -> Facts:
-    """Look at this machine, and at the folder and the remote if they are given; the remote is by default the one that
-    the folder's journal names. Blocks for some seconds, longer with `measures_speed` (64 MiB there and back).
+    """Examine this machine, and the folder and the remote if given.
 
-    Leaves nothing behind, neither in the folder nor in the remote. SIGKILL may leave objects below
-    `.ckpt_async/probe/`, which the sweeper removes, a multipart upload there and a folder `.ckpt_async-doctor-*`.
+    The remote defaults to the one that the folder's journal names. Blocks for some seconds, longer with
+    `measures_speed` (64 MiB there and back).
 
-    Raises SettingsError if the URL or the options make no sense. All other trouble is in what is returned.
+    Leaves nothing behind, neither in the folder nor in the remote. After SIGKILL there may be objects below
+    `.ckpt_async/probe/`, which the sweeper removes, a multipart upload there, and a folder `.ckpt_async-doctor-*`.
+
+    Raises SettingsError if the URL or the options make no sense. All other problems are part of the result.
     """
     host, settings = _look_at_host(environment)
     local, journal, recorded = None, None, None
@@ -81,7 +83,8 @@ def examine(
         except OSError as error:
             refused = Tried("write", "", f"{url}: {error.strerror}", "this user must be able to write to it")
             return Facts(host, local, journal, Remote(url, (refused,)), checkpoint_bytes=checkpoint_bytes)
-        # That is about the folder's file system; without a folder the file is written to the temporary one's.
+        # `min_free_bytes` concerns the folder's file system. Without a folder, the file is written to the
+        # temporary one.
         kept_bytes = settings.min_free_bytes if folder is not None else 0
         trial = Trial(store, settings, workplace if measures_speed else None, kept_bytes)
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -144,7 +147,7 @@ def _max_open_files() -> int:
 def _try_folder(
     path: Path, settings: Settings, scratch: contextlib.ExitStack
 ) -> tuple[LocalFolder, Folder | None]:
-    """Open a folder within it as an uploader would, and write to a journal there."""
+    """Open a scratch folder in `path` as an uploader would, and write to a journal there."""
     above = _existing(path)
     try:
         workplace = Folder(
@@ -175,7 +178,7 @@ def _try_folder(
 
 @contextlib.contextmanager
 def _scratch(above: Path | None) -> Iterator[str]:
-    """A folder of our own, gone afterwards."""
+    """Yield a folder of our own, which is removed afterwards."""
     path = tempfile.mkdtemp(prefix=f"{keys.PRIVATE}-doctor-", dir=above)
     try:
         yield path
@@ -184,12 +187,12 @@ def _scratch(above: Path | None) -> Iterator[str]:
 
 
 def _existing(path: Path) -> Path:
-    """It, or what is there above it."""
+    """Return the path, or its nearest parent that exists."""
     return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def _time_journal(folder: Folder) -> float:
-    """How long it typically takes until a row would survive power loss."""
+    """Return how long it typically takes until a journal row would survive power loss."""
     journal = Journal(folder, 0)
     try:
         took_s = []
@@ -238,7 +241,7 @@ def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
 
 
 def _recorded(path: Path) -> Iterator[RemoteAddress]:
-    """The run's remote, as all journals of the folder name it: the run itself last."""
+    """Yield the run's remote as each journal of the folder names it, that of the run itself last."""
     for kind, found in reversed(journals.read_all(path).items()):
         for reading in found.values():
             if (remote := reading.local().remote) is not None:
@@ -268,7 +271,10 @@ def _has_proxy(url: str, options: StoreOptions, environment: Mapping[str, str]) 
 
 
 def _stand_in(url: str, scratch: contextlib.ExitStack) -> str:
-    """A `file://` remote is made when it is opened. One that is not there yet is tried out beside where it will be."""
+    """Return the URL to try out: for a `file://` remote that does not exist yet, one beside it.
+
+    Opening such a remote would create it.
+    """
     location = parse_url(url)
     root = Path(location.prefix)
     if location.scheme != "file" or (root / keys.PRIVATE).exists():

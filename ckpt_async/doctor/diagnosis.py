@@ -1,7 +1,7 @@
-"""What follows from what `ckpt-async doctor` saw: facts in, findings out. Pure.
+"""Derives findings from the facts that `ckpt-async doctor` collected. Pure.
 
-It must not know how a fact is found out (`doctor`), and it makes no rule of its own for what may be used: that a folder
-or a store cannot be is what these said themselves.
+This module must not know how a fact is found out (`checks`). It also has no rules of its own for what may be used:
+that a folder or a store cannot be used is what these said themselves.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from ckpt_async.core.units import age, in_units
 from ckpt_async.stores.interface import Capabilities
 
-# What does not outlive a reboot, or the container.
+# File systems that do not survive a reboot, or the end of the container.
 VOLATILE_FILESYSTEMS = {"tmpfs": "memory", "ramfs": "memory", "overlay": "the container's own layer"}
-# A disk answers within a few of these; only durability waits for it, never training.
+# A disk is slow above this; only durability waits for it, never training.
 SLOW_FSYNC_S = 0.1
 # S3 refuses requests whose time is off by more than 15 minutes (S3 API reference, RequestTimeTooSkewed).
 REFUSED_SKEW_S, ODD_SKEW_S = 900.0, 30.0
-# Records that cannot be read: so many are listed.
+# How many unreadable records are listed.
 MAX_LISTED = 10
-# Descriptors of a trainer besides a socket and a file for each request.
+# Descriptors that a trainer needs besides a socket and a file for each request.
 OTHER_OPEN_FILES = 256
 
 
 class Level(enum.Enum):
-    """FAIL: a run would fail, or lose what it promises. WARN: it works, and is weaker or slower than it could be."""
+    """The level of a finding.
+
+    FAIL: a run would fail, or lose what it promises. WARN: it works, but is weaker or slower than it could be.
+    """
 
     OK = "ok"
     WARN = "warn"
@@ -35,7 +38,7 @@ class Level(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check. `hint` says what to do."""
+    """The result of one check. `hint` says what to do."""
 
     check: str
     level: Level
@@ -48,12 +51,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """This machine and environment. `versions` has None for what is not installed."""
+    """This machine and its environment. `versions` has None for packages that are not installed."""
 
     versions: Mapping[str, str | None]
     max_open_files: int
-    num_requests: int  # that an engine with these settings may have under way at once
-    settings_given: tuple[str, ...] = ()  # variables that set something
+    num_requests: int  # most concurrent requests of an engine with these settings
+    settings_given: tuple[str, ...] = ()  # names of variables that set something
     unknown_variables: tuple[str, ...] = ()
     settings_error: str = ""
     settings_hint: str = ""
@@ -61,7 +64,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class LocalFolder:
-    """A trainer's folder. `tested` is where it was tried out: above it, if it does not exist yet."""
+    """A trainer's folder. `tested` is where it was tried out: a parent, if the folder does not exist yet."""
 
     path: str
     tested: str
@@ -69,7 +72,7 @@ class LocalFolder:
     hint: str = ""
     filesystem: str = ""
     can_link: bool = True
-    other_mounts: tuple[str, ...] = ()  # what in it is on another file system; links cannot reach there
+    other_mounts: tuple[str, ...] = ()  # folders in it on other file systems, where links cannot reach
     free_bytes: int = 0
     min_free_bytes: int = 0
     fsync_s: float = 0.0
@@ -87,7 +90,7 @@ class JournalState:
     num_pending: int = 0
     num_failed: int = 0
     running_ranks: tuple[int, ...] = ()
-    watched_from: str = ""  # the state of the watcher whose journal this is; "": it is in the folder itself
+    watched_from: str = ""  # the watcher's state folder, if this is its journal; "" if in the folder
 
     @property
     def is_there(self) -> bool:
@@ -96,7 +99,7 @@ class JournalState:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Something that was done in the store. `is_needed` if a trainer cannot do without."""
+    """Something that was tried in the store. `is_needed` if a trainer cannot do without it."""
 
     check: str
     what: str
@@ -107,22 +110,22 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A store, and what was done in it, up to the first thing without which nothing else makes sense."""
+    """A store, and what was tried in it, up to the first failure after which nothing else makes sense."""
 
     url: str
     tried: tuple[Tried, ...]
     has_proxy: bool = False
     capabilities: Capabilities | None = None
     is_checksum_compared: bool | None = None
-    clock_ahead_s: float | None = None  # the store's, of ours
+    clock_ahead_s: float | None = None  # the store's clock relative to ours
     round_trip_s: float | None = None
     left_behind: tuple[str, ...] = ()
-    unreadable: tuple[str, ...] = ()  # records of the run, each with what is wrong
+    unreadable: tuple[str, ...] = ()  # records of the run, each with its problem
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast `size_bytes` went to the store and came back, or why it was not tried."""
+    """How fast `size_bytes` were uploaded and downloaded, or why that was not tried."""
 
     size_bytes: int
     upload_s: float = 0.0
@@ -145,21 +148,21 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All of it; None is what was not looked at."""
+    """All facts; None for what was not examined."""
 
     host: Host
     folder: LocalFolder | None = None
     journal: JournalState | None = None
     remote: Remote | None = None
     speed: Speed | None = None
-    checkpoint_bytes: int | None = None  # what one checkpoint of this node has
+    checkpoint_bytes: int | None = None  # size of this node's part of a checkpoint
 
 
 # --- findings ----------------------------------------------------------------------------------------------
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Every check that the facts allow, in the order in which a person would go about it."""
+    """Return every finding that the facts allow, in the order in which a person would check."""
     findings = [*_of_host(facts.host)]
     if facts.folder is not None:
         findings += _of_folder(facts.folder, facts.checkpoint_bytes)

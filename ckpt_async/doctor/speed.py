@@ -1,4 +1,4 @@
-"""How fast a file goes to the store and comes back."""
+"""Measures how fast a file goes to the store and comes back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ async def measure(
     opened: Callable[[upload.Resume], None],
     uploaded: Callable[[], None],
 ) -> Speed:
-    """Send a file as an uploader does and read it in ranges. `opened` and `uploaded` are told of a multipart upload."""
+    """Upload a file as an uploader does, and read it in ranges.
+
+    `opened` and `uploaded` are called when a multipart upload begins and ends.
+    """
     quick = dataclasses.replace(
         settings, upload_timeout_s=SPEED_TIMEOUT_S, retry_max_s=settings.retry_initial_s
     )
@@ -69,11 +72,11 @@ async def measure(
 
 
 def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
-    """Why the file must not be written, or "": a trainer beside us may need the space."""
+    """Return why the file must not be written, or "": a trainer on this node may need the space."""
     free_bytes, _ = workplace.space()
     needed_bytes = SPEED_BYTES
     if parse_url(url).scheme == "file":
-        needed_bytes *= 2  # what is sent may come to lie on the same disk
+        needed_bytes *= 2  # the remote may be on the same disk
     if free_bytes - needed_bytes >= min_free_bytes:
         return ""
     what = f"{in_units(free_bytes)} are free, but it takes {in_units(needed_bytes)}"
@@ -81,7 +84,7 @@ def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
 
 
 async def _large_source(folder: Folder) -> Source:
-    """A shard to be sent, of bytes that nothing on the way makes fewer of."""
+    """Return a shard to send, whose bytes cannot be compressed on the way."""
     path = folder.path / "speed.bin"
     async with aiofiles.open(path, "wb") as file:
         for _ in range(SPEED_RANGES):

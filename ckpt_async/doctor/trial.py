@@ -1,4 +1,4 @@
-"""What uploaders, readers and sweepers do in a store, tried out one after another."""
+"""Tries out in a store what uploaders, readers and sweepers do, one thing after another."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from ckpt_async.stores.interface import BytesBody, Store
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
 
-# One small request: the store is there, or it is not.
+# The time limit of a small request: the store answers, or it does not.
 ANSWER_S = 15.0
-# All records of a long run: a decision for each checkpoint.
+# The time limit for all records of a long run, which has a decision for each checkpoint.
 RECORDS_S = 60.0
 NUM_SAMPLES = 5
 
 
 def in_one_line(error: CkptAsyncError) -> str:
-    """Without the hint, which is told by itself."""
+    """Return the error without its hint, which is printed separately."""
     return " ".join(error.without_hint.split())
 
 
@@ -89,7 +89,7 @@ class Trial:
         return True
 
     async def _reach(self) -> bool:
-        """Whether anything else makes sense. Credentials that may not list may still be good for the rest."""
+        """Return whether trying anything else makes sense. Credentials that may not list may still do for the rest."""
         if makes_folder(self._store.url):
             return True
         refusal: list[StoreError] = []
@@ -99,7 +99,7 @@ class Trial:
                 await self._store.open(is_read_only=True)
                 began = time.time()
                 listing = await self._store.list(self._name)
-                # The time that is told has whole seconds, cut off.
+                # The store's time has whole seconds, rounded down.
                 self._note(clock_ahead_s=listing.server_time + 0.5 - (began + time.time()) / 2)
             except StoreError as error:
                 refusal.append(error)
@@ -109,7 +109,7 @@ class Trial:
         return is_listed or any(error.reason is FailureReason.AUTH for error in refusal)
 
     async def _write(self) -> None:
-        """Open it as an uploader does, which probes what it can do, and see what it says to a wrong checksum."""
+        """Open the store as an uploader does, which probes its capabilities, and send it a wrong checksum."""
         store, right, wrong = self._store, f"{self._name}-a", f"{self._name}-b"
         await store.close()
         await store.open()
@@ -162,7 +162,7 @@ class Trial:
             raise IntegrityError("the copy has different bytes", operation="copy", key=key)
 
     async def _read_records(self) -> None:
-        """Of a run that is there already: one that cannot be read stops what it speaks of."""
+        """Read the records of a run that is already there. One that cannot be read blocks whatever it describes."""
         found = await find_unreadable(PatientStore(self._store, self._settings, is_patient=False))
         self._note(unreadable=tuple(f"{each.key}: {each.message}" for each in found))
 
@@ -201,7 +201,7 @@ class Trial:
         await self._store.delete(self._written)
 
     async def _clean_up(self) -> None:
-        """What a check that failed half-way, or Ctrl-C, has left."""
+        """Remove what is left after Ctrl-C or after a check that failed half-way."""
         left: tuple[str, ...] = ()
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
