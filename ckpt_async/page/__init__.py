@@ -1,4 +1,4 @@
-"""The live page, and the HTTP server that it has in common with the metrics. Only looks, and takes part in nothing.
+"""The live page, and the HTTP server that it shares with the metrics. It only observes.
 
-`static/` is served as it is: HTML, CSS and JavaScript without a build step or anything from elsewhere.
+`static/` is served as it is: HTML, CSS and JavaScript without a build step and without anything from elsewhere.
 """

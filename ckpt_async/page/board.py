@@ -1,4 +1,4 @@
-"""What the page shows, computed when somebody looks, and seldom enough to cost training next to nothing."""
+"""The data of the page, computed when somebody looks, and rarely enough to cost training next to nothing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-# However many look, and however often.
+# At most one look per this time, however many people look.
 AT_MOST_EVERY_S = 1.0
-# Of one core: what a look has cost decides how long it must do.
+# The share of one core that looks may take: how long a look lasted decides how long its result is used.
 SHARE = 0.02
-# Who asks while somebody looks waits for so long. A disk that does not answer must not collect them.
+# How long a request waits for another one's look. A disk that does not answer must not pile up requests.
 PATIENCE_S = 5.0
 
 
 class Board:
-    """`look` says what there is, `health` in one line why the process does not go on, or nothing. From any thread."""
+    """Serves the process's state.
+
+    `look` returns it; `health` returns a line saying why the process is stuck, or "". May be used from any thread.
+    """
 
     def __init__(
         self,
@@ -43,8 +46,10 @@ class Board:
         self._has_failed = False
 
     def status(self) -> bytes | None:
-        """What is served as `/status.json`; who asks while somebody looks waits for that, and has the same. None if it
-        could not be told, which is a bug, and logged once. Raises TimeoutError if that takes long.
+        """Return the body of `/status.json`.
+
+        A caller that comes during a look waits for it and gets the same body. Returns None if the look failed, which
+        is a bug and is logged once. Raises TimeoutError if the wait takes too long.
         """
         if not self._lock.acquire(timeout=PATIENCE_S):
             raise TimeoutError
@@ -78,7 +83,7 @@ class Board:
 
 
 def look_at(watch: FolderWatch, missing: Missing | None = None) -> Json:
-    """What a folder holds, or `error`: why that cannot be told now."""
+    """Return what a folder holds, or an `error` that says why that is unknown now."""
     now = time.time()
     try:
         by_kind = watch.look(missing, now=now) if missing else watch.look(now=now)

@@ -1,4 +1,4 @@
-"""The port of a process: metrics for Prometheus, a page for people, its data, and a probe."""
+"""The HTTP port of a process: metrics for Prometheus, a page for people, its data, and a health probe."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A client that says nothing for so long is hung up on, and one whose request is not answered by then.
+# A connection is closed if the client is silent for SILENCE_S, or if its request is not answered after
+# REQUEST_S.
 SILENCE_S, REQUEST_S = 10.0, 30.0
-# Each takes a descriptor and a thread of the trainer. Whoever comes then has the place of one that is there.
+# Each connection takes a descriptor and a thread of the trainer. Beyond this, a new one replaces an existing
+# one.
 MAX_CONNECTIONS = 32
 HANG_UP_S = 0.2
 STATIC = {
@@ -39,7 +41,7 @@ STATIC = {
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-# The page runs its own script and style, and asks its own server: nothing else, whatever a name may contain.
+# The page may use only its own script, style and server, whatever a name contains.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -55,7 +57,7 @@ SAFE = (
 
 
 class MetricsServer:
-    """Answers on daemon threads of its own, also while the engine's event loop is stuck."""
+    """The running server. It answers on daemon threads of its own, even while the engine's event loop is stuck."""
 
     def __init__(self, server: WSGIServer) -> None:
         self._server = server
@@ -69,7 +71,7 @@ class MetricsServer:
         after_fork.add(self)
 
     def abandon(self) -> None:
-        """In a forked child: close our copy of the socket, or it would keep a dead trainer's port."""
+        """Close our copy of the socket in a forked child, which would otherwise keep a dead trainer's port."""
         self._server.socket.close()
 
     def close(self) -> None:
@@ -88,17 +90,18 @@ def serve(
     environment: Mapping[str, str],
     board: Board | None = None,
 ) -> MetricsServer | None:
-    """Serve `registry`, and the page of `board`, over HTTP: on no port (-1), any free one (0), or `port` + the rank on
-    this node.
+    """Serve `registry`, and the page of `board`, over HTTP.
 
-    Returns None, and logs one warning, if that port cannot be had: nothing stops for metrics.
+    The port is none (-1), any free one (0), or `port` + the rank on this node. Returns None, and logs one warning, if
+    the port is not available: nothing stops because of metrics.
     """
     if port < 0:
         return None
     try:
         port += (launch.local_rank(environment) or 0) if port else 0
         server = _listen(address, port)
-    except (OSError, OverflowError, ValueError) as error:  # busy, no such address; beyond 65,535; no number
+    # The port is busy, there is no such address, the port is above 65,535, or the rank is not a number.
+    except (OSError, OverflowError, ValueError) as error:
         logger.warning("metrics_not_served address=%s port=%d error=%s; work continues", address, port, error)
         return None
     server.set_app(application(registry, board, is_local=_is_loopback(str(server.server_address[0]))))
@@ -124,11 +127,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def __init__(self, place: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._began_s: dict[socket.socket, float] = {}  # of those that were not hung up on, oldest first
+        self._began_s: dict[socket.socket, float] = {}  # open connections, oldest first
         super().__init__(place, handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On the thread that accepts: one request for each connection."""
+        """Start a thread for one connection, which has one request. Called on the accepting thread."""
         if not self._places.acquire(blocking=False) and not self._take_place():
             return self.shutdown_request(request)
         with self._lock:
@@ -151,7 +154,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         self._places.release()
 
     def service_actions(self) -> None:
-        """Twice a second."""
+        """Close connections whose request takes too long. Called twice a second."""
         now = time.monotonic()
         with self._lock:
             late = [each for each, began_s in self._began_s.items() if now - began_s > REQUEST_S]
@@ -159,32 +162,35 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
             self._hang_up(each)
 
     def _take_place(self) -> bool:
-        """Of the oldest of those who have the most: a probe is not shut out by somebody who takes all there are."""
+        """Close the oldest connection of the client that has the most, and take its place.
+
+        This way nobody who takes all places can shut out a probe.
+        """
         while True:
             with self._lock:
                 hosts = {each: _host_of(each) for each in self._began_s}
             if not hosts:
-                return False  # those that were hung up on are at work, and not done yet
+                return False  # those that were closed are still finishing
             num = Counter(hosts.values())
             self._hang_up(max(hosts, key=lambda each: num[hosts[each]]))
             if self._places.acquire(timeout=HANG_UP_S):
                 return True
 
     def _hang_up(self, request: socket.socket) -> None:
-        """Its thread finds out, and closes it."""
+        """Shut the connection down; its thread notices, and closes it."""
         with self._lock:
             self._began_s.pop(request, None)
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def server_bind(self) -> None:
-        """Without asking the DNS for our own name, which may take long and is needed by nobody."""
+        """Bind without asking the DNS for our own name, which may take long and is not needed."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002  socketserver's
-        """A client that went away is no news."""
+        """Log at debug level only, since a client that went away is not worth more."""
         logger.debug("page_request_failed client=%s", client_address)
 
 
@@ -192,13 +198,13 @@ class _Handler(WSGIRequestHandler):
     timeout = SILENCE_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the library's name
-        """Requests are not logged."""
+        """Do not log requests."""
 
 
 def _host_of(connected: socket.socket) -> str:
     try:
         return str(connected.getpeername()[0])
-    except OSError:  # it has gone
+    except OSError:  # the client has gone
         return ""
 
 
@@ -206,7 +212,10 @@ def _host_of(connected: socket.socket) -> str:
 
 
 def application(registry: CollectorRegistry, board: Board | None, *, is_local: bool) -> WSGIApplication:
-    """The routes. `is_local`: only this machine can connect, so that a name of elsewhere is some page's trick."""
+    """Return the routes.
+
+    `is_local`: only this machine can connect, so a foreign host name is a trick of some web page.
+    """
     metrics = make_wsgi_app(registry)
 
     def respond(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -285,8 +294,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a Host header is one that no DNS can have pointed at us: an address, or localhost. A page of elsewhere
-    whose own name suddenly means 127.0.0.1 (DNS rebinding) would read what is here. Only browsers always send it.
+    """Return whether no DNS can have pointed a Host header at us: it is an address, or localhost.
+
+    A foreign page whose own name suddenly means 127.0.0.1 (DNS rebinding) could otherwise read what is here. Only
+    browsers always send the header, so a missing one is accepted.
     """
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     name = name.strip("[]").rstrip(".").lower()
