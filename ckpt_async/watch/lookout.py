@@ -75,7 +75,7 @@ class Lookout:
         self._unwhole = Unwhole()
         self._left_out = LeftOut(teller.leave_out)
         self.tree = Tree({}, lambda *_: b"")  # the newest look
-        self._news = News()  # since the one before it
+        self._news = News()  # events since the previous look
 
     def look(self) -> None:
         began_s = time.monotonic()

@@ -47,7 +47,7 @@ class Refusals:
         self._couriers: Couriers | None = None
         if not self._wants:
             return
-        sinks = sinks_of(settings, os.environ, warns=False)  # the run does
+        sinks = sinks_of(settings, os.environ, warns=False)  # the run warns
         try:
             self._outbox = OwnOutbox(place / "events")
             for sink in sinks:
@@ -65,7 +65,7 @@ class Refusals:
                 _count(self._metrics, refused)
             else:
                 self._unshown.append(refused)
-        if refused.cause is Refusal.GIVEN_UP:  # the run's own event tells, once for all nodes
+        if refused.cause is Refusal.GIVEN_UP:  # the run's own event reports it, once for all nodes
             return
         event = telling.refused(self._run, refused, time.time(), node=self._node)
         self._unwritten.extend(telling.notices_of(event, self._wants))

@@ -119,7 +119,7 @@ class Waker:
 
     def _read_events(self) -> None:
         names = {number: folder for folder, number in self._watched.items()}
-        with contextlib.suppress(OSError):  # EAGAIN: that was all
+        with contextlib.suppress(OSError):  # EAGAIN: no more events
             while self._inotify >= 0:
                 self._understand(os.read(self._inotify, 1 << 16), names)
 
