@@ -69,11 +69,11 @@ class Entry:
     refusal: Refusal | None = None
     is_copied: bool = False
     is_followed: bool = False  # another node has announced it
-    told_ns: int = 0  # and the time of its mark, according to that node
+    told_ns: int = 0  # time of its mark, according to the announcing node
     is_doubtful: bool = False  # an earlier watcher that lost its memory may have sent it
     # For a single file: the checksums of its tensors, as the file records them.
     tensors: Mapping[str, int] = field(default_factory=dict)
-    mark_ns: int = 0  # when its mark, possibly beside it, was written; 0: unknown
+    mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: unknown
     is_checked: bool = False  # its bytes match the checksums that it records
     # By shard: CRC-32s of a few blocks of the largest files, and the checksums of everything in the store.
     # Entries with equal checksums are the same checkpoint under any name, even once it has been pruned. Empty

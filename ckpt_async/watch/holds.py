@@ -72,7 +72,7 @@ class Holds:
     all: dict[int, Hold] = field(default_factory=dict)
     is_possible: bool = True  # False once the disk has refused a link
     room: Room | None = None  # None: no limit
-    dropping: Callable[[Hold], None] = lambda _: None  # called when too many are held
+    dropping: Callable[[Hold], None] = lambda _: None  # called with a hold dropped because of too many
     seen: Seen = field(default_factory=Seen)  # includes what cannot be held
     _looked_ns: int = 0  # time of the newest look
 

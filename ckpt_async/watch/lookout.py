@@ -223,7 +223,7 @@ class Lookout:
             self._teller.pass_by(folder, path)
 
     def _refuse_again(self, found: Found) -> None:
-        """Report a checkpoint that an earlier start refused as refused again, for as long as it is there.
+        """Repeat the refusal of an earlier start for as long as the checkpoint is there.
 
         Otherwise somebody might believe that it was uploaded.
         """

@@ -24,7 +24,7 @@ TWIN_S = 60.0
 # How many checkpoints the uploader has in hand at once: what was not begun need not be given up when the
 # watcher is killed. More if they are small, or a folder of thousands would be looked at after every four.
 MAX_OPEN, MAX_OPEN_SMALL = 4, 64
-SMALL_BYTES = 1 << 30  # of all that count as small together
+SMALL_BYTES = 1 << 30  # of all of them together
 # Suffixes that trainers give to files with tensors in them.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
 

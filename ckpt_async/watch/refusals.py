@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Refusals:
     """The refusals of one watcher, from its start to its end.
 
-    Its events are kept at `place` until they are delivered; every node tells its own. `add` and `close` must be
+    Its events are kept at `place` until they are delivered; every node delivers its own. `add` and `close` must be
     called from one thread.
 
     Raises SettingsError.

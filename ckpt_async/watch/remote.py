@@ -158,7 +158,7 @@ class Remote:
         return self.call(lambda store: _files(store, decision))
 
     def committed_files(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Mapping[str, RemoteFile]]:
-        """Return the files, by name, of those of these checkpoints that are committed."""
+        """Return, for each of these checkpoints that is committed, its files by name."""
         found = {id_: each for id_, each in self.decisions(ids).items() if each.outcome is Outcome.COMMIT}
 
         async def work(store: PatientStore) -> list[Mapping[str, RemoteFile]]:

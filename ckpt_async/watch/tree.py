@@ -50,7 +50,8 @@ class Tree:
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     ctime_ns: Mapping[str, int] = field(default_factory=dict)
     unreadable: Mapping[str, str] = field(default_factory=dict)  # what cannot be read, and why
-    special: Mapping[str, str] = field(default_factory=dict)  # content-less, e.g. a FIFO
+    # What has no content, by path, with what it is: a FIFO …
+    special: Mapping[str, str] = field(default_factory=dict)
     # Unfinished downloads, by the folder they are written to.
     fetching: Mapping[str, str] = field(default_factory=dict)
     born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 if unknown

@@ -1,7 +1,7 @@
 """What is checked of every mark, whatever its format. Pure.
 
-A mark is never older than a file that it stands for. If it is, it belongs to an earlier save to the same place, and
-the checkpoint is being written anew. (Copies that did not keep times look the same: `Rules.ignores_times`.)
+A valid mark is not older than any file that it stands for. An older one belongs to an earlier save to the same place,
+and the checkpoint is being written anew. (Copies that did not keep times look the same: `Rules.ignores_times`.)
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def checked(
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
                 " without its times (see --once --ignore-times)",
             )
-        changed = changed_ns(tree, found)  # before a later mark: nobody writes to it any more
+        changed = changed_ns(tree, found)  # older than the newest mark: finished
         if newer and changed >= newest_ns and abs(tree.now_ns - changed) < UNCOUNTED_S * _NS:
             reason = f"{newer[0]} was added after its mark, and it changed within the last {UNCOUNTED_S:g} s"
             return replace(found, reason=reason, is_waiting=True)
@@ -159,7 +159,8 @@ def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[V
 def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> Found:
     """Return `found` without files that were added to an earlier save to the same place and not written since.
 
-    They came after the mark of that save. Those of this save are still to come, or it has none.
+    They were added after the mark of that save. The corresponding files of this save are still to come, or it has
+    none.
     """
     left = set[str]()
     for each in versions:
@@ -184,8 +185,8 @@ def are_added(
 ) -> bool:
     """Return whether these files were made after the mark, one soon after the other.
 
-    A file that is being written anew was there before, even if it has another inode now or its writing begins later.
-    A file that was also added to an earlier save may be written in place.
+    A file that is being rewritten was there before, even if it has another inode now or its rewriting begins later. A
+    file that was also added to an earlier save may be written in place.
     """
     if any(not each.body.keys().isdisjoint(newer) for each in versions):
         return False

@@ -34,7 +34,7 @@ class Rules:
 
     formats: tuple[str, ...] = ()  # only these of the table
     done: str = ""  # a folder is complete once it has a file of this name
-    pattern: str = ""  # a path like this was given by renaming what was complete
+    pattern: str = ""  # paths like this are given by renaming once complete
     quiet_s: float = 0.0  # complete when nothing in it has changed for this long
     ignores_times: bool = False
     ranks: int = 0  # trainer processes on all nodes, where the format does not tell; 0: unknown

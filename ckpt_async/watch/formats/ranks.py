@@ -72,7 +72,7 @@ def _beyond(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version])
 
 
 def _stale(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version], paths: set[str]) -> set[str]:
-    """Return those of these paths that are as they were in another save, or are far older than all the rest."""
+    """Return the paths whose files are as they were in another save, or are far older than all the rest."""
     at_ns = marked_ns(tree, found)
     others = [
         each for each in versions if each.marked_ns != at_ns and is_same_save(tree, found, each) is False
