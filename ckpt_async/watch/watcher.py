@@ -207,8 +207,7 @@ class Watcher:
 
     def _reopen(self, close_s: float = REOPEN_S) -> None:
         self._close(close_s)
-        # It has been open before, so a failure is retried.
-        while (error := _failure_of(self._open_while_linking)) is not None:
+        while (error := _failure_of(self._open_while_linking)) is not None:  # retried: it was open before
             self._teller.trouble(error)
             self._close(0.0)
             self.waker.wait(self.options.interval_s)
@@ -373,8 +372,7 @@ class Watcher:
                 outcomes.append((entry, str(error)))
         for entry, reason in self._with_sums(outcomes):
             if reason:
-                # A newer generation has given up what was not sealed, and there it is handed in again.
-                self._nodes.check_newest()
+                self._nodes.check_newest()  # a newer start has given it up, and there it comes again
                 self._given_up(entry, reason)
             else:
                 self._settle_committed(entry)
