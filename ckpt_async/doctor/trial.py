@@ -215,7 +215,7 @@ class Trial:
         self._note(left_behind=(*left, *self._uploads))
 
     async def _measure_speed(self, workplace: Folder) -> Speed:
-        key = f"{self._name}-e"
+        key = f"{self._name}-f"
         if what := no_room(self._store.url, workplace, self._min_free_bytes):
             return Speed(SPEED_BYTES, left_out=what)
         self._written.append(key)

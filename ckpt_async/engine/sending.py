@@ -112,7 +112,8 @@ async def send_ahead(state: State, action: decide.SendAhead) -> None:
     )
     if resume is None:
         return
-    if action.shard in state.checkpoint(action.checkpoint).shards:
+    known = state.local.checkpoints.get(action.checkpoint)  # it may be settled and forgotten by now
+    if known is not None and action.shard in known.shards:
         state.sent_ahead[action.checkpoint, action.shard] = resume
     else:  # given up: the sweeper would find it, but not soon
         await state.store.abort_multipart(key, resume.upload_id)

@@ -85,7 +85,8 @@ async def look(state: State, action: decide.Look) -> None:
 def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decide.Watch:
     """Say that a checkpoint waits long for other ranks, if it is time to."""
     now, receipts = state.now(), watch.receipts
-    if receipts is None or not state.checkpoint(id_).has_receipt:
+    known = state.local.checkpoints.get(id_)
+    if receipts is None or known is None or not known.has_receipt:
         return watch
     if watch.since is None:
         return replace(watch, since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))

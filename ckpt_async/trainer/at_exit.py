@@ -113,5 +113,5 @@ def _close_all() -> None:
             uploader.before_exit(max(0.0, deadline - time.monotonic()))
             left_s = max(0.0, deadline - time.monotonic())
             uploader.close(timeout_s=min(left_s, uploader.settings.upload_timeout_s))
-        except CkptAsyncError:
+        except Exception:  # the others must still be closed
             logger.exception("close_failed folder=%s", uploader.folder)

@@ -87,7 +87,7 @@ class Holds:
                 logger.warning("links of a look are dropped: %s cannot be read: %s", path, error)
                 path.unlink()
         for folder in self.place.iterdir():
-            if folder.is_dir() and int(folder.name) not in self.all:
+            if folder.is_dir() and folder.name.isdecimal() and int(folder.name) not in self.all:
                 shutil.rmtree(folder)
 
     def of_path(self, path: str) -> list[Hold]:

@@ -16,7 +16,8 @@ from awscrt import checksums as crt
 
 from ckpt_async.watch.tree import Identity
 
-# When a file whose mtime does not change is read again, since some writes do not update the mtime.
+# When a file that looks unchanged is read again: the kernel's clock is coarse, so the last of several quick writes may
+# leave the mtime as it was.
 AGAIN_S = (4.0, 30.0, 300.0)
 # After this long, we assume that nobody writes to the file any more.
 GIVEN_UP_S = 30.0

@@ -1,8 +1,8 @@
 "use strict";
-/* Draws what /status.json says. Whatever comes from there is set as text, never as HTML. */
+/* Draws the content of /status.json. Everything from there is inserted as text, never as HTML. */
 
 const EVERY_MS = 2000, PATIENCE_MS = 6000, MOST_SHOWN = 40, MOST_EVENTS = 30;
-// Attempts that failed so lately, while no byte has moved for so long: uploads are stalled.
+// Uploads are stalled if an attempt failed within LATELY_S and no byte has moved for STALLED_S.
 const LATELY_S = 60, STALLED_S = 8;
 const STATES = {
   open: "being written", uploading: "uploading", queued: "queued", waiting: "waiting", lost: "lost",
@@ -21,7 +21,7 @@ function el(tag, { cls = "", ...attributes } = {}, ...children) {
   return node;
 }
 
-/* Make `old` like `fresh` by as little as it takes: what is selected or scrolled stays so. */
+/* Make `old` equal to `fresh` with as few changes as possible, so that selection and scroll position survive. */
 function morph(old, fresh) {
   if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
   if (old.nodeType === Node.TEXT_NODE) {
@@ -40,7 +40,7 @@ function fill(parent, fresh) {
   old.slice(fresh.length).forEach((each) => each.remove());
 }
 
-// --- numbers as people say them -----------------------------------------------------------------------------
+// --- human-readable numbers ---------------------------------------------------------------------------------
 
 const now = () => data.now + (performance.now() - heardAt) / 1000;
 
@@ -118,7 +118,7 @@ function timeline(all, title = "Checkpoints") {
     more > 0 ? el("p", { cls: "detail" }, `and ${some(more, "older one")}`) : null];
 }
 
-/* Why uploads do not go on, or nothing. */
+/* Return why uploads are stalled, or "". */
 function stall(run, kind) {
   if (run.idle_s === null || run.idle_s < STALLED_S) return "";
   const failed = (data.events || []).find((each) => each.what.startsWith("attempt") && (each.kind || "") === kind && now() - each.at < LATELY_S);
@@ -224,7 +224,7 @@ function events(list) {
           each.text, each.count > 1 ? ` (${each.count} times)` : "", each.kind ? ` · ${each.kind}` : "")))));
 }
 
-// --- all of it ----------------------------------------------------------------------------------------------
+// --- the whole page -----------------------------------------------------------------------------------------
 
 function draw() {
   const link = document.getElementById("link"), main = document.getElementById("main");
