@@ -342,7 +342,10 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
         elif (reason := _why_superseded(checkpoint, policy)) and not is_all_kept:
             yield Remove(id_, reason)
         elif not checkpoint.was_committed:
-            yield Forget(id_)  # the user's own files stay where they are
+            # The user's own files stay where they are. What this start has not sealed yet is remembered as given up:
+            # its trainer may enqueue more of it.
+            if checkpoint.sealed is not None or policy.is_adopted or id_.generation < local.generation:
+                yield Forget(id_)
         elif checkpoint.is_removed:
             if not checkpoint.to_copy and id_ not in (publish, pointer):
                 yield Forget(id_)

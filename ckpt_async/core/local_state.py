@@ -211,6 +211,8 @@ def _apply_to_shards(
     match event:
         case Enqueued():
             shards.setdefault(event.shard.name, LocalShard(event.shard, written_at))
+            if checkpoint.is_released:  # it was given up before the trainer was done with it
+                checkpoint = replace(checkpoint, is_released=False)
             if event.shard.name in checkpoint.growing:
                 return replace(checkpoint, growing=_without(checkpoint.growing, event.shard.name))
         case MadeDurable():

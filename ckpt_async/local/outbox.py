@@ -208,8 +208,12 @@ class OwnOutbox(Outbox):
                 hint="give each of them a folder of its own",
             ) from None
         self._path = folder / "events.sqlite"
-        with database.translated(self._path):
-            self._connection = database.connect(self._path)
+        try:
+            with database.translated(self._path):
+                self._connection = database.connect(self._path)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         super().__init__(self._connected)
 
     @contextlib.contextmanager

@@ -139,7 +139,7 @@ class _Rank:
     def __init__(self, channel: Channel, process: _Process) -> None:
         self._channel, self._process = channel, process
         self._loop = asyncio.get_running_loop()
-        self._told: asyncio.Future[tuple[Start, RankLock]] = self._loop.create_future()
+        self._told: asyncio.Future[tuple[dict[str, Any], int]] = self._loop.create_future()
         self._gone, self._changed = asyncio.Event(), asyncio.Event()
         self._host: Host | None = None
         self._work: asyncio.Task[None] | None = None
@@ -154,12 +154,8 @@ class _Rank:
         try:
             await asyncio.wait((self._told, gone), return_when=asyncio.FIRST_COMPLETED)
             if self._told.done():
-                start, lock = self._told.result()
                 self._send("here", os.getpid())
-                try:
-                    await self._serve(start, lock, backends, gone)
-                finally:
-                    lock.release()
+                await self._begin(*self._told.result(), backends, gone)
         finally:
             gone.cancel()
             self._process.wait_for(self, False)
@@ -167,11 +163,27 @@ class _Rank:
             self._loop.remove_reader(self._channel.fileno())
             self._channel.close()
 
+    async def _begin(
+        self, fields: dict[str, Any], descriptor: int, backends: Backends, gone: asyncio.Future[Any]
+    ) -> None:
+        """Serve the trainer that sent these `fields` of its `Start`, and the descriptor of its rank's lock."""
+        try:
+            start = wire.start_from(fields)
+            folder = Folder(start.folder, kind=start.kind)
+            lock = RankLock.inherit(folder, start.rank, descriptor)
+        except Exception as error:  # noqa: BLE001  the trainer is told
+            os.close(descriptor)
+            self._send("refused", wire.error_fields(error))
+            return
+        try:
+            await self._serve(start, folder, lock, backends, gone)
+        finally:
+            lock.release()
+
     async def _serve(
-        self, start: Start, lock: RankLock, backends: Backends, gone: asyncio.Future[Any]
+        self, start: Start, folder: Folder, lock: RankLock, backends: Backends, gone: asyncio.Future[Any]
     ) -> None:
         try:
-            folder = Folder(start.folder, kind=start.kind)
             journal = Journal(folder, start.rank, may_replace=False)  # the trainer has it open
             try:
                 host = self._host = Host(
@@ -271,13 +283,7 @@ class _Rank:
                 self._gone.set()
             case ["start", dict(fields), int(level)]:
                 logging.getLogger("ckpt_async").setLevel(level)
-                start = wire.start_from(fields)
-                self._told.set_result(
-                    (
-                        start,
-                        RankLock.inherit(Folder(start.folder, kind=start.kind), start.rank, descriptors[0]),
-                    )
-                )
+                self._told.set_result((fields, descriptors[0]))
             case ["join"] if descriptors:
                 os.set_inheritable(descriptors[0], False)
                 self._process.begin(socket.socket(fileno=descriptors[0]))
@@ -311,10 +317,10 @@ class _Rank:
     def log(self, record: logging.LogRecord, text: str) -> bool:
         """Send a log record to the trainer. Safe from any thread. Returns False if the trainer cannot be reached."""
         fields = json_log.event_and_fields(record)
-        if len(json.dumps(fields, default=str)) > wire.MAX_TEXT:
+        if len(json.dumps(fields, default=str)) > wire.MAX_TEXT_BYTES:
             fields = None
         return self._has_trainer and self._send(
-            "log", record.levelno, record.name, text[: wire.MAX_TEXT], fields
+            "log", record.levelno, record.name, wire.shortened(text), fields
         )
 
     @property

@@ -131,6 +131,7 @@ class ProcessRunner:
             )
             self._end_by_force()
             self._thread.join()
+        self._view.end()
 
     def _end_by_force(self) -> None:
         """Kill a process that does not end, because it holds locks that would keep out the next start. A process

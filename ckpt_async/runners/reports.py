@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core import backlog
@@ -21,7 +22,7 @@ REPORT_S = 0.25
 # Limits that are certain to fit into one packet.
 MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
 MAX_MISSING = 100
-MAX_REASON = 120
+MAX_REASON_BYTES, MAX_DECISION_BYTES = 120, 500
 # For this many checkpoints, the ranks that they wait for are reported even if nobody is waiting.
 MAX_WAITING = 3
 
@@ -62,7 +63,10 @@ class Reports:
             forgotten = before.checkpoints[id_]
             committed_at = forgotten.decided_at if forgotten.was_committed else None
             self._forgotten.append((id_.generation, id_.step, committed_at))
-        self._decided.extend(each for id_, each in engine.outcomes.items() if id_ not in self._told_outcomes)
+        new = (each for id_, each in engine.outcomes.items() if id_ not in self._told_outcomes)
+        self._decided.extend(
+            replace(each, reason=wire.shortened(each.reason, MAX_DECISION_BYTES)) for each in new
+        )
         self._told_outcomes = set(engine.outcomes)
         while engine.failures:
             self._failures.append(wire.failure_fields(engine.failures.popleft()))
@@ -161,7 +165,7 @@ class _Facts(Observer):
         self._note("checkpoint_committed", step, latency_s, at)
 
     def checkpoint_aborted(self, step: int, reason: str) -> None:
-        self._note("checkpoint_aborted", step, reason[:MAX_REASON])
+        self._note("checkpoint_aborted", step, wire.shortened(reason, MAX_REASON_BYTES))
 
     def checkpoint_pruned(self, location: str) -> None:
         self._note("checkpoint_pruned", location)

@@ -15,7 +15,7 @@ from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import CheckpointId, Decided, Forgotten, JournalRow
 from ckpt_async.core.observe import Observer
 from ckpt_async.engine.state import MAX_OUTCOMES
-from ckpt_async.errors import FailureReason
+from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.journal import Journal
 from ckpt_async.runners import wire
 from ckpt_async.runners.wire import Channel
@@ -40,6 +40,7 @@ class ReportedEngine:
         self._wakes, self._last_wake = itertools.count(1), 0
         self._is_hurried = self._is_newest_first = self._are_members_asked_for = False
         self._num_uploads = 0
+        self._has_ended = False
         self._channel: Channel | None = None
 
     # --- for the uploader --------------------------------------------------------------------------------------
@@ -50,9 +51,12 @@ class ReportedEngine:
 
     def fresh_local(self) -> Local:
         with self._lock:
-            rows = self._journal.rows(after=self._local.sequence)
-            self._local = fold(rows, self._local)
+            if not self._has_ended:
+                self._refresh()
             return self._local
+
+    def _refresh(self) -> None:
+        self._local = fold(self._journal.rows(after=self._local.sequence), self._local)
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
         return self._missing.get(id_, [])
@@ -102,6 +106,14 @@ class ReportedEngine:
         self._channel = None
         self._observer.uploads_ended(self._num_uploads)
         self._num_uploads = 0
+
+    def end(self) -> None:
+        """Keep the journal's last state: no process works for us any more, and the journal may be closed."""
+        with self._lock:
+            if not self._has_ended:
+                self._has_ended = True
+                with contextlib.suppress(JournalError):
+                    self._refresh()
 
     def take(self, report: dict[str, Any]) -> None:
         for name, *values in report["observed"]:

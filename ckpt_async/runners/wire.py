@@ -28,7 +28,7 @@ from ckpt_async.stores import StoreOptions
 # The kernel doubles this value; a packet must fit as a whole.
 BUFFER_BYTES = 1 << 19
 MAX_PACKET_BYTES = 1 << 18
-MAX_TEXT = 2000
+MAX_TEXT_BYTES = 2000
 
 
 class Channel:
@@ -92,7 +92,14 @@ class Channel:
 
 
 def encode(*message: Any) -> bytes:
-    return json.dumps(message, separators=(",", ":"), default=_plain).encode()
+    text = json.dumps(message, separators=(",", ":"), default=_plain, ensure_ascii=False)
+    return text.encode(errors="surrogatepass")  # as `json.loads` expects; of file names that are not UTF-8
+
+
+def shortened(text: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return the text, or as much of its beginning as fits into so many bytes."""
+    data = text.encode(errors="surrogatepass")
+    return text if len(data) <= most_bytes else data[:most_bytes].decode(errors="ignore")
 
 
 def _plain(value: object) -> Any:
@@ -125,7 +132,7 @@ def decided_from(fields: dict[str, Any]) -> Decided:
 def error_fields(error: BaseException) -> dict[str, str]:
     reason = error.reason.value if isinstance(error, StoreError) else ""
     text = str(error) if isinstance(error, CkptAsyncError) else repr(error)
-    return {"kind": type(error).__name__, "text": text[:MAX_TEXT], "reason": reason}
+    return {"kind": type(error).__name__, "text": shortened(text), "reason": reason}
 
 
 def error_from(fields: dict[str, str]) -> CkptAsyncError:

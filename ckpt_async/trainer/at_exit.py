@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ckpt_async.core import naming
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import CkptAsyncError, FolderInUseError, SettingsError
+from ckpt_async.errors import FolderInUseError, SettingsError
 from ckpt_async.runners import Start
 from ckpt_async.trainer.exporting import Exporter
 

@@ -5,10 +5,11 @@ journal.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.core import naming
@@ -27,15 +28,22 @@ class OpenCheckpoint:
     id: CheckpointId
     name: str
     shards: dict[str, Shard] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)  # of these shards, as in their names
     growing: set[str] = field(default_factory=set)  # being written through `Uploader.open`
 
     def not_yet_in(
         self, named: Sequence[tuple[str, str]], is_same: Callable[[str, FileIdentity], bool]
     ) -> list[tuple[str, str]]:
         """Return those of `named`, pairs of a source and a shard's name, that were not enqueued before. Raises
-        InvalidShardError for one that was enqueued with other content.
+        InvalidShardError for one that was enqueued with other content, or whose name is the folder of another one.
         """
         new = []
+        names = {name for _, name in named}
+        folders = {folder for name in names for folder in folders_of(name)}
+        for name in (names & (folders | self.folders)) | (folders & self.shards.keys()):
+            raise InvalidShardError(
+                f"shard {name!r} of step {self.id.step} cannot also be the folder of other shards"
+            )
         for source, name in named:
             before = self.shards.get(name)
             if before is None:
@@ -45,6 +53,11 @@ class OpenCheckpoint:
                     f"shard {name!r} of step {self.id.step} was enqueued before with different content"
                 )
         return new
+
+    def add(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            self.shards[shard.name] = shard
+            self.folders.update(folders_of(shard.name))
 
     def check_published(self, published: Mapping[str, str]) -> None:
         """Raise InvalidShardError if a shard was enqueued before with a different exact key than `published` gives
@@ -60,6 +73,11 @@ class OpenCheckpoint:
                 raise InvalidShardError(
                     f"shard {name!r} of step {self.id.step} was enqueued before without publish_as={key!r}"
                 )
+
+
+def folders_of(name: str) -> Iterator[str]:
+    """Return the folders in a shard's name, from the outermost to the innermost."""
+    return itertools.accumulate(name.split("/")[:-1], "{}/{}".format)
 
 
 class Checkpoints:

@@ -4,6 +4,7 @@ process of its own, does the rest.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -396,15 +397,14 @@ class Uploader:
                 never = closing.why_nothing_will_commit(self._engine, deadline)
                 self._events.wait(deadline)
         finally:
-            if self._undo_sigterm is not None:
-                self._undo_sigterm()
-            self._engine.end()
-            self._events.close()
-            try:
+            with contextlib.ExitStack() as at_last:  # whatever fails, the folder is released
+                at_last.callback(self.exporter.close)
+                at_last.callback(self._engine.release)
+                if self._undo_sigterm is not None:
+                    self._undo_sigterm()
+                self._engine.end()
+                self._events.close()
                 failed = self._engine.take_failure()
-            finally:
-                self._engine.release()
-                self.exporter.close()
         self._engine.check_alive()
         if failed is not None:
             raise failed
@@ -494,7 +494,7 @@ class Uploader:
             except BaseException:
                 self._folder.undo_links(spool, [name for _, name in new])
                 raise
-            checkpoint.shards.update((shard.name, shard) for shard in shards)
+            checkpoint.add(shards)
             self._checkpoints.keep(checkpoint)
         self._engine.view().wake()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
@@ -132,7 +133,8 @@ class GcsSession:
         max_size_bytes: int | None = None,
     ) -> Response:
         """Send a small request and return its answer whole: the body, whatever it is, is in `error`. Raises
-        ObjectTooLargeError, before reading it, if a successful answer declares more than `max_size_bytes`.
+        ObjectTooLargeError, before reading it, if a successful answer declares more than `max_size_bytes`; of one that
+        declares no size, at most one byte more than that is read.
         """
         with translating(operation, key, self.location):
             headers = {**await self.credentials.headers(), **headers}
@@ -149,7 +151,10 @@ class GcsSession:
                 size_bytes = answer.content_length or 0
                 if max_size_bytes is not None and answer.status < 300 and size_bytes > max_size_bytes:
                     raise self.location.too_large(size_bytes, max_size_bytes, operation=operation, key=key)
-                content = await answer.read()
+                if max_size_bytes is not None and answer.status < 300:
+                    content = await _read_at_most(answer.content, max_size_bytes + 1)
+                else:
+                    content = await answer.read()
                 told = {name.lower(): ", ".join(answer.headers.getall(name)) for name in answer.headers}
         return Response(answer.status, told, content)
 
@@ -163,6 +168,13 @@ class GcsSession:
                 key=key,
             )
         return refusal(answer, operation, key, self.location)
+
+
+async def _read_at_most(stream: aiohttp.StreamReader, size_bytes: int) -> bytes:
+    try:
+        return await stream.readexactly(size_bytes)
+    except asyncio.IncompleteReadError as ended:
+        return ended.partial
 
 
 def quoted(name: str) -> str:
