@@ -1,4 +1,5 @@
 """Values and rules, pure: the model, `decide`, retention, keys, names, records, settings.
 
-No clock, randomness, file, socket or thread: whatever a rule needs is an argument. Imports only `errors`.
+Nothing here uses a clock, randomness, files, sockets or threads: whatever a rule needs is an argument. Imports only
+`errors`.
 """

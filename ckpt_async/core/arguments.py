@@ -1,4 +1,4 @@
-"""What callers pass, as the plain value that it means, or a refusal in one sentence. Pure."""
+"""Checks of callers' arguments: each becomes a plain value, or an error of one sentence is raised. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MAX_SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """For a message: not all of what is long, and no more digits than Python writes."""
+    """Return the `repr` of a value for a message, shortened if it is long; works for numbers that Python refuses to
+    format because they have too many digits.
+    """
     try:
         text = repr(value)
     except ValueError:
@@ -21,7 +23,9 @@ def shown(value: object) -> str:
 
 
 def is_whole(number: Any) -> bool:
-    """Whether it may be taken for a whole number: numpy's may, and a tensor's; a bool of anybody's is a mistake."""
+    """Return whether a value may be taken for a whole number. Those of numpy and tensors may; a bool of any library is
+    a mistake.
+    """
     if isinstance(number, bool) or "bool" in str(getattr(number, "dtype", "")):
         return False
     try:
@@ -32,14 +36,16 @@ def is_whole(number: Any) -> bool:
 
 
 def whole(number: Any, name: str, low: int, high: int, error: type[CkptAsyncError] = InvalidNameError) -> int:
-    """Raises `error` unless it is one, from `low` to `high`."""
+    """Return `number` as an int. Raises `error` unless it is a whole number from `low` to `high`."""
     if is_whole(number) and low <= (value := operator.index(number)) <= high:
         return value
     raise error(f"{name}={shown(number)} must be a whole number from {low} to {high}")
 
 
 def seconds(value: Any, name: str) -> float:
-    """A number of seconds, also of another library; infinite is for ever. Raises SettingsError."""
+    """Return a number of seconds, which may be another library's number; infinity means for ever. Raises SettingsError
+    for anything else.
+    """
     if not isinstance(value, str | bytes | bool):
         try:
             number = float(value)

@@ -1,4 +1,4 @@
-"""What a rank has not finished: what may be given up of it, whom it waits for, and what to say of it. Pure."""
+"""The work that a rank has not finished: what may be given up, whom it waits for, and what to report. Pure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.retention import RetentionPolicy
 from ckpt_async.core.units import age
 
-# A wait for other ranks is told when it is this long, and at every doubling.
+# A wait for other ranks is logged when it has taken this long, and again each time it has doubled.
 LONG_WAIT_S = 600.0
 
 
 def undecided(local: Local) -> list[LocalCheckpoint]:
-    """Checkpoints whose fate this rank does not know yet, oldest first."""
+    """Return the checkpoints whose decision this rank does not know yet, oldest first."""
     return [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
 
 
 def backlog(local: Local) -> list[LocalCheckpoint]:
-    """Checkpoints that this rank has not finished uploading, oldest first. What waits for other ranks, for whoever
-    gives up what is hopeless, or for the trainer itself to add shards or seal is not in it: holding the trainer up
-    for those would stall it for ever.
+    """Return the checkpoints that this rank has not finished uploading, oldest first.
+
+    Excluded are checkpoints that wait for other ranks, that are hopeless and wait to be aborted, or that wait for the
+    trainer itself to add shards or to seal: blocking the trainer for those would stall it for ever.
     """
     return [
         each
@@ -34,10 +35,10 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
 
 
 def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
-    """Which checkpoints of the backlog may be given up for newer ones, oldest first.
+    """Return the checkpoints of the backlog that may be given up for newer ones, oldest first.
 
-    Never the newest sealed one, nor what the retention policy would keep if everything in the backlog were
-    committed. What was given up, or is bound to be, protects nothing: it does not count.
+    Never includes the newest sealed one, nor any that the retention policy would keep if the whole backlog were
+    committed. Checkpoints that were or will be aborted do not count towards retention.
     """
     candidates = [
         candidate(each)
@@ -54,8 +55,9 @@ def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
 
 
 def stranded(local: Local, url: str) -> list[CheckpointId]:
-    """Unfinished checkpoints that were begun at another remote than `url`. What is verified there is not here: a
-    commit here would name shards that do not exist (R1).
+    """Return the unfinished checkpoints that were begun at another remote than `url`.
+
+    Shards that were verified there are not at `url`, so a commit at `url` would name shards that do not exist (R1).
     """
     if local.remote is None or local.remote.url.rstrip("/") == url.rstrip("/"):
         return []
@@ -63,9 +65,9 @@ def stranded(local: Local, url: str) -> list[CheckpointId]:
 
 
 def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
-    """Which part of the queue a shard that is not in the store yet belongs to: queued, uploading, retrying, failed.
+    """Return the state of a shard that is not in the store yet: queued, uploading, retrying or failed.
 
-    `is_begun`: some bytes are acknowledged. `is_inherited`: an earlier start of the run left it.
+    `is_begun`: the store has acknowledged some of its bytes. `is_inherited`: an earlier start of the run left it.
     """
     if each.failure is not None:
         return "failed"
@@ -75,8 +77,10 @@ def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
 
 
 def waits_for_others(local: Local) -> bool:
-    """Whether our part of a checkpoint is in the store and another rank's is not. What an earlier start left is not
-    worth the wait once something newer is committed: its other ranks may never come.
+    """Return whether some checkpoint has this rank's receipt but waits for other ranks.
+
+    A checkpoint that an earlier start left no longer counts once a newer one is committed: its other ranks may never
+    deliver.
     """
     newest = local.newest_committed
     return any(
@@ -88,19 +92,21 @@ def waits_for_others(local: Local) -> bool:
 
 
 def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
-    """Whether this rank has delivered its part and nobody has decided yet: others have not, or nobody commits."""
+    """Return whether this rank has delivered its part of an undecided checkpoint: other ranks have not, or none of them
+    commits.
+    """
     return checkpoint.has_receipt and checkpoint.decision is None
 
 
 def first_tell_s(receipts: Receipts, rank: int) -> float:
-    """How long this rank waits before it says so: the lowest of those that have delivered speaks for all, the others at
-    the next doubling, for it may have died since.
+    """Return how long this rank waits before it logs that it is waiting. The lowest rank that has delivered does so
+    first, on behalf of all; the others follow at the next doubling, because it may have died since.
     """
     return LONG_WAIT_S if rank == min(receipts.ranks, default=rank) else 2 * LONG_WAIT_S
 
 
 def long_wait(local: Local, id_: CheckpointId, receipts: Receipts, waited_s: float) -> str:
-    """What to tell of a checkpoint that waits for others; empty unless it is the oldest one that does."""
+    """Return the text to log about a checkpoint that waits for other ranks; "" unless it is the oldest that does."""
     waiting = [id_ for id_, each in sorted(local.checkpoints.items()) if waits_for_ranks(each)]
     if waiting[:1] != [id_]:
         return ""

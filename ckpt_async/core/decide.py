@@ -1,8 +1,8 @@
 """Every rule of the protocol, in one pure function: values in, actions out.
 
-It must not know how anything is carried out: no clock, no I/O, no retries, no concurrency. The engine calls
-it whenever something changed, and starts those actions that are not under way yet; so `decide` may return an
-action many times and must return it for as long as it is due. `docs/design.md` lists the rules R1-R14.
+It must not know how anything is carried out: no clock, no I/O, no retries, no concurrency. The engine calls it
+whenever something has changed and starts the actions that are not under way yet, so `decide` may return an action
+many times, and must return it for as long as it is due. `docs/design.md` lists the rules R1-R14.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from ckpt_async.core.units import few
 # --- what is known of the store ----------------------------------------------------------------------------
 
 
-# So many commit at once, and those first whose receipts are the newest: if every rank did that sees all receipts, they
-# would read N x N. Each group has so much time, by the store's clock: a commit takes a round trip for every 16 ranks.
+# How many ranks commit at once, those with the newest receipts first. If every rank that sees all receipts committed,
+# N ranks would read N x N receipts.
 NUM_COMMITTERS = 8
-# Beyond so many ranks half of them: eight would take most of the 5,500 reads a second that S3 answers.
+# With more ranks than this, half as many commit at once: eight would use most of the 5,500 reads that S3 answers per
+# second.
 MANY_RANKS = 2000
+# How long each group of committers has, by the store's clock: a commit takes a round trip for every 16 ranks.
 COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
-# The first looks list the receipts, for they may be of one that is among the newest. From then on all ranks together do
-# it so often: S3 answers 5,500 reads a second.
+# A rank's first NUM_LISTINGS looks list the receipts, because its own may be among the newest. After that, all ranks
+# together list them this often per second: S3 answers 5,500 reads a second.
 NUM_LISTINGS, LISTINGS_PER_S = 3, 50
 
 
-# A superseded trainer finds it out within so much time while it has something open, and at each commit; all ranks of a
-# start together look so often.
+# A superseded trainer finds out within this time while it has something open, and at each commit. All ranks of a start
+# together look for a successor at most this often per second.
 SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
 
 
@@ -38,34 +40,34 @@ SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
 class Receipts:
     """What a listing of a checkpoint's receipts showed."""
 
-    ranks: tuple[int, ...] = ()  # the oldest first
+    ranks: tuple[int, ...] = ()  # oldest receipt first
     newest_age_s: float = 0.0
-    is_whole: bool = True  # else it ended where one was missing
+    is_whole: bool = True  # False: the listing stopped where a rank was missing
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """How often this engine has looked for the other ranks' part of one checkpoint, and when it may again."""
+    """How often this engine has looked for the other ranks' part of one checkpoint, and when it may look again."""
 
     num_looks: int = 0
     next_look_at: float = 0.0
-    receipts: Receipts | None = None  # what was seen last
-    next_listing_at: float = 0.0  # of the receipts; until then the decision is all that is looked for
-    since: float | None = None  # of the first look with our own part delivered
-    tell_at: float = 0.0  # when to say that it waits long
+    receipts: Receipts | None = None  # as last seen
+    next_listing_at: float = 0.0  # when to list the receipts again; until then only the decision is read
+    since: float | None = None  # when this rank first looked after it had delivered its own part
+    tell_at: float = 0.0  # when to log that the checkpoint has been waiting long
 
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What the engine has seen of the store. Memory only: after a crash it is looked up again."""
+    """What the engine has seen of the store. Kept in memory only: after a crash, the engine looks again."""
 
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
-    latest: Latest | None = None  # as last read; older than the truth, never newer
+    latest: Latest | None = None  # as last read; it may be older than the truth, but never newer
     look_for_successor_at: float = 0.0
     are_members_asked_for: bool = False
-    to_publish: CheckpointId | None = None  # committed by this engine: it also moves latest
+    to_publish: CheckpointId | None = None  # committed; this engine must move latest to it
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
-    pointed_at: CheckpointId | None = None  # what Composer's pointer was moved to, or need not be any more
+    pointed_at: CheckpointId | None = None  # the newest for which Composer's pointer was moved or need not be
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +75,14 @@ class Policy:
     """The settings that rules depend on."""
 
     local_retention: KeepLocal = field(default_factory=KeepLocal)
-    may_supersede: bool = False  # the user lets go of what newer checkpoints have made useless
+    may_supersede: bool = False  # the user lets checkpoints be dropped that newer ones have made useless
     has_local_latest: bool = True
-    has_pointer: bool = False  # Composer's
-    may_send_ahead: bool = False  # the store takes a shard in parts
+    has_pointer: bool = False  # whether Composer's pointer is to be written
+    may_send_ahead: bool = False  # the store accepts a shard in parts
     may_decide: bool = True  # False: the store has no conditional PUT, and another rank decides
-    decides_alone: bool = False  # that rank
-    is_adopted: bool = (
-        False  # the trainer is dead: what it has not sealed, it never will, and nobody fences it
-    )
+    decides_alone: bool = False  # the store has no conditional PUT, and this rank decides
+    # The trainer is dead: what it has not sealed will never be sealed, and there is nobody left to fence.
+    is_adopted: bool = False
 
 
 # --- actions -----------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class MakeDurable:
-    """fsync shards, folders, manifest and journal: from here on they survive power loss."""
+    """Fsync shards, folders, manifest and journal: from then on they survive power loss."""
 
     checkpoint: CheckpointId
 
@@ -110,13 +111,14 @@ class Upload:
     shard: str
 
     def __hash__(self) -> int:
-        # A string remembers its own, and ten thousand are looked up again and again; in a backlog many have one name.
+        # A string caches its hash, and ten thousand uploads are looked up again and again. In a backlog, many
+        # checkpoints have a shard of the same name, so the step is mixed in.
         return hash(self.shard) ^ self.checkpoint.step
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReceipt:
-    """Say in the store that this rank is done."""
+    """Write this rank's receipt to the store: all its shards are verified."""
 
     checkpoint: CheckpointId
 
@@ -130,12 +132,12 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class LookForSuccessor:
-    """List the generations past our own: a newer start fences this one (R11)."""
+    """List the generations newer than our own: a newer start fences this one (R11)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookForMembers:
-    """See whether this start can commit at all: look for a successor, and list who has opened our generation."""
+    """Find out whether this start can commit at all: look for a successor, and list who has opened our generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,21 +171,21 @@ class MoveLocalLatest:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Have the store copy this rank's shards of a committed checkpoint to where the user wants them published."""
+    """Have the store copy this rank's shards of a committed checkpoint to the exact keys that the user chose."""
 
     checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
 class MovePointer:
-    """Point Composer's text pointer at this committed checkpoint, whose copies are there."""
+    """Point Composer's text pointer at this committed checkpoint, all of whose copies are made."""
 
     checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Drop the spool's links of a decided checkpoint. The user's own files stay."""
+    """Remove a decided checkpoint's links from the spool. The user's own files stay."""
 
     checkpoint: CheckpointId
 
@@ -198,21 +200,21 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Set a committed checkpoint aside, for all are kept here: a later start may keep fewer."""
+    """Move a committed checkpoint to `kept/`, because all are kept locally; a later start may keep fewer."""
 
     checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop the checkpoint from journal and spool: nothing is left to do for it here."""
+    """Drop the checkpoint from journal and spool: this rank has nothing left to do for it."""
 
     checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
 class WaitUntil:
-    """Nothing is due before this time (unless something changes)."""
+    """Nothing is due before this time, unless something changes."""
 
     time: float
 
@@ -243,7 +245,7 @@ Action = (
 
 
 def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
-    """Everything that is due now for one rank, oldest checkpoint first."""
+    """Return everything that is due now for one rank, oldest checkpoint first."""
     actions: list[Action] = []
     for _, checkpoint in sorted(local.checkpoints.items()):
         if checkpoint.decision is None:
@@ -258,14 +260,14 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
 
 
 def has_open(local: Local) -> bool:
-    """Whether something of this start is not decided yet."""
+    """Return whether any checkpoint of this start is undecided."""
     return any(
         id_.generation == local.generation for id_, each in local.checkpoints.items() if each.decision is None
     )
 
 
 def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
-    """It was looked for one just now, or need not be, because nothing is open."""
+    """Schedule the next look for a successor: there was one just now, or none was needed because nothing is open."""
     world_size = local.opened.world_size if local.opened else 1
     pause_s = max(SUCCESSOR_POLL_S, world_size / SUCCESSOR_LOOKS_PER_S)
     return replace(remote, look_for_successor_at=now + pause_s)
@@ -274,18 +276,20 @@ def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote
 def _towards_decision(
     checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy, now: float
 ) -> Iterable[Action]:
-    """Write order (R1): shards → receipt → decision. Never waits for another checkpoint."""
+    """Yield what is due up to the decision, in write order (R1): shards → receipt → decision. Never waits for another
+    checkpoint.
+    """
     watch = remote.watches.get(checkpoint.id, Watch())
     hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
     if hopeless is not None:
-        # The others must not wait for a shard that cannot come: abort competes with commit (R4).
+        # The other ranks must not wait for a shard that cannot come: abort competes with commit (R4).
         if policy.may_decide:
             yield Abort(checkpoint.id, hopeless)
-        else:  # whoever may will give it up: learn of it, or its links stay for ever
+        else:  # the rank that may decide will abort it: look for that, or our links would stay for ever
             yield Look(checkpoint.id) if now >= watch.next_look_at else WaitUntil(watch.next_look_at)
         return
     if checkpoint.id.generation < local.generation and watch.num_looks == 0:
-        yield Look(checkpoint.id)  # the others, or the sweeper, may have settled it while we were away
+        yield Look(checkpoint.id)  # other ranks or the sweeper may have settled it while this one was away
         return
     if is_volatile(checkpoint):
         yield MakeDurable(checkpoint.id)
@@ -314,7 +318,9 @@ def _towards_decision(
 
 
 def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
-    """latest → copies → pointer; local symlink → release → local retention; all only past a decision (R1, R7)."""
+    """Yield what is due after a decision, never before it (R1, R7): latest → copies → pointer; local symlink → release
+    → local retention.
+    """
     decided = {id_: each for id_, each in sorted(local.checkpoints.items()) if each.decision is not None}
     committed = [candidate(each) for each in decided.values() if each.was_committed and not each.is_removed]
     kept = policy.local_retention.keep(committed)
@@ -330,7 +336,8 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
     if pointer is not None:
         yield MovePointer(pointer)
     linkable = [id_ for id_ in loadable if policy.local_retention.count != 0 or id_ in kept]
-    # Where all were pruned remotely, what stays here is still whole, and what goes must not be pointed at (R2).
+    # If all were pruned remotely, those kept locally are still complete, and the symlink must not point at one that
+    # is about to be removed (R2).
     linked = max(linkable or kept, default=None) if policy.has_local_latest else None
     is_linked = linked is None or remote.local_latest == linked
     if linked is not None and not is_linked:
@@ -352,14 +359,16 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
         elif is_all_kept and id_ in kept:
             if not checkpoint.to_copy and id_ not in (newest, publish, pointer):
                 yield Keep(id_)
-        elif id_ not in kept and id_ not in (publish, linked, pointer) and is_linked:  # R2: first the symlink
+        elif (
+            id_ not in kept and id_ not in (publish, linked, pointer) and is_linked
+        ):  # R2: the symlink moves first
             yield Remove(id_, f"beyond {policy.local_retention}")
 
 
 def _to_point_at(
     loadable: Iterable[CheckpointId], decided: Mapping[CheckpointId, LocalCheckpoint], remote: Remote
 ) -> CheckpointId | None:
-    """The newest whose copies are all there, if it is ahead of what the pointer was moved to."""
+    """Return the newest checkpoint whose copies are all made, if it is ahead of where the pointer was moved."""
     newest = max((id_ for id_ in loadable if not decided[id_].to_copy), default=None)
     if newest is None or (remote.pointed_at is not None and newest <= remote.pointed_at):
         return None
@@ -367,7 +376,9 @@ def _to_point_at(
 
 
 def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:
-    """Why it was given up for newer ones, here or by another rank whose policy this one shares; empty if it was not."""
+    """Return why the checkpoint was given up for newer ones, by this rank or by another with the same policy; empty if
+    it was not.
+    """
     if checkpoint.decision is None or checkpoint.was_committed:
         return ""
     is_by_others = policy.may_supersede and checkpoint.decision.is_superseded
@@ -378,9 +389,9 @@ def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:
 
 
 def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bool = False) -> str | None:
-    """Why this rank can never deliver the checkpoint, or None.
+    """Return why this rank can never deliver the checkpoint, or None.
 
-    What an earlier generation had sealed is still finished (R11); what it had not sealed never will be.
+    Checkpoints that an earlier generation had sealed are still finished (R11); those it had not sealed never will be.
     """
     if checkpoint.loss is not None:
         return checkpoint.loss.message
@@ -392,55 +403,59 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bo
 
 
 def is_still_to_come(local: Local, id_: CheckpointId) -> bool:
-    """Whether a checkpoint is of an earlier start, at a step that this start has not passed yet."""
+    """Return whether a checkpoint belongs to an earlier start and has a step that this start has not passed yet."""
     passed = (each.step for each in local.checkpoints if each.generation == local.generation)
     return id_.generation < local.generation and id_.step >= max(passed, default=-1)
 
 
 def is_volatile(checkpoint: LocalCheckpoint) -> bool:
-    """Whether power loss could still take something of it."""
+    """Return whether power loss could still destroy a part of the checkpoint."""
     if checkpoint.sealed is not None and not checkpoint.is_seal_durable:
         return True
     return any(not each.is_durable for each in checkpoint.shards.values())
 
 
 def is_loadable(checkpoint: LocalCheckpoint) -> bool:
-    """Whether it is committed and, as far as we read, not pruned."""
+    """Return whether the checkpoint is committed and, according to the decision as last read, not pruned."""
     return checkpoint.decision is not None and checkpoint.decision.outcome is Outcome.COMMIT
 
 
 def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
-    """Whether receipts of all ranks of *this generation's* world size are there (R5)."""
+    """Return whether there are receipts of all ranks of *this generation's* world size (R5)."""
     num_ranks = 0 if checkpoint.sealed is None else checkpoint.sealed.world_size
     return 0 < num_ranks <= len(receipts.ranks) and {*receipts.ranks} >= {*range(num_ranks)}
 
 
 def has_gap(ranks: Collection[int]) -> bool:
-    """Whether one is missing below the highest of `ranks`: no more need be listed to know that not all are there."""
+    """Return whether a rank below the highest of `ranks` is missing. If so, no further page need be listed to know
+    that not all are there.
+    """
     return len(ranks) <= max(ranks, default=-1)
 
 
 def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
-    """Whose receipts were not there, as far as the listing went."""
+    """Return the ranks whose receipts were missing, as far as the listing went."""
     return missing_among(receipts.ranks, world_size, is_whole=receipts.is_whole)
 
 
 def missing_among(ranks: Collection[int], world_size: int, *, is_whole: bool) -> list[int]:
-    """Who is not among those that a listing showed, as far as it went."""
+    """Return the ranks that are missing among `ranks`, which a listing showed, as far as the listing went."""
     end = world_size if is_whole else max(ranks, default=0)
     return sorted({*range(end)} - {*ranks})
 
 
 def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:
-    """Whether this rank commits now that all receipts are there."""
+    """Return whether this rank commits, now that all receipts are there."""
     if policy.decides_alone:
         return True
     return policy.may_decide and receipts.newest_age_s >= turn_s(receipts, rank)
 
 
 def turn_s(receipts: Receipts, rank: int) -> float:
-    """How old the newest receipt is, of all that are there, when it is this rank's turn to commit: the newest ones'
-    comes at once, that of as many before them when they have had the time, then that of twice as many, and so on.
+    """Return the age of the newest receipt at which it is this rank's turn to commit, once all receipts are there.
+
+    The ranks with the newest receipts commit at once. The same number before them follow when the first group has had
+    its time, then twice as many, and so on.
     """
     place = next(
         (place for place, each in enumerate(reversed(receipts.ranks)) if each == rank), len(receipts.ranks)
@@ -451,15 +466,14 @@ def turn_s(receipts: Receipts, rank: int) -> float:
 
 
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:
-    """Whether `latest` may move to `checkpoint` (R6)."""
+    """Return whether `latest` may move to `checkpoint` (R6)."""
     return latest is None or checkpoint > latest.checkpoint
 
 
 def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | None:
-    """Why these receipts must not be committed together, or None if they may be (R5).
+    """Return why these receipts must not be committed together, or None if they may be (R5).
 
-    They are the receipts found under the checkpoint's own keys; that each belongs there was checked when it
-    was decoded.
+    They are the receipts found under the checkpoint's own keys; decoding has checked that each belongs there.
     """
     by_rank = sorted(receipts, key=lambda receipt: receipt.rank)
     if not by_rank:
@@ -488,7 +502,7 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
 
 
 def _lacking(receipts: Iterable[Receipt]) -> str | None:
-    """That a file which some rank expects is nobody's."""
+    """Return a message if some rank expects files that no rank has, else None."""
     there = {shard.name for receipt in receipts for shard in receipt.shards}
     for receipt in receipts:
         if lacking := sorted({*receipt.expected} - there):
@@ -497,13 +511,13 @@ def _lacking(receipts: Iterable[Receipt]) -> str | None:
 
 
 def name_of(receipts: Iterable[Receipt]) -> str:
-    """The checkpoint's name: that of the lowest rank with shards (a rank without any need not know it)."""
+    """Return the checkpoint's name, as the lowest rank with shards has it (a rank without any need not know it)."""
     by_rank = sorted(receipts, key=lambda receipt: (not receipt.shards, receipt.rank))
     return by_rank[0].name
 
 
 def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]:
-    """The metrics given at `seal`; where ranks differ, the lowest rank's count."""
+    """Return the metrics given at `seal`; where ranks differ, the lowest rank's value counts."""
     merged: dict[str, float] = {}
     for receipt in sorted(receipts, key=lambda receipt: receipt.rank, reverse=True):
         merged.update(receipt.metrics)
@@ -511,7 +525,9 @@ def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]
 
 
 def candidate(checkpoint: LocalCheckpoint) -> Candidate:
-    """For a policy that is applied here: times are those of the saves, metrics those that this rank gave at `seal`."""
+    """Return the checkpoint as local policies see it: with the time of the save and the metrics that this rank gave at
+    `seal`.
+    """
     metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
     return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)
 
@@ -519,7 +535,7 @@ def candidate(checkpoint: LocalCheckpoint) -> Candidate:
 def next_listing(
     checkpoint: LocalCheckpoint, receipts: Receipts, rank: int, num_looks: int, now: float
 ) -> float:
-    """When to list the receipts again, which showed `receipts` now, after so many looks."""
+    """Return when to list the receipts again, after `num_looks` looks, the last of which showed `receipts`."""
     if is_complete(checkpoint, receipts):
         return now + max(0.0, turn_s(receipts, rank) - receipts.newest_age_s)
     num_ranks = checkpoint.sealed.world_size if checkpoint.sealed is not None else 0
@@ -527,5 +543,7 @@ def next_listing(
 
 
 def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:
-    """When to look again: doubled each time, so that a rank that never comes costs a few requests an hour."""
+    """Return when to look again. The pause doubles each time, so that a rank that never comes costs only a few requests
+    an hour.
+    """
     return float(now + min(longest_s, first_s * 2.0 ** min(watch.num_looks, 32)))

@@ -1,4 +1,4 @@
-"""What an engine could not do, and what of it a trainer is told. Pure."""
+"""What an engine failed to do, and which of its failures are raised in the trainer. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.units import in_units, named
 from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
 
-# How many are told in one message.
+# How many failures are named in one message.
 MAX_TOLD = 3
 _GIVEN_UP = "this checkpoint cannot be completed any more; later checkpoints are not affected"
 _TRIED_AGAIN = (
@@ -22,8 +22,9 @@ _TRIED_AGAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Something of a checkpoint that failed for good: a shard, or with `shard` empty what comes behind the shards.
-    `was_decided`: what failed is what comes behind the decision. `is_given_up`: it will never be committed.
+    """A final failure in the work on a checkpoint: of a shard or, if `shard` is empty, of a step after the shards.
+
+    `was_decided`: the failed step comes after the decision. `is_given_up`: the checkpoint will never be committed.
     """
 
     error: CkptAsyncError
@@ -34,7 +35,7 @@ class Failure:
 
 
 def has_healed(failure: Failure, local: Local) -> bool:
-    """Whether another try has succeeded since."""
+    """Return whether a later attempt has succeeded."""
     if failure.is_given_up:
         return False
     checkpoint = local.checkpoints.get(failure.checkpoint)
@@ -47,7 +48,9 @@ def has_healed(failure: Failure, local: Local) -> bool:
 def to_raise(
     failures: Iterable[Failure], local: Local, told: Collection[CheckpointId]
 ) -> UploadFailedError | None:
-    """One error for all of them, but those that have healed and checkpoints whose end the trainer was `told`."""
+    """Return one error for all failures, or None. Leaves out those that have healed and those of checkpoints whose
+    outcome the trainer was already `told`.
+    """
     found = [each for each in failures if not has_healed(each, local) and each.checkpoint not in told]
     texts = list(dict.fromkeys(str(each.error) for each in found))
     if not texts:
@@ -60,7 +63,9 @@ def to_raise(
 
 
 def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
-    """What to raise when there was so much time to get into the store what this rank has sealed, and it is not."""
+    """Return what to raise if this rank's sealed shards are not in the store although it had `within_s` for that; None
+    if they are.
+    """
     left = [each for each in backlog.backlog(local) if each.sealed is not None]
     if not left:
         return None
@@ -73,7 +78,9 @@ def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
 
 
 def in_vain(local: Local) -> list[int]:
-    """The steps that this start has sealed and that nobody has decided; none if any of its others was committed."""
+    """Return the steps that this start has sealed and that nobody has decided; none if this start has committed any
+    checkpoint.
+    """
     if local.newest_committed is not None and local.newest_committed.generation == local.generation:
         return []
     left = (each for each in backlog.undecided(local) if each.sealed is not None)
@@ -83,8 +90,8 @@ def in_vain(local: Local) -> list[int]:
 def why_in_vain(
     local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int]
 ) -> CkptAsyncError | None:
-    """What to raise at the end of a start that had sealed `steps` and committed nothing, if it never will: a newer one
-    has begun, or ranks were not there at all. None if they may just be late.
+    """Return what to raise at the end of a start that sealed `steps` but committed nothing, if it never will: because a
+    newer start has begun, or some ranks never opened its generation. None if the other ranks may just be late.
     """
     nothing = f"nothing was committed of generation {local.generation}, though this rank sealed {named('step', steps)}"
     if fenced_by is not None:

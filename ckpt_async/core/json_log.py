@@ -1,5 +1,7 @@
-"""The package's log as JSON, one object a line. Its messages are `event key=value key=value; more words`: what is in
-the placeholders becomes fields, as numbers where they are numbers. Pure.
+"""The package's log as JSON, one object per line. Pure.
+
+Log messages have the form `event key=value key=value; more words`. The values of the placeholders become fields, and
+numbers stay numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import math
 import re
 from typing import Any
 
-# Under which a record carries the fields of a message that was formatted in another process.
+# The record attribute with the event and fields of a message that was formatted in another process.
 FIELDS = "ckpt_async_fields"
 
 _PLACE = re.compile(r"(?:(\w+)=)?%([-#0 +]*[0-9]*(?:\.[0-9]+)?)([a-zA-Z%])")
@@ -19,10 +21,11 @@ _EVENT = re.compile(r"([a-z0-9]+(?:_[a-z0-9]+)+)(?=[ ;:]|$)|([a-z0-9]+)(?= \w+=|
 
 
 class JsonFormatter(logging.Formatter):
-    """For any handler: `handler.setFormatter(ckpt_async.JsonFormatter())`.
+    """A JSON formatter for any handler: `handler.setFormatter(ckpt_async.JsonFormatter())`.
 
-    `time` (UTC), `level`, `logger`, `message`; `event` and `fields` where the message has them; `exception`. Names of
-    fields are those of our messages, and a checkpoint is `generation` and `step`. Never raises.
+    Each object has `time` (UTC), `level`, `logger` and `message`; `event` and `fields` if the message has them; and
+    `exception` if there is one. Fields are named as in the message; a checkpoint becomes `generation` and `step`. Never
+    raises.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -41,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def event_and_fields(record: logging.LogRecord) -> tuple[str, dict[str, Any]] | None:
-    """What a record says beside its text; None if it is no message of the form that ours have."""
+    """Return a record's event and fields; None if its message does not have the form of this package's messages."""
     if (carried := getattr(record, FIELDS, None)) is not None:
         event, fields = carried
         return str(event), dict(fields)
@@ -71,7 +74,7 @@ def _fields(template: str, args: object) -> dict[str, Any]:
 
 
 def _plain(value: object, flags: str) -> Any:
-    """A JSON value; a number as exact as it is told: `%.1f` says 0.1."""
+    """Return a JSON value; a float is rounded as in the message: to 0.1 for `%.1f`."""
     if isinstance(value, float):
         digits = flags.partition(".")[2]
         return round(value, int(digits or 6)) if math.isfinite(value) else str(value)

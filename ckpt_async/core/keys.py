@@ -1,34 +1,36 @@
-"""Object keys and local paths <-> the things they name: every format once, with its parser beside it. Pure.
+"""Object keys and local paths <-> the things they name. Each format is defined once, beside its parser. Pure.
 
 Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
 
     ckpt/<name>.g<generation>/<shard>                        data; never overwritten
     .ckpt_async/generations/<g:06d>.json                     create-once
     .ckpt_async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
-    .ckpt_async/members/<g:06d>/alive.json                   counted up until all are there
+    .ckpt_async/members/<g:06d>/alive.json                   heartbeat, counted up until all ranks are there
     .ckpt_async/members/<g:06d>/announced-<step:012d>.json   create-once: watchers tell each other what is complete
     .ckpt_async/members/<g:06d>/ended-<rank:05d>.json        this watcher announces nothing more
+    .ckpt_async/members/<g:06d>/told-all-<rank:05d>.json     this watcher has announced all that it had found before
     .ckpt_async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
     .ckpt_async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt_async/latest.json
-    .ckpt_async/boundary.json                                up to where old decisions were collected
+    .ckpt_async/boundary.json                                up to where old decisions have been collected
     .ckpt_async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
-    .ckpt_async/damaged/<g:06d>-<step:012d>.json             committed, and found to be unreadable
+    .ckpt_async/damaged/<g:06d>-<step:012d>.json             committed, but found to be unreadable
     .ckpt_async/claims/<sha256 of the key>.json              whose copy is under an exact key
-    <any other key>                                          copies of shards, when asked for
-    latest-rank0.pt.symlink                                  Composer's text pointer, when asked for
-    kinds/<kind>/                                            a run of its own: all of this once more
+    <any other key>                                          copies of shards, on request
+    latest-rank0.pt.symlink                                  Composer's text pointer, on request
+    kinds/<kind>/                                            a run of its own: the same layout again
 
 Local, relative to the folder:
 
-    .ckpt_async/journal-<rank:05d>.sqlite                    its rows; -wal and -shm beside it are SQLite's
-    .ckpt_async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; nobody reads it again
-    .ckpt_async/journal.sqlite                               of all ranks, by earlier versions
+    .ckpt_async/journal-<rank:05d>.sqlite                    the rank's rows; SQLite keeps -wal and -shm beside it
+    .ckpt_async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; never read again
+    .ckpt_async/journal.sqlite                               shared by all ranks, written by earlier versions
     .ckpt_async/rank-<rank:05d>.lock                         flock; never replaced
     .ckpt_async/link-<up or down>.json                       what was found out about the link to the store
+    .ckpt_async/kept/rank-<rank:05d>/<g:06d>-<step:012d>.json           committed and kept for good
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
-    .ckpt_async/kinds/<kind>/                                all of this once more
+    .ckpt_async/kinds/<kind>/                                the same layout again
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ LATEST = f"{PRIVATE}/latest.json"
 SHARED_JOURNAL = "journal.sqlite"
 KINDS = "kinds/"
 
-# Wide enough for any run, and refused beyond: a longer number would break the LIST order.
+# Wide enough for any run. Larger numbers are refused, because more digits would break the LIST order.
 MAX_GENERATION = 10**6 - 1
 MAX_STEP = 10**12 - 1
 MAX_RANK = 10**5 - 1
-# A host's name of 64 characters, a process's number, a token.
+# A host name of 64 characters, a process id and a token.
 MAX_READER_LENGTH = 84
 
 _CHECKPOINT = re.compile(r"([0-9]{6})-([0-9]{12})")
@@ -78,34 +80,34 @@ _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 
 
 def is_kind(text: str) -> bool:
-    """Whether this may name a kind of checkpoints."""
+    """Return whether this is a valid name for a kind of checkpoints."""
     return _KIND.fullmatch(text) is not None
 
 
 def kind_place(kind: str) -> str:
-    """Where a kind is, relative to its run and to `.ckpt_async`; "" for the run itself."""
+    """Return where a kind is, relative to its run or to `.ckpt_async`; "" for the run itself."""
     return f"{KINDS}{kind}" if kind else ""
 
 
 def kind_remote(run: str, kind: str) -> str:
-    """The URL of a kind of this run, which is a run of its own; that of the run itself stays as it is."""
+    """Return the URL of a kind of this run, which is a run of its own; without a kind, the run's URL unchanged."""
     return f"{run.removesuffix('/')}/{kind_place(kind)}" if kind else run
 
 
 def run_remote(remote: str, kind: str) -> str:
-    """The other way round."""
+    """Return the URL of the run that `kind` belongs to: the inverse of `kind_remote`."""
     return remote.removesuffix("/").removesuffix(f"/{kind_place(kind)}") if kind else remote
 
 
 def path_in(url: str) -> str:
-    """What follows the bucket or host of a store's URL; of `file://` the folder, whose name may have `#` or `?`. No
-    store's URL has a query.
+    """Return what follows the bucket or host in a store's URL; for `file://`, the folder. `#` and `?` are part of the
+    path, because a folder's name may have them and no store's URL has a query.
     """
     return url.partition("://")[2].partition("/")[2].strip("/")
 
 
 def parse_kind_key(key: str) -> tuple[str, str] | None:
-    """The kind that an object of the run belongs to, and its key there."""
+    """Return the kind that an object of the run belongs to, and its key within that kind; None if it is of no kind."""
     kind, slash, rest = key.removeprefix(KINDS).partition("/")
     return (kind, rest) if key.startswith(KINDS) and slash and is_kind(kind) else None
 
@@ -120,7 +122,7 @@ def parse_checkpoint_tag(tag: str) -> CheckpointId | None:
 
 
 def data_prefix(name: str, generation: int) -> str:
-    """Where a checkpoint's shards are; ends in '/', so that step-1 is not a prefix of step-10 (F26)."""
+    """Return the prefix of a checkpoint's shards. It ends in '/', so that step-1 is not a prefix of step-10 (F26)."""
     return f"{DATA}{name}.g{generation}/"
 
 
@@ -129,7 +131,7 @@ def data_key(name: str, generation: int, shard: str) -> str:
 
 
 def parse_data_key(key: str) -> tuple[CheckpointId, str] | None:
-    """The checkpoint and its name; the step is the last number of the name (see `naming.checkpoint_name`)."""
+    """Return the checkpoint and its name; the step is the last number in the name (see `naming.checkpoint_name`)."""
     match = _DATA.fullmatch(key)
     number = _LAST_NUMBER.search(match[1]) if match else None
     if match is None or number is None or len(number[1]) > 12:
@@ -160,7 +162,9 @@ def parse_damage_key(key: str) -> CheckpointId | None:
 
 
 def claim_key(key: str) -> str:
-    """Of who may publish under a key. Hashed, for a key may be as long as the store takes."""
+    """Return the key of the claim on an exact key. Hashed, because the exact key may itself be as long as the store
+    allows.
+    """
     return f"{CLAIMS}{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
@@ -258,7 +262,7 @@ def parse_journal_name(name: str) -> int | None:
 
 
 def longest_keys() -> tuple[str, ...]:
-    """Of every kind of object that a run makes; a shard's with the shortest name."""
+    """Return the longest key of every type of object that a run creates; for shards, with the shortest shard name."""
     last = CheckpointId(MAX_GENERATION, MAX_STEP)
     return (
         *(BOUNDARY, LATEST, generation_key(MAX_GENERATION), member_key(MAX_GENERATION, MAX_RANK)),
@@ -277,7 +281,7 @@ def spool_rank(rank: int) -> str:
 
 
 def spool_checkpoint(checkpoint: CheckpointId, rank: int) -> str:
-    """The folder of a rank's hard links for one checkpoint, relative to `.ckpt_async`."""
+    """Return the folder of a rank's hard links for one checkpoint, relative to `.ckpt_async`."""
     return f"{spool_rank(rank)}/{checkpoint_tag(checkpoint)}"
 
 
@@ -286,7 +290,7 @@ def spool_manifest(checkpoint: CheckpointId, rank: int) -> str:
 
 
 def kept_rank(rank: int) -> str:
-    """The folder of what a rank has set aside, relative to `.ckpt_async`."""
+    """Return the folder of the checkpoints that a rank keeps for good, relative to `.ckpt_async`."""
     return f"kept/rank-{rank:05d}"
 
 

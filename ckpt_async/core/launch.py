@@ -1,4 +1,4 @@
-"""What the launcher says by the environment: which rank this is, of how many, and of which start of the run. Pure."""
+"""What the launcher's environment variables say: the rank, the world size, and the start of the run. Pure."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from ckpt_async.errors import SettingsError
 
 Environment = Mapping[str, str]
 
-# Where a launcher says a process's rank and how many there are. Slurm's SLURM_NTASKS is not among them: a batch
-# script, which is one process, has that of the whole allocation.
+# Variables in which a launcher gives a process its rank and the number of processes. SLURM_NTASKS is not among them:
+# a batch script, which is a single process, sees the value for the whole allocation.
 _MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 _TORCH = ("RANK", "WORLD_SIZE")
-# Where one says which process of its node this is. Slurm's last: torchrun and mpirun may run below it, and then all
-# their processes have the one that it gave to them.
+# Variables that say which process of its node this is. Slurm's comes last: torchrun and mpirun may run inside a Slurm
+# task, and then all their processes inherit that task's value.
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
-# Where one says which node this is, and how many there are: torchrun's own, what Kubeflow and others give to it, Slurm.
+# Variables that say which node this is and how many there are: those that torchrun sets, those that Kubeflow and others
+# set for torchrun, and Slurm's.
 _NODES = (
     ("GROUP_RANK", "GROUP_WORLD_SIZE"),
     ("PET_NODE_RANK", "PET_NNODES"),
     ("NODE_RANK", "NNODES"),
-    (
-        "SLURM_NODEID",
-        "SLURM_STEP_NUM_NODES",
-    ),  # not of the job: a batch script, which is one process, has that
+    # The nodes of the step, not of the job: a batch script, which is a single process, sees the job's number too.
+    ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
 )
 
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 
 def launch_key(environment: Environment, *, parent: str) -> str | None:
-    """What all ranks of one start of the run share. None: the launcher says nothing.
+    """Return a key that all ranks of one start of the run share; None if the launcher provides nothing to derive it
+    from.
 
-    A later start may have the same key (a respawned gang of torchrun's on the same port, an operator's own id): the two
-    are told apart by who is alive (see `generation`).
+    A later start may have the same key (a gang that torchrun respawned on the same port, or an operator's own id). The
+    two are distinguished by who is alive (see `generation`).
 
-    `parent` identifies the launching process on this machine. It serves only where every rank has the same one, and
-    no other start has it: torchrun on a single node. TORCHELASTIC_RESTART_COUNT likewise: after a failure on one of
-    several nodes the agents disagree about it (torch/distributed/elastic/agent/server/api.py counts only local failures
-    down).
+    `parent` identifies the launching process on this machine. It is used only where every rank of a start, and no other
+    start, has the same one: with torchrun on a single node. So is TORCHELASTIC_RESTART_COUNT: after a failure on one of
+    several nodes, the agents disagree about it (torch/distributed/elastic/agent/server/api.py counts down for local
+    failures only).
     """
     get = environment.get
     if (explicit := get("CKPT_ASYNC_LAUNCH_ID")) is not None:
@@ -69,12 +69,12 @@ def launch_key(environment: Environment, *, parent: str) -> str | None:
 def rank_and_world_size(
     environment: Environment, rank: int | None, world_size: int | None
 ) -> tuple[int, int]:
-    """Arguments over RANK and WORLD_SIZE; else what MPI, PMI and Slurm say, if they say the same; 0 and 1 where nothing
-    speaks of other processes.
+    """Return rank and world size: from the arguments, else RANK and WORLD_SIZE, else MPI, PMI and Slurm if they agree,
+    else 0 and 1 if nothing hints at other processes.
 
-    Raises SettingsError for what cannot be, for one without the other, and for a process that is called the only one
-    though its launcher says that it is one of several: of processes that each take themselves for the only one, each
-    would commit its part as the whole.
+    Raises SettingsError for impossible values, for one without the other, and for `world_size=1` in a process whose
+    launcher says that it is a rank above 0 of several: if each process took itself for the only one, each would commit
+    its part as the whole.
     """
     is_called_alone = world_size is not None and world_size == 1
     given = (rank, world_size)
@@ -115,7 +115,7 @@ class Placement:
 
 
 def placement(environment: Environment, rank: int, world_size: int) -> Placement:
-    """torchrun and Slurm say it outright; where nothing does, this node has all ranks."""
+    """Return where this rank runs, as torchrun or Slurm say; if they do not, this node is taken to have all ranks."""
     local = local_rank(environment)
     local_world_size = _first(environment, _LOCAL_SIZES) or world_size
     node_rank = _first(environment, ("GROUP_RANK", "SLURM_NODEID"))
@@ -129,12 +129,14 @@ def placement(environment: Environment, rank: int, world_size: int) -> Placement
 
 
 def local_rank(environment: Environment) -> int | None:
-    """Which process of its node this is; None if nothing says so."""
+    """Return which process of its node this is; None if the environment does not say."""
     return _first(environment, _LOCAL_RANKS)
 
 
 def node(environment: Environment) -> tuple[int, int]:
-    """Which node this is, of how many; (0, 1) where nothing says both. Raises SettingsError for what cannot be."""
+    """Return which node this is, and of how many; (0, 1) if no launcher gives both. Raises SettingsError for
+    impossible values.
+    """
     for names in _NODES:
         if all(environment.get(name, "").isdecimal() for name in names):
             index, count = (int(environment[name]) for name in names)
@@ -145,7 +147,7 @@ def node(environment: Environment) -> tuple[int, int]:
 
 
 def without_rank(environment: Environment) -> dict[str, str]:
-    """For a process that is none of the launcher's ranks, though it was started as one."""
+    """Return the environment without its rank variables, for a process that a rank starts but that is not a rank."""
     ranks = {*_TORCH, *_MPI, *_PMI, *_SLURM, *_LOCAL_RANKS, *_LOCAL_SIZES}
     return {name: value for name, value in environment.items() if name not in ranks}
 
@@ -173,7 +175,7 @@ def _number(environment: Environment, variable: str, given: int | None, name: st
 
 
 def _launchers(environment: Environment) -> tuple[int, int] | None:
-    """Rank and number of processes as MPI, PMI and Slurm say them; None if none of them says both."""
+    """Return rank and number of processes according to MPI, PMI and Slurm; None if none of them gives both."""
     found: dict[tuple[int, int], str] = {}
     for names in (_MPI, _PMI, _SLURM):
         if all(environment.get(name) for name in names):
@@ -181,7 +183,7 @@ def _launchers(environment: Environment) -> tuple[int, int] | None:
             assert rank is not None
             assert size is not None
             found.setdefault((rank, size), f"{names[0]}={rank} of {names[1]}={size}")
-    if len(found) > 1:  # mpirun on the nodes of a Slurm step: each of them numbers processes of its own
+    if len(found) > 1:  # mpirun on the nodes of a Slurm step: each of the two numbers its own processes
         raise SettingsError(
             f"the launchers disagree about this process's rank: {' and '.join(found.values())}",
             hint="set RANK and WORLD_SIZE on every rank, or pass rank= and world_size=",
@@ -190,7 +192,9 @@ def _launchers(environment: Environment) -> tuple[int, int] | None:
 
 
 def _refuse_contradiction(environment: Environment) -> None:
-    """Rank 0 may save for all, as the only one. Another that is called the only one was not told of the others."""
+    """Raise SettingsError for a rank above 0 with `world_size=1`: its caller does not know of the other processes. Rank
+    0 may be the only one that saves.
+    """
     rank, size = (_number(environment, name, None) for name in _TORCH)
     if rank is None or size is None:
         rank, size = _launchers(environment) or (0, 1)
@@ -204,7 +208,7 @@ def _refuse_contradiction(environment: Environment) -> None:
 
 
 def _sign_of_others(environment: Environment) -> str:
-    """What says that this may be one of several processes, or ""."""
+    """Return the variable, with its value, that hints at other processes, or ""."""
     for name in ("LOCAL_WORLD_SIZE", _SLURM[1], _MPI[1], _PMI[1]):
         if environment.get(name, "") not in ("", "1"):
             return f"{name}={environment[name]}"
@@ -215,8 +219,8 @@ def _sign_of_others(environment: Environment) -> str:
 
 
 def _sign_of_a_slurm_step(environment: Environment) -> str:
-    """A task whose environment came through without the number of tasks (a container, `srun --export`). The first one
-    looks like a batch script then, but for its step.
+    """Return a hint that this is a task of a Slurm step whose environment lacks the number of tasks (a container,
+    `srun --export`), or "". The first task then looks like a batch script, except for its step id.
     """
     if environment.get(_SLURM[1], ""):
         return ""

@@ -1,6 +1,6 @@
 """What one rank knows from its journal. Pure.
 
-`fold` is the only way to build it: replay after a crash and everyday operation are one code path.
+This state is built only by `fold`, so that replay after a crash and everyday operation are one code path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ckpt_async.core.model import (
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """A shard and how far it has come."""
+    """A shard and its progress."""
 
     shard: Shard
     enqueued_at: float
@@ -45,12 +45,12 @@ class LocalShard:
     multipart: MultipartOpened | None = None
     stored: StoredShard | None = None
     failure: Failed | None = None
-    is_copied: bool = False  # to where it is to be published
+    is_copied: bool = False  # to the exact key where it is to be published
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCheckpoint:
-    """What this rank holds of one checkpoint."""
+    """This rank's part of one checkpoint."""
 
     id: CheckpointId
     name: str
@@ -59,8 +59,8 @@ class LocalCheckpoint:
     sealed: Sealed | None = None
     sealed_at: float = 0.0
     is_seal_durable: bool = False
-    superseded: str = ""  # why, if it was
-    failure: Failed | None = None  # of no single shard
+    superseded: str = ""  # why it was superseded, if it was
+    failure: Failed | None = None  # of the checkpoint as a whole, not of a single shard
     has_receipt: bool = False
     receipt_at: float = 0.0
     decision: Decided | None = None
@@ -70,7 +70,7 @@ class LocalCheckpoint:
 
     @property
     def to_copy(self) -> list[str]:
-        """Shards that the user wants to have published and that are not, in what was committed."""
+        """The shards that are still to be published under exact keys; none unless the checkpoint was committed."""
         if not self.was_committed:
             return []
         return [name for name, each in self.shards.items() if each.shard.publish_as and not each.is_copied]
@@ -81,29 +81,31 @@ class LocalCheckpoint:
 
     @property
     def is_verified(self) -> bool:
-        """Every shard of this rank is in the store, and there will be no more."""
+        """Whether every shard of this rank is in the store and no more will follow."""
         return self.sealed is not None and all(each.stored is not None for each in self.shards.values())
 
     @property
     def was_committed(self) -> bool:
-        """It was whole in the store once; remote retention may have pruned it since."""
+        """Whether the checkpoint was ever committed; remote retention may have pruned it since."""
         return self.decision is not None and self.decision.outcome is not Outcome.ABORT
 
     @property
     def loss(self) -> Failed | None:
-        """Why this rank can never complete the checkpoint, if so: a source is gone or changed, or the disk failed."""
+        """The failure because of which this rank can never complete the checkpoint, if any: a source is gone or has
+        changed, or the disk failed.
+        """
         failures = (self.failure, *(each.failure for each in self.shards.values()))
         return next((failure for failure in failures if failure and failure.is_loss), None)
 
     @property
     def may_be_retried(self) -> bool:
-        """Whether something failed, and another try may succeed."""
+        """Whether something failed and another attempt may succeed."""
         return self.loss is None and any(each.failure is not None for each in self.shards.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Everything one rank's journal says. Forgotten checkpoints are not in it."""
+    """Everything that one rank's journal says. Forgotten checkpoints are not included."""
 
     rank: int
     generation: int = 0  # of the newest start on this rank; 0 before the first
@@ -113,7 +115,7 @@ class Local:
     newest_enqueued: CheckpointId | None = None
     newest_enqueued_at: float = 0.0
     sequence: int = 0
-    opened: Opened | None = None  # the newest
+    opened: Opened | None = None  # the newest such event
 
     @property
     def remote(self) -> RemoteAddress | None:
@@ -178,7 +180,7 @@ def _apply(
     event: _ShardEvent | _CheckpointEvent,
     written_at: float,
 ) -> LocalCheckpoint:
-    """`shards` are the checkpoint's, and changed in place."""
+    """Apply one event. `shards` are the checkpoint's own and are changed in place."""
     match event:
         case Growing():
             growing = _without(checkpoint.growing, event.shard)
@@ -218,7 +220,7 @@ def _apply_to_shards(
         case MadeDurable():
             for name in event.shards:
                 if (it := shards.get(name)) is not None:
-                    # Not by `replace`, which takes four times as long: this is done for each of 10,000 shards.
+                    # Not `replace`, which takes four times as long: this happens for each of 10,000 shards.
                     shards[name] = LocalShard(
                         it.shard, it.enqueued_at, True, it.multipart, it.stored, it.failure, it.is_copied
                     )
@@ -253,7 +255,9 @@ def _without(growing: Mapping[str, str], shard: str) -> dict[str, str]:
 
 
 def _retry_failed(checkpoint: LocalCheckpoint) -> LocalCheckpoint:
-    """A new engine tries again what an old one gave up on, except where the bytes themselves are gone."""
+    """Clear failures, so that a new engine tries again what an old one gave up on, unless the bytes themselves are
+    gone.
+    """
     if not checkpoint.may_be_retried:
         return checkpoint
     return replace(

@@ -1,6 +1,6 @@
-"""The values the package thinks in, and the events of the journal. Pure: no I/O, no clock.
+"""The package's basic values and the events of the journal. Pure: no I/O, no clock.
 
-What a crash invalidates (work in flight) is never an event.
+Work in flight, which a crash invalidates, is never an event.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt_async.errors import FailureReason
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointId:
-    """One point of training in one incarnation of the run. Its order is the order of `latest` (rule R6)."""
+    """One point of training in one generation of the run. `latest` moves in the order of these ids (rule R6)."""
 
     generation: int
     step: int
@@ -33,8 +33,10 @@ class Checksum:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells one version of a file from another. An inode number alone does not: it is reused. Nor does the device:
-    disks may be numbered in another order after a boot, and the file is the same.
+    """Distinguishes one version of a file from another.
+
+    The inode number alone does not, because it is reused. The device is not compared: after a boot, disks may be
+    numbered in another order although the file is the same.
     """
 
     device: int = field(compare=False)
@@ -47,9 +49,9 @@ class FileIdentity:
 class Shard:
     """One immutable file that one rank has finished writing.
 
-    `name` is its path within the checkpoint, `source` its path within the folder, both with '/'.
-    `is_linked` says that the spool holds a hard link; otherwise only the user's own file is there. `publish_as`: the
-    exact key, relative to the run, under which the user wants a copy once the checkpoint is committed.
+    `name` is its path within the checkpoint and `source` its path within the folder, both with '/'.
+    `is_linked` says whether the spool holds a hard link; otherwise there is only the user's own file. `publish_as` is
+    the exact key, relative to the run, under which the user wants a copy once the checkpoint is committed.
     """
 
     name: str
@@ -65,18 +67,18 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A shard as the store answered that it has it: what a receipt lists."""
+    """A shard in the store, with the size and checksum that the store reported. Receipts list these."""
 
     name: str
     key: str
     size_bytes: int
     checksum: Checksum
-    publish_as: str = ""  # in receipts: see `Shard`
+    publish_as: str = ""  # only in receipts; see `Shard`
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Rank r has verified all its shards of this checkpoint."""
+    """States that a rank has verified all its shards of this checkpoint."""
 
     checkpoint: CheckpointId
     name: str
@@ -84,9 +86,8 @@ class Receipt:
     world_size: int
     shards: tuple[StoredShard, ...]
     metrics: tuple[tuple[str, float], ...] = ()
-    expected: tuple[
-        str, ...
-    ] = ()  # shards, of whichever rank, without which the checkpoint is not whole (R5)
+    # Shards, of any rank, without which the checkpoint is incomplete (R5).
+    expected: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -94,7 +95,7 @@ class Receipt:
 
 
 class Outcome(enum.Enum):
-    """What a decision says. absent → COMMIT | ABORT; COMMIT → PRUNING → PRUNED; nothing ever goes back."""
+    """The outcome of a decision: absent → COMMIT | ABORT; COMMIT → PRUNING → PRUNED. No transition ever reverts."""
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -123,15 +124,16 @@ class Decision:
     metrics: tuple[tuple[str, float], ...] = ()
     reason: str = ""
     is_pinned: bool = False  # set by compare-and-swap, so that pruning and pinning cannot both succeed
-    is_superseded: bool = False  # an abort because a rank gave it up for newer ones
+    is_superseded: bool = False  # aborted because a rank gave it up for newer checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Up to where old decisions have been collected (rule R4).
+    """The point up to which old decisions have been collected (rule R4).
 
-    A create-once object is forgotten when it is deleted. So this one moves first: a decision at or below `upto`
-    that is not in `kept` is void, whatever it says, and a committer looks here after its create.
+    Once a create-once object is deleted, the store forgets that it existed. So the boundary moves first: a decision
+    at or below `upto` that is not in `kept` is void, whatever it says, and a committer reads the boundary after it has
+    created its decision.
     """
 
     upto: CheckpointId
@@ -145,9 +147,10 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A reader is loading the checkpoint: its shards stay until the lease is gone or has expired.
+    """States that a reader is loading the checkpoint: its shards stay until the lease is gone or has expired.
 
-    It expires `ttl_s` after the store's `Last-Modified` of it; the holder stops reading at two thirds of that.
+    The lease expires `ttl_s` after its own `Last-Modified` in the store; the holder stops reading after two thirds of
+    that time.
     """
 
     checkpoint: CheckpointId
@@ -157,9 +160,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A reader found a committed checkpoint that cannot be read as it was decided, so that no other tries in vain.
+    """A reader's mark on a committed checkpoint that cannot be read as it was decided, so that other readers skip it.
 
-    It takes nothing away: retention keeps as many others. Deleting it gives the checkpoint another chance.
+    The mark removes nothing, and retention keeps as many other checkpoints as if this one did not exist. Deleting the
+    mark gives the checkpoint another chance.
     """
 
     checkpoint: CheckpointId
@@ -170,8 +174,10 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """The hint that names the newest committed checkpoint. `number` grows with every move: an ETag is
-    made from content alone, so A→B→A would pass a compare-and-swap without it (rule R13).
+    """The hint that names the newest committed checkpoint.
+
+    `number` grows with every move: an ETag depends on the content alone, so without it A→B→A would pass a
+    compare-and-swap (rule R13).
     """
 
     checkpoint: CheckpointId
@@ -183,8 +189,8 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Whose copy belongs under an exact key: that of the newest checkpoint that has claimed it. `number` and `nonce` as
-    in `Latest`.
+    """States whose copy belongs under an exact key: that of the newest checkpoint that has claimed the key. `number`
+    and `nonce` are as in `Latest`.
     """
 
     key: str
@@ -198,7 +204,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One incarnation of the run, claimed once by whichever rank came first."""
+    """One start of the run, claimed once by whichever of its ranks came first."""
 
     number: int
     launch_key: str
@@ -210,7 +216,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The rank that claimed a generation was alive when it wrote this, for the `count`th time."""
+    """A heartbeat: the rank that claimed the generation was alive when it wrote this, for the `count`th time."""
 
     generation: int
     rank: int
@@ -219,9 +225,10 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Where a run's checkpoints go, as far as it may be written to disk: everything but credentials.
+    """Where a run's checkpoints go, in a form that may be written to disk: everything but credentials.
 
-    `put_args` are in it because they say how objects are encrypted, which whoever finishes them must keep.
+    `put_args` are included because they say how objects are encrypted, and whoever finishes the uploads must do the
+    same.
     """
 
     url: str
@@ -236,15 +243,14 @@ class RemoteAddress:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An engine took over this rank's journal. Shards that had finally failed get another chance."""
+    """An engine took over this rank's journal. Shards whose uploads had finally failed get another chance."""
 
     generation: int
     world_size: int
     remote: RemoteAddress | None = None  # None: written by a version that did not record it
-    settings: tuple[
-        tuple[str, str | int], ...
-    ] = ()  # `settings.RECORDED`: what whoever looks after it must follow
-    boot_id: str = ""  # of the machine's kernel: under another one, what was not fsynced may be gone
+    # The settings listed in `settings.RECORDED`, which `drain` and the sweeper must follow too.
+    settings: tuple[tuple[str, str | int], ...] = ()
+    boot_id: str = ""  # of the machine's kernel; if it has changed, whatever was not fsynced may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +264,8 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """The trainer is writing a shard: parts that are finished may be sent ahead. `source` is None when it stopped
-    without enqueueing it.
+    """The trainer is writing a shard, whose finished parts may be sent ahead. `source` is None once the trainer has
+    stopped writing without enqueueing the shard.
     """
 
     checkpoint: CheckpointId
@@ -276,14 +282,14 @@ class Sealed:
     name: str
     world_size: int
     metrics: tuple[tuple[str, float], ...] = ()
-    sealed_at: float | None = None  # None: when the row was written
+    sealed_at: float | None = None  # None: the time at which the row was written
     expected: tuple[str, ...] = ()  # as in `Receipt`
 
 
 @dataclass(frozen=True, slots=True)
 class MadeDurable:
-    """Shards, their folders, the spool's manifest and the journal rows before this one were fsynced: they
-    survive power loss. `is_sealed` says that the manifest on disk says so too.
+    """Shards, their folders, the spool's manifest and the journal rows before this one were fsynced: they survive
+    power loss. `is_sealed` tells whether the manifest on disk includes the seal.
     """
 
     checkpoint: CheckpointId
@@ -293,7 +299,7 @@ class MadeDurable:
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """The user's policy gives the checkpoint up for newer ones, because uploads fell behind or the disk ran full."""
+    """The user's policy gave the checkpoint up for newer ones, because uploads fell behind or the disk ran full."""
 
     checkpoint: CheckpointId
     reason: str
@@ -301,7 +307,7 @@ class Superseded:
 
 @dataclass(frozen=True, slots=True)
 class MultipartOpened:
-    """A multipart upload was begun for the shard: its parts need not be sent twice."""
+    """A multipart upload was begun for the shard, so that no part needs to be sent twice."""
 
     checkpoint: CheckpointId
     shard: str
@@ -311,7 +317,7 @@ class MultipartOpened:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The store answered with the size and checksum we computed from the local file."""
+    """The store answered with the size and checksum that were computed from the local file."""
 
     checkpoint: CheckpointId
     stored: StoredShard
@@ -322,9 +328,10 @@ _LOSSES = frozenset({FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING}
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The shard could not be uploaded in time, or never can be (`reason` not retryable). Without a shard it is the
-    checkpoint: the disk refused something else of it, and nothing that was fsynced for it can be trusted, or the
-    trainer gave it up.
+    """The shard could not be uploaded in time, or never can be (`reason` is not retryable).
+
+    An empty `shard` means that the whole checkpoint failed: either an fsync of something else in it failed, so that
+    nothing fsynced for it can be trusted, or the trainer gave it up.
     """
 
     checkpoint: CheckpointId
@@ -340,7 +347,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """Someone who waits has what failed tried again; what is gone or changed stays failed."""
+    """Someone is waiting, so failed uploads are tried again. Shards whose source is gone or changed stay failed."""
 
     checkpoint: CheckpointId
 
@@ -354,18 +361,20 @@ class ReceiptStored:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A decision was read back from the store (also our own)."""
+    """A decision was read back from the store, this rank's own included."""
 
     checkpoint: CheckpointId
     outcome: Outcome
-    name: str  # as decided: a rank without shards may have called it otherwise
+    name: str  # as decided; a rank without shards may have used another name
     reason: str = ""
     is_superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Shards are under the exact keys that the user wanted, or a newer checkpoint's are, or they were pruned."""
+    """These shards need no more copying: they are under the exact keys that the user wanted, or a newer checkpoint's
+    shards are, or they were pruned.
+    """
 
     checkpoint: CheckpointId
     shards: tuple[str, ...]
@@ -373,7 +382,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Local retention has deleted the user's files; copies in the store are still to be made."""
+    """Local retention has deleted the user's files, but copies within the store are still to be made."""
 
     checkpoint: CheckpointId
 
@@ -415,7 +424,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """One event with its place in the journal and the local time it was written (for people, not rules)."""
+    """One event with its place in the journal and the local time at which it was written (for people, not rules)."""
 
     sequence: int
     rank: int

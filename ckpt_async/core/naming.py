@@ -1,4 +1,4 @@
-"""Which names are safe. Pure: values in, values or a clear error out."""
+"""Rules for safe names. Pure: values in, values or a clear error out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt_async.errors import InvalidNameError
 
 T = TypeVar("T")
 
-# What POSIX, S3, GCS, R2 and shells all take without quoting, plus '=+@,' for Lightning's
-# 'epoch=1-step=100.ckpt'. No space, backslash, control or non-ASCII character: SeaweedFS accepts a newline
-# and folds 'p//q' into 'p/q', so what is ambiguous must be refused here (table rows F25, F26).
+# What POSIX, S3, GCS, R2 and shells all accept without quoting, plus '=+@,' for Lightning's
+# 'epoch=1-step=100.ckpt'. No spaces, backslashes, control or non-ASCII characters: SeaweedFS accepts a newline
+# and folds 'p//q' into 'p/q', so ambiguous names must be refused here (table rows F25, F26).
 _COMPONENT = re.compile(r"[A-Za-z0-9._=+@,-]{1,200}")
 _NAME = rf"(?!\.\.?(?:/|\Z)){_COMPONENT.pattern}"
 _RELATIVE = re.compile(rf"{_NAME}(?:/{_NAME})*")
@@ -22,17 +22,17 @@ _RELATIVE = re.compile(rf"{_NAME}(?:/{_NAME})*")
 _NUMBER = re.compile(r"\d+")
 _WIDTH = re.compile(r"\d{0,2}d?")
 
-# S3 allows 1,024 bytes of key. What is left is for the run's prefix.
+# S3 allows keys of 1,024 bytes. The rest is for the run's prefix.
 MAX_SHARD_NAME_LENGTH = 600
 MAX_CHECKPOINT_NAME_LENGTH = 200
 MAX_KEY_LENGTH = 1024
-# Where a run keeps its own objects (`keys.DATA`, `keys.KINDS`, `keys.PRIVATE`).
+# The folders in which a run keeps its own objects (`keys.DATA`, `keys.KINDS`, `keys.PRIVATE`).
 _OWN_FOLDERS = ("ckpt", "kinds", ".ckpt_async")
 
 
 def several(given: Iterable[T], what: str) -> tuple[T, ...]:
-    """The names that an argument `what` has. Raises InvalidNameError for a single one: it would be taken letter by
-    letter.
+    """Return the names given as the argument `what`, as a tuple. Raises InvalidNameError for a single string, which
+    would otherwise be taken letter by letter.
     """
     if isinstance(given, str | bytes):
         raise InvalidNameError(
@@ -57,7 +57,7 @@ def check_component(component: str, what: str) -> str:
 
 
 def check_kind(kind: object) -> str:
-    """The name of a kind of checkpoints, "" for None, or InvalidNameError."""
+    """Return the name of a kind of checkpoints, "" for None. Raises InvalidNameError if it is not a valid name."""
     if kind is None or kind == "":
         return ""
     if not isinstance(kind, str) or not keys.is_kind(kind):
@@ -98,7 +98,7 @@ def check_publish_as(key: str) -> str:
 
 
 def check_key_length(root: str, key: str, *, most: int = MAX_KEY_LENGTH) -> None:
-    """Refuse a key that the store would refuse. `root` is the run's place in the bucket."""
+    """Raise InvalidNameError for a key too long for the store. `root` is the run's prefix within the bucket."""
     length = len(f"{root}/{key}".encode()) if root else len(key.encode())
     if length > most:
         raise InvalidNameError(
@@ -108,16 +108,16 @@ def check_key_length(root: str, key: str, *, most: int = MAX_KEY_LENGTH) -> None
 
 
 def checkpoint_name(name: str | None, step: int) -> str:
-    """The human name of a checkpoint, made unique in its generation: the last number in it is the step.
+    """Return the human-readable name of a checkpoint, made unique in its generation: its last number is the step.
 
-    `ep1-ba100` at step 100 stays; `best` becomes `best-100`; none becomes `step-100`. Without this, two
+    `ep1-ba100` at step 100 stays, `best` becomes `best-100`, and None becomes `step-100`. Without this, two
     steps called `last` would share keys, and the second would overwrite a committed checkpoint (rule R11).
     """
     if name is None:
         return f"step-{step}"
     check_component(name, "checkpoint name")
     numbers = _NUMBER.findall(name)
-    # Twelve digits at most: `keys.parse_data_key` must find the step again, or nobody could clean up behind it.
+    # At most twelve digits: `keys.parse_data_key` must recover the step, or the shards could never be cleaned up.
     if not numbers or len(numbers[-1]) > 12 or int(numbers[-1]) != step:
         name = f"{name}-{step}"
     if len(name) > MAX_CHECKPOINT_NAME_LENGTH:
@@ -128,16 +128,17 @@ def checkpoint_name(name: str | None, step: int) -> str:
 
 
 def fill(template: str, *, rank: int) -> str:
-    """Replace `{rank}` in a file-name template; any other variable is refused by name, and what would lead out of
-    the folder too. Empty stays empty.
+    """Replace `{rank}` in a file-name template. Raises InvalidNameError, naming the variable, for any other one, and
+    for a result that would lead out of the folder. An empty template stays empty.
     """
     filled = substitute(template, {"rank": rank})
     return check_relative(filled, "template") if filled else filled
 
 
 def substitute(template: str, values: Mapping[str, object]) -> str:
-    """Replace `{name}` by `values[name]`, plain or with a width (`{rank:05d}`); anything else is refused. Not by
-    `str.format`, which would look into the values and write a thousand million digits.
+    """Replace `{name}` by `values[name]`, plain or with a width (`{rank:05d}`); anything else is refused.
+
+    Does not use `str.format`, which would let a template access attributes of the values and write a billion digits.
     """
     filled = ""
     try:

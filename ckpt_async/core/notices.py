@@ -1,5 +1,7 @@
-"""What somebody outside is to be told, as text for whoever delivers it. Written to the journal in the same transaction
-as the fact, so that no crash comes between the two.
+"""Notices: messages for the outside world, as text for whoever delivers them.
+
+A notice is written to the journal in the same transaction as the fact that it reports, so that no crash can separate
+the two.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from ckpt_async.core.model import CheckpointId, Decision
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One message for one sink. A second one with the same `id` for the same sink is the same, and is dropped."""
+    """One message for one sink. Another one with the same `id` for the same sink is a duplicate and is dropped."""
 
     id: str
     sink: str
@@ -20,14 +22,14 @@ class Notice:
 
 
 class Teller:
-    """Says which notices a fact calls for: none, unless whoever inherits knows better. Must not raise or block."""
+    """Tells which notices a fact calls for. The base class returns none. Methods must not raise or block."""
 
     def decided(self, decision: Decision) -> Sequence[Notice]:  # noqa: ARG002
         """A decision was read back from the store."""
         return ()
 
     def fenced(self, generation: int, by: int) -> Sequence[Notice]:  # noqa: ARG002
-        """A newer generation superseded this trainer's."""
+        """A newer generation superseded this trainer's generation."""
         return ()
 
     def removed_locally(self, id_: CheckpointId, name: str, reason: str) -> Sequence[Notice]:  # noqa: ARG002

@@ -1,8 +1,8 @@
-"""The pickle machine, as far as plain data needs it: it makes what it is given rules for, and runs nothing.
+"""The part of the pickle machine that plain data needs: it builds only what its rules allow, and runs no code.
 
 `pickle.Unpickler` with a list of allowed names is not enough: BUILD on an allowed function or class changes torch
-itself, a memo index of 2³¹ takes 32 GiB, and a tuple of tuples as a key hashes for ever. So the few opcodes that a real
-`.metadata` of DCP has are interpreted here, and, where its rules say so, those of a trainer's state.
+itself, a memo index of 2³¹ takes 32 GiB, and a tuple of tuples as a key takes for ever to hash. So this module
+interprets only the few opcodes of a real DCP `.metadata` and, if the rules say so, those of a trainer's state.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from typing import Any, NoReturn
 
 from ckpt_async.errors import UnsafePickleError
 
-# Whatever the memo can repeat for two bytes must be small, or work would grow with the square of the file's size.
+# The memo can repeat a value at a cost of two bytes, so values must be small, or the work would grow with the square of
+# the file's size.
 _MAX_TEXT_BYTES = 1 << 16
-_MAX_ARGUMENTS = 128  # components of a path
+_MAX_ARGUMENTS = 128  # such as the components of a path
 _DICTS = frozenset({dict, OrderedDict})
 
-# What a pickle that is cut short or nonsense leads to.
+# The exceptions that a truncated or nonsensical pickle leads to.
 ILL_FORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error)
 
 Value = Callable[[bytes, int], tuple[object, int]]
 
 
 class Class:
-    """A class that NEWOBJ may make; `build` checks what is then set."""
+    """A class that NEWOBJ may instantiate; `Rules.build` checks the state that is then set."""
 
     __slots__ = ("made",)
 
@@ -37,8 +38,8 @@ class Class:
 
 
 class Function:
-    """What REDUCE may call, with arguments of one type (`object`: of any): `make(*arguments)` runs nothing of the
-    pickle's choosing.
+    """A function that REDUCE may call, with arguments of one type (`object`: of any type). `make(*arguments)` runs
+    nothing that the pickle could choose.
     """
 
     __slots__ = ("make", "type")
@@ -53,18 +54,18 @@ def refuse(reason: str, hint: str = "") -> NoReturn:
 
 
 class Rules:
-    """What one kind of pickle may say. As they stand: dicts and lists, and what `find` knows."""
+    """What one kind of pickle may contain. The base class allows dicts and lists, and what `find` knows."""
 
-    what = "such a pickle"  # in complaints
+    what = "such a pickle"  # for error messages
     values: Mapping[int, Value]  # by opcode: the value that it pushes, and where the next opcode begins
     has_sets_and_storages = False  # whether ADDITEMS, FROZENSET and BINPERSID are opcodes
 
     def find(self, module: str, name: str) -> object:
-        """What a name stands for; None for what has no place here."""
+        """Return what a global name stands for; None if it is not allowed."""
         raise NotImplementedError
 
     def build(self, target: object, state: object) -> object:
-        """Give an object that `new` or `call` has made its state, and return it."""
+        """Set the state of an object that `new` or `call` has made, and return it."""
         raise NotImplementedError
 
     def check_keys(self, keys: list[Any]) -> None:
@@ -110,21 +111,21 @@ class Rules:
         target.extend(items)
 
     def add(self, target: object, items: list[Any]) -> None:
-        """ADDITEMS, to a set."""
+        """Add items to a set (ADDITEMS)."""
         raise NotImplementedError
 
     def frozen(self, items: list[Any]) -> object:
-        """FROZENSET."""
+        """Make a frozenset (FROZENSET)."""
         raise NotImplementedError
 
     def persistent(self, told: object) -> object:
-        """BINPERSID: what is kept outside of the pickle."""
+        """Return an object that is stored outside of the pickle (BINPERSID)."""
         raise NotImplementedError
 
 
 def interpret(data: bytes, rules: Rules) -> object:
-    """Run the pickle machine on the opcodes of protocols 2 to 5 that plain data has. Raises UnsafePickleError for what
-    it does not do, and any of ILL_FORMED.
+    """Interpret a pickle of protocols 2 to 5 and return its object. Raises UnsafePickleError for anything beyond plain
+    data and the rules, and any of ILL_FORMED.
     """
     combined, fill = _combining(rules), _filling(rules)
     values, tuple_of = rules.values, rules.tuple_of
@@ -180,12 +181,14 @@ def interpret(data: bytes, rules: Rules) -> object:
 
 
 def _combining(rules: Rules) -> dict[int, Callable[[Any, Any], object]]:
-    """By opcode, what becomes of the two topmost: REDUCE, NEWOBJ, BUILD, STACK_GLOBAL."""
+    """Return, by opcode, what combines the two topmost values: REDUCE, NEWOBJ, BUILD, STACK_GLOBAL."""
     return {0x52: rules.call, 0x81: rules.new, 0x62: rules.build, 0x93: rules.named}
 
 
 def _filling(rules: Rules) -> dict[int, Callable[[object, list[Any]], None]]:
-    """By opcode, how items get into what is below them: SETITEMS and SETITEM, APPENDS and APPEND, ADDITEMS."""
+    """Return, by opcode, what adds items to the container below them: SETITEMS and SETITEM, APPENDS and APPEND,
+    ADDITEMS.
+    """
     fill: dict[int, Callable[[object, list[Any]], None]] = {
         0x75: rules.set_items,
         0x73: rules.set_items,
@@ -205,7 +208,7 @@ def _refuse_opcode(code: int, rules: Rules) -> NoReturn:
 def _skip(code: int, data: bytes, at: int) -> int:
     if code == 0x80:
         return at + 1
-    size, at = _number("<Q", data, at)  # a promise of bytes, all of which are here already
+    size, at = _number("<Q", data, at)  # the length of the frame; all of its bytes are in `data` already
     if size > len(data) - at:
         refuse("it is cut short")
     return at
@@ -265,7 +268,7 @@ def _bytearray(data: bytes, at: int) -> tuple[bytearray, int]:
 
 
 def _names(data: bytes, at: int) -> tuple[list[str], int]:
-    """Two lines."""
+    """Read two lines."""
     middle = data.index(b"\n", at)
     end = data.index(b"\n", middle + 1)
     return str(data[at:end], "utf-8").split("\n"), end + 1
@@ -287,7 +290,8 @@ VALUES: dict[int, Value] = {
     0x88: lambda _, at: (True, at),  # NEWTRUE
     0x47: partial(_number, ">d"),  # BINFLOAT
 }
-# What else a state has: texts of any length, for what the memo repeats is only copied within a budget (see `plain`).
+# A trainer's state may also have texts of any length, because what the memo repeats is copied only within a budget (see
+# `plain`).
 STATE_VALUES: dict[int, Value] = VALUES | {
     0x58: lambda data, at: _long_text(data, *_unsigned(data, at)),  # BINUNICODE
     0x8D: lambda data, at: _long_text(data, *_length(data, at)),  # BINUNICODE8

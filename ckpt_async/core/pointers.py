@@ -1,7 +1,7 @@
 """What Composer's text pointer names. Pure.
 
-Composer (0.32) names the file of the rank that writes it, or, of a checkpoint that is several files, their folder,
-which rank 0 does (composer/callbacks/checkpoint_saver.py); without a '/' at the end.
+Composer (0.32) names the file of the rank that writes the pointer. For a checkpoint of several files, rank 0 writes it
+and names their folder, without a '/' at the end (composer/callbacks/checkpoint_saver.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckpt_async.core.model import Shard
 
 
 def may_write(rank: int, shards: Sequence[Shard]) -> bool:
-    """Whether this rank may have a pointer to write, as far as it knows by itself."""
+    """Return whether this rank may have to write a pointer, judging by what it knows itself."""
     return rank == 0 or bool(shards)
 
 
@@ -27,11 +27,13 @@ def target(
     num_shards: int,
     has_own: bool,
 ) -> str | None:
-    """What this rank's pointer to a committed checkpoint names, relative to the run ("": the run itself); None if
-    another rank writes it. `shards` are this rank's of `num_shards` in all; `has_own`: each rank has its own pointer.
+    """Return what this rank's pointer to a committed checkpoint names, relative to the run ("" for the run itself);
+    None if another rank writes it.
 
-    A checkpoint that is one file: that file. One that is several: the folder, or, if each rank has a pointer of its own
-    and this one published one file, that file. Published names where there are some.
+    `shards` are this rank's shards, out of `num_shards` in all. `has_own` tells whether each rank has its own pointer.
+    If the checkpoint is one file, the pointer names that file. If it is several, the pointer names their folder; but if
+    each rank has its own pointer and this rank published one file, it names that file. Names under which shards were
+    published are preferred.
     """
     published = [each.publish_as for each in shards if each.publish_as]
     is_whole = len(shards) == num_shards

@@ -1,6 +1,6 @@
 """Protocol objects <-> bytes: JSON with a format version, canonical, size-capped, schema-checked. Pure.
 
-What another machine wrote is input, never trusted: every reader refuses with InvalidRecordError what this
+Whatever another machine wrote is untrusted input: every decoder raises InvalidRecordError for anything that this
 package cannot have written, before it costs memory or time (table row F28). No pickle, no YAML, ever.
 """
 
@@ -38,7 +38,7 @@ from ckpt_async.core.naming import check_component, check_publish_as, check_rela
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
 
 FORMAT_VERSION = 1
-# A receipt of 100,000 shards takes about 20 MiB; a decision holds 30 bytes a rank.
+# A receipt of 100,000 shards takes about 20 MiB; a decision holds 30 bytes per rank.
 MAX_RECEIPT_SIZE_BYTES = 64 << 20
 MAX_RECORD_SIZE_BYTES = 8 << 20
 
@@ -67,8 +67,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 
 def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
-    """Read a receipt and check that it is the one its key claims: a receipt of another checkpoint,
-    generation or rank under this key would mix checkpoints (rule R5).
+    """Decode a receipt and check that it belongs under its key: a receipt of another checkpoint, generation or rank
+    there would mix checkpoints (rule R5).
     """
     fields = _decode("receipt", data, MAX_RECEIPT_SIZE_BYTES)
     name = _name(fields)
@@ -105,12 +105,12 @@ def _stored_shards(items: Iterable[object], prefix: str) -> tuple[StoredShard, .
 
 
 def _publish_fields(shard: Shard | StoredShard) -> Json:
-    """Nothing where nothing is to be published: as earlier versions wrote it, who read it without this field."""
+    """Return the field `publish_as`, or none if nothing is published: earlier versions do not know this field."""
     return {"publish_as": shard.publish_as} if shard.publish_as else {}
 
 
 def _expected_fields(of: Receipt | Sealed) -> Json:
-    """As with what is published."""
+    """Return the field `expected`, or none if nothing is expected, for the same reason as in `_publish_fields`."""
     return {"expected": list(of.expected)} if of.expected else {}
 
 
@@ -287,7 +287,7 @@ def encode_member(nonce: str, rank: int) -> bytes:
 
 
 def decode_member(data: bytes) -> str:
-    """The nonce of the process that is this rank of this generation."""
+    """Return the nonce of the process that has taken this rank's place in this generation."""
     return _str(_decode("member", data, MAX_RECORD_SIZE_BYTES), "nonce")
 
 
@@ -307,7 +307,7 @@ def decode_beat(data: bytes, expected: int) -> Beat:
 
 
 def manifest_of(checkpoint: LocalCheckpoint) -> bytes:
-    """What the journal says of a checkpoint's shards and of its seal, with the time of that."""
+    """Encode what the journal says about a checkpoint's shards and its seal, with the time of the seal."""
     shards = (each.shard for each in checkpoint.shards.values())
     sealed = checkpoint.sealed and replace(checkpoint.sealed, sealed_at=checkpoint.sealed_at)
     return encode_manifest(checkpoint.id, checkpoint.name, shards, sealed)
@@ -376,7 +376,7 @@ def _encode(kind: str, fields: Json) -> bytes:
 def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
     if len(data) > max_size_bytes:
         raise InvalidRecordError(f"{kind}: {len(data)} bytes, more than {max_size_bytes}")
-    # `[],[],…` is twenty times as large in memory as on the wire; what this package writes is nowhere near as dense.
+    # `[],[],…` takes twenty times as much memory as it has bytes; nothing that this package writes is nearly as dense.
     if data.count(b"[") + data.count(b"{") > 100 + len(data) // 12 or data.count(b",") > 100 + len(data) // 8:
         raise InvalidRecordError(f"{kind}: too many values for its {len(data)} bytes")
     try:
@@ -398,7 +398,7 @@ def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
 
 
 def _shown(value: object) -> str:
-    """A value for a message: short, and never by walking into what may be nested a thousand deep."""
+    """Return a short form of a value for a message, without walking into data that may be nested a thousand deep."""
     return (
         f"{str(value)[:80]!r}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
     )

@@ -1,4 +1,4 @@
-"""What a watcher does not take of what it has found, and why: for metrics and events."""
+"""What a watcher found but did not accept, and why: for metrics and events."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from dataclasses import dataclass
 
 
 class Refusal(enum.Enum):
-    """`docs/events.md` says what each means."""
+    """Why a watcher refused something. `docs/events.md` explains each reason."""
 
-    CHANGED = "changed"  # written in place, so nothing tells when it is whole; or a part of it was too late
+    CHANGED = (
+        "changed"  # modified in place, so nothing tells when it is complete; or a part of it came too late
+    )
     UNREADABLE = "unreadable"
-    INCOMPLETE = "incomplete"  # finished by its trainer, and never seen complete
-    UNSUPPORTED = "unsupported"  # a symbolic link, a name that not every store takes, a second file of a step
+    INCOMPLETE = "incomplete"  # its trainer finished it, but it was never seen complete
+    UNSUPPORTED = (
+        "unsupported"  # a symbolic link, a name that not every store accepts, a second file for a step
+    )
     UNKNOWN = "unknown"  # of no known format
-    OUTDATED = "outdated"  # it would become the newest, and is not
-    NO_SPACE = "no_space"  # for a copy; or for links of what its trainer has deleted
-    GIVEN_UP = "given_up"  # handed in, and then given up by the run
+    OUTDATED = "outdated"  # it would become the newest, but is older than what an earlier start committed
+    NO_SPACE = "no_space"  # for a copy, or for links to files that its trainer has deleted
+    GIVEN_UP = "given_up"  # handed in, but then given up by the run
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """One thing, at `path` of the watched folder. `version` tells apart what was there one after the other; `step` is
-    None where it may be no checkpoint.
+    """Something refused, at `path` in the watched folder. `version` distinguishes successive things at one path;
+    `step` is None for something that may not be a checkpoint.
     """
 
     path: str

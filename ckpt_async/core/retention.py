@@ -1,7 +1,7 @@
 """Retention: committed checkpoints in; the ones to keep, each with its reason, out. Pure.
 
-Whoever calls these passes committed checkpoints only, found by listing (rule R8). `now` is not needed: ages are
-measured between checkpoints, never against a clock.
+Callers pass committed checkpoints only, found by listing (rule R8). `now` is not needed: ages are measured between
+checkpoints, never against a clock.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from ckpt_async.errors import SettingsError
 
 Kept = dict[CheckpointId, str]
 
-# A metric: a checkpoint that has it is kept only until a newer one is committed, and takes no other's place.
+# A metric name. A checkpoint with this metric is kept only until a newer one is committed, and does not count towards
+# any policy.
 EPHEMERAL = "ephemeral"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a policy may look at. `committed_at` is by the store's clock where the store was listed."""
+    """A checkpoint as a policy sees it. `committed_at` is by the store's clock if the store was listed."""
 
     id: CheckpointId
     name: str = ""
@@ -31,16 +32,18 @@ class Candidate:
 
 
 class RetentionPolicy(Protocol):
-    """Chooses what to keep. Policies are values, and compose with `AnyOf`."""
+    """Chooses which checkpoints to keep. Policies are values, and are combined with `AnyOf`."""
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
-        """The ones to keep, with the reason; `candidates` are in checkpoint order, oldest first. None is ephemeral."""
+        """Return the checkpoints to keep, with reasons. `candidates` are in checkpoint order, oldest first, and none of
+        them is ephemeral.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAll:
-    """Never removes anything."""
+    """Keeps everything."""
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
         return {each.id: "all are kept" for each in candidates}
@@ -48,7 +51,7 @@ class KeepAll:
 
 @dataclass(frozen=True, slots=True)
 class KeepLast:
-    """The newest `count`."""
+    """Keeps the newest `count` checkpoints."""
 
     count: int
 
@@ -61,7 +64,7 @@ class KeepLast:
 
 @dataclass(frozen=True, slots=True)
 class KeepEveryNSteps:
-    """Those whose step is a multiple of `steps`."""
+    """Keeps the checkpoints whose step is a multiple of `steps`."""
 
     steps: int
 
@@ -78,9 +81,9 @@ class KeepEveryNSteps:
 
 @dataclass(frozen=True, slots=True)
 class KeepEverySeconds:
-    """The oldest, then each that was committed at least `seconds` after the one kept before it.
+    """Keeps the oldest checkpoint, then each one that was committed at least `seconds` after the last one kept.
 
-    Counted from the oldest that is left, which this policy keeps, so the choice is the same every time.
+    Counting starts at the oldest checkpoint left, which this policy keeps, so the choice is the same every time.
     """
 
     seconds: float
@@ -100,7 +103,7 @@ class KeepEverySeconds:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """The best `count` by a metric that was given at `seal`; those without it are not considered."""
+    """Keeps the best `count` checkpoints by a metric that was given at `seal`; those without it are not considered."""
 
     count: int
     metric: str
@@ -114,14 +117,14 @@ class KeepBest:
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
         sign = 1.0 if self.mode == "min" else -1.0
         measured = [each for each in candidates if self.metric in each.metrics]
-        # Of equal ones the newer is better.
+        # Among equal ones, the newer is better.
         measured.sort(key=lambda each: (sign * each.metrics[self.metric], -each.id.generation, -each.id.step))
         return {each.id: f"best {self.count} by {self.mode} {self.metric}" for each in measured[: self.count]}
 
 
 @dataclass(frozen=True, slots=True)
 class KeepNamed:
-    """Those with one of these names or steps."""
+    """Keeps the checkpoints with one of these names or steps."""
 
     names: frozenset[str]
 
@@ -137,7 +140,7 @@ class KeepNamed:
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """What at least one of the policies keeps, with the first one's reason."""
+    """Keeps what at least one of the policies keeps, with the reason of the first one that does."""
 
     policies: tuple[RetentionPolicy, ...]
 
@@ -153,7 +156,7 @@ class AnyOf:
 
 
 def apply(policy: RetentionPolicy, candidates: Iterable[Candidate]) -> Kept:
-    """What stays: the policy's choice, and whatever it says the newest one and those that are pinned (R8)."""
+    """Return what stays: the policy's choice and, under any policy, the newest checkpoint and the pinned ones (R8)."""
     ordered = sorted(candidates, key=lambda each: each.id)
     kept = policy.keep(lasting(ordered))
     for each in ordered:
@@ -165,31 +168,32 @@ def apply(policy: RetentionPolicy, candidates: Iterable[Candidate]) -> Kept:
 
 
 def would_keep_nothing(policy: RetentionPolicy, candidates: Iterable[Candidate]) -> bool:
-    """Whether the policy picks none of what is there: a metric or name that was mistyped, say. Remotely it is refused
-    then; without this, `apply` would leave the newest and the pinned ones only.
+    """Return whether the policy picks none of the checkpoints, for example because a metric or name was mistyped.
+
+    Remote retention then refuses the policy; otherwise `apply` would leave only the newest and the pinned checkpoints.
     """
     ordered = lasting(sorted(candidates, key=lambda each: each.id))
     return bool(ordered) and not policy.keep(ordered)
 
 
 def lasting(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Those that are not ephemeral."""
+    """Return the candidates that are not ephemeral."""
     return [each for each in candidates if EPHEMERAL not in each.metrics]
 
 
 def keeps_all(policy: RetentionPolicy) -> bool:
-    """Whether nothing but what is ephemeral would ever be removed, however that was written."""
+    """Return whether the policy would never remove anything but ephemeral checkpoints, however it was written."""
     if isinstance(policy, AnyOf):
         return any(keeps_all(each) for each in policy.policies)
     return isinstance(policy, KeepAll)
 
 
 def parse(text: str) -> RetentionPolicy:
-    """A policy from text: comma-separated, each keeps what it says, all together keep any of it.
+    """Return the policy for a comma-separated text; a checkpoint is kept if any of the items keeps it.
 
         last=3,every-steps=1000,every-seconds=3600,best=2:loss:min,named=ep1-ba100
 
-    Empty text keeps all. Raises SettingsError; `last=0` is refused: remotely, nothing ever means 'delete all'.
+    Empty text keeps all. Raises SettingsError. `last=0` is refused: no remote policy can mean 'delete all'.
     """
     if not text.strip():
         return KeepAll()
@@ -230,8 +234,8 @@ def _parse_one(part: str) -> RetentionPolicy:
 class KeepLocal:
     """What stays on the local disk: the newest `count` (Composer's meaning: -1 all, 0 none) and what `policy` keeps.
 
-    With both, `count` -1 leaves the choice to the policy, which then keeps the newest one too. `count` 0 takes even
-    that, once it is committed, unless the policy keeps it.
+    If there is a policy, `count` -1 leaves the choice to it, and the newest checkpoint is kept too. `count` 0 removes
+    even the newest one, once it is committed, unless the policy keeps it.
     """
 
     count: int = -1
@@ -256,7 +260,9 @@ class KeepLocal:
 
 
 def keep_local(count: int, text: str) -> KeepLocal:
-    """From the settings `num_checkpoints_to_keep` and `local_retention` (empty: the number alone counts)."""
+    """Return the local retention for the settings `num_checkpoints_to_keep` and `local_retention` (empty: only the
+    number counts).
+    """
     return KeepLocal(count, parse(text) if text.strip() else None)
 
 

@@ -1,5 +1,6 @@
-"""All numbers and switches in one frozen value, and where they come from. Pure: files and environment are
-arguments. Order of precedence: keyword arguments, then `CKPT_ASYNC_*`, then the TOML file, then the default.
+"""All settings in one frozen value, and where they come from. Pure: files and environment are arguments.
+
+Order of precedence: keyword arguments, then `CKPT_ASYNC_*`, then the TOML file, then the default.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ MIB = 1 << 20
 ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
 # Recorded in the journal, so that `drain` treats the user's files and pointers as the trainer would have.
 INHERITED = ("num_checkpoints_to_keep", "local_retention", "latest_filename", "composer_symlink")
-# So is this, for the sweeper: what each kind of checkpoints is to keep remotely.
+# Also recorded, for the sweeper: `remote_retention`, the policy of each kind of checkpoints.
 RECORDED = (*INHERITED, "remote_retention")
-# And under this name, who wants to hear of which events; never where they live: a webhook's URL may be a secret.
+# Recorded under this name: which sinks want which events, but not their addresses, since a webhook's URL may be secret.
 EVENTS = "events"
 
 
@@ -33,7 +34,7 @@ def _setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything an engine can be told. `docs/settings.md` is made from these lines."""
+    """All settings of an engine. `docs/settings.md` is generated from these lines."""
 
     num_checkpoints_to_keep: int = _setting(
         -1, "local checkpoints to keep: -1 all, 0 none once committed, N the newest N", -1, 10**6
@@ -249,8 +250,8 @@ def _parse_policy(name: str, text: str) -> retention.RetentionPolicy:
 def load(arguments: Mapping[str, Any], environment: Mapping[str, str], toml: str = "") -> Settings:
     """Merge the three sources and check every value. An argument of None counts as not given.
 
-    Raises SettingsError with the name, its source, the value and what is allowed; also for unknown names, of the
-    environment for those that are nearly the name of a setting.
+    Raises SettingsError with the name, its source, the value and what is allowed; also for unknown names, but in the
+    environment only for those that are nearly the name of a setting.
     """
     fields = {field.name: field for field in dataclasses.fields(Settings)}
     values: dict[str, Any] = {}
@@ -311,12 +312,12 @@ def _parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
 
 
 def _parse_toml(text: str) -> dict[str, Any]:
-    """The whole file, or its `[tool.ckpt_async]` table when it has one (so pyproject.toml can be used)."""
+    """Return the whole file, or its `[tool.ckpt_async]` table if it has one, so that pyproject.toml can be used."""
     try:
         document = tomllib.loads(text)
     except RecursionError:
         raise SettingsError("settings file is nested too deeply") from None
-    except ValueError as error:  # also of a number with thousands of digits
+    except ValueError as error:  # also for a number with thousands of digits
         raise SettingsError(f"settings file is not TOML: {error}") from None
     tool = document.get("tool", {})
     if isinstance(tool, dict) and "ckpt_async" in tool:
@@ -329,7 +330,9 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _refuse_misspelt(variable: str, fields: Mapping[str, Any]) -> None:
-    """Only what is nearly a setting: Kubernetes, for one, makes variables that begin like ours of a service's name."""
+    """Raise SettingsError for a variable that is nearly the name of a setting. Other unknown ones are accepted: for
+    example, Kubernetes derives variables from service names, and these may have our prefix.
+    """
     import difflib
 
     name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()

@@ -1,11 +1,14 @@
-"""Troubles of one kind come by the hundred, when a disk is full say: the log has the first, then how many more."""
+"""Rate limit for log messages about one kind of trouble.
+
+Such troubles come by the hundred, for example when a disk is full: the log gets the first one, then how many more.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-# Between two lines about one kind of trouble.
+# The shortest time between two lines about one kind of trouble.
 AGAIN_S = 60.0
 
 
@@ -17,13 +20,13 @@ class _Trouble:
 
 
 class Troubles:
-    """What was told of, and what was not."""
+    """Which kinds of trouble were logged, and how many troubles of each kind were only counted."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Trouble] = {}
 
     def is_new(self, kind: Hashable, text: str, now: float) -> bool:
-        """Whether this is to be told now; else it is counted."""
+        """Return whether to log this trouble now; if not, it is counted."""
         known = self._known.get(kind)
         if known is None:
             self._known[kind] = _Trouble(now)
@@ -32,8 +35,8 @@ class Troubles:
         return False
 
     def due(self, now: float, *, is_end: bool = False) -> list[tuple[int, float, str]]:
-        """What was counted and is to be told by now: how many times more, in how many seconds, and the last of them. A
-        kind that did not come again for as long is forgotten: the next of it is new.
+        """Return what was counted and is due to be logged: how many more there were, within how many seconds, and the
+        text of the last one. A kind that did not recur within AGAIN_S is forgotten, so that its next trouble is new.
         """
         found = []
         for kind, each in list(self._known.items()):

@@ -1,4 +1,4 @@
-"""Sizes, durations and numbers of ranks as people say them. Pure."""
+"""Human-readable sizes, durations and lists of ranks. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_SHOWN = 8
 
 
 def in_units(size_bytes: float) -> str:
-    """A size: 900 B, 1.5 GiB."""
+    """Format a size: 900 B, 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -17,7 +17,7 @@ def in_units(size_bytes: float) -> str:
 
 
 def age(duration_s: float) -> str:
-    """A duration: 40 s, 9 min, 3 h, 2 days. A clock that was set back gives 0 s."""
+    """Format a duration: 40 s, 9 min, 3 h, 2 days. A negative one, from a clock that was set back, gives 0 s."""
     seconds = max(0, int(duration_s))
     if seconds < 120:
         return f"{seconds} s"
@@ -27,20 +27,20 @@ def age(duration_s: float) -> str:
 
 
 def one_line(text: str) -> str:
-    """What somebody has written, so that it can neither begin a line of its own nor speak to a terminal."""
+    """Escape foreign text so that it can neither begin a line of its own nor control a terminal."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def counted(count: int, noun: str) -> str:
-    """That many: 1 file; 2 files."""
+    """Format a count with its noun: 1 file; 2 files."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def named(what: str, numbers: Sequence[int]) -> str:
-    """Those things: rank 3; ranks 3, 4."""
+    """Format a noun with the numbers it refers to: rank 3; ranks 3, 4."""
     return f"{what}{'s' * (len(numbers) > 1)} {few(numbers)}"
 
 
 def few(numbers: Sequence[object]) -> str:
-    """The first of them: 3, 4, 5 …"""
+    """Format the first MAX_SHOWN items: 3, 4, 5 …"""
     return ", ".join(map(str, numbers[:MAX_SHOWN])) + (" …" if numbers[MAX_SHOWN:] else "")
