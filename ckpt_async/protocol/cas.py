@@ -1,7 +1,7 @@
 """Conditional writes whose answer can be trusted (rule R13).
 
-After a lost reply our own successful PUT answers 412 to the retry. So a refusal is never believed: the object
-is read back and compared. Every record written here carries a nonce, so equal bytes mean it is ours.
+If the reply to a successful PUT is lost, its retry is answered with 412. So a refusal is never believed: the object is
+read back and compared. Every record written here carries a nonce, so equal bytes mean that it is ours.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 async def create_once(store: PatientStore, key: str, data: bytes) -> bytes:
-    """Create the object unless there is one, and return what is there now: `data` if and only if we won.
+    """Create the object unless it exists, and return what is there now: `data` if and only if we won.
 
-    Raises InvalidRecordError if what is there is larger than any record, and than `data`.
+    Raises InvalidRecordError if the object there is larger than any record and than `data`.
     """
     limit = max(len(data), MAX_RECORD_SIZE_BYTES)
     if not store.capabilities.conditional_put:
@@ -45,7 +45,7 @@ async def create_once(store: PatientStore, key: str, data: bytes) -> bytes:
             there = await read(store, key, max_size_bytes=limit)
             if there is not None:
                 return there[0]
-            # 409 of a concurrent write that then failed, or the object was deleted meanwhile: try again
+            # Either a 409 because of a concurrent write that then failed, or the object has been deleted: try again.
 
 
 async def advance(
@@ -53,8 +53,9 @@ async def advance(
 ) -> bytes | None:
     """Replace an object by compare-and-swap until it is as wanted, and return what is there then.
 
-    `change` gets the present content (None if there is none; nothing, b"", if it is larger than any record) and returns
-    the new one, or None to leave it. It must never go back: it is called again with whatever a competitor wrote.
+    `change` gets the present content (None if there is none, b"" if it is larger than any record) and returns the new
+    content, or None to leave it. It must only ever move forward, because it is called again with whatever a competitor
+    wrote.
     """
     there = await _read_to_replace(store, key)
     while True:
@@ -79,9 +80,9 @@ async def advance(
 async def read(
     store: PatientStore, key: str, *, max_size_bytes: int = MAX_RECORD_SIZE_BYTES
 ) -> tuple[bytes, str] | None:
-    """Content and ETag of a small object, or None if there is none.
+    """Return content and ETag of a small object, or None if there is none.
 
-    Raises InvalidRecordError if it is larger than that: whatever it is, it is no record, and it is not read.
+    Raises InvalidRecordError if it is larger than `max_size_bytes`: such an object is not a record, and is not read.
     """
     try:
         data, info = await store.get(key, max_size_bytes=max_size_bytes)
@@ -99,7 +100,7 @@ async def read_record(
     *,
     max_size_bytes: int = MAX_RECORD_SIZE_BYTES,
 ) -> tuple[T, str] | None:
-    """A record and its ETag, or None if there is none. Raises InvalidRecordError, which names the key."""
+    """Return a record and its ETag, or None if there is none. Raises InvalidRecordError, which names the key."""
     there = await read(store, key, max_size_bytes=max_size_bytes)
     try:
         return None if there is None else (decode(there[0]), there[1])
@@ -108,7 +109,7 @@ async def read_record(
 
 
 async def if_readable(reading: Awaitable[T]) -> T | None:
-    """What is read, or None if it cannot be, which is logged: for those who can do without."""
+    """Return what is read, or None if it is unreadable, which is logged: for callers that can do without."""
     try:
         return await reading
     except InvalidRecordError as error:
@@ -117,7 +118,7 @@ async def if_readable(reading: Awaitable[T]) -> T | None:
 
 
 async def _read_to_replace(store: PatientStore, key: str) -> tuple[bytes, str] | None:
-    """As `read`, but for what is too large: no content then."""
+    """Do the same as `read`, but return b"" as the content of an object that is too large."""
     try:
         return await read(store, key)
     except InvalidRecordError:

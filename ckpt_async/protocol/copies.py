@@ -1,9 +1,9 @@
 """Copies of committed shards under exact keys that the user chose. They never decide anything: the shards are the
-checkpoint, and a copy that is missing is made again.
+checkpoint, and a missing copy is made again.
 
-Two checkpoints may be published under one key; the newest wins. Who that is says a *claim* on the key, which moves
-forward only, as latest does. Whoever has copied looks at it again, and copies what it says until it stays the same: so
-what arrives last is what is claimed, however late a request of an older checkpoint gets through.
+Two checkpoints may be published under one key; the newest wins. A *claim* on the key says which one that is, and only
+moves forward, as latest does. After copying, a copier reads the claim again, and copies what it says until it stays the
+same. So the last copy to arrive is the claimed one, however late a request for an older checkpoint gets through.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
-# A copy may be found to be another's, whose request was late; seldom twice.
+# A copy may turn out to be that of another checkpoint whose request was late, but rarely twice.
 _ATTEMPTS = 3
 _CANNOT = "files cannot be published under exact keys: this store does not copy objects"
 _HINT = "leave out publish_copies, or see the permissions in docs/operations.md"
 
 
 async def publish(store: PatientStore, checkpoint: CheckpointId, shard: StoredShard) -> bool:
-    """Make the object under the shard's exact key a copy of it, unless a newer checkpoint has claimed the key: then it
-    is that one's. On return the store has said that it is. Returns whether it is ours. Safe to repeat and to cut short.
+    """Make the object under the shard's exact key a copy of the shard; if a newer checkpoint has claimed the key, make
+    it that one's copy. On return, the store has confirmed the copy. Returns whether it is this shard's. Safe to repeat
+    and to cut short.
 
-    The checkpoint must be committed; whoever calls this looks afterwards whether it still is, else `retract`s.
+    The checkpoint must be committed. The caller must check afterwards whether it still is, and `retract` if not.
     """
     while True:
         claim = await _bring_about(store, await _claim(store, checkpoint, shard), ours=shard.key)
@@ -47,9 +48,7 @@ async def publish(store: PatientStore, checkpoint: CheckpointId, shard: StoredSh
 
 
 async def retract(store: PatientStore, checkpoint: CheckpointId, shard: StoredShard) -> None:
-    """Delete what `publish` made, if it still is what it made: not what a newer checkpoint, or somebody else, has put
-    there since.
-    """
+    """Delete the copy that `publish` made, but not what a newer checkpoint or somebody else has put there since."""
     key = shard.publish_as
     there = await _read_claim(store, key)
     if there is not None and (there[0].checkpoint, there[0].source) == (checkpoint, shard.key):
@@ -62,7 +61,8 @@ async def retract(store: PatientStore, checkpoint: CheckpointId, shard: StoredSh
             return
         there = await _read_claim(store, key)
     if there is not None:
-        # Claimed meanwhile: had it the same bytes, it took them for its own, and they were deleted just now.
+        # A newer checkpoint has claimed the key in the meantime. If its shard has the same bytes, it took our copy for
+        # its own, and that was deleted just now.
         await _bring_about(store, there[0], ours=shard.key)
 
 
@@ -94,7 +94,7 @@ async def _read_claim(store: PatientStore, key: str) -> tuple[Claim, str] | None
 
 
 async def _claim(store: PatientStore, checkpoint: CheckpointId, shard: StoredShard) -> Claim:
-    """Move the claim on the key forward to this shard, or leave it where it is as new; what it says then."""
+    """Move the claim on the key forward to this shard, unless it is as new already. Returns what the claim says then."""
     key, nonce = shard.publish_as, uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:
@@ -115,7 +115,9 @@ async def _claim(store: PatientStore, checkpoint: CheckpointId, shard: StoredSha
 
 
 async def _bring_about(store: PatientStore, claim: Claim, *, ours: str) -> Claim | None:
-    """Copy what the claim says until it is there and the claim stays the same; the claim then, None if it is gone."""
+    """Copy what the claim says until the copy is there and the claim stays the same. Returns the claim, or None if it
+    is gone.
+    """
     num_failed = 0
     while True:
         error: StoreError | None = None
@@ -123,13 +125,13 @@ async def _bring_about(store: PatientStore, claim: Claim, *, ours: str) -> Claim
             if await copying.find(store, claim.key, claim.size_bytes, claim.checksum) is None:
                 await copying.copy(store, claim.source, claim.key, claim.size_bytes, claim.checksum)
         except (IntegrityError, ObjectNotFoundError, PreconditionFailedError) as raised:
-            error = raised  # or somebody else has just copied here, for another claim
+            error = raised  # or somebody else has just copied to this key, for another claim
         there = await read_claim(store, claim.key)
         if there is None or (there == claim and error is None):
             return there
         if there == claim and error is not None:
             if claim.source != ours and not isinstance(error, IntegrityError):
-                return claim  # a newer checkpoint's that was pruned: nothing belongs here
+                return claim  # of a newer checkpoint that was pruned: nothing belongs here
             num_failed += 1
             if num_failed == _ATTEMPTS:
                 raise error
@@ -140,5 +142,5 @@ async def _delete_if_same(store: PatientStore, key: str, etag: str) -> bool:
     try:
         await store.delete_if(key, etag)
     except (ObjectNotFoundError, PreconditionFailedError):
-        return False  # it is gone, or somebody else's by now
+        return False  # it is gone, or is somebody else's by now
     return True

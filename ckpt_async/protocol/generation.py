@@ -1,10 +1,11 @@
-"""Which incarnation of the run this start is, agreed by all its ranks through the store: no collective.
+"""How all ranks of one start agree on its generation through the store, without a collective.
 
-The first rank of a start creates `generations/<g>.json`; the others find it by the launch key they share, and each
-takes its place in it. But a key may be used again (a gang that is started again on the same port, an operator's own
-id), and a free place proves nothing: its rank may have died before it opened. So the creator beats (it counts up a
-small object until all ranks are there), and a rank joins only once it has seen that the creator was alive after it had
-begun itself. As long as no process of an earlier start lives, all members of a generation are of one start.
+The first rank of a start creates `generations/<g>.json`; the others find it by the launch key that they share, and each
+takes its place in it. But a launch key may recur (a gang that is started again on the same port, an operator's own id),
+and a free place proves nothing, because its rank may have died before it opened. So the creator sends heartbeats (it
+counts up a small object until all ranks are there), and a rank joins only once it has seen that the creator was alive
+after the rank itself began. As long as no process of an earlier start lives, all members of a generation belong to one
+start.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
-# Only without conditional PUT: how often a rank looks for the generation that rank 0 claims.
+# How often a rank looks for the generation that rank 0 claims, in a store without conditional PUT.
 CLAIM_POLL_S = 0.5
-# Between two beats; more and more if a rank does not come.
+# The pause between two heartbeats; it grows while a rank does not come.
 BEAT_S, BEAT_MAX_S = 0.2, 2.0
-# A write may be still on its way when its writer dies: two prove that it lives.
+# A write may still be on its way when its writer dies, so it takes two to prove that the writer lives.
 NUM_SIGNS = 2
-# Longer than a starved node holds up a beat. Who is wrong about it fences the others, who are told so.
+# How long a creator may be silent before it is taken for dead: longer than a starved node delays a heartbeat. A rank
+# that takes it for dead wrongly fences the others, which are told so.
 PATIENCE_S = 10.0
 
 
@@ -50,12 +52,12 @@ async def agree(
     now: float,
     member: str | None = None,
 ) -> int:
-    """Join or claim this start's generation and return it. A handful of small requests; of several ranks, whoever has
-    claimed it must `beat` from now on.
+    """Join or claim this start's generation and return it. Takes a handful of small requests. If there are several
+    ranks, the one that has claimed the generation must `beat` from now on.
 
-    `explicit` is a generation that all ranks were given (say, by one broadcast at start); it must be new for
-    this rank. `member` names the trainer, also where another process goes on for it. Raises FencedError if a newer one
-    exists, SettingsError if it was used before.
+    `explicit` is a generation that was given to all ranks (for example, broadcast at start); it must be new for this
+    rank. Raises FencedError if a newer one exists, SettingsError if it was used before. `member` identifies the
+    trainer, also if another process continues for it.
     """
     me = records.encode_member(member or uuid.uuid4().hex, rank)
     agreement = _Agreement(store, rank, world_size, launch_key, now, me)
@@ -70,8 +72,8 @@ async def beat(
     world_size: int,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """As the rank that claimed this generation, show that it lives, until all ranks are there or `is_over`. Returns at
-    once for another rank.
+    """Send heartbeats for the rank that claimed this generation, until all ranks are there or `is_over`. Returns at
+    once for any other rank.
     """
 
     def next_beat(there: bytes | None) -> bytes | None:
@@ -80,7 +82,7 @@ async def beat(
             return None
         return records.encode_beat(Beat(number, rank, last.count + 1))
 
-    # After an outage the others may ask again at once: a creator in a long back-off would be taken for dead.
+    # After an outage, the other ranks may ask again at once, and would take a creator in a long back-off for dead.
     store = store.pausing_at_most(BEAT_MAX_S)
     key, beaten_s = keys.beat_key(number), 0.0
     while not is_over():
@@ -95,12 +97,14 @@ async def beat(
 
 
 def beat_pause_s(beaten_s: float) -> float:
-    """After so many seconds of beating: a rank that never comes must not cost a request five times a second."""
+    """Return the pause before the next heartbeat, after `beaten_s` of them: waiting for a rank that never comes must
+    not cost a request five times a second.
+    """
     return min(BEAT_MAX_S, max(BEAT_S, beaten_s / 50))
 
 
 async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
-    """The newest generation past `after`, or `after` itself: one listing."""
+    """Return the newest generation after `after`, or `after` itself if there is none. Costs one listing."""
     start = keys.generation_key(after) if after else ""
     listing = await store.list(keys.GENERATIONS, start_after=start)
     numbers = (keys.parse_generation_key(each.key) for each in listing.objects)
@@ -108,7 +112,9 @@ async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
 
 
 async def absent_ranks(store: PatientStore, number: int, world_size: int) -> list[int]:
-    """Who has not taken its place in a generation, from the pages up to the first that lacks somebody's."""
+    """Return the ranks that have not taken their places in a generation, judging by the listing's pages up to the first
+    one that lacks a rank.
+    """
 
     def ranks(objects: Sequence[ObjectInfo]) -> set[int]:
         return {found[1] for each in objects if (found := keys.parse_member_key(each.key)) is not None}
@@ -119,10 +125,11 @@ async def absent_ranks(store: PatientStore, number: int, world_size: int) -> lis
 
 
 async def _read_generation(store: PatientStore, number: int) -> Generation | None:
-    """Which start it is; None if that cannot be read: it is passed over, for else no start would ever get beyond it.
+    """Return a generation's record; None if it is unreadable. Such a generation is skipped, because otherwise no start
+    would ever get past it.
 
-    Raises InvalidRecordError for one of a newer version, and where two looks differ: that is the wire, and other ranks
-    may well read it.
+    Raises InvalidRecordError for a record of a newer version, and if two reads differ: then the network is at fault,
+    and other ranks may well be able to read it.
     """
     key = keys.generation_key(number)
     seen: list[str] = []
@@ -141,7 +148,7 @@ async def _read_generation(store: PatientStore, number: int) -> Generation | Non
 
 
 class _Agreement:
-    """One rank of a start on its way to a generation."""
+    """One rank's way to the generation of its start."""
 
     def __init__(
         self, store: PatientStore, rank: int, world_size: int, launch_key: str, now: float, member: bytes
@@ -150,7 +157,7 @@ class _Agreement:
         self._rank, self._world_size, self._launch_key, self._now = rank, world_size, launch_key, now
         self._member = member
         is_first = rank == 0
-        # Without conditional PUT two could claim one generation; then rank 0 does, and joins nobody's.
+        # Without conditional PUT, two ranks could claim one generation. So only rank 0 claims, and it joins no other's.
         self._may_claim = store.capabilities.conditional_put or is_first
         self._may_join = world_size > 1 and (store.capabilities.conditional_put or not is_first)
 
@@ -188,7 +195,7 @@ class _Agreement:
             number += 1
             if number > keys.MAX_GENERATION:
                 raise CapabilityError(f"this run has had {number - 1} generations; start a new run name")
-            # If another has won, the next round joins it if it is of our start and goes past it if not.
+            # If another process has won, the next round joins its generation if it is of our start, else goes past it.
             if await self._claim(number):
                 self._store = self._store.pausing_at_most(BEAT_MAX_S)  # as in `beat`
                 if await self._join(number):
@@ -200,7 +207,9 @@ class _Agreement:
         return await create_once(self._store, key, proposal) == proposal
 
     async def _beat_first(self, number: int) -> None:
-        """Once our place is taken, and before anybody else's: if another process goes on for us, it finds it."""
+        """Write the first heartbeat, after taking our own place and before any other rank joins. A process that
+        continues for us finds our place.
+        """
         if self._world_size > 1:
             first = records.encode_beat(Beat(number, self._rank, 1))
             await create_once(self._store, keys.beat_key(number), first)
@@ -221,16 +230,18 @@ class _Agreement:
         )
 
     async def _wait_for_sign(self, number: int, *, is_new: bool) -> int | None:
-        """This generation once its creator has shown that it lives; a newer one as soon as there is one; None if its
-        start is over, as far as one can see. `is_new`: it was not there when we began, which is the first sign.
+        """Return this generation once its creator has shown that it lives, a newer one as soon as there is one, or None
+        if its start appears to be over. `is_new`: it was not there when this rank began, which is the first sign.
         """
         if not is_new:
             place = await read(self._store, keys.member_key(number, self._rank))
             if place is not None and place[0] == self._member:
-                await self._beat_first(number)  # without a beat nobody joins: then we have claimed it
+                await self._beat_first(
+                    number
+                )  # if there is no heartbeat yet, nobody else has joined: we claimed it
                 return number
             if place is not None:
-                return None  # of an earlier start
+                return None  # taken by a process of an earlier start
         seen = await self._count_beats(number)
         proven_by, quiet_s = (-1 if is_new else seen) + NUM_SIGNS, 0.0
         while seen < proven_by:
@@ -267,6 +278,6 @@ class _Agreement:
                 return newest
 
     async def _join(self, number: int) -> bool:
-        """Take this rank's place in a generation; False if another process had taken it."""
+        """Take this rank's place in a generation; return False if another process had taken it."""
         key = keys.member_key(number, self._rank)
         return await create_once(self._store, key, self._member) == self._member

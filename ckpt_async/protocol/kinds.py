@@ -1,6 +1,4 @@
-"""The kinds of checkpoints below a run. Each is a run of its own, and all that the run itself knows of them is where
-they are.
-"""
+"""The kinds of checkpoints below a run. Each is a run of its own; the run itself knows only where they are."""
 
 from __future__ import annotations
 
@@ -12,7 +10,9 @@ from ckpt_async.transfer.patient import PatientStore
 
 
 async def kinds_below(store: PatientStore) -> list[str]:
-    """Those that an Uploader was ever opened for, in order: one LIST, and one more for each that has many objects."""
+    """Return the kinds for which an Uploader was ever opened, in order. Costs one LIST, plus one for each kind that has
+    many objects.
+    """
     found: set[str] = set()
     after = ""
     while True:
@@ -24,13 +24,12 @@ async def kinds_below(store: PatientStore) -> list[str]:
         if listing.is_whole:
             return sorted(found)
         last = listing.objects[-1].key.removeprefix(keys.KINDS).partition("/")[0]
-        after = f"{keys.KINDS}{last}0"  # past all that is below it: '0' follows '/'
+        after = f"{keys.KINDS}{last}0"  # past everything below it: '0' follows '/'
 
 
 async def check_known(run: PatientStore, kind: str) -> None:
-    """Raise UnknownKindError if no Uploader was ever opened for this kind ("": the run itself), though others of the
-    run have saved something. Where nothing was saved at all, or this one was opened, nothing speaks against a fresh
-    start.
+    """Raise UnknownKindError if no Uploader was ever opened for this kind ("": the run itself) although other kinds of
+    the run have saved something. If nothing was saved at all, or this kind was opened, it may be a fresh start.
     """
     if await _has_any(run, kind, keys.GENERATIONS):
         return
@@ -41,7 +40,7 @@ async def check_known(run: PatientStore, kind: str) -> None:
 
 
 def unknown_kind(url: str, kind: str, there: Sequence[str]) -> UnknownKindError:
-    """The error for one that is asked for and not there. Pure."""
+    """Return the error for a kind that was asked for and does not exist. Pure."""
     what = f"checkpoints of kind {kind!r}" if kind else "checkpoints without a kind"
     names = [f"kind {each!r}" if each else "checkpoints without a kind" for each in there]
     return UnknownKindError(f"{url} has no {what}", hint=f"it has {', '.join(names)}")

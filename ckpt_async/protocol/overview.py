@@ -1,4 +1,6 @@
-"""A run as its remote tells it, for people: what is committed, and of what is in flight, whose receipts are there."""
+"""An overview of a run for people, from its remote: what is committed, and which ranks' receipts of checkpoints in
+flight are there.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,10 @@ from ckpt_async.stores.interface import Listing, ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 
-# Of the data so many objects are listed, five requests on S3: beyond that, what no rank has finished is not seen.
+# At most this many data objects are listed, which takes five requests on S3. Beyond that, checkpoints that no rank has
+# finished are not seen.
 MAX_LISTED = 5000
-# Of the ranks that a checkpoint waits for, so many are named.
+# At most this many of the ranks that a checkpoint waits for are named.
 MAX_RANKS = 100
 STATES = {
     Outcome.COMMIT: "committed",
@@ -31,8 +34,8 @@ Known = dict[str, tuple[str, Decision]]  # decisions by key, with their ETag
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One checkpoint. `state`: in_flight, committed, aborted, pruning or pruned. `ranks` have handed in receipts of
-    one that is in flight; `at` is when it was decided, or when something of it last arrived.
+    """One checkpoint. `state` is in_flight, committed, aborted, pruning or pruned. `ranks` are those with a receipt, if
+    it is in flight; `at` is when it was decided, or else when something of it last arrived.
     """
 
     id: CheckpointId
@@ -49,7 +52,7 @@ class Item:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Whose receipt is not there, of one in flight."""
+        """The ranks whose receipts are missing, if the checkpoint is in flight."""
         if self.state != "in_flight" or self.world_size is None:
             return []
         return sorted({*range(self.world_size)} - {*self.ranks})
@@ -57,7 +60,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A run, or a kind of checkpoints of one, by the store's clock. `generation` is the newest start."""
+    """A run, or one kind of its checkpoints. `seen_at` is by the store's clock; `generation` is the newest start's."""
 
     url: str
     seen_at: float
@@ -80,7 +83,7 @@ class Overview:
 
 
 def overview(url: str, view: sweep_plan.View, unreadable: Sequence[str] = ()) -> Overview:
-    """What a look at the store amounts to. Pure."""
+    """Return the overview for what a look at the store showed. Pure."""
     decided = [
         Item(
             id_,
@@ -121,7 +124,7 @@ def _flying(id_: CheckpointId, view: sweep_plan.View) -> Item:
 
 
 def overview_json(found: Overview) -> dict[str, Any]:
-    """As `ckpt-async status REMOTE --json` prints it and a sweeper's page shows it."""
+    """Return the overview as `ckpt-async status REMOTE --json` prints it and a sweeper's page shows it."""
     newest = found.newest_committed
     return {
         "remote": found.url,
@@ -164,8 +167,8 @@ def _item_json(each: Item) -> dict[str, Any]:
 
 
 async def look(store: PatientStore, known: Known) -> Overview | None:
-    """Look at a run: four listings, a part of one more, and each decision that is not in `known` yet, which is kept up
-    to date. None if no run was ever here. Only reads.
+    """Look at a run: four listings, a part of one more, and a GET for each decision that is not in `known` yet, which
+    is kept up to date. Returns None if there was never a run here. Read-only.
     """
     generations, decisions, receipts, damages, data = await all_or_none(
         [

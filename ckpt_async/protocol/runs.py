@@ -1,16 +1,18 @@
-"""Which runs are below a prefix."""
+"""Finds the runs below a prefix."""
 
 from __future__ import annotations
 
 from ckpt_async.core import keys
 from ckpt_async.transfer.patient import PatientStore
 
-# Of a run's records, these are there from its first start on.
+# Those of a run's records that exist from its first start on.
 _RECORDS = (keys.GENERATIONS, keys.DECISIONS, keys.MEMBERS)
 
 
 def run_of(key: str) -> str | None:
-    """The run whose record this is, relative to where the listing began ("": there); None if it is none. Pure."""
+    """Return the run whose record this is, relative to where the listing began ("": right there); None if the key is
+    not a record's. Pure.
+    """
     for records in _RECORDS:
         place, found, _ = f"/{key}".partition(f"/{records}")
         if not found:
@@ -21,8 +23,8 @@ def run_of(key: str) -> str | None:
 
 
 async def runs_below(store: PatientStore) -> list[str]:
-    """Their prefixes relative to the store's, sorted: one LIST for each run, and those for what is between them.
-    Nothing below a run is looked at, except what sorts before its records.
+    """Return the runs' prefixes relative to the store's, sorted. Costs one LIST for each run, plus those for what lies
+    between runs. Nothing below a run is listed, except what sorts before its records.
     """
     found: list[str] = []
     after = ""
@@ -37,5 +39,5 @@ async def runs_below(store: PatientStore) -> list[str]:
         if listing.is_whole:
             return sorted(found)
         last = listing.objects[-1].key
-        # Past all that is below the run: '0' follows '/'.
+        # Past everything below the run: '0' follows '/'.
         after = f"{found[-1]}0" if found and last.startswith(f"{found[-1]}/") else last

@@ -1,4 +1,4 @@
-"""The steps of the protocol that touch shared objects, for whoever takes them: engine, sweeper, reader, `pin`.
+"""The steps of the protocol that touch shared objects, as taken by engine, sweeper, reader and `pin`.
 
 Each is safe to repeat and to cut short anywhere; what may happen only once is decided by a conditional write.
 """
@@ -60,7 +60,7 @@ async def settle(
 ) -> tuple[Decision, bool] | None:
     """Read every rank's receipt, check them against each other, and decide: commit, or abort if they contradict.
 
-    Returns what was decided, by whomever, and whether it was us; None if a receipt is not there.
+    Returns what was decided, by us or by another, and whether it was us; None if a receipt is missing.
     """
     raw = await read_receipts(store, checkpoint, world_size)
     if raw is None:
@@ -89,7 +89,7 @@ async def settle(
 
 
 async def read_receipts(store: PatientStore, checkpoint: CheckpointId, world_size: int) -> list[bytes] | None:
-    """The receipts of ranks 0..N-1, in parallel; None if one is missing."""
+    """Read the receipts of ranks 0..N-1, in parallel; None if one is missing."""
     found = await all_or_none(
         read(store, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         for rank in range(world_size)
@@ -106,9 +106,9 @@ def _receipt(data: bytes, checkpoint: CheckpointId, rank: int) -> Receipt:
 
 
 async def bound_receipt(store: PatientStore, decision: Decision, rank: int) -> Receipt:
-    """One rank's receipt of a committed checkpoint, checked to be the very one that was decided on.
+    """Return one rank's receipt of a committed checkpoint, checked to be the very one that was decided on.
 
-    Raises InvalidRecordError if it is missing or another.
+    Raises InvalidRecordError if it is missing or differs.
     """
     id_, checksum = decision.checkpoint, decision.receipts[rank]
     key = keys.receipt_key(id_, rank)
@@ -121,9 +121,9 @@ async def bound_receipt(store: PatientStore, decision: Decision, rank: int) -> R
 
 
 async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, bool]:
-    """Try to be the one who decides (rule R4). Returns what holds now, and whether it is ours.
+    """Create the decision unless there is one (rule R4). Returns the decision that holds now, and whether it is ours.
 
-    A decision below the boundary is void: an older one was collected, so the checkpoint is long settled.
+    A decision below the boundary is void: an older one was collected, so the checkpoint was settled long ago.
     """
     id_, key, data = wanted.checkpoint, keys.decision_key(wanted.checkpoint), records.encode_decision(wanted)
     there = await create_once(store, key, data)
@@ -149,11 +149,12 @@ async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, 
 async def read_settled(
     store: PatientStore, checkpoint: CheckpointId, *, only_reads: bool = False
 ) -> Decision | None:
-    """What holds for the checkpoint, or None if nothing was decided. Below the boundary it was settled long ago: a
-    commit there was created by a straggler and is void, and no decision at all means that it was collected (R4).
+    """Return the decision that holds for the checkpoint, or None if nothing was decided. A checkpoint below the
+    boundary was settled long ago: a commit there was created by a straggler and is void, and no decision at all means
+    that the decision was collected (R4).
 
-    Raises InvalidRecordError if that cannot be told, for the boundary cannot be read. Who `only_reads` takes a commit
-    for one then: if it is void and something of it is gone, the receipts and shards say so.
+    Raises InvalidRecordError if the boundary is needed but unreadable. A caller that `only_reads` gets a commit as it
+    is in that case: if it is void and a part of it is gone, the receipts and shards show that.
     """
     decision = await read_decision(store, checkpoint)
     nothing = new_decision(
@@ -170,7 +171,7 @@ async def read_settled(
 
 
 async def _unless_void(store: PatientStore, decision: Decision) -> Decision:
-    """The decision, or an abort in place of a commit that is below the boundary."""
+    """Return the decision, or an abort in place of a commit that is below the boundary."""
     if decision.outcome is Outcome.COMMIT:
         boundary = await _boundary_for(store, decision.checkpoint)
         if sweep_plan.is_void(decision.checkpoint, boundary):
@@ -179,8 +180,8 @@ async def _unless_void(store: PatientStore, decision: Decision) -> Decision:
 
 
 async def _boundary_for(store: PatientStore, checkpoint: CheckpointId) -> Boundary | None:
-    """The boundary as far as it concerns the checkpoint. It is never moved past one of the newest generation, so that
-    one that cannot be read holds up stragglers only.
+    """Return the boundary as far as it concerns the checkpoint. It is never moved past a checkpoint of the newest
+    generation, so an unreadable boundary blocks only stragglers.
     """
     try:
         return await read_boundary(store)
@@ -191,7 +192,7 @@ async def _boundary_for(store: PatientStore, checkpoint: CheckpointId) -> Bounda
 
 
 async def read_decision(store: PatientStore, checkpoint: CheckpointId) -> Decision | None:
-    """What was decided, or None. Not checked against the boundary."""
+    """Return what was decided, or None. Not checked against the boundary."""
     key = keys.decision_key(checkpoint)
     there = await read_record(store, key, lambda data: records.decode_decision(data, checkpoint))
     return there[0] if there else None
@@ -203,7 +204,7 @@ async def read_boundary(store: PatientStore) -> Boundary | None:
 
 
 async def read_latest(store: PatientStore) -> Latest | None:
-    """The hint, or None if there is none or it is nonsense (R3: it never hides a good checkpoint)."""
+    """Return the hint, or None if there is none or it is unreadable (R3: it never hides a good checkpoint)."""
     try:
         there = await read(store, keys.LATEST)
     except InvalidRecordError:
@@ -212,7 +213,7 @@ async def read_latest(store: PatientStore) -> Latest | None:
 
 
 async def move_latest(store: PatientStore, checkpoint: CheckpointId, name: str) -> Latest:
-    """Move `latest` forward to `checkpoint`, or leave it where it is ahead (rule R6). Returns what it says then."""
+    """Move `latest` forward to `checkpoint`, or leave it if it is ahead (rule R6). Returns what it says then."""
     nonce = uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:
@@ -239,16 +240,16 @@ def _latest(data: bytes | None) -> Latest | None:
 
 
 async def begin_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
-    """Swap `commit` for `pruning`; False if it is pinned or not `commit` any more. Never reverts."""
+    """Swap `commit` for `pruning`; return False if it is pinned or no longer `commit`. Never reverts."""
     decision = await _swap(store, checkpoint, Outcome.COMMIT, Outcome.PRUNING)
     return decision is not None and decision.outcome is Outcome.PRUNING
 
 
 async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
-    """Delete a checkpoint that is `pruning`: shards, copies, receipts, then `pruned`. False if readers are left, or it
-    is not `pruning`.
+    """Delete a checkpoint that is `pruning`: shards, copies, receipts; then decide `pruned`. Returns False if there are
+    readers left or it is not `pruning`.
 
-    Leases are listed here, after the decision was read: a reader whose lease is not seen yet will read `pruning`.
+    Leases are listed after the decision was read: a reader whose lease is not visible yet will read `pruning`.
     """
     decision = await read_decision(store, checkpoint)
     if decision is None or decision.outcome is not Outcome.PRUNING:
@@ -259,10 +260,10 @@ async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
     for rank in range(decision.world_size):
         key = keys.receipt_key(checkpoint, rank)
         data = await read(store, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
-        if data is not None:  # gone: an earlier sweep was cut short after its shards were deleted
+        if data is not None:  # if gone, an earlier sweep was cut short after it had deleted the shards
             victims += _receipt(data[0], checkpoint, rank).shards
     await store.delete([shard.key for shard in victims])
-    for shard in victims:  # of what is gone nobody begins another copy
+    for shard in victims:  # the shards are gone, so nobody can begin another copy
         if shard.publish_as:
             await copies.retract(store, checkpoint, shard)
     await store.delete([keys.receipt_key(checkpoint, rank) for rank in range(decision.world_size)])
@@ -271,7 +272,7 @@ async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
 
 
 async def set_pin(store: PatientStore, checkpoint: CheckpointId, is_pinned: bool) -> Decision | None:
-    """Pin or unpin a committed checkpoint. Returns the decision as it is then; None if there is none.
+    """Pin or unpin a committed checkpoint. Returns the decision as it is then, or None if there is none.
 
     The pin is part of the decision, so that pruning, which swaps the same object, cannot overlook it.
     """
@@ -309,8 +310,8 @@ async def collect(store: PatientStore, action: sweep_plan.CollectDecisions) -> N
         if boundary is None:
             return records.encode_boundary(Boundary(action.upto, action.kept, 1, nonce))
         if boundary.upto > action.upto:
-            return None  # another sweeper is further: what it collects next covers ours
-        # What it voided already stays void; what it kept and we do not is collected now.
+            return None  # another sweeper is ahead, and what it collects next covers ours
+        # What the boundary has voided stays void; what it kept and we do not keep is collected now.
         kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))
         if (boundary.upto, boundary.kept) == (action.upto, kept):
             return None
@@ -326,7 +327,7 @@ async def collect(store: PatientStore, action: sweep_plan.CollectDecisions) -> N
 
 
 async def readers(store: PatientStore, checkpoint: CheckpointId) -> list[str]:
-    """Who holds a lease on the checkpoint that has not expired, by the store's clock."""
+    """Return who holds a lease on the checkpoint that has not expired by the store's clock."""
     prefix = keys.leases_prefix(checkpoint)
     listing = await store.list(prefix)
     found: list[str] = []
@@ -347,12 +348,12 @@ async def readers(store: PatientStore, checkpoint: CheckpointId) -> list[str]:
 
 
 def unreadable_lease(checkpoint: CheckpointId, key: str) -> Lease:
-    """What one that cannot be read counts for: as long as any may, for a reader wrote it."""
+    """Return the lease that an unreadable one counts as: since some reader wrote it, it lasts as long as any may."""
     return Lease(checkpoint, key, sweep_plan.MAX_LEASE_S)
 
 
 async def read_damages(store: PatientStore) -> dict[CheckpointId, str]:
-    """Why readers could not read what was committed. A mark that cannot be read is none."""
+    """Return the damage marks: why readers could not read committed checkpoints. An unreadable mark does not count."""
     listing = await store.list(keys.DAMAGED)
     found: dict[CheckpointId, str] = {}
     for each in listing.objects:
@@ -373,13 +374,14 @@ async def read_damages(store: PatientStore) -> dict[CheckpointId, str]:
 
 
 async def unmark(store: PatientStore, checkpoint: CheckpointId) -> None:
-    """Take a mark of damage back: readers and retention count the checkpoint again. No error if there is none."""
+    """Remove a damage mark: readers and retention count the checkpoint again. No error if there is none."""
     await store.delete([keys.damage_key(checkpoint)])
 
 
 async def take_lease(store: PatientStore, lease: Lease) -> Decision | None:
-    """Write or renew a lease, then read the decision *again* (rule R3): only if it is still `commit` may the reader
-    go on, until two thirds of `ttl_s` have passed since this call began. Otherwise the lease is dropped: None.
+    """Write or renew a lease, then read the decision *again* (rule R3). Only if it is still `commit` may the reader go
+    on, until two thirds of `ttl_s` have passed since this call began; otherwise the lease is dropped and the result is
+    None.
     """
     await store.put(keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
     decision = await read_settled(store, lease.checkpoint, only_reads=True)

@@ -1,8 +1,8 @@
 """What a sweep does to one run's remote: listings in, actions with their reasons out. Pure.
 
-Ages are differences between times of the store's own clock, which come in with the listings; the local clock decides
-nothing. Every action is safe to repeat, to cut short, and to run beside another sweeper, a trainer and readers:
-what must not happen twice or out of order is decided by compare-and-swap on the decision object.
+Ages are differences between times of the store's own clock, which come with the listings; the local clock decides
+nothing. Every action is safe to repeat, to cut short, and to run beside another sweeper, a trainer and readers: what
+must not happen twice or out of order is decided by compare-and-swap on the decision object.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from ckpt_async.core.model import Boundary, CheckpointId, Decision, Latest, Leas
 from ckpt_async.core.retention import Candidate, RetentionPolicy
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo
 
-# A reader stops at two thirds of its lease; this much more is waited past its end, for clocks that drift and replies
-# that dawdle between the store and the reader (restic keeps the same kind of margin).
+# A reader stops at two thirds of its lease. The sweeper waits this much longer than the lease, for clocks that drift
+# and replies that are slow on their way to the reader (restic keeps a similar margin).
 LEASE_MARGIN_S = 60.0
-# A lease asks for no more than this, whatever its object says.
+# The longest time that a lease can last, whatever its object says.
 MAX_LEASE_S = 24 * 3600.0
-# Left by a probe that was killed; no probe takes this long.
+# The age at which probe objects are removed: no probe takes this long, so theirs was killed.
 PROBE_AGE_S = 3600.0
-# Final decisions are collected in batches, so that the boundary moves seldom.
+# Final decisions are collected in batches of at least this many, so that the boundary rarely moves.
 COLLECT_AT_LEAST = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """How long to wait before taking that something will not go on. By the store's clock, since the newest object
-    of the thing in question was written.
+    """How long to wait before assuming that work on a checkpoint will not continue. Measured by the store's clock, from
+    when its newest object was written.
     """
 
-    superseded_s: float = 24 * 3600.0  # a checkpoint of a generation that is not the newest any more
-    newest_s: float = 7 * 24 * 3600.0  # a checkpoint of the newest generation: its trainer may only be paused
-    help_s: float = 60.0  # all receipts are there and nobody committed: its engines are dead
+    superseded_s: float = 24 * 3600.0  # for a checkpoint of a generation that is no longer the newest
+    newest_s: float = 7 * 24 * 3600.0  # for one of the newest generation, whose trainer may only be paused
+    help_s: float = 60.0  # for one with all receipts that nobody has committed: its engines are dead
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What was found in the store, all of it complete listings (rule R8)."""
+    """What was found in the store, all of it from complete listings (rule R8)."""
 
     server_time: float
     newest_generation: int
@@ -54,16 +54,16 @@ class View:
     leases: Mapping[str, tuple[Lease, float]] = field(default_factory=dict)  # by key: lease, Last-Modified
     members: Mapping[str, int] = field(default_factory=dict)  # key to generation
     probes: tuple[ObjectInfo, ...] = ()
-    damaged: frozenset[CheckpointId] = frozenset()  # committed, but a reader could not read it
+    damaged: frozenset[CheckpointId] = frozenset()  # those marked by a reader that could not read them
     latest: Latest | None = None
     boundary: Boundary | None = None
-    unreadable: frozenset[CheckpointId] = frozenset()  # whose decision, or generation, cannot be read
+    unreadable: frozenset[CheckpointId] = frozenset()  # those whose decision or generation cannot be read
     is_boundary_readable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What is stored of each checkpoint: its receipts by rank, its data, and the name that this has."""
+    """What is stored of each checkpoint: its receipts by rank, its data objects, and the name in their keys."""
 
     receipts: dict[CheckpointId, dict[int, ObjectInfo]] = field(default_factory=dict)
     data: dict[CheckpointId, tuple[ObjectInfo, ...]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Stored:
 
 
 def stored(receipts: Iterable[ObjectInfo], data: Iterable[ObjectInfo]) -> Stored:
-    """Two listings, by checkpoint. What is not ours is left out."""
+    """Group two listings by checkpoint. Objects that are not ours are left out."""
     found = Stored()
     for each in receipts:
         if of_rank := keys.parse_receipt_key(each.key):
@@ -85,12 +85,12 @@ def stored(receipts: Iterable[ObjectInfo], data: Iterable[ObjectInfo]) -> Stored
     return found
 
 
-# --- actions: each carries what it is about and why ---------------------------------------------------------
+# --- actions: each says what it is about, and why -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """All receipts are there: commit in place of engines that died (or abort, if they contradict)."""
+    """All receipts are there: commit in place of engines that died, or abort if the receipts contradict each other."""
 
     checkpoint: CheckpointId
     world_size: int
@@ -99,7 +99,7 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Create the decision `abort`: it competes with a straggler's commit."""
+    """Create the decision `abort`, which competes with a straggler's commit."""
 
     checkpoint: CheckpointId
     name: str
@@ -118,7 +118,7 @@ class MoveLatest:
 
 @dataclass(frozen=True, slots=True)
 class BeginPrune:
-    """Swap `commit` for `pruning`, unless it was pinned meanwhile."""
+    """Swap `commit` for `pruning`, unless the checkpoint was pinned in the meantime."""
 
     checkpoint: CheckpointId
     reason: str
@@ -135,7 +135,7 @@ class FinishPrune:
 
 @dataclass(frozen=True, slots=True)
 class AbortMultipart:
-    """Drop the parts of an upload that nobody will complete; repeated until the store says there is none."""
+    """Drop the parts of an upload that nobody will complete; repeated until the store says that there are none."""
 
     key: str
     upload_id: str
@@ -163,7 +163,7 @@ class CollectDecisions:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Something is due later; said, so that a dry run explains why it is still there."""
+    """Something is due later. Included so that a dry run explains why the checkpoint is still there."""
 
     checkpoint: CheckpointId
     reason: str
@@ -184,7 +184,7 @@ Planned = (
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """A committed checkpoint, or one that is being pruned: whether it would be there after the sweep, and why."""
+    """A checkpoint that is committed or being pruned: whether it would still be there after the sweep, and why."""
 
     checkpoint: CheckpointId
     name: str
@@ -197,7 +197,7 @@ class Stock:
 
 
 def plan(view: View, policy: RetentionPolicy, ages: Ages) -> list[Planned]:
-    """Everything a sweep should do now, in an order in which it may be done."""
+    """Return everything that a sweep should do now, in an order in which it may be done."""
     planned: list[Planned] = []
     valid = _valid(view)
     planned += _settle(view, valid, ages)
@@ -209,7 +209,9 @@ def plan(view: View, policy: RetentionPolicy, ages: Ages) -> list[Planned]:
 
 
 def stock(view: View, policy: RetentionPolicy, planned: Iterable[Planned]) -> list[Stock]:
-    """What would become of each checkpoint that can be restored now, if `planned` was done; oldest first."""
+    """Return what would become of each checkpoint that is committed or being pruned if `planned` was done; oldest
+    first.
+    """
     valid = _valid(view)
     going = {each.checkpoint: each.reason for each in planned if isinstance(each, BeginPrune | FinishPrune)}
     reasons = {each.checkpoint: each.reason for each in planned if isinstance(each, Wait)}
@@ -230,23 +232,23 @@ def _valid(view: View) -> dict[CheckpointId, Decision]:
 
 
 def is_void(checkpoint: CheckpointId, boundary: Boundary | None) -> bool:
-    """Whether a decision found for it must be taken for no decision at all (R4)."""
+    """Return whether a decision found for the checkpoint must be treated as no decision at all (R4)."""
     return boundary is not None and boundary.voids(checkpoint)
 
 
 def _is_unknown(checkpoint: CheckpointId, view: View) -> bool:
-    """Whether a record that cannot be read may say what became of it: then nothing is done to it. The boundary is only
-    ever moved past superseded generations.
+    """Return whether an unreadable record may say what became of the checkpoint, in which case it is left alone. An
+    unreadable boundary concerns only superseded generations, because it is never moved past others.
     """
     is_below = not view.is_boundary_readable and checkpoint.generation < view.newest_generation
     return is_below or (checkpoint in view.unreadable and not is_void(checkpoint, view.boundary))
 
 
 def _settle(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
-    """Undecided checkpoints: help those that are whole, give up those that cannot become so."""
+    """Plan for undecided checkpoints: settle those that are complete, give up those that cannot become complete."""
     for id_ in sorted({*view.receipts, *view.data} - valid.keys()):
         if is_void(id_, view.boundary):
-            continue  # it was given up and collected; what is left of it is cleaned away
+            continue  # it was given up and collected; `_clean` removes what is left of it
         if _is_unknown(id_, view):
             yield Wait(id_, "a record of it, or the boundary, cannot be read")
             continue
@@ -278,9 +280,10 @@ def _publish(view: View, valid: Mapping[CheckpointId, Decision]) -> Iterable[Pla
 
 
 def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> Iterable[Planned]:
-    """Delete order (R2): only what latest is ahead of, only after `pruning`, only when no reader is left.
+    """Plan the pruning, in delete order (R2): only what latest is ahead of, only after `pruning`, only when no reader
+    is left.
 
-    A damaged checkpoint takes no other one's place: what the policy would keep without it stays too.
+    A damaged checkpoint does not count: what the policy would keep without it stays too.
     """
     candidates = _candidates(view, valid)
     kept = _kept(view, valid, policy)
@@ -325,12 +328,14 @@ def _live_leases(view: View, id_: CheckpointId) -> Iterable[Lease]:
 
 
 def expires_at(lease: Lease, modified_at: float) -> float:
-    """When a sweeper may take the reader for dead, by the store's clock."""
+    """Return when, by the store's clock, a sweeper may assume that the reader is dead."""
     return modified_at + min(max(lease.ttl_s, 0.0), MAX_LEASE_S) + LEASE_MARGIN_S
 
 
 def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
-    """Objects that nothing refers to: of what was given up or pruned, of the dead, of the past."""
+    """Plan the removal of what nothing refers to: objects of checkpoints that were given up or pruned, abandoned
+    uploads, expired leases, and what killed probes and superseded generations left.
+    """
     final = {id_ for id_, each in valid.items() if each.outcome in (Outcome.ABORT, Outcome.PRUNED)}
     final |= {id_ for id_ in {*view.data, *view.receipts} if is_void(id_, view.boundary)}
     for id_ in sorted(final):
@@ -343,7 +348,7 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
         parsed = keys.parse_data_key(upload.key)
         age_s = view.server_time - upload.initiated_at
         if parsed is None or _is_unknown(parsed[0], view):
-            continue  # not ours, or nothing that we may judge
+            continue  # not ours, or unknown what became of its checkpoint
         id_, _ = parsed
         is_decided = id_ in valid or is_void(id_, view.boundary)
         limit_s = ages.superseded_s if id_.generation < view.newest_generation else ages.newest_s
@@ -362,7 +367,7 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
         sorted(key for key, generation in view.members.items() if generation < view.newest_generation)
     )
     if past:
-        # Safe: a start joins the newest generation or a newer one, and that object stays.
+        # Safe: a start joins the newest generation or a newer one, whose objects stay.
         yield Delete(past, "member", "members of generations that are superseded")
     stale = [
         each.key for each in view.probes if view.server_time - (each.last_modified or 0.0) >= PROBE_AGE_S
@@ -372,10 +377,11 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
 
 
 def _collect(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
-    """Old final decisions, so that the cost of a listing follows what is kept, not what ever was (R4).
+    """Plan the collection of old final decisions, so that the cost of a listing depends on what is kept, not on all
+    that ever was (R4).
 
-    Only those with nothing left of them, of superseded generations, and old enough that an undecided straggler
-    below the boundary would be given up too.
+    Collects only those of superseded generations whose checkpoints have no objects left, and that are old enough that
+    an undecided straggler below the boundary would be given up too.
     """
     finished = {
         id_

@@ -1,7 +1,7 @@
-"""Does the store keep its promises? Recomputes the invariants of one run's remote from the store alone.
+"""Verification of one run's remote: checks the protocol's invariants from the store alone.
 
-What it finds is either a violation (data is lost, damaged or forged: somebody must look) or a leftover (nothing refers
-to it; the sweeper removes it). The oracle of the fault tests, and `ckpt-async verify`.
+A finding is either a violation (data is lost, damaged or forged, and somebody must look) or a leftover (nothing refers
+to it, and the sweeper removes it). Used by `ckpt-async verify`, and as the oracle of the fault tests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ckpt_async.transfer.upload import read_back
 class Finding:
     """One thing that is not as it must be. `rule` is the invariant's number in docs/design.md.
 
-    `kind`, a metric label: missing | size | checksum (a shard is), record (one is missing, unreadable or contradicts
-    another), leftover.
+    `kind` is a metric label: missing | size | checksum (what is wrong with a shard), record (a record is missing,
+    unreadable or contradicts another), leftover.
     """
 
     rule: str
@@ -45,8 +45,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a reader has said of a committed checkpoint, so that others pass it over. It is sound if every byte was read
-    now and is as it was committed.
+    """A reader's mark on a committed checkpoint, which makes other readers skip it. `is_sound`: this verification read
+    every byte, and all are as committed.
     """
 
     checkpoint: CheckpointId
@@ -64,7 +64,9 @@ class Verification:
     num_shards_read: int = 0
     findings: list[Finding] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    not_looked_at: list[str] = field(default_factory=list)  # for want of permission; for people
+    not_looked_at: list[str] = field(
+        default_factory=list
+    )  # what could not be read for lack of permission; for people
 
     @property
     def violations(self) -> list[Finding]:
@@ -79,11 +81,11 @@ async def verify(
     read_percent: float = 0.0,
     seed: int = 0,
 ) -> Verification:
-    """Check every committed checkpoint (or those of one step, of one generation): receipts against the decision, shards
-    against the receipts, by the store's own sizes and checksums, and `read_percent` of the shards by reading every
-    byte.
+    """Check every committed checkpoint, or only those of one step or generation.
 
-    A checkpoint that is pruned while this looks is not reported. Read-only; safe beside trainers and sweepers.
+    Receipts are compared with the decision, and shards with the receipts, by the store's own sizes and checksums;
+    `read_percent` of the shards are also read in full. A checkpoint that is pruned during the verification is not
+    reported. Read-only; safe beside trainers and sweepers.
     """
     result = Verification()
     rng = random.Random(seed)
@@ -145,7 +147,7 @@ async def _read_decisions(store: PatientStore, result: Verification) -> dict[Che
 async def _check_committed(
     store: PatientStore, decision: Decision, read_percent: float, rng: random.Random, result: Verification
 ) -> tuple[list[Finding], list[StoredShard]]:
-    """I1: every receipt is there and is the one that was decided on; every shard is there, whole."""
+    """Check I1: every receipt is there and is the one that was decided on; every shard is there and complete."""
     id_, key = decision.checkpoint, keys.decision_key(decision.checkpoint)
     findings: list[Finding] = []
     receipts = []
@@ -204,7 +206,7 @@ async def _is_still_committed(store: PatientStore, checkpoint: CheckpointId) -> 
 async def _check_latest(
     store: PatientStore, decisions: dict[CheckpointId, Decision], result: Verification
 ) -> None:
-    """I2: latest names a committed checkpoint. It may be behind: it is a hint."""
+    """Check I2: latest names a committed checkpoint. It may be behind the newest, because it is only a hint."""
     try:
         there = await read_record(store, keys.LATEST, records.decode_latest)
     except InvalidRecordError as error:
@@ -216,7 +218,9 @@ async def _check_latest(
     decision = decisions.get(latest.checkpoint)
     if decision is None:
         try:
-            decision = await steps.read_decision(store, latest.checkpoint)  # committed meanwhile?
+            decision = await steps.read_decision(
+                store, latest.checkpoint
+            )  # perhaps committed in the meantime
         except InvalidRecordError:
             return  # that decision is a finding of its own
     if decision is None or decision.outcome is not Outcome.COMMIT:
@@ -228,8 +232,9 @@ async def _check_latest(
 
 
 async def find_unreadable(store: PatientStore) -> list[Finding]:
-    """Every record of the run that cannot be read, but for receipts of what is committed: those `verify` compares too.
-    One GET for each record that is not a receipt, and for each receipt of what is not decided. Read-only.
+    """Return a finding for every unreadable record of the run, except receipts of decided checkpoints (`verify`
+    compares those of committed ones). Costs one GET for each record that is not a receipt, and for each receipt of an
+    undecided checkpoint. Read-only.
     """
     result = Verification()
     decisions = await _read_decisions(store, result)
@@ -242,7 +247,7 @@ async def find_unreadable(store: PatientStore) -> list[Finding]:
 
 
 async def _check_others(store: PatientStore, decided: set[CheckpointId]) -> list[Finding]:
-    """Generations, members, beats, leases, marks of damage, and receipts of what is not decided."""
+    """Check generations, members, heartbeats, leases, damage marks, and receipts of undecided checkpoints."""
     prefixes = (keys.GENERATIONS, keys.MEMBERS, keys.LEASES, keys.DAMAGED, keys.RECEIPTS)
     listings = [await store.list(prefix) for prefix in prefixes]
     wanted = [
@@ -256,7 +261,9 @@ async def _check_others(store: PatientStore, decided: set[CheckpointId]) -> list
 
 
 def _decoder_of(key: str, decided: set[CheckpointId]) -> tuple[str, str, Callable[[bytes], object]] | None:
-    """Rule, key and decoder of a record, or None if it is none, or one that is checked elsewhere."""
+    """Return rule, key and decoder for a record; None if the key is not a record's, or the record is checked
+    elsewhere.
+    """
     if (number := keys.parse_generation_key(key)) is not None:
         return "R5", key, lambda data: records.decode_generation(data, number)
     if keys.parse_member_key(key) is not None:
@@ -291,7 +298,7 @@ def _unreadable(rule: str, error: InvalidRecordError) -> Finding:
 async def _check_strays(
     store: PatientStore, decisions: dict[CheckpointId, Decision], referenced: set[str], result: Verification
 ) -> None:
-    """I7: what nothing refers to. Objects of undecided checkpoints are under way, not stray."""
+    """Check I7: find objects that nothing refers to. Objects of undecided checkpoints are in flight, not strays."""
     data = await store.list(keys.DATA)
     receipts = await store.list(keys.RECEIPTS)
     final = {Outcome.ABORT, Outcome.PRUNED}
@@ -319,7 +326,7 @@ async def _check_strays(
 
 
 async def _unfinished_uploads(store: PatientStore, result: Verification) -> Sequence[MultipartInfo]:
-    """Only leftovers can be among them: whoever may not list them is told, and nothing else is lost."""
+    """List unfinished uploads. If the credentials do not allow it, `result` says so, and only leftovers are missed."""
     try:
         return await store.list_multiparts(keys.DATA)
     except StoreError as error:
