@@ -1,6 +1,8 @@
-"""One rank's engine: observe, decide, act, record. `loop` starts what is due; `state` is what it knows and `book` what
-runs; `durable`, `sending`, `settling`, `publishing`, `clearing` and `recovery` carry out the actions, and know only
-`state`.
+"""One rank's engine: observe, decide, act, record.
 
-No rule lives here (see `core.decide`) and no thread or process (see `runners`). Its state comes from the journal alone.
+`loop` starts what is due; `state` is what the engine knows, and `book` is what is running. `durable`, `sending`,
+`settling`, `publishing`, `clearing` and `recovery` carry out the actions, and know only `state`.
+
+This room has no rules (see `core.decide`) and starts no threads or processes (see `runners`). An engine's state comes
+from the journal alone.
 """

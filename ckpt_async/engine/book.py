@@ -1,4 +1,4 @@
-"""What an engine does now, and what it must not begin before its time."""
+"""The actions that an engine is carrying out, and those that it must not begin yet."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from ckpt_async.local.folder import is_disk_full
 
 logger = logging.getLogger(__name__)
 
-# After an action failed for good (its own retries are over, the trainer was told) it is tried again this much
-# later: an outage longer than any timeout must not need a restart to heal.
+# An action that failed for good (its own retries are over and the trainer was told) is tried again after this time: an
+# outage longer than any timeout must heal without a restart.
 RETRY_ACTION_S = 30.0
-# While someone waits for it, if the store may heal or the disk get space.
+# The same while someone is waiting, if the store may recover or the disk may get space.
 RETRY_HURRIED_S = 1.0
 
 
 class Book:
-    """The actions under way, with their tasks, and those that failed. `actions` of one task: a series of uploads."""
+    """The actions under way, with their tasks, and the actions that failed. Several actions with one task are a series
+    of uploads.
+    """
 
     def __init__(self) -> None:
         self.running: dict[decide.Action, asyncio.Task[None]] = {}
-        self._not_before: dict[decide.Action, float] = {}  # of those that failed
-        self._may_heal: set[decide.Action] = (
-            set()
-        )  # of these, those that the store or a full disk refuses for now
+        self._not_before: dict[decide.Action, float] = {}  # when failed actions may be tried again
+        # Those of the failed actions that the store or a full disk refuses only for now.
+        self._may_heal: set[decide.Action] = set()
         self._troubles = Troubles()
 
     def begin(self, actions: Sequence[decide.Action], task: asyncio.Task[None]) -> None:
@@ -39,8 +40,8 @@ class Book:
             del self.running[action]
 
     def is_in_use(self, action: decide.Action) -> bool:
-        """Whether it must wait for another: a manifest written after the release would stay behind, and of two moves of
-        the symlink the older could end last.
+        """Return whether an action must wait for one under way: a manifest written after the release would be left
+        behind, and of two moves of the symlink, the older could finish last.
         """
         if isinstance(action, decide.MoveLocalLatest):
             return any(isinstance(each, decide.MoveLocalLatest) for each in self.running)
@@ -49,7 +50,7 @@ class Book:
     # --- what failed ---------------------------------------------------------------------------------------
 
     def hold_back(self, action: decide.Action, error: Exception, now: float, *, is_hurried: bool) -> float:
-        """It has failed: for how long it is not tried again."""
+        """Note that an action failed, and return for how long it is not tried again."""
         pause_s = RETRY_ACTION_S
         heals = error.reason.is_retryable if isinstance(error, StoreError) else is_disk_full(error)
         if heals:
@@ -60,7 +61,7 @@ class Book:
         return pause_s
 
     def held_until(self, action: decide.Action) -> float:
-        """When it may be begun again; long past if it did not fail, or runs."""
+        """Return when an action may be started again; the distant past if it did not fail or is running."""
         if not self._not_before or action in self.running:
             return float("-inf")
         return self._not_before.get(action, float("-inf"))
@@ -76,7 +77,7 @@ class Book:
         self._may_heal &= self._not_before.keys()
 
     def note_trouble(self, action: decide.Action, error: Exception, pause_s: float, now: float) -> None:
-        """One line in the log for the first of its kind; the others are counted."""
+        """Log the first failure of its kind; the others are counted."""
         kind = type(error), getattr(error, "reason", None), getattr(error, "errno", None)
         text = f"action={action} retry_in_s={pause_s:.0f} error={str(error) or repr(error)}"
         if self._troubles.is_new(kind, text, now):

@@ -1,4 +1,4 @@
-"""What an engine does on this node once a checkpoint is decided: the local symlink, the links, local retention."""
+"""What an engine does on this node once a checkpoint is decided: local symlink, spool links, local retention."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ async def move_local_latest(state: State, action: decide.MoveLocalLatest) -> Non
 def _point_symlink(state: State, id_: CheckpointId) -> None:
     checkpoint = state.local.checkpoints.get(id_)
     if checkpoint is None:
-        return  # forgotten meanwhile
+        return  # forgotten in the meantime
     shards = [each.shard for each in checkpoint.shards.values()]
-    # Of what a lost journal's manifests bring back, retention had perhaps removed the files.
+    # If a lost journal was rebuilt from manifests, retention may have removed the checkpoint's files before.
     is_here = any(state.folder.is_same(each.source, each.identity) for each in shards)
     target = local_target([(each.source, each.name) for each in shards]) if is_here else None
     link = state.folder.path / naming.fill(state.settings.latest_filename, rank=state.rank)
@@ -35,7 +35,7 @@ def _point_symlink(state: State, id_: CheckpointId) -> None:
         if target is not None:
             point_symlink(link, state.folder.path / target, state.folder.private)
         elif link.is_symlink():
-            link.unlink()  # the newest has no files here, and what it pointed at will be removed
+            link.unlink()  # the newest checkpoint has no files here, and the symlink's target will be removed
     except InvalidNameError as error:
         logger.warning("local_latest_skipped error=%s", error)
 
@@ -53,7 +53,7 @@ async def remove(state: State, action: decide.Remove) -> None:
         for id_, each in state.local.checkpoints.items()
         if id_ != action.checkpoint and not each.is_removed
     )
-    # A restarted trainer comes to the same steps again, and may just have made an empty folder for one.
+    # A restarted trainer reaches the same steps again, and may just have created an empty folder for one of them.
     is_ahead = state.is_trainer and decide.is_still_to_come(state.local, action.checkpoint)
     shared = {(shard.shard.source, shard.shard.identity) for each in others for shard in each.shards.values()}
 
@@ -64,13 +64,13 @@ async def remove(state: State, action: decide.Remove) -> None:
             kept_by_others = shared | claims.of_other_kinds(state.folder)
             for each in checkpoint.shards.values():
                 if (each.shard.source, each.shard.identity) in kept_by_others:
-                    continue  # the same file is part of another checkpoint, which goes later or stays
+                    continue  # the same file belongs to another checkpoint, which is removed later or stays
                 source, identity = each.shard.source, each.shard.identity
                 if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
                     logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
-            # First: nobody comes back to what is forgotten.
+            # Before the checkpoint is forgotten, because nothing comes back to a forgotten one.
             state.record(notices=state.teller.removed_locally(checkpoint.id, checkpoint.name, action.reason))
-            if checkpoint.to_copy:  # within the store, which needs none of these files
+            if checkpoint.to_copy:  # copies are made within the store, and need none of these files
                 state.record(Removed(action.checkpoint))
             else:
                 _drop(state, event)
@@ -83,7 +83,7 @@ async def remove(state: State, action: decide.Remove) -> None:
 
 
 async def keep(state: State, id_: CheckpointId) -> None:
-    """Set it aside for a start that keeps fewer, and forget it."""
+    """Save the checkpoint for a later start that keeps fewer, and forget it."""
     await asyncio.to_thread(kept.put, state.folder, state.rank, state.checkpoint(id_))
     await forget(state, id_)
 
@@ -109,8 +109,8 @@ def _note(state: State, event: Forgotten) -> None:
 
 
 def local_target(shards: list[tuple[str, str]]) -> str | None:
-    """What the local symlink points at, from (source, name) of the shards: the folder they were enqueued
-    from; the file itself if one file lies in the uploader's folder; None if several do.
+    """Return what the local symlink points at, given (source, name) of each shard: the folder that the shards were
+    enqueued from; the file itself if it is a single one directly in the uploader's folder; None if several are.
     """
     roots = {source.removesuffix(name).rstrip("/") for source, name in shards}
     if len(roots) != 1:

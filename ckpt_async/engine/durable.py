@@ -15,7 +15,9 @@ from ckpt_async.local.durable import fsync_path, is_final, write_durably
 
 
 async def make_durable(state: State, action: decide.MakeDurable) -> None:
-    """Or record that a shard, or all, is lost: an fsync that fails is final (F4)."""
+    """Make a checkpoint survive power loss, or record that a shard or all of it is lost: an fsync that fails is final
+    (F4).
+    """
     checkpoint = state.checkpoint(action.checkpoint)
     volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
     state.journal.check_there()
@@ -37,7 +39,7 @@ async def make_durable(state: State, action: decide.MakeDurable) -> None:
 
 
 def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[LocalShard]) -> list[Failed]:
-    """The shards, and every folder on the way to them and to their links; those that are lost."""
+    """Fsync the shards, and every folder on the way to them and to their links. Returns the shards that are lost."""
     failed, top = [], str(state.folder.path)
     folders = {f"{state.folder.private}/{keys.spool_checkpoint(checkpoint.id, state.rank)}"}
     for each in shards:

@@ -1,7 +1,7 @@
-"""The engine: observe, decide, act, record. One per rank; it owns no rule, only when actions are carried out.
+"""The engine: observe, decide, act, record. There is one per rank; it contains no rules, only carries out actions.
 
-State comes from the journal alone (`fold`), so a new engine continues wherever the last one was killed. What
-is in flight is memory only. Nothing here blocks the event loop: disk work goes to worker threads.
+State comes from the journal alone (`fold`), so a new engine continues wherever the last one was killed. Work in
+flight is known in memory only. Nothing here blocks the event loop: disk work goes to worker threads.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError, S
 
 logger = logging.getLogger(__name__)
 
-# Another process may have appended (DCP's PROCESS mode, a second thread's wake-up lost at shutdown): the
-# wake-up is only a hint, this is the safety net.
+# A wake-up is only a hint; polling is the safety net. Another process may have appended to the journal (DCP's PROCESS
+# mode), or a second thread's wake-up may have been lost at shutdown.
 POLL_S = 1.0
-# No checkpoint's: what is wrong will fail those too.
+# Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
+# checkpoints.
 _OF_NO_CHECKPOINT = (decide.WaitUntil, decide.LookForSuccessor, decide.LookForMembers)
 
 
 class Engine:
-    """Carries one rank's checkpoints from the spool to a decision, and cleans up behind them.
+    """Carries one rank's checkpoints from the spool to a decision, and cleans up after them.
 
-    `on_change` is called on the loop after every change.
+    `on_change` is called on the event loop after every change.
     """
 
     def __init__(self, state: State, on_change: Callable[[], None] = lambda: None) -> None:
         self.state = state
-        self.num_due = 0  # actions of our own that are due or under way, not counting looks at the others
+        self.num_due = 0  # own actions that are due or under way, not counting looks at other ranks
         self.num_rounds = 0
-        self.last_seen_wake = 0  # `num_due` counts what was in the journal before this call of `wake`
+        self.last_seen_wake = 0  # `num_due` includes all that was in the journal before this call of `wake`
         self._on_change = on_change
         self._book = Book()
         self._queue = UploadQueue(state, self._book)
-        self._num_uploading = 0  # tasks; one may be for many shards
+        self._num_uploading = 0  # upload tasks; one task may send many shards
         self._is_retry_asked = False
         self._housekeep_at = 0.0
         self._wakes, self._last_wake = itertools.count(1), 0
@@ -59,7 +60,7 @@ class Engine:
         """Take over what a crashed engine knew that is not in the journal."""
         self.state.succeed(dead.state)
         self._queue.put_newest_first(dead._queue.is_newest_first)
-        # Whoever waits for rounds to pass and work to be done must not notice the change.
+        # Callers that wait for rounds to pass and for work to be done must not notice the change.
         self.num_due, self.num_rounds = dead.num_due, dead.num_rounds
         self.last_seen_wake, self._last_wake, self._wakes = dead.last_seen_wake, dead._last_wake, dead._wakes
 
@@ -94,18 +95,18 @@ class Engine:
     # --- from other threads --------------------------------------------------------------------------------
 
     def wake(self) -> int:
-        """Something was appended to the journal: look now. Any thread. Once `last_seen_wake` has reached the number
-        that this returns, `num_due` counts it.
+        """Make the engine look at the journal now, because something was appended. Any thread. Once `last_seen_wake`
+        has reached the number that this returns, `num_due` includes what was appended.
         """
         self._last_wake = number = next(self._wakes)
         self._soon(lambda: None)
         return number
 
     def hurry(self, is_hurried: bool) -> None:
-        """While someone waits, look for the others' receipts at the shortest interval, and try again what failed. Any
+        """While someone waits, look for the other ranks' receipts at the shortest interval, and retry what failed. Any
         thread.
         """
-        self._is_retry_asked |= is_hurried  # not by `change`: a `wake` that follows must not be seen before
+        self._is_retry_asked |= is_hurried  # not in `change`: a later `wake` must not take effect before this
 
         def change() -> None:
             state = self.state
@@ -117,7 +118,9 @@ class Engine:
         self._soon(change)
 
     def look_for_members(self) -> None:
-        """Find out who never opened this generation (`absent_ranks`), and whether there is a newer one. Any thread."""
+        """Find out which ranks never opened this generation (`absent_ranks`), and whether there is a newer one. Any
+        thread.
+        """
 
         def change() -> None:
             self.state.remote = replace(self.state.remote, are_members_asked_for=True)
@@ -125,13 +128,13 @@ class Engine:
         self._soon(change)
 
     def put_newest_first(self, is_newest_first: bool = True) -> None:
-        """Upload the newest sealed checkpoint before all others, and stop what is under way of the others: there may
-        be little time left. False: oldest first again. Any thread.
+        """Upload the newest sealed checkpoint before all others, and stop uploads of the others, because there may be
+        little time left. False: oldest first again. Any thread.
         """
         self._soon(lambda: self._queue.put_newest_first(is_newest_first))
 
     def stop(self) -> None:
-        """Make `run` return soon, cancelling what is in flight: the journal has it. Any thread."""
+        """Make `run` return soon. Work in flight is cancelled, and can be resumed from the journal. Any thread."""
 
         def change() -> None:
             self.state.is_stopping = True
@@ -139,7 +142,7 @@ class Engine:
         self._soon(change)
 
     def _soon(self, change: Callable[[], None]) -> None:
-        """Change something on the loop, and begin a round."""
+        """Make a change on the event loop, and begin a round."""
 
         def work() -> None:
             change()
@@ -155,7 +158,7 @@ class Engine:
         await recovery.recover(self.state, before)
 
     async def run(self) -> None:
-        """Work until `stop`. Raises only on a bug or when the journal cannot be used."""
+        """Work until `stop`. Raises only because of a bug or if the journal cannot be used."""
         try:
             self._begin()
             while not self.state.is_stopping:
@@ -181,7 +184,7 @@ class Engine:
         state.remote = replace(state.remote, to_publish=max(loadable, default=None))
 
     def _start_due(self) -> float:
-        """Start what is due and not under way; return how long nothing else can become due."""
+        """Start what is due and not under way; return for how long nothing else can become due."""
         state, book, now = self.state, self._book, self.state.now()
         if self._is_retry_asked:
             self._is_retry_asked = False
@@ -214,8 +217,8 @@ class Engine:
         return max(0.0, wake_at - now)
 
     def _is_by_the_way(self, action: decide.Action) -> bool:
-        """What nobody waits for as for our own work: looks at the others, but until the receipts were listed once
-        shards, or the commit, wait for it.
+        """Return whether an action does not count as own work that is due. Looks at other ranks do not, once the
+        receipts have been listed for the first time: until then, shards or the commit wait for the look.
         """
         if isinstance(action, decide.Look):
             watch = self.state.remote.watches.get(action.checkpoint)
@@ -223,7 +226,7 @@ class Engine:
         return isinstance(action, decide.SendAhead | decide.LookForSuccessor | decide.LookForMembers)
 
     def _start_uploads(self) -> None:
-        """Fill the free places. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
+        """Fill the free places with uploads. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
         while self._queue and self._num_uploading < self.state.store.concurrency:
             series = self._queue.next_series()
             work = self._perform_series(series) if len(series) > 1 else self._perform(series[0])
@@ -259,7 +262,7 @@ class Engine:
                 await self._woken.wait()
 
     async def _cancel_all(self) -> None:
-        while self._book.running:  # one that ends just now may still begin the next
+        while self._book.running:  # a task that ends just now may still start another
             self._queue.clear()
             tasks = set(self._book.running.values())
             for task in tasks:
@@ -267,10 +270,10 @@ class Engine:
             await asyncio.gather(*tasks, return_exceptions=True)
         self.state.store.has_more(None)
         if self._crash.done():
-            self._crash.exception()  # it was raised, or something worse is being raised
+            self._crash.exception()  # marked as retrieved: it was raised, or something worse is being raised
 
     async def _housekeep(self) -> None:
-        """Once in a while: what the trainer's own appends must not pay for."""
+        """Do, once every POLL_S, the upkeep that the trainer's own appends must not pay for."""
         state = self.state
         if state.now() < self._housekeep_at:
             return
@@ -283,10 +286,7 @@ class Engine:
                 state.journal.note_progress(
                     [(each.checkpoint, each.shard, sent) for each, sent in state.sent_bytes.items()]
                 )
-        except (
-            JournalError,
-            OSError,
-        ) as error:  # a full disk, say: no reason to cut short what is on its way
+        except (JournalError, OSError) as error:  # such as a full disk: no reason to stop uploads under way
             logger.debug("housekeeping_skipped error=%s", error)
 
     def _keep_house(self) -> None:
@@ -297,8 +297,8 @@ class Engine:
     # --- actions -------------------------------------------------------------------------------------------
 
     async def _perform(self, action: decide.Action) -> None:
-        """Carry out one action. Trouble of the store or the disk is noted and tried again later; anything
-        else is a bug and stops the engine, loudly.
+        """Carry out one action. If the store or the disk fails, that is noted and the action is tried again later;
+        any other exception is a bug and crashes the engine.
         """
         try:
             await self._carry_out(action)
@@ -312,7 +312,7 @@ class Engine:
                 was_decided = known is not None and known.decision is not None
                 state.failures.append(Failure(error, action.checkpoint, was_decided=was_decided))
             else:
-                state.observer.attempt_failed(FailureReason.DISK)  # heals when there is space again
+                state.observer.attempt_failed(FailureReason.DISK)  # recovers once there is space again
 
     async def _carry_out(self, action: decide.Action) -> None:
         state = self.state
@@ -365,9 +365,9 @@ class Engine:
             self.state.fail(action.checkpoint, [failed])
 
     async def _perform_series(self, actions: Sequence[decide.Upload]) -> None:
-        """Upload small shards together; what cannot be sent so is uploaded by itself next."""
+        """Upload small shards as a series; those that cannot be sent that way are uploaded alone next."""
         left = actions
-        with contextlib.suppress(JournalError):  # what was not recorded is sent again, and says what is wrong
+        with contextlib.suppress(JournalError):  # unrecorded shards are sent again, which reports the error
             left = await sending.upload_series(self.state, actions)
         self._queue.send_alone(left)
 

@@ -1,5 +1,6 @@
-"""What an engine publishes of committed checkpoints for other tools: copies under exact keys, and Composer's pointer.
-The commit is long over; nothing here changes it.
+"""What an engine publishes for other tools: copies of committed shards under exact keys, and Composer's pointer.
+
+All of this happens after the commit and never changes it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 
-# The store does the work; this many of one rank's at once.
+# The store does the copying; one rank asks for this many copies at once.
 _AT_ONCE = 4
 RETRACT_S = 30.0
 
 
 async def copy(state: State, action: decide.Copy) -> None:
-    """Or, if the checkpoint is being pruned, take back what was copied: the decision is read again afterwards, as
-    whoever prunes may have looked before a copy was there. What fails is tried again later; the rest is recorded.
+    """Copy this rank's shards to their exact keys; if the checkpoint is being pruned, take back what was copied.
+
+    The decision is read again after copying, because the pruner may have looked before a copy was there. Copies that
+    fail are tried again later; the others are recorded.
     """
     checkpoint, store, id_ = state.checkpoint(action.checkpoint), state.store, action.checkpoint
     wanted, failed = set(checkpoint.to_copy), dict[str, StoreError | InvalidRecordError]()
@@ -42,7 +45,7 @@ async def copy(state: State, action: decide.Copy) -> None:
     decision = await _decision(state, id_)
     if decision is not None:
         receipt = await steps.bound_receipt(store, decision, state.rank)
-        # Only what the receipt says: by it whoever prunes finds the copies.
+        # Only what the receipt lists: the pruner finds the copies by it.
         shards = [each for each in receipt.shards if each.publish_as and each.name in wanted]
         await all_or_none(publish(each) for each in shards)
         decision = await _decision(state, id_)
@@ -61,7 +64,7 @@ async def copy(state: State, action: decide.Copy) -> None:
 
 
 async def _take_back(state: State, id_: CheckpointId, shards: Iterable[StoredShard]) -> None:
-    """Best effort: a trainer's credentials need not be allowed to delete."""
+    """Delete copies, as far as possible: a trainer's credentials need not be allowed to delete."""
     store = state.store.answering_within(RETRACT_S)
     for each in shards:
         try:
@@ -71,13 +74,15 @@ async def _take_back(state: State, id_: CheckpointId, shards: Iterable[StoredSha
 
 
 async def _decision(state: State, id_: CheckpointId) -> Decision | None:
-    """If it still is a commit."""
+    """Return the decision if it is still `commit`, else None."""
     decision = await steps.read_settled(state.store, id_)
     return decision if decision is not None and decision.outcome is Outcome.COMMIT else None
 
 
 def _known_here(checkpoint: LocalCheckpoint) -> list[StoredShard]:
-    """What may have been copied by an engine that died before it could look again: the receipt may be gone by now."""
+    """Return, from the journal, the shards that may have been copied by an engine that died before it could look again.
+    By now, the receipt may be gone.
+    """
     found = (
         (each.stored, each.shard.publish_as) for each in checkpoint.shards.values() if each.shard.publish_as
     )
@@ -85,8 +90,8 @@ def _known_here(checkpoint: LocalCheckpoint) -> list[StoredShard]:
 
 
 async def move_pointer(state: State, action: decide.MovePointer) -> None:
-    """Composer's remote 'symlink': a text object that holds an object name without its bucket
-    (composer/utils/file_helpers.py, create_symlink_file). A hint, like latest: it never goes back behind that.
+    """Move Composer's remote 'symlink', a text object that holds an object name without its bucket
+    (composer/utils/file_helpers.py, create_symlink_file). It is a hint, like latest, and never moves behind latest.
     """
     shards = [each.shard for each in state.checkpoint(action.checkpoint).shards.values()]
     if pointers.may_write(state.rank, shards):

@@ -1,5 +1,7 @@
-"""What an engine does once before it works: the journal completed from the spool's manifests (rule R10), the spool
-cleared of what nobody was promised, and what a reboot may have taken given up.
+"""What an engine does once, before it starts working.
+
+It completes the journal from the spool's manifests (rule R10), clears the spool of what no caller was told is safe, and
+gives up what a reboot may have destroyed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 async def recover(state: State, before: Opened | None) -> None:
-    """Once, after the lock was taken and before anything is enqueued; `before` is the start that the journal knew."""
+    """Recover the state. Called once, after the lock was taken and before anything is enqueued; `before` is the newest
+    start in the journal.
+    """
     await asyncio.to_thread(rebuild, state)
     await asyncio.to_thread(_take_up_kept, state)
     if before is not None and before.boot_id not in ("", boot_id()):
@@ -30,7 +34,7 @@ async def recover(state: State, before: Opened | None) -> None:
 
 
 def rebuild(state: State) -> None:
-    """Replay the journal, and take from the spool's manifests what it does not know (rule R10)."""
+    """Replay the journal, and complete it with what only the spool's manifests know (rule R10)."""
     state.refresh()
     spool = state.folder.private / keys.spool_rank(state.rank)
     spool.mkdir(parents=True, exist_ok=True)
@@ -39,18 +43,20 @@ def rebuild(state: State) -> None:
         tag, dot, suffix = entry.partition(".")
         checkpoint = keys.parse_checkpoint_tag(tag)
         if checkpoint is None:
-            (spool / entry).unlink(missing_ok=True)  # a tmp file of a write that a crash cut short
+            (spool / entry).unlink(missing_ok=True)  # the temporary file of a write that a crash cut short
         elif dot and suffix == "json":
             _complete_from(state, spool / entry, known.get(checkpoint) or LocalCheckpoint(checkpoint, ""))
         elif checkpoint not in known and not (spool / f"{tag}.json").exists():
-            # Links that no journal row and no manifest speaks of: the caller of `enqueue` was never
+            # Neither a journal row nor a manifest mentions these links: the caller of `enqueue` was never
             # told that they are safe, and the user's own files are untouched.
             state.folder.remove_spool(f"{keys.spool_rank(state.rank)}/{entry}")
     state.refresh()
 
 
 def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
-    """Append what the manifest knows of the checkpoint and the journal does not: it may have lost its tail only."""
+    """Append what the manifest knows about the checkpoint and the journal does not, which may have lost only its
+    tail.
+    """
     if known.decision is not None:
         return
     try:
@@ -67,7 +73,7 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
 
 
 def _take_up_kept(state: State) -> None:
-    """What earlier starts had kept for good, when this one keeps less."""
+    """Return the checkpoints that earlier starts kept for good to the journal, if this start keeps fewer."""
     kept.drop_gone(state.folder, state.rank)
     if state.policy.local_retention.is_all:
         return
@@ -79,8 +85,8 @@ def _take_up_kept(state: State) -> None:
 
 
 def _distrust_after_reboot(state: State) -> None:
-    """Power loss may leave a file its size and times but not its bytes. Only what a manifest lists was fsynced:
-    the manifest is written after the fsync, and durably.
+    """Give up shards that may not have survived the reboot: power loss can leave a file its size and times but not its
+    bytes. Only what a manifest lists is sure to be fsynced, because the manifest is written after the fsync, durably.
     """
     for checkpoint in list(state.local.checkpoints.values()):
         doubtful = [

@@ -1,4 +1,4 @@
-"""Sending shards: one, a series of small ones, or one that is still being written."""
+"""Sending shards: a single one, a series of small ones, or one that is still being written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 async def upload(state: State, action: decide.Upload) -> None:
-    """Send one shard, from where an earlier attempt left off. Raises SourceError if the file changed, StoreError."""
+    """Send one shard, resuming where an earlier attempt left off. Raises StoreError, and SourceError if the file
+    changed.
+    """
     checkpoint = state.checkpoint(action.checkpoint)
     local = checkpoint.shards[action.shard]
     key, started = _key(checkpoint, action.shard), state.now()
@@ -40,7 +42,7 @@ async def upload(state: State, action: decide.Upload) -> None:
         opened(resume)
     state.observer.uploads_started(1)
     try:
-        # Microseconds on a local disk; in a thread, a cancellation would leave the descriptor open.
+        # Takes microseconds on a local disk. In a thread, a cancellation would leave the descriptor open.
         source = _open(state, checkpoint, local)
         try:
             size_bytes, checksum = await transfer.upload(
@@ -63,7 +65,7 @@ async def upload(state: State, action: decide.Upload) -> None:
 
 
 async def upload_series(state: State, actions: Sequence[decide.Upload]) -> Sequence[decide.Upload]:
-    """Send small shards one after the other; those that were not sent."""
+    """Send small shards one after the other, and return those that were not sent."""
     started = state.now()
     shards = [_small_shard(state, action) for action in actions]
     state.observer.uploads_started(len(actions))
@@ -115,7 +117,7 @@ async def send_ahead(state: State, action: decide.SendAhead) -> None:
     known = state.local.checkpoints.get(action.checkpoint)  # it may be settled and forgotten by now
     if known is not None and action.shard in known.shards:
         state.sent_ahead[action.checkpoint, action.shard] = resume
-    else:  # given up: the sweeper would find it, but not soon
+    else:  # given up: the sweeper would remove the upload too, but much later
         await state.store.abort_multipart(key, resume.upload_id)
 
 

@@ -1,5 +1,6 @@
-"""From a rank's verified shards to the decision, and what each engine learns of it: receipt, look, commit or abort,
-latest. Writes only through the steps of the protocol.
+"""From a rank's verified shards to the decision: receipt, looks at the other ranks, commit or abort, latest.
+
+Writes only through the steps of the protocol.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
 
 
 async def look(state: State, action: decide.Look) -> None:
-    """See whether the others are done: receipts the first time, from then on the decision first."""
+    """Look whether the other ranks are done: the first time at the receipts, after that at the decision first."""
     checkpoint, id_ = state.checkpoint(action.checkpoint), action.checkpoint
     watch = state.remote.watches.get(id_, decide.Watch())
     is_first = watch.num_looks == 0 and id_.generation == state.local.generation
@@ -83,7 +84,7 @@ async def look(state: State, action: decide.Look) -> None:
 
 
 def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decide.Watch:
-    """Say that a checkpoint waits long for other ranks, if it is time to."""
+    """Log that a checkpoint has been waiting long for other ranks, if it is time to; return the updated watch."""
     now, receipts = state.now(), watch.receipts
     known = state.local.checkpoints.get(id_)
     if receipts is None or known is None or not known.has_receipt:
@@ -99,7 +100,9 @@ def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decid
 
 
 async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
-    """Who is done; of many ranks, as far as the first that is not: N ranks would list N / 1000 pages each."""
+    """List which ranks are done, only as far as the first page that lacks one: otherwise each of N ranks would list
+    N / 1000 pages.
+    """
     prefix = keys.receipts_prefix(id_)
 
     def written(objects: Iterable[ObjectInfo]) -> list[tuple[float, int]]:
@@ -113,13 +116,13 @@ async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
     there = written(listing.objects)
     newest_at = there[-1][0] if there else 0.0
     ranks = tuple(rank for _, rank in there)
-    # By two clocks (NFS), or by one that tells the time in whole seconds only.
+    # The times may come from two clocks (NFS), or from one with a resolution of a second.
     newest_age_s = max(0.0, listing.server_time - newest_at)
     return decide.Receipts(ranks, newest_age_s, listing.is_whole)
 
 
 async def look_for_successor(state: State) -> None:
-    """A newer generation means that this trainer is superseded (rule R11)."""
+    """Look for a newer generation, which means that this trainer is superseded (rule R11)."""
     own = state.local.generation
     if state.is_trainer and state.fenced_by is None:
         newest = await newest_generation(state.store, after=own)
@@ -140,7 +143,9 @@ async def look_for_members(state: State) -> None:
 
 
 def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
-    """Ranks whose receipts were not there when this engine last looked: the first, if they are many. Any thread."""
+    """Return the ranks whose receipts were missing when this engine last looked; if there are many, only the first. Any
+    thread.
+    """
     checkpoint, watch = state.local.checkpoints.get(id_), state.remote.watches.get(id_)
     if checkpoint is None or checkpoint.sealed is None or watch is None or watch.receipts is None:
         return []
@@ -162,14 +167,14 @@ async def commit(state: State, action: decide.Commit) -> None:
         now=state.clock(),
     )
     if settled is None:
-        # Receipts vanish only after an abort: look again, the decision will say so.
+        # Receipts vanish only after an abort: look again, and the decision will say so.
         look_at = state.now() + state.settings.decision_poll_s
         _watch(
             state, checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at, receipts=decide.Receipts())
         )
         return
     decision, is_ours = settled
-    await look_for_successor(state)  # one may have begun since the first look, however long ago that was
+    await look_for_successor(state)  # one may have started since the first look, which may be long ago
     if is_ours and decision.outcome is Outcome.COMMIT:
         _publish(state, checkpoint.id)
     _learn(state, checkpoint, decision)
@@ -196,7 +201,7 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
 def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
     """Record a decision that was read back from the store."""
     event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded)
-    _count(state, checkpoint, decision)  # first: who waits for the decision finds it counted
+    _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
     state.record(event, notices=state.teller.decided(decision))
     state.outcomes[checkpoint.id] = event
     while len(state.outcomes) > MAX_OUTCOMES:

@@ -1,4 +1,4 @@
-"""What one engine works with and what it knows: shared by its loop and by those who carry out its actions."""
+"""What one engine works with and what it knows, shared by its loop and the modules that carry out its actions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_OUTCOMES = 1000
 
 
 class State:
-    """One rank's folder, journal and store, and what is known of its checkpoints. Belongs to one event loop; `local`
+    """One rank's folder, journal and store, and what is known about its checkpoints. Belongs to one event loop; `local`
     and `remote` are immutable snapshots that any thread may read.
     """
 
@@ -67,7 +67,9 @@ class State:
         self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
         self.fenced_by: int | None = None
         self.absent_ranks: list[int] | None = None
-        self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # before they were enqueued
+        self.sent_ahead: dict[
+            tuple[CheckpointId, str], Resume
+        ] = {}  # parts sent before the shard was enqueued
         self.sent_bytes: dict[decide.Upload, int] = {}
         self.is_progress_new = False
         self._noted_link: KnownLink | None = None
@@ -86,11 +88,11 @@ class State:
         return self.local.checkpoints[id_]
 
     def is_left_over(self, id_: CheckpointId) -> bool:
-        """Whether an earlier start left it behind: nobody here waits for it."""
+        """Return whether an earlier start left the checkpoint behind, so that nobody here waits for it."""
         return not self.is_trainer or id_.generation < self.local.generation
 
     def note_link(self) -> None:
-        """What was found out about the link, for the next process. Any thread. Raises OSError."""
+        """Save what was found out about the link, for the next process. Any thread. Raises OSError."""
         link = self.store.link
         known = KnownLink(link.limit, link.connection_bytes_per_s)
         if link.is_known and known != self._noted_link:
@@ -101,7 +103,7 @@ class State:
     # --- the journal ---------------------------------------------------------------------------------------
 
     def fresh_local(self) -> Local:
-        """The state with everything that is in the journal by now: one query. Any thread."""
+        """Return the state with everything that is in the journal by now. Costs one query. Any thread."""
         local = self.local
         return fold(self.journal.rows(after=local.sequence), local)
 
@@ -109,19 +111,19 @@ class State:
         self.local = self.fresh_local()
 
     def record(self, *events: Event, notices: Sequence[Notice] = ()) -> None:
-        """Append to the journal, with what is to be told of it; the next round takes note."""
+        """Append events and their notices to the journal; the engine's next round sees them."""
         if notices:
             self.journal.append(events, notices)
         elif events:
             self.journal.append(events)
 
     def fail(self, id_: CheckpointId, failed: list[Failed]) -> None:
-        """Shards reached an end that is not the store: recorded, counted, logged, and handed to the trainer that saved
-        them; one that was restarted should not be ended by what its predecessor lost.
+        """Record, count and log shards that finally failed, and report them to the trainer that saved them. A restarted
+        trainer does not get the failures of its predecessor's shards, because they should not end it.
         """
         checkpoint = self.local.checkpoints.get(id_)
         if checkpoint is None or checkpoint.decision is not None:
-            return  # settled meanwhile, its links released: nothing was lost
+            return  # decided in the meantime and its links released: nothing was lost
         self.record(*failed)
         for each in failed:
             is_of_shard = bool(each.shard)
@@ -136,7 +138,7 @@ class State:
     # --- where a shard lies --------------------------------------------------------------------------------
 
     def spool_path(self, checkpoint: LocalCheckpoint, shard: LocalShard) -> str | None:
-        """Of its link, below the private folder."""
+        """Return the path of the shard's link, relative to the private folder; None if it has no link."""
         if not shard.shard.is_linked:
             return None
         return f"{keys.spool_checkpoint(checkpoint.id, self.rank)}/{shard.shard.name}"

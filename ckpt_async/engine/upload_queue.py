@@ -1,4 +1,4 @@
-"""Which upload is next, and which small ones go with it."""
+"""The queue of uploads: which one is next, and which small ones are sent with it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
 from ckpt_async.transfer.upload import SERIES_BYTES, SMALL_BYTES
 
-# So few that wait have a connection each, if there is one; of more, no small one goes alone: two cost as much as one.
+# Up to this many waiting uploads get a connection each, if there are enough. With more, no small one is sent alone,
+# because two cost as much as one.
 FEW = 8
 
 
 class UploadQueue:
-    """Uploads that are due and wait for a place: oldest first, or of the newest complete checkpoint only."""
+    """Uploads that are due and wait for a place: oldest first, or only those of the newest complete checkpoint."""
 
     def __init__(self, state: State, book: Book) -> None:
         self._state, self._book = state, book
         self._waiting: deque[decide.Upload] = deque()
-        self._alone: set[decide.Upload] = set()  # that could not be sent in a series
+        self._alone: set[decide.Upload] = set()  # those that could not be sent in a series
         self.is_newest_first = False
-        self._first: CheckpointId | None = None  # while newest first: which one it is now
+        self._first: CheckpointId | None = None  # while newest first: the checkpoint being uploaded now
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -35,11 +36,11 @@ class UploadQueue:
     def put_newest_first(self, is_newest_first: bool) -> None:
         self.is_newest_first, self._first = is_newest_first, None
         if is_newest_first:
-            self.clear()  # or older ones would still be begun before the next round
+            self.clear()  # otherwise older ones could still start before the next round
 
     def refill(self, ready: Iterable[decide.Upload], due: Collection[decide.Action]) -> None:
-        """Those that may be begun. What is under way and not `due` any more is stopped: its checkpoint was given up,
-        and its bytes would only have to be deleted again.
+        """Replace the queue by the uploads that may start. Uploads that are under way but no longer `due` are stopped:
+        their checkpoint was given up, and their bytes would only have to be deleted again.
         """
         self._alone = {each for each in self._alone if each in due}
         for action, task in self._running():
@@ -50,7 +51,7 @@ class UploadQueue:
         waiting = deque(
             each
             for each in ready
-            # Of one that is still being sent ahead the parts would be sent twice.
+            # If a shard is still being sent ahead, its parts would be sent twice.
             if each not in running and (not ahead or (each.checkpoint, each.shard) not in ahead)
         )
         self._waiting = self._newest_first(waiting) if self.is_newest_first else waiting
@@ -59,9 +60,10 @@ class UploadQueue:
         return [(each, task) for each, task in self._book.running.items() if isinstance(each, decide.Upload)]
 
     def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
-        """Those of the newest complete checkpoint that has shards to send, and of no other: what is under way of others
-        is stopped. It stays the one until all is sent: else a trainer that goes on saving would have each stopped by
-        the next. When nothing complete is left, all that there is.
+        """Return only the uploads of the newest complete checkpoint that has shards to send, and stop those of others.
+
+        That checkpoint stays the chosen one until it is sent completely; otherwise, while a trainer goes on saving,
+        each checkpoint would be stopped by the next. If no complete checkpoint is left, returns all uploads.
         """
         sealed = {id_ for id_, each in self._state.local.checkpoints.items() if each.sealed is not None}
         running = self._running()
@@ -78,8 +80,9 @@ class UploadQueue:
     # --- series --------------------------------------------------------------------------------------------
 
     def next_series(self) -> tuple[decide.Upload, ...]:
-        """The next upload, with those of the same checkpoint behind it if all of them are so small that they are sent
-        in one go; but not more than a place's share, for the last ones shall not wait behind each other.
+        """Return the next upload, with the following ones of the same checkpoint if all are small enough to be sent as
+        a series. A series is no longer than one place's share of the queue, so that the last uploads do not wait behind
+        each other while other places are free.
         """
         store = self._state.store
         share = max(-(-len(self._waiting) // store.concurrency), 2 if len(self._waiting) > FEW else 1)
@@ -94,7 +97,7 @@ class UploadQueue:
         return tuple(series)
 
     def _small_bytes(self, upload: decide.Upload) -> int:
-        """The size of a small shard that is to be sent from its beginning; of others, too much for a series."""
+        """Return the size of a small shard that is sent from its beginning; for others, more than a series may have."""
         state = self._state
         local = state.checkpoint(upload.checkpoint).shards[upload.shard]
         size_bytes = local.shard.identity.size_bytes
@@ -105,11 +108,11 @@ class UploadQueue:
         return size_bytes
 
     def send_alone(self, uploads: Iterable[decide.Upload]) -> None:
-        """They could not be sent in a series."""
+        """Send these alone from now on: they could not be sent in a series."""
         self._alone.update(uploads)
 
     def put_back(self, series: Sequence[decide.Upload]) -> None:
-        """What of this series is to be sent alone: first of all, so that an outage is waited out by few, not found out
-        by all.
+        """Put what must be sent alone back to the front of the queue, so that in an outage a few uploads wait, instead
+        of every series running into it.
         """
         self._waiting.extendleft(each for each in reversed(series) if each in self._alone)
