@@ -1,4 +1,4 @@
 """Admission, deadlines, retries, concurrency, and how a shard is uploaded in parts.
 
-Nothing above sees a single attempt, nothing below retries. Knows shards, not checkpoints.
+No room above this one sees a single attempt, and none below retries. This room knows shards, not checkpoints.
 """

@@ -1,8 +1,8 @@
 """Sending the parts of a shard that is still being written, so that most of it has arrived when it is finished.
 
-Nothing here is trusted: once the shard is enqueued, the ordinary upload resumes this multipart upload, compares every
-part with the file as it is then, and sends again whatever differs. A crash in between leaves an unfinished multipart
-upload, which the sweeper removes.
+Nothing sent here is trusted: once the shard is enqueued, the ordinary upload resumes this multipart upload, compares
+every part with the file as it is then, and sends again whatever differs. A crash in between leaves an unfinished
+multipart upload, which the sweeper removes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from ckpt_async.transfer.upload import MIB, PlannedPart, Resume, send_part
 
 logger = logging.getLogger(__name__)
 
-# The size of the shard is not known yet: with 10,000 parts this carries 320 GB, and what is sent again when a writer
-# goes back and changes something is not much.
+# The size of the shard is not known yet. With 10,000 parts of this size, up to 320 GB can be sent; and if the writer
+# goes back and changes something, little has to be sent again.
 PART_BYTES = 32 * MIB
 POLL_S = 0.05
 
 
 class _GrowingSource(Source):
-    """A shard that may change at any time, and whose size is that of the moment."""
+    """A shard that may change at any time. Its size is the present one."""
 
     def check(self) -> None:
-        """Not now: the upload that resumes compares every part."""
+        """Do nothing: the upload that resumes this one compares every part."""
 
 
 async def send_ahead(
     store: PatientStore, path: Path, key: str, *, smallest_part_bytes: int, is_growing: Callable[[], bool]
 ) -> Resume | None:
-    """Send parts of `path` as they are finished, until `is_growing` says that it is not written to any more and what is
-    under way has arrived. Returns the multipart upload with what is there of it; None if there is none, because the
-    file stayed below two parts.
+    """Send the parts of `path` as they are finished, until `is_growing` says that the file is no longer written to and
+    the parts under way have arrived. Returns the multipart upload with the parts that are there; None if the file
+    stayed smaller than two parts, so that none was begun.
 
-    Trouble of the store or the file ends it early, with a line in the log: the ordinary upload sends the rest.
+    If the store or the file fails, this is logged and ends early: the ordinary upload sends the rest.
     """
     try:
         while not path.exists() and is_growing():  # noqa: ASYNC110  the writer sets no event
@@ -74,7 +74,7 @@ async def send_ahead(
 
 
 class _Upload:
-    """A multipart upload of a file that grows; begun with its first part."""
+    """A multipart upload of a growing file. It is created together with its first part."""
 
     def __init__(self, store: PatientStore, source: _GrowingSource, key: str, part_bytes: int) -> None:
         self.id = ""
@@ -84,10 +84,10 @@ class _Upload:
         self._room = asyncio.Semaphore(store.concurrency)
 
     async def send_while(self, is_growing: Callable[[], bool]) -> None:
-        """Begin to send one part after the other."""
+        """Begin sending one part after the other, as the file grows."""
         offset, most = 0, self._store.capabilities.max_parts * 9 // 10
         while is_growing() and not any(each.done() and each.exception() for each in self.sending):
-            # The last part that is there may still be written to; a file may also have been cut back.
+            # The last part of the file may still be written to; the file may also have been truncated.
             is_finished = os.fstat(self._source.descriptor).st_size >= offset + 2 * self.part_bytes
             if not is_finished or len(self.sending) >= most:
                 await asyncio.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""What all requests of one store share: how many at once, how many bytes in flight, how many bytes a second."""
+"""What all requests of one store share: limits on concurrent requests, bytes in flight and bytes per second."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from ckpt_async.transfer.node import Direction, Node
 
 logger = logging.getLogger(__name__)
 
-# Receipts, decisions and latest never queue behind shards: a lane of their own (restic exempts its lock
-# files from the connection limit for the same reason).
+# Receipts, decisions and latest never queue behind shards: this many requests are reserved for them (restic exempts its
+# lock files from the connection limit for the same reason).
 CONTROL_REQUESTS = 16
 
 
 class Budgets:
-    """The limits of one store's requests, shared by all who use it on one event loop. `few`: see `Concurrency`;
-    `direction`: of the bytes, for the node's account of its link; `known`: what an earlier process has found.
+    """The limits of one store's requests, shared by all its users on one event loop.
+
+    `few`: see `Concurrency`. `direction` is that of the bytes, for the node's account of its link. `known` is what an
+    earlier process has found out about the link.
     """
 
     def __init__(
@@ -45,13 +47,13 @@ class Budgets:
         self.bandwidth = Bandwidth(settings.max_bytes_per_s)
 
     def close(self) -> None:
-        """Who made them needs them no more. Idempotent."""
+        """Release the process's place on the node's link. Called by whoever made the budgets. Idempotent."""
         self.bulk.close()
 
 
 class Bandwidth:
-    """A token bucket that may go into debt: whoever takes more than is there waits until it is paid back, so one
-    slice larger than the bucket needs no special case. It holds a tenth of a second's worth. Threads may use it.
+    """A token bucket that may go into debt: a taker of more than is left waits until the debt is paid back, so that a
+    slice larger than the bucket needs no special case. The bucket holds a tenth of a second's worth. Thread-safe.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -67,18 +69,20 @@ class Bandwidth:
             return 0.0
         with self._lock:
             self._free = min(self._burst, self._free + max(0.0, now - self._counted_at) * self._bytes_per_s)
-            self._counted_at = max(self._counted_at, now)  # threads' clocks differ: no moment counts twice
+            self._counted_at = max(self._counted_at, now)  # threads' clocks differ; no moment counts twice
             self._free -= size_bytes
             return max(0.0, -self._free / self._bytes_per_s)
 
     def give_back(self, size_bytes: int) -> None:
-        """What was reserved is not sent after all."""
+        """Return what was reserved but is not sent after all."""
         with self._lock:
             self._free = min(self._burst, self._free + size_bytes)
 
 
 class Watched(Protocol):
-    """An attempt that says how much it has moved since when, by the loop's clock, and can be told to begin again."""
+    """An attempt that says how much it has moved and when it began, by the loop's clock, and can be told to begin
+    again.
+    """
 
     moved_bytes: int
     began_s: float
@@ -87,7 +91,7 @@ class Watched(Protocol):
 
 
 class _Moving:
-    """What was seen of a request, at an age between a quarter and a half of what it has now."""
+    """The progress of a request, remembered from when it had a quarter to a half of its present age."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -101,44 +105,44 @@ class _Moving:
         return Request(self._size_bytes, moved_bytes, took_s, late_bytes_per_s)
 
 
-# Small requests in a series share what a series costs by itself. Far from the store they are fewer, or the connections
-# that are added meanwhile would find none left; and in the first ones, when nobody knows how far it is.
+# Small requests are made in series, which share the fixed cost of one. Far from the store, series are shorter, because
+# otherwise connections added later would find no requests left; so are the first ones, when the distance is unknown.
 MAX_SERIES, FIRST_SERIES, SERIES_S = 64, 2, 0.5
-# So many requests that have ended say what is usual, besides those under way.
+# How many of the last completed requests, besides those under way, determine what rate is usual.
 ENDED = 16
-# How often what has moved is looked at, while requests are under way: to find the link, and once it is found.
+# How often the bytes moved are measured while requests are under way: during the search, and after it.
 LOOK_S, SELDOM_S = 0.05, 0.2
-# When no more wait than this part of the limit, they are let in with the first that ends: alone, they would leave the
-# link nearly empty.
+# If no more requests wait than this fraction of the limit, all are admitted when the next one ends: alone, they would
+# leave the link nearly empty.
 LAST = 0.5
-# The other side's kernel acknowledges what its program has not read yet.
+# For how long buffers fill at first: the other side's kernel acknowledges bytes that its program has not read yet.
 SEND_BUFFERS_FILL_S = 0.15
 
 
 class Lane:
-    """Admission by number. The number adapts to what `movers` tell (see `concurrency`); owners take turns, so that a
-    rank with 10,000 shards does not keep those that share its engine waiting.
+    """Admission by number of requests. The number adapts to what `movers` report (see `concurrency`). Owners take
+    turns, so that a rank with 10,000 shards does not keep others that share its event loop waiting.
     """
 
     def __init__(self, start: int, most: int, few: int = 0, node: Node | None = None) -> None:
         fills_s = 0.0 if few else SEND_BUFFERS_FILL_S
         self.concurrency = Concurrency(limit=start, most=max(start, most), few=few, fills_s=fills_s)
-        self.movers: list[Callable[[], Moved | None]] = []  # of all stores whose requests it admits
+        self.movers: list[Callable[[], Moved | None]] = []  # of all stores whose requests are admitted here
         self._node = node
         self._next_look: asyncio.TimerHandle | None = None
-        self._looked = (0.0, 0.0)  # when, and how much CPU this process had taken by then
+        self._looked = (0.0, 0.0)  # the time of the last look, and the process's CPU time then
         self._running = self._num_for_many = 0
         self._watched: dict[Watched, _Moving] = {}
-        self._rates: deque[float] = deque(maxlen=ENDED)  # of the newest that have ended
-        self._others: Sequence[int] = ()  # what other processes on the link have under way
-        self._small_s = 0.0  # of a small request; 0: not known yet
+        self._rates: deque[float] = deque(maxlen=ENDED)  # of the requests that ended last
+        self._others: Sequence[int] = ()  # requests under way in other processes on the link
+        self._small_s = 0.0  # duration of a small request; 0: not known yet
         self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
-        # Owners that would ask for more if more were let in, which this makes them do.
+        # Owners that would make more requests if more were admitted, and the callback that makes them do so.
         self.have_more: dict[Hashable, Callable[[], None]] = {}
 
     @asynccontextmanager
     async def hold(self, owner: Hashable, *, is_for_many: bool = False) -> AsyncIterator[None]:
-        """A place, for one request, or for one after the other."""
+        """Hold a place for one request, or (`is_for_many`) for several, one after the other."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         self._num_for_many += is_for_many
@@ -163,7 +167,7 @@ class Lane:
 
     @contextmanager
     def watching(self, progress: Watched, size_bytes: int) -> Iterator[None]:
-        """A request that is to begin again if its connection is a slow one; of 0 bytes: it is not."""
+        """Watch a request, which is to begin again if its connection is slow. With 0 bytes, it is not watched."""
         if size_bytes:
             self._watched[progress] = _Moving(size_bytes)
         try:
@@ -175,8 +179,8 @@ class Lane:
             self._watched.pop(progress, None)
 
     def took_each(self, durations_s: Sequence[float], size_bytes: int) -> None:
-        """The small requests of a series, of this size in all. The shortest says how far the store is: others waited
-        for our own cores.
+        """Take note of how long the small requests of a series took, with `size_bytes` in all. The shortest one shows
+        how far away the store is, since others also waited for our own cores.
         """
         if durations_s:
             self._small_s = min(durations_s)
@@ -187,7 +191,7 @@ class Lane:
             self._change(far)
 
     def series_length(self) -> int:
-        """How many small requests one connection should make before others may take its place."""
+        """Return how many small requests one connection should make before others may take its place."""
         return max(1, min(MAX_SERIES, int(SERIES_S / self._small_s))) if self._small_s else FIRST_SERIES
 
     def throttled(self, began_s: float, now_s: float) -> None:
@@ -223,7 +227,9 @@ class Lane:
                 ask()
 
     def _has_more(self) -> bool:
-        """Who makes as many requests as there may ever be has none that wait."""
+        """Return whether more requests would be made if they were admitted. At the highest possible limit, none are
+        left waiting, so that counts as well.
+        """
         return bool(self._waiting or self.have_more) or self.concurrency.limit == self.concurrency.most
 
     def _look_for_stragglers(self, now_s: float) -> None:
@@ -250,7 +256,7 @@ class Lane:
             del self._waiting[owner]
             turn = turns.popleft()
             if turns:
-                self._waiting[owner] = turns  # behind the others
+                self._waiting[owner] = turns  # behind the other owners
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)
@@ -261,7 +267,7 @@ class Lane:
 
 
 class ByteBudget:
-    """Admission by bytes. One item larger than the whole budget is let in when nothing else is."""
+    """Admission by bytes. An item larger than the whole budget is admitted when nothing else is."""
 
     def __init__(self, size_bytes: int) -> None:
         self._free = self._size_bytes = size_bytes

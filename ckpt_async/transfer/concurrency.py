@@ -1,12 +1,12 @@
-"""How many requests should carry shard bytes at once: as many as fill the link. Pure; time comes in as an argument.
+"""How many requests should carry shard bytes at once: as many as fill the link. Pure; time is an argument.
 
-Doubled while that pays in full, as TCP's slow start does, or four times as many where each is slow; then what the rate
-that was found needs, at the rate that a connection has when the link is not full. Now and then a step more is tried:
-links change. Halved on 503 SlowDown, as every S3 SDK's adaptive mode does. A process begins with what the one before it
-has learnt, if a first look at the rate confirms it.
+The number doubles while that pays in full, as in TCP's slow start, or becomes four times as large if each connection is
+slow. Then it is set to what the measured rate needs at the speed that a connection has when the link is not full. Now
+and then a step more is tried, because links change. On 503 SlowDown the number is halved, as in every S3 SDK's adaptive
+mode. A process begins with what the previous one has learned, if a first look at the rate confirms it.
 
-The link is the node's: where several processes use it, what counts is what all of them move. Judged by its own rate,
-each would grow for ever, for on a full link more connections are a larger share.
+The link belongs to the node: if several processes use it, the rate of all of them counts. Judged by its own rate, each
+process would grow for ever, because on a full link more connections get a larger share.
 """
 
 from __future__ import annotations
@@ -16,61 +16,60 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-# How long connections that were just added take to reach their rate, and how long that is looked at: this, or so many
-# round trips of TCP (connecting, TLS, its own slow start).
+# How long new connections take to reach their rate, and for how long the rate is then measured: this many seconds, or
+# this many round trips of TCP if that is longer (connecting, TLS, TCP's own slow start).
 SETTLE_S, SETTLE_ROUND_TRIPS = 0.2, 10
 WINDOW_S, WINDOW_ROUND_TRIPS = 0.2, 3
-# The first look is at connections that have all just begun: soon enough to lose little by too few of them.
+# The first measurement is short: all connections have just begun, and too few of them should not cost much time.
 FIRST_WINDOW_S = 0.05
-# A link that gives one connection less than this takes many.
+# If a single connection gets less than this, the link needs many connections.
 SLOW_BYTES_PER_S = 32 << 20
-# One that gives less than this mostly waits for answers to small requests.
+# If it gets less than this, it mostly waits for answers to small requests.
 FAR_BYTES_PER_S = 2 << 20
-# What a small request takes of us, so that others may be made while it waits for its answer; and how much of all of
-# them may be on the link at once before its rate is known.
+# How much of our own time a small request takes, so that others can be made while it waits for its answer; and how many
+# bytes of small requests may be on the link at once before its rate is known.
 SMALL_S, SMALL_INFLIGHT_BYTES = 0.0004, 8 << 20
-# A store that answers sooner is near: what a small request waits for is a core.
+# A store that answers faster than this is near, and its small requests wait for a core rather than for the network.
 FAR_S = 0.01
-# Connections that have less than this part of what they had before the last step are about to fill the link.
+# If connections have less than this fraction of the rate they had before the last step, the link is nearly full.
 STEADY = 0.9
-# A process that keeps as many cores at work as this is bound by them, or by Python's lock, rather than by the link.
+# A process that keeps at least this many cores busy is limited by them, or by the GIL, rather than by the link.
 BUSY_CORES = 0.7
-# A step has paid in full if it brought this part of what as much more of everything would have.
+# A step has paid in full if the rate grew by at least this fraction of what the number of connections grew by.
 FULL = 0.6
-# What a step must gain to be kept in part: less is noise.
+# The gain that a step must bring to be kept in part; less is noise.
 GAIN = 1.08
-# So many times what most processes on a link have, or as much less, is not fair.
+# More than this many times as many connections as most processes on the link have, or as many times fewer, is not fair.
 FAIR = 1.25
-# A connection with this part of the rate that an earlier process has seen is on the same link; one with so many times
-# as much is on a wider one.
+# With at least the fraction SAME of the rate that an earlier process saw, a connection is on the same link; with more
+# than WIDER times that rate, it is on a wider one.
 SAME, WIDER = 0.7, 1.25
-# What a request may take beyond what is usual, before its connection is a slow one.
+# How much longer than usual a request may take before its connection counts as slow.
 SLOW_AFTER_S = 1.0
-# More than this part of all, if these are not the last few, are not slow by chance.
+# If more than this fraction of all requests is slow, and more than these few, they are not slow by chance.
 MOST_SLOW, FEW = 0.25, 3
-# More than the rate needs, so that the link stays full between the requests of one connection.
+# This many times the connections that the rate needs, so that the link stays full between the requests of each.
 SLACK = 1.1
-# After a step that did not pay, and after the store said that it is too much: how long until the next one is tried.
-# Twice as long each time in a row, up to the second.
+# How long to wait for the next step after one that did not pay, or after a SlowDown; it doubles each time in a row, up
+# to the second value.
 REST_S, LONGEST_REST_S = 2.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Concurrency:
-    """The limit now, and what it was learnt from. `start` to begin with; never below 1 or above `most`."""
+    """The present limit, and what it was learned from. The limit is never below 1 or above `most`."""
 
     limit: int
     most: int
-    fills_s: float = (
-        0.0  # how long buffers beyond the link may fill, faster than it is, before the first look
-    )
-    few: int = 0  # as many load all cores: tried next where the first look says that these bound the rate
-    is_searching: bool = True  # doubles
+    # How long buffers beyond the link may fill, faster than the link itself is, before the first measurement.
+    fills_s: float = 0.0
+    # This many load all cores. Tried next if the first measurement shows that the cores are the limit.
+    few: int = 0
+    is_searching: bool = True  # the limit is being doubled
     settles_until_s: float = 0.0
-    window: tuple[float, int] | None = None  # when it began, and what had moved by then
-    before: tuple[int, int, float] | None = (
-        None  # limit, all on the link, and rate in bytes/s before the last step
-    )
+    window: tuple[float, int] | None = None  # when the measurement began, and the bytes moved by then
+    # Before the last step: the limit, the requests of all processes on the link, and the rate in bytes/s.
+    before: tuple[int, int, float] | None = None
     connection_bytes_per_s: float = 0.0  # as last seen; 0: not known yet
     tries_at_s: float = 0.0
     rest_s: float = REST_S
@@ -78,21 +77,21 @@ class Concurrency:
     refused: tuple[int, float] | None = (
         None  # a limit that was too much, and until when it is not tried again
     )
-    unconfirmed: tuple[int, float] | None = (
-        None  # the limit if it is another link than an earlier process has seen, and a connection's rate on that
-    )
+    # What to check about the limit taken over from an earlier process: the limit to return to if the link has changed,
+    # and the rate that a connection had then.
+    unconfirmed: tuple[int, float] | None = None
 
     @property
     def is_known(self) -> bool:
-        """Whether the next checkpoint would begin with this limit: not with a step that is only tried now and then, nor
-        with what only others have said. A search that ran out of requests goes on there.
+        """Whether the next checkpoint would begin with this limit. An occasional trial step does not count, nor does a
+        limit of an earlier process that is not confirmed yet. A search that ran out of requests continues at its limit.
         """
         is_kept = self.is_searching or self.before is None
         return is_kept and self.unconfirmed is None and self.connection_bytes_per_s > 0
 
 
 def remembered(state: Concurrency, limit: int, connection_bytes_per_s: float) -> Concurrency:
-    """Begin with what an earlier process has found."""
+    """Return the state to begin with, given what an earlier process has found."""
     return replace(
         state,
         limit=min(limit, state.most),
@@ -113,9 +112,11 @@ def observed(
     busy_cores: float = 0.0,
     others: Sequence[int] = (),
 ) -> Concurrency:
-    """So much has moved by now, over all of the link. `is_full`: as many requests are under way as may be, and more
-    wait; else it is not the limit that bounds the rate, and nothing is learnt. `busy_cores`: how many this process has
-    kept at work. `others`: the requests under way of each other process on the link.
+    """Return the state after an observation: `moved_bytes` have moved by now over the whole link.
+
+    `is_full`: as many requests are under way as allowed, and more are waiting; otherwise the limit is not what bounds
+    the rate, and nothing is learned. `busy_cores`: how many cores this process has kept busy. `others`: the number of
+    requests under way in each other process on the link.
     """
     settle_s = max(SETTLE_S, SETTLE_ROUND_TRIPS * round_trip_s)
     if not is_full:
@@ -126,7 +127,7 @@ def observed(
     was_more = state.before is not None and state.limit < state.before[0]
     is_first = (state.before is None or was_more) and (state.is_searching or state.unconfirmed is not None)
     if moved_bytes < moved_before or (is_first and moved_bytes == moved_before):
-        # A store that shared the limit has closed; no answer has come yet.
+        # Either a store that shared the limit has closed, or no answer has come yet.
         return replace(state, window=(now_s, moved_bytes))
     if state.fills_s:
         pause_s = state.fills_s if state.unconfirmed is None else settle_s
@@ -155,9 +156,9 @@ def observed(
         return _step_up(state, in_all, rate, now_s, settle_s)
     _, in_all_before, rate_before = state.before
     paid = 1 + FULL * (in_all / in_all_before - 1)
-    if others:  # of many processes one moves the sum by less than it varies by itself
+    if others:  # with many processes, one of them changes the sum by less than its normal variation
         paid = max(paid, GAIN)
-    # Where others have given way meanwhile nothing is learnt, and the link may be full.
+    # If other processes have given way in the meantime, nothing is learned, and the link may be full.
     if in_all > in_all_before and rate / rate_before >= paid:
         if state.refused is None or state.limit >= state.refused[0]:
             state = replace(state, rest_s=REST_S, refused=None)
@@ -166,11 +167,11 @@ def observed(
 
 
 def _step_back(state: Concurrency, in_all: int, rate: float, now_s: float, settle_s: float) -> Concurrency:
-    """The step before has not paid in full."""
+    """Return the state after a step that did not pay in full."""
     assert state.before is not None
     limit, in_all_before, rate_before = state.before
     gain = rate / rate_before
-    # Its share of what the rate needs, if a connection has the rate that it had before.
+    # This process's share of the connections that the rate needs, if each has the speed that it had before.
     share = math.ceil(in_all_before * gain * SLACK * state.limit / in_all)
     needed = limit if gain < GAIN else min(state.limit, max(1, share))
     each = min(rate_before / in_all_before, rate / (in_all - state.limit + needed))
@@ -179,7 +180,7 @@ def _step_back(state: Concurrency, in_all: int, rate: float, now_s: float, settl
 
 
 def _resting(state: Concurrency, now_s: float) -> Concurrency:
-    """The number stays for a while."""
+    """Return the state in which the number stays as it is for a while."""
     return replace(
         state,
         is_searching=False,
@@ -197,8 +198,8 @@ def _confirmed(
     now_s: float,
     settle_s: float,
 ) -> Concurrency:
-    """What an earlier process has found, after the first look at it: where a connection has less now, the link, or who
-    else is on it, is not what it was.
+    """Return the state after the first measurement has checked what an earlier process found. If a connection is slower
+    now, the link, or its load by others, has changed, and the search begins anew.
     """
     if each_bytes_per_s < SAME * expected_bytes_per_s:
         return replace(
@@ -222,17 +223,17 @@ def _confirmed(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One that is under way."""
+    """A request that is under way."""
 
     size_bytes: int
     moved_bytes: int
     took_s: float
-    late_bytes_per_s: float  # over half of its time or more: at first, buffers on the way swallow it at once
+    late_bytes_per_s: float  # over at least the later half: early bytes disappear into buffers on the way
 
 
 def usual_rate(requests: Sequence[Request], ended_bytes_per_s: Iterable[float]) -> float:
-    """What a connection brings, by what most requests say, where there are too few of them for the link to be searched
-    for: those that have ended, and those under way long enough. 0 if they are too few for that, too.
+    """Return the median rate of a connection, for when there are too few requests to search the link. Includes requests
+    that have ended and those that have been under way long enough; 0 if these are too few as well.
     """
     late = [each.late_bytes_per_s for each in requests if each.took_s >= SLOW_AFTER_S / 2]
     rates = [*ended_bytes_per_s, *late]
@@ -240,9 +241,9 @@ def usual_rate(requests: Sequence[Request], ended_bytes_per_s: Iterable[float]) 
 
 
 def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:
-    """Which of them, by number, would end sooner if they began again on other connections: those that are a small
-    fraction as fast as a connection was seen to be, or that take far longer than others do (what buffers on the way
-    have swallowed counts as moved). None if they are many: then it is the link, or the store.
+    """Return the indices of requests that would end sooner if they began again on other connections: those that have a
+    small fraction of the usual rate, or that take far longer than usual (bytes in buffers on the way count as moved).
+    If they are many, the cause is the link or the store, and the result is empty.
     """
     if not connection_bytes_per_s:
         return []
@@ -262,8 +263,8 @@ def _is_straggler(request: Request, usual_s: float) -> bool:
 
 
 def _fair(limit: int, others: Sequence[int]) -> int:
-    """A step towards what most have; 0 if it is near. (Not towards the mean, which one that tries more would raise, and
-    then all others.)
+    """Return a limit one step closer to what most processes have; 0 if it is close already. Not closer to the mean: one
+    process that tries more would raise that, and then all others.
     """
     usual = statistics.median([limit, *others])
     if limit > FAIR * usual:
@@ -280,7 +281,7 @@ def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_
     if state.limit >= most:
         return replace(state, is_searching=False, before=None)
     if not state.is_searching:
-        more = max(1, state.limit // 4, in_all // 8)  # what only one process tries has to be seen in the sum
+        more = max(1, state.limit // 4, in_all // 8)  # a step of one process must be visible in the sum
     else:
         each = rate / in_all
         is_filling = state.before is not None and each < STEADY * state.before[2] / state.before[1]
@@ -299,8 +300,9 @@ def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_
 def far_away(
     state: Concurrency, *, small_s: float, small_bytes: float, others: Sequence[int] = ()
 ) -> Concurrency:
-    """A small request of `small_bytes` waits for so long. What does not fill the link needs no search: as many as can
-    be made meanwhile, if nobody else is on it.
+    """Return the state, given that a small request of `small_bytes` waits `small_s` for its answer. Small requests do
+    not fill the link, so no search is needed: the limit becomes as many as can be made while one waits, unless other
+    processes are on the link.
     """
     limit = min(state.most, math.ceil(small_s / SMALL_S), int(SMALL_INFLIGHT_BYTES / max(small_bytes, 1.0)))
     is_new = state.is_searching and state.before is None and state.unconfirmed is None
@@ -310,7 +312,9 @@ def far_away(
 
 
 def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrency:
-    """A request that began at `began_s` was told to slow down. Those under way when it was halved count as one."""
+    """Return the state after a request that began at `began_s` was told to slow down. Requests that were under way when
+    the limit was last halved do not halve it again.
+    """
     if began_s < state.reduced_at_s:
         return state
     return replace(

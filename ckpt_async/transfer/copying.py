@@ -1,4 +1,4 @@
-"""Copies within the store: at once or in parts, and verified. No byte leaves it."""
+"""Copies within the store, whole or in parts, and verified. No byte leaves the store."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.transfer.upload import PlannedPart, part_size, plan_parts, verify_stored
 
-# Larger objects are copied in parts of this size, though S3 copies up to 5 GiB at once: parts go at the same time, and
-# no request is silent for minutes, which a proxy may take for its end.
+# Larger objects are copied in parts of this size, although S3 copies up to 5 GiB at once: parts are copied in parallel,
+# and no request is silent for minutes, which a proxy may take for a dead connection.
 COPY_PART_BYTES = 1 << 30
 _PARTS_AT_ONCE = 8
 _ABORT_S = 10.0
 
 
 async def copy(store: PatientStore, source: str, key: str, size_bytes: int, checksum: Checksum) -> None:
-    """Make `key` a copy of `source`, which has this size and checksum, over whatever is there. On return the store has
-    said that the copy has them too. Retries are made part by part.
+    """Make `key` a copy of `source`, which has this size and checksum, replacing whatever is there. On return, the
+    store has confirmed that the copy has them too. Retries are made part by part.
 
-    Raises ObjectNotFoundError if the source is missing, IntegrityError if it is another, StoreError when the requests
-    give up.
+    Raises ObjectNotFoundError if the source is missing, IntegrityError if its content differs, StoreError when the
+    requests give up.
     """
     there = await _head(store, source, size_bytes)
     if there.size_bytes != size_bytes or there.checksum not in (None, checksum):
@@ -43,7 +43,7 @@ async def copy(store: PatientStore, source: str, key: str, size_bytes: int, chec
 
 
 async def find(store: PatientStore, key: str, size_bytes: int, checksum: Checksum) -> ObjectInfo | None:
-    """The object under the key, if the store says that it has this size and checksum."""
+    """Return the object under the key if, according to the store, it has this size and checksum, else None."""
     try:
         there = await _head(store, key, size_bytes)
     except ObjectNotFoundError:
@@ -52,7 +52,7 @@ async def find(store: PatientStore, key: str, size_bytes: int, checksum: Checksu
 
 
 async def _head(store: PatientStore, key: str, size_bytes: int) -> ObjectInfo:
-    # A folder reads the whole file before it answers.
+    # A directory store reads the whole file before it answers.
     return await store.by_itself("head", size_bytes, lambda once: once.head(key))
 
 
@@ -74,13 +74,13 @@ async def _in_parts(store: PatientStore, source: ObjectInfo, key: str, checksum:
         parts = await all_or_none(copy_part(part) for part in plan_parts(source.size_bytes, size))
         await store.complete_multipart(key, upload_id, parts, checksum, source.size_bytes)
     except StoreError:
-        with contextlib.suppress(StoreError):  # a trainer's credentials may not
+        with contextlib.suppress(StoreError):  # a trainer's credentials may not allow it
             await store.answering_within(_ABORT_S).abort_multipart(key, upload_id)
         raise
 
 
 async def drop_parts(store: PatientStore, key: str) -> None:
-    """Drop what attempts that were killed have left of copying to this very key."""
+    """Drop the parts that killed attempts to copy to exactly this key have left."""
     for each in await store.list_multiparts(key):
         if each.key == key:
             await store.abort_multipart(key, each.upload_id)

@@ -1,7 +1,8 @@
-"""What all processes of this user on this node move over its link, so that none takes a larger share for a gain.
+"""What all processes of this user on this node move over its link, so that none mistakes a larger share for a gain.
 
-A file in memory that they share, with a slot for each. It is advice: who cannot have it, or reads half a number, looks
-at what he moves himself. It is never mapped: on a full or truncated one that is a SIGBUS, which kills the trainer.
+They share a file in memory, with a slot for each process. It is only a hint: a process that cannot open it, or reads
+half a number, considers only what it moves itself. The file is never mapped: a full or truncated one would cause a
+SIGBUS, which kills the trainer.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 Direction = Literal["up", "down"]
 
-# When it was last written (CLOCK_MONOTONIC, which is the node's), requests under way, bytes moved so far.
+# When the slot was last written (CLOCK_MONOTONIC, the same for all processes), requests under way, bytes moved so far.
 _SLOT = struct.Struct("=dQQ")
 _NUM_SLOTS = 4096 // _SLOT.size
-# Who moves bytes tells several times a second; whose slot is older than that may be taken over, with what it has moved.
+# A process that moves bytes writes its slot several times a second: one older than BUSY_S moves nothing now. A slot
+# older than ABANDONED_S may be taken over, along with its count of bytes.
 BUSY_S, ABANDONED_S = 1.0, 60.0
 
 
@@ -32,22 +34,22 @@ class Node:
     """One process's place on the link, taken when it first moves something. Used on one event loop."""
 
     def __init__(self, direction: Direction, environment: Mapping[str, str] = os.environ) -> None:
-        folder = Path(environment.get("XDG_RUNTIME_DIR") or "/dev/shm")  # noqa: S108  who it belongs to is looked at
+        folder = Path(environment.get("XDG_RUNTIME_DIR") or "/dev/shm")  # noqa: S108  the file's owner is checked
         self._path = folder / f"ckpt-async-{os.getuid()}-{direction}"
         self._file: int | None = None  # its descriptor
         self._slot = self._base_bytes = 0
         self._is_alone = False
 
     def tell(self, moved_bytes: int, num_requests: int, now_s: float) -> tuple[int, list[int]]:
-        """What this process has moved, and has under way, at this time. What all have moved, and the requests of each
-        other process that moves something now.
+        """Report what this process has moved and has under way at this time. Returns what all processes have moved, and
+        the number of requests of each other process that is moving bytes now.
         """
         slots: list[tuple[float, int, int]] = []
         if not self._is_alone:
             try:
                 slots = self._told(moved_bytes, num_requests, now_s)
             except BlockingIOError:
-                pass  # somebody else joins in this moment: at the next look
+                pass  # another process is joining at this moment: try again at the next look
             except (OSError, ValueError, struct.error) as error:
                 self.close()
                 logger.debug("link_not_shared path=%s error=%s", self._path, error)
@@ -61,7 +63,7 @@ class Node:
         return sum(moved for _, _, moved in slots), others
 
     def close(self) -> None:
-        """Leave the place to others. Idempotent."""
+        """Give up the slot to other processes. Idempotent."""
         self._is_alone = True
         if self._file is not None:
             file, self._file = self._file, None
@@ -102,7 +104,7 @@ class Node:
 
 
 def _slots(file: int) -> list[tuple[float, int, int]]:
-    """Raises struct.error if somebody has truncated it."""
+    """Read all slots. Raises struct.error if somebody has truncated the file."""
     data = os.pread(file, _NUM_SLOTS * _SLOT.size, 0)
     return [_SLOT.unpack_from(data, number * _SLOT.size) for number in range(_NUM_SLOTS)]
 

@@ -1,6 +1,6 @@
 """A store with patience: every request is admitted, timed, retried and counted here, and nowhere else.
 
-The SDK's own retries are off: two layers would multiply.
+The SDK's own retries are off, because two layers of retries would multiply.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A wrong checksum is a broken wire or a broken client; a few attempts tell which.
+# A wrong checksum comes from a broken network or a broken client; a few attempts tell which.
 MAX_CHECKSUM_ATTEMPTS = 5
-# A probe is a handful of small requests; without a deadline a peer that falls silent holds them for ever (rule R14).
+# A probe is a handful of small requests; without a deadline, a peer that falls silent would block them for ever (R14).
 OPEN_ATTEMPT_S = 30.0
-# One request is not begun again for ever because others are faster.
+# How often one request is begun again because other connections are faster.
 MAX_SLOW_CONNECTIONS = 2
-# A store that fails for less than this is not worth a line in the log.
+# Shorter outages of the store are not logged.
 QUIET_OUTAGE_S = 5.0
-# Keys per request, so that the deadline of an attempt covers one request of S3.
+# Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
 
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
-# Begins a series of reads and returns what takes each object.
+# Begins a series of reads and returns the function that receives each object.
 ManyReceiver = Callable[[], Callable[[SmallGet, memoryview], None]]
 
 
@@ -73,8 +73,8 @@ def connect(
     silence_s: float = math.inf,
     budgets: Budgets | None = None,
 ) -> PatientStore:
-    """The store of a run, not open yet, with connections for all requests that may be under way at once, within
-    `budgets` of its own if none are given. Raises SettingsError.
+    """Return the store of a run, not open yet, with enough connections for all requests that may be under way at once.
+    Its requests share `budgets`; if none are given, the store has its own. Raises SettingsError.
     """
     options = options or StoreOptions()
     needed = max(settings.num_concurrent_uploads, settings.max_concurrent_uploads) + CONTROL_REQUESTS
@@ -90,12 +90,12 @@ def connect(
 
 
 class PatientStore:
-    """A store whose requests are made again until they succeed, for one engine or command. Belongs to one event loop.
+    """A store whose requests are retried until they succeed, for one engine or command. Belongs to one event loop.
 
-    Every method raises the last StoreError once `upload_timeout_s` is over; at once if no other attempt may heal it.
-    `is_patient`: whether refused credentials and a full or read-only disk are tried again, because they may be rotated
-    in and freed; not where someone waits for the answer. `silence_s`: how long a request that carries shard bytes is
-    tried again while not a byte of it moves.
+    Every method raises the last StoreError once `upload_timeout_s` has passed, or immediately if a retry cannot help.
+    `is_patient`: whether to retry refused credentials and a full or read-only disk, because new credentials may be
+    rotated in and space may be freed; not where someone is waiting for the answer. `silence_s`: for how long a request
+    that carries shard bytes is retried while none of its bytes move.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class PatientStore:
         self._place: Place = functools.partial(self._budgets.bulk.hold, owner)
         self._health = _Health(store.url)
 
-    # The same store within the same budgets, used otherwise.
+    # The same store within the same budgets, used differently.
 
     def of(self, owner: Hashable, observer: Observer) -> PatientStore:
-        """For another owner, who is told of its own requests: owners take turns."""
+        """Return the store for another owner, whose observer is told of its own requests. Owners take turns."""
         return self._like(self._settings, observer, is_patient=self._is_patient, owner=owner)
 
     def pausing_at_most(self, pause_s: float) -> PatientStore:
-        """With shorter back-off: for the few requests whose silence others read something into."""
+        """Return the store with a shorter back-off, for the few requests whose silence others would misinterpret."""
         settings = replace(self._settings, retry_max_s=min(pause_s, self._settings.retry_max_s))
         return self._like(settings, self._observer, is_patient=self._is_patient, owner=self._owner)
 
     def answering_within(self, timeout_s: float) -> PatientStore:
-        """Not patient, and given up sooner: for requests whose answer someone waits for."""
+        """Return the store without patience and giving up sooner, for requests whose answer someone is waiting for."""
         settings = replace(self._settings, upload_timeout_s=min(timeout_s, self._settings.upload_timeout_s))
         return self._like(settings, self._observer, is_patient=False, owner=self._owner)
 
@@ -152,14 +152,14 @@ class PatientStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Known once it is open."""
+        """The store's capabilities, known once it is open."""
         return self._store.capabilities
 
     async def open(self, timeout_s: float = 0.0, *, is_read_only: bool = False) -> None:
-        """Open the store, waiting out an outage of `timeout_s`; what waiting cannot heal is raised at once. See
-        `Store.open`.
+        """Open the store, waiting up to `timeout_s` for an outage to end. Errors that waiting cannot heal are raised
+        immediately. See `Store.open`.
         """
-        if self._store.moved not in self._budgets.bulk.movers:  # else opened once more after a failure
+        if self._store.moved not in self._budgets.bulk.movers:  # it may be opened again after a failure
             self._budgets.bulk.movers.append(self._store.moved)
         patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
         deadline = time.monotonic() + timeout_s
@@ -236,7 +236,7 @@ class PatientStore:
         return await self.control("list_multiparts", lambda: self._store.list_multiparts(prefix))
 
     async def control(self, operation: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Make a small request, again and again; these never wait behind shard bytes."""
+        """Make a small request, with retries. Small requests never wait behind shard bytes."""
 
         async def once() -> T:
             async with self._budgets.control, asyncio.timeout(self._settings.request_timeout_s):
@@ -245,7 +245,7 @@ class PatientStore:
         return await self._persist(operation, once)
 
     async def by_itself(self, operation: str, size_bytes: int, attempt: Callable[[Store], Awaitable[T]]) -> T:
-        """Make a request for which the store moves so many bytes: nothing is seen of them until it answers."""
+        """Make a request for which the store itself moves `size_bytes`: nothing is seen of them until it answers."""
         timeout_s = self._settings.request_timeout_s + size_bytes / self._settings.minimum_rate_bytes_per_s
 
         async def once() -> T:
@@ -258,22 +258,22 @@ class PatientStore:
 
     @property
     def concurrency(self) -> int:
-        """How many requests may carry shard bytes at once, now."""
+        """How many requests may presently carry shard bytes at once."""
         return self._budgets.bulk.concurrency.limit
 
     @property
     def series_length(self) -> int:
-        """How many small requests should be one after the other, now."""
+        """How many small requests should presently be made in one series."""
         return self._budgets.bulk.series_length()
 
     @property
     def link(self) -> Concurrency:
-        """What is known of the link."""
+        """What is known about the link."""
         return self._budgets.bulk.concurrency
 
     def has_more(self, ask: Callable[[], None] | None) -> None:
-        """Whether the owner would make more requests at once: only then is `concurrency` what bounds the rate. `ask` is
-        called when it has grown.
+        """Tell whether the owner would make more requests if it might, because only then does `concurrency` limit the
+        rate. `ask` is called when `concurrency` has grown; None: no more requests.
         """
         if ask is not None:
             self._budgets.bulk.have_more[self._owner] = ask
@@ -282,17 +282,17 @@ class PatientStore:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[PatientStore]:
-        """A place among the requests that carry shard bytes, for one after the other by the store that this gives:
-        what they ask for can be decided when it is their turn.
+        """Take a place among the requests that carry shard bytes. The store that this yields makes requests in that
+        place, one after the other; the caller can decide what to ask for once it has its turn.
         """
         async with self._budgets.bulk.hold(self._owner, is_for_many=True):
             admitted = copy.copy(self)
-            admitted._place = contextlib.nullcontext  # noqa: SLF001  our own
+            admitted._place = contextlib.nullcontext  # noqa: SLF001  our own class
             yield admitted
 
     async def get_range(self, key: str, offset: int, size_bytes: int, receive: Receiver) -> ObjectInfo:
-        """Read a range. Each attempt enters a new `receive()` and hands slices to it as `Store.get_range` does; the
-        receiver sees why an attempt failed, and may raise something else.
+        """Read a range. Each attempt enters a new `receive()` and hands slices to it as `Store.get_range` does. The
+        receiver's context manager sees why an attempt failed, and may raise another exception.
         """
 
         async def attempt(once: Store, progress: Progress) -> ObjectInfo:
@@ -308,7 +308,7 @@ class PatientStore:
         return await self.bulk("get", size_bytes, attempt)
 
     async def get_many(self, gets: Sequence[SmallGet], begin: ManyReceiver) -> None:
-        """Read small objects in a `series`; see `Store.get_many`. `begin` is called when they are admitted."""
+        """Read small objects in a `series`; see `Store.get_many`. `begin` is called when the series is admitted."""
 
         async def attempt(once: Store, _: Progress, series: Series) -> None:
             got = begin()
@@ -327,8 +327,8 @@ class PatientStore:
     ) -> T:
         """Make a request that carries shard bytes, within the budgets of requests and bytes.
 
-        Each attempt has a deadline that grows with its size, is put off as long as enough bytes move, and ends early
-        when none do (rule R14: aiobotocore's own read timeout is not armed while a body is being written).
+        Each attempt has a deadline that grows with its size and is put off as long as enough bytes move. The attempt
+        ends early when none do (rule R14: aiobotocore's own read timeout is not armed while a body is being written).
         """
         silence = Silence()
         once = functools.partial(silence.attempted, functools.partial(attempt, self._store))
@@ -341,10 +341,10 @@ class PatientStore:
         size_bytes: int,
         attempt: Callable[[Store, Progress, Series], Awaitable[None]],
     ) -> None:
-        """Make small requests one after the other, `size_bytes` in all, as one within the budgets. Once: for what was
-        not answered, the caller makes requests of their own.
+        """Make small requests one after the other, `size_bytes` in all, which count as one request of the budgets. The
+        series is not retried: the caller makes separate requests for whatever was not answered.
 
-        Raises the StoreError that has ended the series.
+        Raises the StoreError that ended the series.
         """
         durations_s: list[float] = []
 
@@ -375,7 +375,7 @@ class PatientStore:
                 allowed_s = num_requests * settings.request_timeout_s
                 allowed_s += size_bytes / settings.minimum_rate_bytes_per_s
                 may_begin_again = num_requests == 1 and num_slow < MAX_SLOW_CONNECTIONS
-                may_begin_again &= not budgets.bandwidth.is_capped  # else it may be ours to make it slow
+                may_begin_again &= not budgets.bandwidth.is_capped  # the cap itself may make it slow
                 try:
                     async with asyncio.timeout(None) as scope:
                         progress = Progress(
@@ -385,7 +385,7 @@ class PatientStore:
                             return await attempt(progress)
                 except TimeoutError:
                     if not progress.is_too_slow:
-                        if progress.is_late:  # fewer at once have more of the link each
+                        if progress.is_late:  # with fewer at once, each has more of the link
                             budgets.bulk.throttled(began, loop.time())
                         raise TimeoutError(progress.how_far()) from None
                     num_slow += 1
@@ -421,8 +421,8 @@ class PatientStore:
         return await retrying(self._observed, operation, once)
 
     def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
-        """Whether a request will have been without a byte for too long when it is made again. A store that is busy with
-        others will come to it; one that refuses just this one will not.
+        """Return whether, at its next attempt, a request will have moved no byte for too long. If the store answers
+        other requests, it is busy and will get to this one, unless it refuses just this one.
         """
         if silence.since is None:
             return False
@@ -439,7 +439,7 @@ class PatientStore:
         return self._is_patient or error.reason not in (FailureReason.AUTH, FailureReason.DISK)
 
     async def _observed(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
-        """One attempt, its time measured."""
+        """Make one attempt and report how long it took."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -448,7 +448,7 @@ class PatientStore:
             self._observer.requests_finished(operation, [loop.time() - started])
 
     async def _heeded(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
-        """Its error is classified, the store's health noted."""
+        """Make one attempt, classify its error, and note the store's health."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -469,14 +469,14 @@ class PatientStore:
 
     def _failed(self, error: StoreError) -> None:
         if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
-            return  # an answer, not a failure; who asked decides
+            return  # an answer, not a failure; the caller decides what it means
         self._observer.attempt_failed(error.reason)
         self._health.failed(error, asyncio.get_running_loop().time())
 
 
 class _Health:
-    """Whether the store answers, and a line in the log when it has not for a while. When it does again, whoever waits
-    to try again hears of it.
+    """Whether the store answers. Logs when it has not for a while, and wakes the requests that wait to be retried when
+    it answers again.
     """
 
     def __init__(self, url: str) -> None:
@@ -487,7 +487,9 @@ class _Health:
         self._answers_again = asyncio.Event()
 
     async def pause(self, duration_s: float) -> None:
-        """Before another attempt. After an outage all would else sit out what it has grown to."""
+        """Wait before another attempt, but only until the store answers again. Otherwise, after an outage, all requests
+        would sit out the back-off that they had reached.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(duration_s):
                 await self._answers_again.wait()

@@ -1,4 +1,4 @@
-"""How the requests that carry shard bytes get on: the stall watchdog (rule R14), and what a series of them has done."""
+"""The progress of requests that carry shard bytes: the stall watchdog (rule R14), and the progress of a series."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from ckpt_async.transfer.budgets import Bandwidth
 
 T = TypeVar("T")
 
-# An attempt that is late goes on if it has moved this part of its bytes in the time that would do for all of them: on a
-# thin link that many requests share, to begin them all again would be to begin for ever.
+# A late attempt goes on if this fraction of its bytes has arrived in the time allowed for all of them. On a thin link
+# shared by many requests, restarting all of them would mean restarting for ever.
 GETS_ON = 1 / 8
-# How often what is queued is looked at, once all has moved and it takes long.
+# How often the kernel's queue is checked, once all bytes have been handed over and it takes long.
 LOOK_S = 5.0
 
 
 class Progress:
-    """Told of every byte that moves; keeps the attempt's stall deadline ahead of it. Around the attempt.
+    """The watchdog of one attempt, as a context manager around it. It is told of every byte that moves, and puts off
+    the attempt's stall deadline accordingly.
 
-    A worker thread tells it without the event loop, whose every awakening takes the interpreter's lock from training:
-    only to end earlier than the timer does is the loop woken.
+    A worker thread reports without waking the event loop, because every wake-up takes the GIL from training. The loop
+    is woken only if the attempt must end earlier than the timer is set for.
     """
 
     def __init__(
@@ -37,19 +38,19 @@ class Progress:
         self._loop = asyncio.get_running_loop()
         self._size_bytes, self._allowed_s = size_bytes, allowed_s
         self._deadline = self._loop.time() + allowed_s
-        # When to end; and a timer of that time or earlier. A new one for every byte that moves would cost more than the
-        # bytes.
+        # When to end. The timer is set for that time or earlier: a new timer for every byte that moves would cost more
+        # than the bytes.
         self._ends_at = min(self._deadline, self._loop.time() + stall_timeout_s)
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = math.inf
         self.moved_at: float | None = None
         self.moved_bytes = 0  # to or from the kernel
-        # Of these: how many have not reached the other side yet. A link that many requests share empties the kernel's
-        # buffers of one in minutes.
+        # How many of these have not reached the other side yet. On a link that many requests share, it takes minutes to
+        # empty the kernel's buffers of one.
         self.queued_bytes: Callable[[], int] = lambda: 0
         self._queued_bytes = 0  # as last seen, once all have moved
         self.began_s = self._loop.time()
-        self._arrived_bytes_then = 0  # by the deadline before
+        self._arrived_bytes_then = 0  # at the previous deadline
         self._is_all_moved = self.is_too_slow = self.is_late = False
         self._scope, self._stall_timeout_s = scope, stall_timeout_s
         self._bandwidth, self._is_over = bandwidth, False
@@ -71,11 +72,11 @@ class Progress:
             try:
                 await asyncio.sleep(held_s)
             except BaseException:
-                self._bandwidth.give_back(size_bytes)  # or those that go on would pay for it
+                self._bandwidth.give_back(size_bytes)  # otherwise the other requests would pay for it
                 raise
 
     def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
-        """`may_send`, for a worker thread that waits by `wait`."""
+        """Do the same as `may_send`, in a worker thread that waits by calling `wait`."""
         self.moved_bytes += size_bytes
         held_s = self._bandwidth.reserve(size_bytes, self._now_in_thread())
         if held_s > 0:
@@ -87,7 +88,7 @@ class Progress:
                 raise
 
     def not_sent(self, size_bytes: int) -> None:
-        """So much less than `may_send` allowed."""
+        """Report that so much less was sent than `may_send` allowed."""
         self.moved_bytes -= size_bytes
         self._bandwidth.give_back(size_bytes)
 
@@ -98,14 +99,14 @@ class Progress:
             self._set_timer()
 
     def moved_in_thread(self, *, is_last: bool = False) -> None:
-        """`moved`, for a worker thread."""
+        """Do the same as `moved`, in a worker thread."""
         self._moved(self._now_in_thread(), is_last)
         if self._ends_at < self._rings_at:
             self._loop.call_soon_threadsafe(self._set_timer)
 
     def moved(self, *, is_last: bool = False) -> None:
-        """Bytes moved. After the last one the store has as long to answer as there was for all of it: what the kernel
-        has taken may still be on its way.
+        """Report that bytes have moved. After the last one, the store has as long to answer as was allowed for the
+        whole attempt, because what the kernel has taken may still be on its way.
         """
         self._moved(self._loop.time(), is_last)
         if self._ends_at < self._rings_at:
@@ -117,11 +118,13 @@ class Progress:
         self._ends_at = max(self._deadline, answers_by) if is_last else min(self._deadline, stalls_at)
 
     def _now_in_thread(self) -> float:
-        """By the loop's clock: uvloop's stands still while it sleeps, a simulated one leaps."""
+        """Return the time by the loop's clock. uvloop's clock stands still while the loop sleeps; a simulated one
+        jumps.
+        """
         return max(self._loop.time(), time.monotonic() + self._ahead_s)
 
     def begin_again(self) -> None:
-        """End the attempt, for another connection will be faster."""
+        """End the attempt, because another connection will be faster."""
         self.is_too_slow = True
         self._end()
 
@@ -130,7 +133,7 @@ class Progress:
             self._timer.cancel()
         if not self._is_over:
             looks_at = self._loop.time() + LOOK_S if self._queued_bytes else math.inf
-            self._rings_at = min(self._ends_at, looks_at)  # once: a thread may move it
+            self._rings_at = min(self._ends_at, looks_at)  # read once: a thread may change `_ends_at`
             self._timer = self._loop.call_at(self._rings_at, self._ring)
 
     def _ring(self) -> None:
@@ -150,7 +153,9 @@ class Progress:
             self._end()
 
     def _look_at_queue(self, now: float) -> None:
-        """Of what has all moved: once it has arrived the store has its time to answer; until then it still moves."""
+        """Check the kernel's queue after all bytes have been handed over. As long as it shrinks, bytes still move; once
+        all have arrived, the store's time to answer begins.
+        """
         before, self._queued_bytes = self._queued_bytes, self.queued_bytes()
         if self._queued_bytes and self._queued_bytes != before:
             self.moved_at = now
@@ -167,7 +172,7 @@ class Progress:
         return self._arrived_bytes() - self._arrived_bytes_then >= GETS_ON * self._size_bytes
 
     def how_far(self) -> str:
-        """It came, for an error; "" if no byte has moved."""
+        """Return, for an error message, how far the attempt came; "" if no bytes have moved, or all of them."""
         took_s, moved_bytes = self._loop.time() - self.began_s, self.moved_bytes - self._queued_bytes
         moved = f"only {moved_bytes} of {self._size_bytes} bytes moved within {took_s:.1f} s"
         return moved if 0 < moved_bytes < self._size_bytes else ""
@@ -178,13 +183,13 @@ class Progress:
 
 
 class Silence:
-    """Since when no byte of one request has moved, over all its attempts."""
+    """The time since when no byte of one request has moved, over all its attempts."""
 
     def __init__(self) -> None:
         self.since: float | None = None
 
     async def attempted(self, attempt: Callable[[Progress], Awaitable[T]], progress: Progress) -> T:
-        """Make an attempt. What it waited for before is no silence of the store."""
+        """Make an attempt. The time that the request waited before its first attempt does not count as silence."""
         began = asyncio.get_running_loop().time()
         self.since = began if self.since is None else self.since
         try:
@@ -194,7 +199,7 @@ class Silence:
 
 
 class Series:
-    """Requests that are made one after the other, as whoever makes them tells, in any thread."""
+    """The progress of requests that are made one after the other, as reported by their maker, in any thread."""
 
     def __init__(self, progress: Progress, durations_s: list[float]) -> None:
         self._progress, self._durations_s = progress, durations_s
@@ -204,12 +209,12 @@ class Series:
         self._began_s = time.monotonic()
 
     def answered(self) -> None:
-        """One got its answer; the next begins."""
+        """Report that a request got its answer and the next one begins."""
         self._ended()
         self._progress.moved_in_thread()
 
     def broke(self) -> None:
-        """The one under way, if any, was refused or broken off."""
+        """Report that the request under way, if any, was refused or broken off."""
         if self._began_s is not None:
             self._ended()
 

@@ -1,7 +1,7 @@
-"""A shard's bytes: checksums, and bodies of requests, read slice by slice.
+"""A shard's bytes, for checksums and request bodies, read slice by slice.
 
-They are read through small reused buffers, never mapped: truncating a mapped file is a SIGBUS that kills the trainer,
-while here it is an error. Memory does not grow with the shard.
+They are read through small reused buffers and never mapped: truncating a mapped file causes a SIGBUS that kills the
+trainer, while here it is an error. Memory use does not grow with the shard.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from ckpt_async.stores.interface import BodyWriter, Sink
 from ckpt_async.transfer.progress import Progress
 
 MIB = 1 << 20
-# Read and checksummed at a time: training in the same interpreter loses a moment with each, and two such are in memory.
+# How much is read and checksummed at a time. Training in the same interpreter loses a moment with each slice; two of
+# them are in memory.
 SLICE_BYTES = 8 * MIB
-# What is checksummed and encrypted at a time stays in the cache; with less, threads hand the interpreter's lock round
-# more often. With half or four times as much, an upload over TLS takes a twelfth more CPU.
+# How much is checksummed and encrypted at a time: little enough to stay in the CPU's cache, but with less, threads
+# would hand over the GIL more often. With half or four times as much, an upload over TLS takes a twelfth more CPU.
 THREAD_SLICE_BYTES = 512 << 10
-# What the kernel is asked to send at a time, at most: with each call training in the same interpreter loses a moment.
+# How much the kernel is asked to send at a time: at most, at first, and at least. Training in the same interpreter
+# loses a moment with each call.
 SEND_BYTES, FIRST_SEND_BYTES, MIN_SEND_BYTES = 8 * MIB, 256 << 10, 64 << 10
-# It is asked for less where that took longer: on a slow link, so much that it would pass for a stall.
+# If a call took longer than this, the next one sends less: on a slow link, a large one would look like a stall.
 FAST_S = 0.1
-# Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for theirs at the same
+# Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for their checksums at the same
 # time, with nothing on the wire: measured, 8 at once cost about a quarter of the throughput of a 1 GiB file.
 CHECKSUMS_AT_ONCE = 2
 TURN_S = 0.1
-# Read in one go while checksumming: at 10 MB/s, a bad disk, still well below `stall_timeout_s`.
+# How much is read in one go for a checksum: even at 10 MB/s, a bad disk, this takes far less than `stall_timeout_s`.
 CHECKSUM_BYTES = 64 * MIB
-# Some file systems (FUSE with direct I/O) give no pages to send.
+# Some file systems (FUSE with direct I/O) do not support sendfile.
 _NO_SENDFILE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
@@ -48,7 +50,9 @@ _free_buffers: list[memoryview] = []
 
 @contextlib.contextmanager
 def _slice_buffer() -> Iterator[memoryview]:
-    """Of SLICE_BYTES. Fresh memory costs a page fault for every 4 KiB: as many are kept as one shard uses."""
+    """Lend a buffer of SLICE_BYTES. Fresh memory costs a page fault for every 4 KiB, so as many buffers are kept as one
+    shard uses.
+    """
     try:
         buffer = _free_buffers.pop()
     except IndexError:
@@ -61,14 +65,14 @@ def _slice_buffer() -> Iterator[memoryview]:
 
 
 class Source:
-    """An open shard, checked to be the file that was enqueued. Close it."""
+    """An open shard, checked to be the file that was enqueued. Must be closed."""
 
     def __init__(self, descriptor: int, identity: FileIdentity, path: str) -> None:
         self.descriptor, self.identity, self.path = descriptor, identity, path
         self._checksums = asyncio.Semaphore(CHECKSUMS_AT_ONCE)
         self._turns, self._num_slices_read = threading.Semaphore(CHECKSUMS_AT_ONCE), 0
         self._on_read: list[Callable[[], None]] = []
-        self.send_bytes = FIRST_SEND_BYTES  # at a time: what its last part has come to, for they share a link
+        self.send_bytes = FIRST_SEND_BYTES  # per call, as its last part left it, since all parts share a link
 
     @property
     def size_bytes(self) -> int:
@@ -78,14 +82,14 @@ class Source:
         os.close(self.descriptor)
 
     def check(self) -> None:
-        """Raise SourceError if the file was changed since it was enqueued. Done after the last read."""
+        """Raise SourceError if the file has changed since it was enqueued. Called after the last read."""
         check_identity(self.descriptor, self.identity, self.path)
 
     async def checksum(
         self, offset: int, size_bytes: int, algorithm: str, moved: Callable[[], None] = lambda: None
     ) -> Checksum:
-        """Checksum of a range, read in a worker thread. `moved` is called as it goes: where there are no parts, a
-        shard takes longer than any stall may last.
+        """Return the checksum of a range, read in a worker thread. `moved` is called along the way, because a shard
+        that is not sent in parts takes longer than a stall may last.
         """
         digest, end = Digest(algorithm), offset + size_bytes
         self._on_read.append(moved)
@@ -96,7 +100,7 @@ class Source:
                     await asyncio.to_thread(self.read_out, digest.update, offset, stretch)
                     offset += stretch
                     for each in self._on_read:
-                        each()  # who waits for its turn has not stalled either
+                        each()  # a range that waits for its turn has not stalled either
         finally:
             self._on_read.remove(moved)
         return digest.checksum()
@@ -109,8 +113,8 @@ class Source:
         moved: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give a range to `sink`, in the calling thread. `moved` is called as long as some thread gets on with this
-        shard, `check` now and then, which ends it by raising.
+        """Pass a range to `sink`, in the calling thread. `moved` is called as long as some thread makes progress with
+        this shard. `check` is called now and then, and may end the reading by raising.
         """
         num_slices_read = self._num_slices_read
         check()
@@ -118,7 +122,7 @@ class Source:
             check()
             if num_slices_read != self._num_slices_read:
                 num_slices_read = self._num_slices_read
-                moved()  # who waits for its turn has not stalled either
+                moved()  # a range that waits for its turn has not stalled either
         try:
             for piece in self._pieces(offset, size_bytes):
                 sink(piece)
@@ -129,7 +133,7 @@ class Source:
             self._turns.release()
 
     async def md5(self, offset: int, size_bytes: int) -> str:
-        """MD5 of a range in hex, read in a worker thread: a part's ETag, where the store says nothing else."""
+        """Return the MD5 of a range in hex, read in a worker thread: a part's ETag if the store gives no checksum."""
         return await asyncio.to_thread(self._md5, offset, size_bytes)
 
     def _md5(self, offset: int, size_bytes: int) -> str:
@@ -147,7 +151,7 @@ class Source:
                 yield piece
 
     def read(self) -> bytes:
-        """All of a small shard."""
+        """Read a small shard as a whole."""
         data = b""
         while len(data) < self.size_bytes:
             try:
@@ -160,7 +164,7 @@ class Source:
         return data
 
     def read_into(self, piece: memoryview, offset: int, flags: int = 0) -> None:
-        """Fill `piece`; a file that ends early was truncated."""
+        """Fill `piece` from the file. If the file ends early, it was truncated, and SourceError is raised."""
         filled = 0
         while filled < len(piece):
             try:
@@ -193,13 +197,13 @@ class FileBody:
         return self._size_bytes
 
     def read(self, sink: Sink, check: Callable[[], None]) -> None:
-        """As promised; of one shard, few at once."""
+        """Read the body; see the protocol. Only few bodies of one shard are read at once."""
         self._source.read_out(sink, self._offset, self._size_bytes, self._progress.moved_in_thread, check)
 
     def send(self, writer: BodyWriter) -> None:
-        """Where it can, the kernel sends the file's own pages: measured, that halves the CPU of an upload. They were
-        read for the checksum a moment ago, so that this rarely waits for the disk; what is written to the file
-        meanwhile fails that checksum in the store. Else it goes through one small buffer.
+        """Send the body. If possible, the kernel sends the file's own pages: measured, that halves the CPU of an
+        upload. They were read for the checksum a moment ago, so this rarely waits for the disk; if the file was written
+        to since then, the store finds that the checksum is wrong. Otherwise the bytes go through one small buffer.
         """
         self._progress.queued_bytes = writer.queued_bytes
         try:
@@ -210,7 +214,7 @@ class FileBody:
         self._source.check()
 
     def _send(self, writer: BodyWriter) -> int:
-        """How much was sent at a time in the end."""
+        """Send the body and return how much was sent per call in the end."""
         offset, end = self._offset, self._offset + self._size_bytes
         takes_files, buffer = writer.takes_files, memoryview(b"")
         now, send_bytes = time.monotonic(), self._source.send_bytes
@@ -236,7 +240,7 @@ class FileBody:
         return send_bytes
 
     def _send_file(self, writer: BodyWriter, offset: int, size_bytes: int) -> int | None:
-        """How much the kernel took; None where it sends no files."""
+        """Return how much the kernel took; None if it cannot send this file."""
         try:
             count = writer.send_file(self._source.descriptor, offset, size_bytes)
         except (ConnectionError, TimeoutError):

@@ -1,4 +1,4 @@
-"""Several requests at once."""
+"""Helpers for several requests at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B = TypeVar("B")
 
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run them all and return their results in order; the first failure cancels the rest and is raised."""
+    """Run all coroutines and return their results in order; the first failure cancels the rest and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -24,6 +24,6 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def both(first: Coroutine[Any, Any, A], second: Coroutine[Any, Any, B]) -> tuple[A, B]:
-    """The same of two that bring something different."""
+    """Do the same for two coroutines with results of different types."""
     a, b = await all_or_none([first, second])
     return cast(A, a), cast(B, b)

@@ -1,4 +1,4 @@
-"""Sending a shard: at once or in parts, resumed where it stopped, and verified by what the store answers."""
+"""Sending a shard: whole or in parts, resumed where it stopped, and verified by what the store answers."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ def plan_parts(size_bytes: int, part_size_bytes: int) -> list[PlannedPart]:
     ]
 
 
-# A part that is lost costs so much time, and so long may the last one take when all others have arrived.
+# How long a part may take: so much time is lost with it, or spent on the last part after all others have arrived.
 PART_S = 5.0
 MAX_PART_BYTES = 64 * MIB
-# As many connections may want a part before anybody has seen the link.
+# How many connections are expected to need a part, before anything is known about the link.
 LIKELY_CONCURRENCY = 32
 
 
 def part_size(
     size_bytes: int, smallest_bytes: int, capabilities: Capabilities, link: Concurrency | None = None
 ) -> int:
-    """The part size for a file, in whole MiB: a 32nd of it, for a request costs about 2 ms of CPU whatever it
-    carries, or less on a link where that would not be two parts for each connection; not less than `smallest_bytes`,
-    nor more than a connection sends in PART_S; but as much as keeps the store's limit on the number of parts with a
-    tenth to spare.
+    """Return the part size for a file, in whole MiB.
+
+    It is a 32nd of the file, because a request costs about 2 ms of CPU whatever it carries; less if that would not give
+    each connection two parts. It is not less than `smallest_bytes` and not more than a connection sends in PART_S, but
+    always large enough to stay a tenth below the store's limit on the number of parts.
     """
     link = link or Concurrency(limit=1, most=1, is_searching=False)
     at_once = max(link.limit, LIKELY_CONCURRENCY) if link.is_searching else link.limit
@@ -66,8 +67,8 @@ def part_size(
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A multipart upload that an earlier attempt or process has begun. `parts` are known to be there; if there are
-    none, the store is asked.
+    """A multipart upload that an earlier attempt or process has begun. `parts` are known to be in the store; if there
+    are none, the store is asked.
     """
 
     upload_id: str
@@ -88,10 +89,10 @@ async def upload(
 ) -> tuple[int, Checksum]:
     """Send one shard and return its size and checksum *as the store answered them* (rule R1).
 
-    `may_be_there`: an earlier process may have sent it and died before it could say so; then one HEAD asks first.
-    `opened` is called once a multipart upload exists, before its first part; `sent` with the size of every
-    piece the store has acknowledged (and with what it already had, when resuming). Retries are made part by
-    part. Raises SourceError if the file changed, StoreError when the requests give up.
+    `may_be_there`: an earlier process may have sent the shard and died before it recorded that, so one HEAD asks first.
+    `opened` is called once a multipart upload exists, before its first part; `sent` is called with the size of every
+    piece that the store has acknowledged (when resuming, also with what it already had). Retries are made part by part.
+    Raises SourceError if the file changed, StoreError when the requests give up.
     """
     capabilities = store.capabilities
     if may_be_there and (found := await _find(store, source, key)) is not None:
@@ -108,10 +109,10 @@ async def upload(
 
 
 async def _find(store: PatientStore, source: Source, key: str) -> Checksum | None:
-    """The checksum of the very same bytes in the store, if it says that it has them."""
+    """Return the shard's checksum if, according to the store, the very same bytes are there already, else None."""
 
     async def attempt(once: Store, progress: Progress) -> ObjectInfo:
-        progress.moved(is_last=True)  # a folder reads the whole file before it answers
+        progress.moved(is_last=True)  # a directory store reads the whole file before it answers
         return await once.head(key)
 
     try:
@@ -137,7 +138,7 @@ async def _put(store: PatientStore, source: Source, key: str) -> tuple[ObjectInf
 
 
 async def _there(once: Store, key: str) -> ObjectInfo:
-    """What was put just now. Some proxies answer for a store that has not got it."""
+    """Return what was put just now. Some proxies confirm a PUT that the store never received."""
     try:
         return await once.head(key)
     except ObjectNotFoundError:
@@ -163,7 +164,7 @@ async def _multipart(
     if resume is not None and resume.part_size_bytes * store.capabilities.max_parts < source.size_bytes:
         upload_id = resume.upload_id
         await store.abort_multipart(key, upload_id)
-        resume = None  # begun when nobody knew how large it would be
+        resume = None  # it was begun before the shard's size was known
     if resume is not None:
         try:
             upload_id = resume.upload_id
@@ -172,7 +173,7 @@ async def _multipart(
                 listed = await store.list_parts(key, upload_id)
             there = {part.number: part for part in listed}
         except ObjectNotFoundError:
-            resume = None  # completed or aborted meanwhile; sending again is always right
+            resume = None  # completed or aborted since; sending again is always right
     if resume is None:
         upload_id = await store.create_multipart(key)
         size = part_size(source.size_bytes, smallest_part_bytes, store.capabilities, store.link)
@@ -204,7 +205,7 @@ async def _multipart(
 async def send_part(
     store: Store, source: Source, key: str, upload_id: str, part: PlannedPart, progress: Progress
 ) -> StoredPart:
-    """One attempt. The answer has the checksum of what was sent."""
+    """Make one attempt to send a part. The result has the checksum of what was sent."""
     checksum = None
     if not store.capabilities.finds_checksums:
         algorithm = store.capabilities.checksum_algorithm
@@ -214,8 +215,8 @@ async def send_part(
 
 
 async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum: Checksum) -> bool:
-    """Whether the store already has this very part. SeaweedFS lists parts without their checksums; then the ETag
-    has to do, which is the part's MD5 unless the store encrypts (S3 API reference, "Object": ETag).
+    """Return whether the store already has this very part. SeaweedFS lists parts without their checksums; then the ETag
+    must do, which is the part's MD5 unless the store encrypts (S3 API reference, "Object": ETag).
     """
     if have.size_bytes != part.size_bytes or have.checksum is not None:
         return (have.size_bytes, have.checksum) == (part.size_bytes, checksum)
@@ -223,7 +224,9 @@ async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum
 
 
 async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
-    """A refused checksum means a broken wire, or bytes that changed between our two reads: say which."""
+    """Await a request. If the store refuses its checksum, raise SourceError if the bytes changed between our two reads;
+    otherwise the network is at fault.
+    """
     try:
         return await request
     except IntegrityError:
@@ -234,7 +237,9 @@ async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
 async def verify_stored(
     store: PatientStore, info: ObjectInfo, key: str, size_bytes: int, checksum: Checksum
 ) -> None:
-    """Compare what the store says, also when it was asked, with what was read locally; read back if it does not say."""
+    """Compare size and checksum as the store reports them with what was read locally. If the store reports no checksum,
+    read the object back.
+    """
     if info.checksum is None:
         info = await read_back(store, key, size_bytes, checksum.algorithm)
     if (info.size_bytes, info.checksum) != (size_bytes, checksum):
@@ -246,7 +251,7 @@ async def verify_stored(
 
 
 async def read_back(store: PatientStore, key: str, size_bytes: int, algorithm: str) -> ObjectInfo:
-    """Verify the slow way, for stores that keep no checksum: read every byte again."""
+    """Read every byte again and return the object with its checksum, for stores that keep none."""
 
     digest = Digest(algorithm)
 
@@ -262,15 +267,16 @@ async def read_back(store: PatientStore, key: str, size_bytes: int, algorithm: s
 
 # --- many small shards -------------------------------------------------------------------------------------
 
-# Up to here a request costs more than its bytes.
+# Up to this size, a request costs more than its bytes.
 SMALL_BYTES = 256 << 10
-# Sent on one connection, and recorded together: few enough that the end is soon known. How many they may be: `Lane`.
+# The most bytes that are sent on one connection and recorded together, so that it is soon known what has arrived.
+# `Lane` limits how many shards they may be.
 SERIES_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class SmallShard:
-    """A shard of at most SMALL_BYTES that was not begun yet."""
+    """A shard of at most SMALL_BYTES whose upload has not begun."""
 
     key: str
     size_bytes: int
@@ -278,8 +284,10 @@ class SmallShard:
 
 
 async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list[Checksum | None]:
-    """Send shards one after the other as *one* request of the budgets, without retries. The checksum of each one that
-    the store has, as it answered it (rule R1); None for the rest, which `upload` will send, or say what is wrong with.
+    """Send shards one after the other as *one* request of the budgets, without retries.
+
+    Returns the checksum of each shard that the store has, as the store answered it (rule R1), and None for the others:
+    `upload` will send these, or raise what is wrong with them.
     """
     algorithm = store.capabilities.checksum_algorithm
     checksums: dict[str, Checksum] = {}
@@ -290,7 +298,7 @@ async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list
             try:
                 put = _read(each, algorithm)
             except (StoreError, SourceError, OSError):
-                continue  # `upload` will say what is wrong
+                continue  # `upload` will raise what is wrong
             checksums[each.key] = put.checksum
             yield put
 
@@ -303,7 +311,7 @@ async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list
         series.begins()
         await once.put_many(read(), answered)
 
-    with contextlib.suppress(StoreError):  # `upload` meets the same, and is patient
+    with contextlib.suppress(StoreError):  # `upload` will meet the same error, and retries
         await store.series("put", len(shards), sum(each.size_bytes for each in shards), attempt)
 
     def is_right(shard: SmallShard) -> bool:
@@ -323,7 +331,7 @@ async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list
 
 
 def _read(shard: SmallShard, algorithm: str) -> SmallPut:
-    """Whole. What was read is what is sent: the file is looked at once."""
+    """Read a small shard as a whole. The file is read only once: the bytes checksummed are the bytes sent."""
     with contextlib.closing(shard.open()) as source:
         data = source.read()
         source.check()
