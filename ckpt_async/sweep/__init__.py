@@ -1,4 +1,4 @@
-"""Work without a trainer: `drain` finishes what a dead trainer left, the sweeper looks after remotes.
+"""Work without a trainer: `drain` finishes what a dead trainer left, and the sweeper maintains remotes.
 
-No rule lives here: `protocol.sweep_plan` decides what a sweep does, and an engine does the uploads.
+This room contains no rules: `protocol.sweep_plan` decides what a sweep does, and an engine does the uploads.
 """

@@ -1,7 +1,7 @@
-"""Adopts journals whose owner is dead, and finishes what they hold: `ckpt-async drain`, and what a sweeper calls.
+"""Adopts journals whose owner is dead and finishes what they hold. Used by `ckpt-async drain` and the sweeper.
 
-It owns no rule: an engine per rank does the work as it would beside a trainer. What is here is who may be adopted
-(whoever's lock is free), where the shards go (what the owner recorded), and when it is over.
+It contains no rules: one engine per rank does the work as it would beside a trainer. This module knows which ranks may
+be adopted (those whose lock is free), where the shards go (what the owner recorded), and when the work is over.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 Change = Callable[[RemoteAddress | None], RemoteAddress]
 
-# `status` holds a lock for a microsecond to see whether anybody else does: that is no owner.
+# `status` takes a lock for a microsecond to see whether anybody else holds it; that does not make it an owner.
 LOCK_WAIT_S = 0.1
-# How often it is looked whether a trainer wants its lock back; a starting trainer waits much longer.
+# How often to check whether a trainer wants its lock back; a starting trainer waits much longer.
 WANTED_POLL_S = 0.5
-# Longest wait for a store that does not answer at all.
+# How long to wait for a store that does not answer at all.
 OPEN_TIMEOUT_S = 60.0
 
 
@@ -60,8 +60,8 @@ OPEN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of one checkpoint of one rank. `reason` says why it was given up or is left;
-    `missing_ranks`, who has not delivered yet.
+    """What became of one checkpoint of one rank. `reason` says why it was given up or is left over; `missing_ranks`
+    have not delivered yet.
     """
 
     checkpoint: CheckpointId
@@ -72,10 +72,10 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What was done for one rank, or one kind of its checkpoints. `in_use_by` names its live owner: then nothing was
-    touched.
+    """What was done for one kind of one rank's checkpoints. `in_use_by` names the live owner that holds the rank or has
+    taken it back.
 
-    `waiting` checkpoints have all of this rank in the store and wait for other ranks; `left` ones do not.
+    `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class RankReport:
     uploaded_shards: int = 0
     uploaded_bytes: int = 0
     error: str = ""  # the engine itself failed
-    num_untold_events: int = 0  # for commands and webhooks; `drain` with the same ones tries again
+    num_untold_events: int = 0  # for commands and webhooks; another `drain` with the same ones retries them
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,13 @@ async def drain(
     profile: str | None = None,
     on_event: OnEvent | None = None,
 ) -> DrainReport:
-    """Finish what dead owners left in a folder: upload, commit, move latest, clean up, within `timeout_s`. Of all kinds
-    of checkpoints.
+    """Finish what dead owners left in a folder, for all kinds of checkpoints: upload, commit, move latest, clean up,
+    within `timeout_s`.
 
-    Once all of this folder is in the store, other ranks are waited for up to `grace_s`. What is left then is
-    still in the journal; calling again continues. `change` makes the remote from the one that was recorded
-    (None: none was), for a server that has moved or a journal that was lost. `on_event` is told what becomes of
-    checkpoints, as a sweeper's.
+    Once everything in this folder is in the store, it waits up to `grace_s` for other ranks. Whatever is left then
+    stays in the journal, and another call continues. `change` returns the remote to use, given the recorded one (None:
+    none was recorded), for a server that has moved or a journal that was lost. `on_event` is called with what becomes
+    of checkpoints, as in `Sweeper`.
 
     Raises NoJournalError, SettingsError if the remote is not known, StoreError if it cannot be opened.
     """
@@ -154,7 +154,9 @@ async def drain(
 
 
 def _change_of_kind(change: Change | None, kind: str) -> Change | None:
-    """`change` is of the run's remote; a kind's follows it."""
+    """Return `change` adapted to a kind: `change` itself maps remotes of the run, and a kind's remote follows from
+    that.
+    """
     if change is None or not kind:
         return change
 
@@ -170,7 +172,9 @@ def _change_of_kind(change: Change | None, kind: str) -> Change | None:
 async def _adopt(
     folder: Folder, held: contextlib.ExitStack, settings: Settings, on_event: OnEvent | None
 ) -> tuple[list[_Adopted], list[RankReport]]:
-    """Every rank with something to finish whose lock is free, `held` from now on; and what to report of the others."""
+    """Adopt every rank with something to finish whose lock is free; `held` releases them. Returns these ranks, and the
+    reports for the others.
+    """
     reports: list[RankReport] = []
     adopted: list[_Adopted] = []
     spooled = spooled_ranks(folder.private)
@@ -188,7 +192,7 @@ async def _adopt(
             continue
         try:
             each = await asyncio.to_thread(_Adopted, folder, lock, on_event)
-        except JournalError as error:  # of this rank alone
+        except JournalError as error:  # only of this rank
             logger.warning("drain_failed rank=%d error=%s", rank, error)
             reports.append(RankReport(rank, folder.kind, error=str(error)))
             lock.release()
@@ -198,7 +202,7 @@ async def _adopt(
             adopted.append(each)
         else:
             await each.tell_what_waits(settings)
-            each.release()  # others may take long: its trainer must not wait for them
+            each.release()  # other ranks may take long, and this one's trainer must not wait for them
             reports.append(RankReport(rank, folder.kind, num_untold_events=each.num_untold))
     return adopted, reports
 
@@ -210,7 +214,7 @@ def _owner(error: FolderInUseError) -> str:
 def _by_remote(
     adopted: Iterable[_Adopted], change: Change | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
-    """Ranks of one folder and kind have one remote; nothing forces them to."""
+    """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to."""
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         local = each.before
@@ -236,7 +240,7 @@ def _by_remote(
 
 
 class _Adopted:
-    """One rank while it is ours: its lock, and its journal. Raises JournalError if that cannot be used."""
+    """An adopted rank: its lock and its journal. Raises JournalError if the journal cannot be used."""
 
     def __init__(self, folder: Folder, lock: RankLock, on_event: OnEvent | None) -> None:
         self.lock, self.kind = lock, folder.kind
@@ -247,11 +251,13 @@ class _Adopted:
         self.engine: Engine | None = None
         self.task: asyncio.Task[None] | None = None
         self.events: RunEvents | None = None
-        self.num_untold = 0  # once it is released
+        self.num_untold = 0  # set by `release`
         self._on_event = on_event
 
     def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
-        """As its trainer would have, and whom the settings name besides. Raises SettingsError, JournalError."""
+        """Start delivering events to those to which the trainer would have, and to those named by the settings. Raises
+        SettingsError, JournalError.
+        """
         recorded = dict(self.before.opened.settings) if self.before.opened else {}
         wants = {**parse_wants(str(recorded.get(EVENTS, ""))), **self._wants(settings)}
         sinks = [] if self._on_event is None else [Callback(self._on_event, Callback.of_sweeper)]
@@ -262,18 +268,18 @@ class _Adopted:
         return wants_of(settings, callback=Callback.of_sweeper if self._on_event is not None else "")
 
     async def tell_what_waits(self, settings: Settings) -> None:
-        """Nothing else is left of it. Takes as long as the receivers."""
+        """Deliver waiting events of a rank that has nothing else to finish. Takes as long as the receivers do."""
         if self._wants(settings) and self.before.remote is not None:
             events = await asyncio.to_thread(self.begin_to_tell, self.before.remote.url, settings)
             await close_on_thread(events, settings.event_grace_s)
 
     def release(self) -> None:
-        """Note what is left, and give it back. Idempotent."""
+        """Note what is left, and release journal and lock. Idempotent."""
         if self.lock.is_held:
             with contextlib.suppress(JournalError):
                 if self.engine is not None:
                     self.after = self.engine.fresh_local()
-                # But for functions, which die with their process: the next one calls them.
+                # Not counting functions, which end with their process: the next process calls its own.
                 functions = (Callback.of_trainer, Callback.of_sweeper)
                 self.num_untold = self.journal.outbox().num_waiting(but=functions)
         self.journal.close()
@@ -281,7 +287,7 @@ class _Adopted:
 
     @property
     def live(self) -> Engine | None:
-        """Its engine, unless that has died."""
+        """The rank's engine, or None if it has not started or has ended."""
         return self.engine if self.task is not None and not self.task.done() else None
 
 
@@ -297,7 +303,7 @@ class _Counter(Observer):
 
 
 class _Adoption:
-    """Engines for the ranks that share a remote: one event loop, one store, one set of budgets for the run."""
+    """The engines of ranks that share a remote: one event loop, one store, and one set of budgets for the run."""
 
     def __init__(
         self,
@@ -311,7 +317,7 @@ class _Adoption:
     ) -> None:
         self.address = address
         self._folder, self._ranks = folder, adopted
-        # Retries go on for as long as there is time, and no longer.
+        # Retries go on as long as there is time, and no longer.
         self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
         self._store = connect(
             address.url, options_of(address, profile=profile), self._settings, budgets=budgets
@@ -319,7 +325,7 @@ class _Adoption:
         self._changed = asyncio.Event()
 
     async def run(self, deadline: float, grace_s: float) -> list[RankReport]:
-        """Work until everything is finished, nothing more can be done here, or time is up."""
+        """Work until everything is finished, nothing more can be done here, or the time is up."""
         left_s = max(0.0, deadline - time.monotonic())
         try:
             if not await self._open(min(OPEN_TIMEOUT_S, left_s)):
@@ -340,7 +346,7 @@ class _Adoption:
         return [_report(each) for each in self._ranks]
 
     async def _open(self, timeout_s: float) -> bool:
-        """Open the store; False if every trainer came back before that succeeded."""
+        """Open the store; return False if every trainer came back before that succeeded."""
         opening = asyncio.ensure_future(self._store.open(timeout_s))
         try:
             while not opening.done():
@@ -381,7 +387,7 @@ class _Adoption:
         engine.hurry(True)
 
     def _is_working(self) -> bool:
-        # Two rounds: what the first one starts shows in the second.
+        # At least two rounds: what the first one starts shows in the second.
         return any(each.live and (each.live.num_rounds < 2 or each.live.num_due > 0) for each in self._ranks)
 
     def _waits_for_others(self) -> bool:
@@ -399,7 +405,7 @@ class _Adoption:
             await self._give_back_wanted()
 
     async def _give_back_wanted(self) -> None:
-        """Trainers of these ranks are starting: they finish the rest themselves."""
+        """Give back ranks whose trainers are starting: these finish the rest themselves."""
         for each in self._ranks:
             if each.is_given_back or not each.lock.is_wanted():
                 continue
@@ -465,7 +471,9 @@ def _report(adopted: _Adopted) -> RankReport:
 
 
 def _why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
-    """The failure of one of its shards, else the last thing that went wrong, else there was no time."""
+    """Return a failure of the checkpoint or one of its shards, else the last thing that went wrong, else that time ran
+    out.
+    """
     found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
     failures = [each.message for each in found if each is not None]
     others: list[CkptAsyncError] = [

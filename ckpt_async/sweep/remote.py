@@ -1,6 +1,6 @@
-"""One remote swept once: looked at whole, planned for by `sweep_plan`, and what that says done.
+"""A sweep of one remote: looks at all of it, has `sweep_plan` plan, and carries out the plan.
 
-Two sweeps at once are safe; killed anywhere, the next one finishes.
+Two sweeps at once are safe; if one is killed at any point, the next one finishes its work.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Passes over one remote in one sweep: give up → delete → collect, or prune → delete, need one after the other.
+# Passes over one remote in one sweep: give up → delete → collect, and prune → delete, need one pass after the other.
 MAX_PASSES = 5
-# AWS: parts in flight may survive an abort, "it might be necessary to abort a given multipart upload multiple times"
+# AWS: parts in flight may survive an abort, so "it might be necessary to abort a given multipart upload multiple times"
 # (S3 API reference, AbortMultipartUpload).
 MAX_ABORTS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One action of a sweep and what became of it; `error` is empty if it worked (or was only planned).
+    """One action of a sweep and its result; `error` is empty if it worked (or was only planned).
 
-    `outcome` is what this sweep made of a checkpoint; None if the action is of another kind, or something had changed
-    meanwhile and there was nothing to do.
+    `outcome` is the outcome that this sweep gave to a checkpoint; None if the action is of another sort, or if
+    something has changed in the meantime and there was nothing to do.
     """
 
     action: sweep_plan.Planned
@@ -53,11 +53,10 @@ class RemoteReport:
     url: str
     done: list[Done] = field(default_factory=list)
     error: str = ""
-    # Records that cannot be read, and all that `verify` finds, if the sweep was to.
+    # Unreadable records and, if the sweep also verifies, everything that `verify` finds.
     violations: list[Finding] = field(default_factory=list)
-    stock: list[sweep_plan.Stock] = field(
-        default_factory=list
-    )  # of a dry run: what would stay and what would go
+    # Of a dry run: which checkpoints would stay and which would go.
+    stock: list[sweep_plan.Stock] = field(default_factory=list)
     overview: Overview | None = None  # what was there, at the last look
 
     @property
@@ -71,8 +70,8 @@ class RemoteReport:
 
 @dataclass(slots=True)
 class RemoteSweep:
-    """Sweeps of one remote. `known` holds decisions that were read before, with their ETag, by key; `unreadable` what
-    is wrong with records that could not be read. Made anew for each sweep.
+    """One sweep of one remote. `known` holds decisions that were read before, with their ETags, by key. `unreadable`
+    says what is wrong with records that could not be read.
     """
 
     store: PatientStore
@@ -81,11 +80,12 @@ class RemoteSweep:
     clock: Callable[[], float]
     known: dict[str, tuple[str, Decision]] = field(default_factory=dict)
     unreadable: dict[str, Finding] = field(default_factory=dict)
-    on_done: Callable[[Done], Awaitable[None]] | None = None  # told of what has succeeded, at once
+    on_done: Callable[[Done], Awaitable[None]] | None = None  # called after each action that succeeded
 
     async def run(self, *, is_dry_run: bool) -> RemoteReport:
-        """Sweep once, in as many passes as it takes. A failure of one action is reported and does not stop the
-        others; nor does a record that cannot be read: it is a violation, and what it speaks of is left alone.
+        """Sweep once, in as many passes as it takes, at most MAX_PASSES. An action that fails is reported and does not
+        stop the others. Nor does an unreadable record: it is reported as a violation, and what it describes is left
+        alone.
         """
         report = RemoteReport(self.store.url)
         for _ in range(1 if is_dry_run else MAX_PASSES):
@@ -174,7 +174,7 @@ class RemoteSweep:
         )
 
     async def _readable(self, rule: str, reading: Awaitable[T]) -> T | None:
-        """What was read, or None if it cannot be, which is noted."""
+        """Return what is read, or None if it is unreadable, which is noted."""
         try:
             return await reading
         except InvalidRecordError as error:
@@ -217,7 +217,7 @@ class RemoteSweep:
             elif each.key in self.unreadable:
                 lease = steps.unreadable_lease(checkpoint, each.key)
             else:
-                continue  # gone meanwhile
+                continue  # gone by now
             leases[each.key] = (lease, each.last_modified or listing.server_time)
         return leases
 
@@ -237,8 +237,8 @@ class RemoteSweep:
     # --- act -----------------------------------------------------------------------------------------------
 
     async def perform(self, action: sweep_plan.Planned) -> Outcome | None:
-        """Carry out one action, and return what it made of a checkpoint, if anything. Whatever another sweeper,
-        trainer or reader did meanwhile, it stays safe.
+        """Carry out one action, and return the outcome that it gave to a checkpoint, if any. Safe whatever another
+        sweeper, trainer or reader has done in the meantime.
         """
         store = self.store
         match action:
@@ -294,8 +294,8 @@ class RemoteSweep:
 
 
 async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float) -> bool | None:
-    """Open the store of a run; False if there is none, None if there is not even a place for one. Then nothing was made
-    there, not even a folder or a probe.
+    """Open the store of a run. Returns False if there is no run, None if there is not even a bucket or folder for one.
+    In both cases nothing is created there, not even a folder or a probe.
     """
     looking = store.answering_within(max(1.0, timeout_s))
     try:
@@ -316,7 +316,9 @@ async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float)
 
 
 def _generation_of(key: str) -> int | None:
-    """Whose member, or beat, this is; or what watchers of it have told each other."""
+    """Return the generation to which a key below `members/` belongs: a member, a heartbeat, or a message that watchers
+    left for each other.
+    """
     if (announced := keys.parse_announcement_key(key)) is not None:
         return announced.generation
     member = keys.parse_member_key(key) or keys.parse_ended_key(key) or keys.parse_told_all_key(key)

@@ -1,4 +1,4 @@
-"""What the page of a sweeper shows: the folders as they are, the remotes as the last sweep found them."""
+"""What a sweeper's page shows: the folders as they are now, and the remotes as the last sweep found them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ _TOLD = {
 
 
 class Showing:
-    """Told by the sweeper what it did, asked by the page what there is: from different threads."""
+    """The content of a sweeper's page. The sweeper reports what it did, and the page asks for the state, from different
+    threads.
+    """
 
     def __init__(self, folders: Callable[[], Iterable[str]]) -> None:
         self.recent = Recent()
         self._folders = folders
         self._watches: dict[str, FolderWatch] = {}
-        self._remotes: dict[
-            str, tuple[Overview | None, str]
-        ] = {}  # the newest overview, and what is wrong since
+        # By URL: the newest overview, and the error since then.
+        self._remotes: dict[str, tuple[Overview | None, str]] = {}
         self._sweep: dict[str, Any] | None = None
 
     # --- the sweeper -------------------------------------------------------------------------------------------
 
     def folder_swept(self, folder: str, drained: DrainReport | None, error: str) -> None:
-        """A folder was seen to."""
+        """Note what a sweep did in a folder."""
         if error:
             self.recent.add("bad", f"folder {folder}", f"{folder}: {error}")
         for rank in drained.ranks if drained else ():
@@ -48,7 +49,7 @@ class Showing:
                 self.recent.add("bad", "aborted", f"given up: {fate.reason}", step=fate.checkpoint.step)
 
     def remote_swept(self, report: RemoteReport) -> None:
-        """A remote was."""
+        """Note what a sweep did to a remote."""
         known = self._remotes.get(report.url, (None, ""))[0]
         self._remotes[report.url] = report.overview or known, report.error
         if report.error:
@@ -64,13 +65,13 @@ class Showing:
             self.recent.add("bad", f"damage {finding.key}", f"{report.url}: {finding}")
 
     def swept(self, *, is_clean: bool, failing: list[str]) -> None:
-        """All of it was."""
+        """Note that a sweep is complete."""
         self._sweep = {"completed_at": time.time(), "is_clean": is_clean, "failing": failing}
 
     # --- the page ----------------------------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """As `/status.json` has it."""
+        """Return the state as `/status.json` shows it."""
         try:
             folders = list(self._folders())
         except (CkptAsyncError, OSError):

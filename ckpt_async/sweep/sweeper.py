@@ -1,7 +1,7 @@
-"""The sweeper: finishes what dead trainers left, applies remote retention, leaves nothing behind.
+"""The sweeper: finishes what dead trainers left, applies remote retention, and removes leftovers.
 
-It looks, has `plan` say what to do, and does it. It never touches what a live owner holds; two of them at once are
-safe; killed anywhere, the next one finishes.
+It looks, has `plan` say what to do, and does it. It never touches what a live owner holds. Two sweepers at once are
+safe; if one is killed at any point, the next one finishes its work.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ckpt_async.transfer.patient import connect
 
 logger = logging.getLogger(__name__)
 
-# A store that is away is tried for this long; the next sweep comes anyway.
+# How long to try a store that does not answer; the next sweep comes anyway.
 OPEN_TIMEOUT_S = 30.0
 REQUEST_PATIENCE_S = 120.0
-# Ranks elsewhere commit by themselves; a sweep does not wait for them.
+# How long a sweep waits for ranks on other nodes: not long, since they commit by themselves.
 ADOPTION_GRACE_S = 5.0
 
 
@@ -50,53 +50,58 @@ ADOPTION_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """What a sweep did for one local folder: `drained`, or why it could not."""
+    """What a sweep did for one local folder: `drained`, or the `error` because of which it could not."""
 
     folder: str
     drained: DrainReport | None = None
-    waiting_ranks: tuple[int, ...] = ()  # dry run: ranks with unfinished checkpoints
+    waiting_ranks: tuple[int, ...] = ()  # in a dry run: ranks with unfinished checkpoints
     error: str = ""
 
     @property
     def is_clean(self) -> bool:
-        """Whether all of it that has no live owner is in the store."""
+        """Whether everything in the folder that has no live owner is in the store."""
         ranks = self.drained.ranks if self.drained else ()
         return not self.error and not any(each.error or (each.left and not each.in_use_by) for each in ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """One sweep over everything."""
+    """What one sweep over all folders and remotes did."""
 
     folders: tuple[FolderReport, ...]
     remotes: tuple[RemoteReport, ...]
 
     @property
     def is_clean(self) -> bool:
-        """Whether everything worked, and no damage was found."""
+        """Whether everything worked and no damage was found."""
         return all(each.is_clean for each in self.folders) and all(each.is_clean for each in self.remotes)
 
     @property
     def failing(self) -> list[str]:
-        """Folders, and URLs of remotes, where something failed; damage is reported separately."""
+        """The folders, and the URLs of remotes, where something failed. Damage is reported separately."""
         folders = [each.folder for each in self.folders if not each.is_clean]
         return folders + [each.url for each in self.remotes if each.has_failed]
 
 
 class Sweeper:
-    """Sweeps local folders, the remotes their journals name, and remotes given by URL. Needs no torch.
+    """Sweeps local folders, the remotes that their journals name, and remotes given by URL. Needs no torch.
 
-    One per node is enough for the folders; any number, anywhere, for the remotes. A folder may be a pattern
-    (`/data/*/checkpoints`), which is looked up at every sweep: trainers come and go. What it keeps remotely is
-    `settings.remote_retention` (empty: all); of a kind of checkpoints what `kind_retention` says, else what its
-    Uploader was opened with if that was on this node, else all. The kinds of a given remote are found below it. With
-    `verifies`, every committed checkpoint is also verified, as by
-    `ckpt-async verify`: one HEAD per shard. With `is_for_folders_only` it finishes what dead trainers left, which takes
-    a trainer's rights, and leaves the remotes to another one. `metrics.registry` can be exported, and `showing` tells
-    the page what there is. Events (settings `event_…`) of remotes wait in `events_folder`, on a local disk, until they
-    are delivered; None: the user's state. `on_event` is called with each (`ckpt_async.Event`), also with those of
-    folders that are finished, on a thread of its own and one after the other; a sweep waits for it at its end, for
-    `event_grace_s` at most. What it raises is logged, and it is not called again with that event.
+    One sweeper per node is enough for the folders; for the remotes there may be any number, anywhere. A folder may be
+    a pattern (`/data/*/checkpoints`), which is expanded at every sweep, because trainers come and go.
+
+    A sweep keeps remotely what `settings.remote_retention` says (empty: everything). For a kind of checkpoints, it
+    keeps what `kind_retention` says, else what the kind's Uploader was opened with if that was on this node, else
+    everything. The kinds of a given remote are found below it.
+
+    With `verifies`, every committed checkpoint is also verified, as by `ckpt-async verify`, with one HEAD per shard.
+    With `is_for_folders_only`, the sweeper finishes what dead trainers left, which takes only a trainer's permissions,
+    and leaves the remotes to another sweeper. `metrics.registry` can be exported, and `showing` provides the page's
+    content.
+
+    Events of remotes (settings `event_…`) wait in `events_folder`, on a local disk, until they are delivered; None
+    stands for the user's state folder. `on_event` is called with each event (`ckpt_async.Event`), including those of
+    folders that are finished, one after the other on a thread of its own. At its end, a sweep waits for it for at most
+    `event_grace_s`. What `on_event` raises is logged, and it is not called again with that event.
     """
 
     def __init__(
@@ -140,15 +145,15 @@ class Sweeper:
         self._ages = sweep_plan.Ages(
             superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
         )
-        self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions already read, by remote
+        self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions read so far, by remote
         self.metrics = SweeperMetrics(self._found_folders)
         self.showing = Showing(self._found_folders)
 
     async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
-        """Sweep once. A folder or remote that fails is reported and does not stop the others; a dry run adopts
-        nothing, writes nothing and counts nothing.
+        """Sweep once. A folder or remote that fails is reported and does not stop the others. A dry run adopts nothing,
+        writes nothing and counts nothing.
 
-        A given remote that holds no run is a failure, and nothing is created there.
+        A given remote that holds no run counts as a failure, and nothing is created there.
         """
         if is_dry_run:
             return await self._sweep(is_dry_run=True)
@@ -199,7 +204,7 @@ class Sweeper:
                 )
 
     def _recorded(self, folders: Iterable[str]) -> Iterator[_Target]:
-        """The remotes that the folders' journals name."""
+        """Yield the remotes that the folders' journals name."""
         for folder in folders:
             with contextlib.suppress(CkptAsyncError, OSError):  # reported by `_sweep_folder`
                 for kind, local in _locals(folder):
@@ -230,7 +235,7 @@ class Sweeper:
         return FolderReport(folder, drained)
 
     async def _sweep_remote(self, target: _Target, *, is_dry_run: bool) -> tuple[RemoteReport, Sequence[str]]:
-        """What was done, and the kinds below a given remote."""
+        """Sweep a remote. Returns what was done, and the kinds below a given remote."""
         address, kinds = target.address, list[str]()
         options = options_of(address, profile=self._profile)
         settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
@@ -266,7 +271,9 @@ class Sweeper:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A remote to be swept, and what is kept there. One that is `is_given` must hold a run, or kinds of one."""
+    """A remote to be swept, with its retention policy. One that was given (`is_given`) must hold a run, or kinds of
+    one.
+    """
 
     address: RemoteAddress
     policy: retention.RetentionPolicy
@@ -318,7 +325,7 @@ def _count_done(done: Done, metrics: SweeperMetrics) -> None:
 
 
 def _folders(pattern: str) -> list[str]:
-    """The folder of this name, else those that match it and in which a trainer has run."""
+    """Return the folder of this name, or else the folders that match the pattern and in which a trainer has run."""
     if os.path.exists(pattern) or not glob.has_magic(pattern):
         return [os.path.realpath(pattern)]
     return [
@@ -329,11 +336,11 @@ def _folders(pattern: str) -> list[str]:
 
 
 def _recorded_policy(local: Local) -> retention.RetentionPolicy:
-    """What its Uploader was opened with."""
+    """Return the retention policy that the kind's Uploader was opened with."""
     recorded = dict(local.opened.settings).get("remote_retention", "") if local.opened else ""
     try:
         return retention.parse(str(recorded))
-    except SettingsError as error:  # of a later version
+    except SettingsError as error:  # written by a later version
         logger.warning("recorded_retention_unknown error=%s; everything is kept", error)
         return retention.KeepAll()
 
@@ -348,6 +355,6 @@ def _unfinished_ranks(folder: str) -> tuple[int, ...]:
 
 
 def _locals(folder: str) -> list[tuple[str, Local]]:
-    """What the folder's journals say of each kind and rank."""
+    """Return, for each kind and rank, what the folder's journals say."""
     found = journals.read_all(folder)
     return [(kind, each.local()) for kind, readings in found.items() for each in readings.values()]

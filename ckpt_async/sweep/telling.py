@@ -1,6 +1,6 @@
-"""What a sweep of a remote tells of: what it decided there itself, and damage that it or a reader has found.
+"""The events of a sweep of remotes: decisions that the sweep made itself, and damage that it or a reader has found.
 
-What it finishes in a folder is told from that folder's journal, as beside a trainer.
+Events of what it finishes in a folder are delivered from that folder's journal, as beside a trainer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder(environment: Mapping[str, str]) -> Path:
-    """Where a process without a journal keeps its events: systemd's StateDirectory, else the user's state."""
+    """Return where a process without a journal keeps its events: systemd's StateDirectory, else the user's state
+    folder.
+    """
     if place := environment.get("STATE_DIRECTORY", "").partition(":")[0]:
         return Path(place) / "events"
     home = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -48,7 +50,7 @@ class RemoteEvents:
         self._outbox, self._wants, self._couriers = outbox, wants, couriers
 
     async def done(self, store: PatientStore, done: Done) -> None:
-        """An action of the sweep has succeeded."""
+        """Report an action of the sweep that has succeeded."""
         if done.outcome not in (Outcome.COMMIT, Outcome.ABORT, Outcome.PRUNED):
             return
         assert isinstance(done.action, sweep_plan.Settle | sweep_plan.GiveUp | sweep_plan.FinishPrune)
@@ -68,7 +70,7 @@ class RemoteEvents:
     async def damage(
         self, store: PatientStore, violations: Iterable[Finding], names: Mapping[CheckpointId, str]
     ) -> None:
-        """Look what readers have marked, and tell it with what was found to violate a rule."""
+        """Report checkpoints that readers have marked as damaged, and findings that violate a rule."""
         now, run = time.time(), store.url
         found = [_of_finding(run, each, names, now) for each in violations]
         for id_, reason in (await steps.read_damages(store)).items():
@@ -96,9 +98,11 @@ def _of_finding(run: str, each: Finding, names: Mapping[CheckpointId, str], now:
 async def remote_events(
     settings: Settings, folder: Path | None, on_event: OnEvent | None = None
 ) -> AsyncIterator[RemoteEvents | None]:
-    """For one sweep; at its end what is due is delivered, for `event_grace_s` at most, and the rest by the next. They
-    are kept in `folder`. None if that is None (no remote is swept), if nobody wants to hear, or if they cannot be kept:
-    no sweep fails for that. Raises SettingsError.
+    """Provide the events of one sweep, which are kept in `folder`. At the sweep's end, those that are due are
+    delivered, for at most `event_grace_s`; the next sweep delivers the rest.
+
+    Yields None if `folder` is None (no remote is swept), if nobody wants events, or if they cannot be stored: no sweep
+    fails because of that. Raises SettingsError.
     """
     functions = [] if on_event is None else [Callback(on_event, Callback.of_sweeper)]
     wants = wants_of(settings, callback=Callback.of_sweeper if functions else "")
