@@ -359,9 +359,7 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
         elif is_all_kept and id_ in kept:
             if not checkpoint.to_copy and id_ not in (newest, publish, pointer):
                 yield Keep(id_)
-        elif (
-            id_ not in kept and id_ not in (publish, linked, pointer) and is_linked
-        ):  # R2: the symlink moves first
+        elif id_ not in kept and id_ not in (publish, linked, pointer) and is_linked:  # R2: symlink first
             yield Remove(id_, f"beyond {policy.local_retention}")
 
 

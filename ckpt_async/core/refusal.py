@@ -9,14 +9,10 @@ from dataclasses import dataclass
 class Refusal(enum.Enum):
     """Why a watcher refused something. `docs/events.md` explains each reason."""
 
-    CHANGED = (
-        "changed"  # modified in place, so nothing tells when it is complete; or a part of it came too late
-    )
+    CHANGED = "changed"  # modified in place, so nobody knows when it is complete; or a part came too late
     UNREADABLE = "unreadable"
     INCOMPLETE = "incomplete"  # its trainer finished it, but it was never seen complete
-    UNSUPPORTED = (
-        "unsupported"  # a symbolic link, a name that not every store accepts, a second file for a step
-    )
+    UNSUPPORTED = "unsupported"  # symbolic link, name that not every store accepts, second file of a step
     UNKNOWN = "unknown"  # of no known format
     OUTDATED = "outdated"  # it would become the newest, but is older than what an earlier start committed
     NO_SPACE = "no_space"  # for a copy, or for links to files that its trainer has deleted
