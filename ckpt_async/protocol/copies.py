@@ -94,7 +94,7 @@ async def _read_claim(store: PatientStore, key: str) -> tuple[Claim, str] | None
 
 
 async def _claim(store: PatientStore, checkpoint: CheckpointId, shard: StoredShard) -> Claim:
-    """Move the claim on the key forward to this shard, unless it is as new already. Returns what the claim says then."""
+    """Move the claim on the key forward to this shard, unless it is as new already. Returns the claim as it is then."""
     key, nonce = shard.publish_as, uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:

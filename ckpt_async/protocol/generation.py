@@ -236,9 +236,8 @@ class _Agreement:
         if not is_new:
             place = await read(self._store, keys.member_key(number, self._rank))
             if place is not None and place[0] == self._member:
-                await self._beat_first(
-                    number
-                )  # if there is no heartbeat yet, nobody else has joined: we claimed it
+                # Nobody joins without a heartbeat. So if there is none, it was us who claimed this generation.
+                await self._beat_first(number)
                 return number
             if place is not None:
                 return None  # taken by a process of an earlier start

@@ -64,9 +64,7 @@ class Verification:
     num_shards_read: int = 0
     findings: list[Finding] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    not_looked_at: list[str] = field(
-        default_factory=list
-    )  # what could not be read for lack of permission; for people
+    not_looked_at: list[str] = field(default_factory=list)  # for lack of permission; text for people
 
     @property
     def violations(self) -> list[Finding]:
@@ -218,9 +216,7 @@ async def _check_latest(
     decision = decisions.get(latest.checkpoint)
     if decision is None:
         try:
-            decision = await steps.read_decision(
-                store, latest.checkpoint
-            )  # perhaps committed in the meantime
+            decision = await steps.read_decision(store, latest.checkpoint)  # perhaps committed since
         except InvalidRecordError:
             return  # that decision is a finding of its own
     if decision is None or decision.outcome is not Outcome.COMMIT:
