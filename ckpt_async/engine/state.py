@@ -67,9 +67,7 @@ class State:
         self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
         self.fenced_by: int | None = None
         self.absent_ranks: list[int] | None = None
-        self.sent_ahead: dict[
-            tuple[CheckpointId, str], Resume
-        ] = {}  # parts sent before the shard was enqueued
+        self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # begun before they were enqueued
         self.sent_bytes: dict[decide.Upload, int] = {}
         self.is_progress_new = False
         self._noted_link: KnownLink | None = None
