@@ -23,8 +23,9 @@ def shown(value: object) -> str:
 
 
 def is_whole(number: Any) -> bool:
-    """Return whether a value may be taken for a whole number. Those of numpy and tensors may; a bool of any library is
-    a mistake.
+    """Return whether a value may be taken for a whole number.
+
+    Those of numpy and tensors may; a bool of any library is a mistake.
     """
     if isinstance(number, bool) or "bool" in str(getattr(number, "dtype", "")):
         return False

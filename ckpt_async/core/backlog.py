@@ -99,8 +99,10 @@ def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
 
 
 def first_tell_s(receipts: Receipts, rank: int) -> float:
-    """Return how long this rank waits before it logs that it is waiting. The lowest rank that has delivered does so
-    first, on behalf of all; the others follow at the next doubling, because it may have died since.
+    """Return how long this rank waits before it logs that it is waiting.
+
+    The lowest rank that has delivered does so first, on behalf of all; the others follow at the next doubling, because
+    it may have died since.
     """
     return LONG_WAIT_S if rank == min(receipts.ranks, default=rank) else 2 * LONG_WAIT_S
 

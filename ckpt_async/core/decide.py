@@ -425,8 +425,9 @@ def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
 
 
 def has_gap(ranks: Collection[int]) -> bool:
-    """Return whether a rank below the highest of `ranks` is missing. If so, no further page need be listed to know
-    that not all are there.
+    """Return whether a rank below the highest of `ranks` is missing.
+
+    If so, no further page need be listed to know that not all are there.
     """
     return len(ranks) <= max(ranks, default=-1)
 
@@ -541,7 +542,8 @@ def next_listing(
 
 
 def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:
-    """Return when to look again. The pause doubles each time, so that a rank that never comes costs only a few requests
-    an hour.
+    """Return when to look again.
+
+    The pause doubles each time, so that a rank that never comes costs only a few requests an hour.
     """
     return float(now + min(longest_s, first_s * 2.0 ** min(watch.num_looks, 32)))

@@ -48,8 +48,9 @@ def has_healed(failure: Failure, local: Local) -> bool:
 def to_raise(
     failures: Iterable[Failure], local: Local, told: Collection[CheckpointId]
 ) -> UploadFailedError | None:
-    """Return one error for all failures, or None. Leaves out those that have healed and those of checkpoints whose
-    outcome the trainer was already `told`.
+    """Return one error for all failures, or None.
+
+    Leaves out those that have healed and those of checkpoints whose outcome the trainer was already `told`.
     """
     found = [each for each in failures if not has_healed(each, local) and each.checkpoint not in told]
     texts = list(dict.fromkeys(str(each.error) for each in found))

@@ -100,8 +100,9 @@ def run_remote(remote: str, kind: str) -> str:
 
 
 def path_in(url: str) -> str:
-    """Return what follows the bucket or host in a store's URL; for `file://`, the folder. `#` and `?` are part of the
-    path, because a folder's name may have them and no store's URL has a query.
+    """Return what follows the bucket or host in a store's URL; for `file://`, the folder.
+
+    `#` and `?` are part of the path, because a folder's name may have them and no store's URL has a query.
     """
     return url.partition("://")[2].partition("/")[2].strip("/")
 
@@ -162,8 +163,9 @@ def parse_damage_key(key: str) -> CheckpointId | None:
 
 
 def claim_key(key: str) -> str:
-    """Return the key of the claim on an exact key. Hashed, because the exact key may itself be as long as the store
-    allows.
+    """Return the key of the claim on an exact key.
+
+    Hashed, because the exact key may itself be as long as the store allows.
     """
     return f"{CLAIMS}{hashlib.sha256(key.encode()).hexdigest()}.json"
 

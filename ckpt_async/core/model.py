@@ -264,8 +264,9 @@ class Enqueued:
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """The trainer is writing a shard, whose finished parts may be sent ahead. `source` is None once the trainer has
-    stopped writing without enqueueing the shard.
+    """The trainer is writing a shard, whose finished parts may be sent ahead.
+
+    `source` is None once the trainer has stopped writing without enqueueing the shard.
     """
 
     checkpoint: CheckpointId

@@ -31,8 +31,9 @@ _OWN_FOLDERS = ("ckpt", "kinds", ".ckpt_async")
 
 
 def several(given: Iterable[T], what: str) -> tuple[T, ...]:
-    """Return the names given as the argument `what`, as a tuple. Raises InvalidNameError for a single string, which
-    would otherwise be taken letter by letter.
+    """Return the names given as the argument `what`, as a tuple.
+
+    Raises InvalidNameError for a single string, which would otherwise be taken letter by letter.
     """
     if isinstance(given, str | bytes):
         raise InvalidNameError(
@@ -128,8 +129,10 @@ def checkpoint_name(name: str | None, step: int) -> str:
 
 
 def fill(template: str, *, rank: int) -> str:
-    """Replace `{rank}` in a file-name template. Raises InvalidNameError, naming the variable, for any other one, and
-    for a result that would lead out of the folder. An empty template stays empty.
+    """Replace `{rank}` in a file-name template.
+
+    Raises InvalidNameError for any other variable, which it names, and for a result that would lead out of the folder.
+    An empty template stays empty.
     """
     filled = substitute(template, {"rank": rank})
     return check_relative(filled, "template") if filled else filled

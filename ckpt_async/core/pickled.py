@@ -38,8 +38,9 @@ class Class:
 
 
 class Function:
-    """A function that REDUCE may call, with arguments of one type (`object`: of any type). `make(*arguments)` runs
-    nothing that the pickle could choose.
+    """A function that REDUCE may call, with arguments of one type (`object`: of any type).
+
+    `make(*arguments)` runs nothing that the pickle could choose.
     """
 
     __slots__ = ("make", "type")
@@ -124,8 +125,9 @@ class Rules:
 
 
 def interpret(data: bytes, rules: Rules) -> object:
-    """Interpret a pickle of protocols 2 to 5 and return its object. Raises UnsafePickleError for anything beyond plain
-    data and the rules, and any of ILL_FORMED.
+    """Interpret a pickle of protocols 2 to 5 and return its object.
+
+    Raises UnsafePickleError for anything beyond plain data and the rules, and any of ILL_FORMED.
     """
     combined, fill = _combining(rules), _filling(rules)
     values, tuple_of = rules.values, rules.tuple_of

@@ -21,8 +21,9 @@ class Refusal(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Something refused, at `path` in the watched folder. `version` distinguishes successive things at one path;
-    `step` is None for something that may not be a checkpoint.
+    """Something refused, at `path` in the watched folder.
+
+    `version` distinguishes successive things at one path; `step` is None for something that may not be a checkpoint.
     """
 
     path: str

@@ -35,8 +35,9 @@ class RetentionPolicy(Protocol):
     """Chooses which checkpoints to keep. Policies are values, and are combined with `AnyOf`."""
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
-        """Return the checkpoints to keep, with reasons. `candidates` are in checkpoint order, oldest first, and none of
-        them is ephemeral.
+        """Return the checkpoints to keep, with reasons.
+
+        `candidates` are in checkpoint order, oldest first, and none of them is ephemeral.
         """
         ...
 

@@ -330,8 +330,10 @@ def _parse_toml(text: str) -> dict[str, Any]:
 
 
 def _refuse_misspelt(variable: str, fields: Mapping[str, Any]) -> None:
-    """Raise SettingsError for a variable that is nearly the name of a setting. Other unknown ones are accepted: for
-    example, Kubernetes derives variables from service names, and these may have our prefix.
+    """Raise SettingsError for a variable that is nearly the name of a setting.
+
+    Other unknown ones are accepted: for example, Kubernetes derives variables from service names, and these may have
+    our prefix.
     """
     import difflib
 
