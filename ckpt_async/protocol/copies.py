@@ -1,5 +1,6 @@
-"""Copies of committed shards under exact keys that the user chose. They never decide anything: the shards are the
-checkpoint, and a missing copy is made again.
+"""Copies of committed shards under exact keys that the user chose.
+
+They never decide anything: the shards are the checkpoint, and a missing copy is made again.
 
 Two checkpoints may be published under one key; the newest wins. A *claim* on the key says which one that is, and only
 moves forward, as latest does. After copying, a copier reads the claim again, and copies what it says until it stays the

@@ -52,8 +52,10 @@ async def agree(
     now: float,
     member: str | None = None,
 ) -> int:
-    """Join or claim this start's generation and return it. Takes a handful of small requests. If there are several
-    ranks, the one that has claimed the generation must `beat` from now on.
+    """Join or claim this start's generation and return it.
+
+    Takes a handful of small requests. If there are several ranks, the one that has claimed the generation must `beat`
+    from now on.
 
     `explicit` is a generation that was given to all ranks (for example, broadcast at start); it must be new for this
     rank. Raises FencedError if a newer one exists, SettingsError if it was used before. `member` identifies the
@@ -125,8 +127,9 @@ async def absent_ranks(store: PatientStore, number: int, world_size: int) -> lis
 
 
 async def _read_generation(store: PatientStore, number: int) -> Generation | None:
-    """Return a generation's record; None if it is unreadable. Such a generation is skipped, because otherwise no start
-    would ever get past it.
+    """Return a generation's record; None if it is unreadable.
+
+    Such a generation is skipped, because otherwise no start would ever get past it.
 
     Raises InvalidRecordError for a record of a newer version, and if two reads differ: then the network is at fault,
     and other ranks may well be able to read it.

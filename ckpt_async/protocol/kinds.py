@@ -10,8 +10,9 @@ from ckpt_async.transfer.patient import PatientStore
 
 
 async def kinds_below(store: PatientStore) -> list[str]:
-    """Return the kinds for which an Uploader was ever opened, in order. Costs one LIST, plus one for each kind that has
-    many objects.
+    """Return the kinds for which an Uploader was ever opened, in order.
+
+    Costs one LIST, plus one for each kind that has many objects.
     """
     found: set[str] = set()
     after = ""

@@ -34,8 +34,10 @@ Known = dict[str, tuple[str, Decision]]  # decisions by key, with their ETag
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One checkpoint. `state` is in_flight, committed, aborted, pruning or pruned. `ranks` are those with a receipt, if
-    it is in flight; `at` is when it was decided, or else when something of it last arrived.
+    """One checkpoint.
+
+    `state` is in_flight, committed, aborted, pruning or pruned. `ranks` are those with a receipt, if it is in flight;
+    `at` is when it was decided, or else when something of it last arrived.
     """
 
     id: CheckpointId

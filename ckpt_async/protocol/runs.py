@@ -23,8 +23,10 @@ def run_of(key: str) -> str | None:
 
 
 async def runs_below(store: PatientStore) -> list[str]:
-    """Return the runs' prefixes relative to the store's, sorted. Costs one LIST for each run, plus those for what lies
-    between runs. Nothing below a run is listed, except what sorts before its records.
+    """Return the runs' prefixes relative to the store's, sorted.
+
+    Costs one LIST for each run, plus those for what lies between runs. Nothing below a run is listed, except what sorts
+    before its records.
     """
     found: list[str] = []
     after = ""

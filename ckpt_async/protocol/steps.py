@@ -149,9 +149,10 @@ async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, 
 async def read_settled(
     store: PatientStore, checkpoint: CheckpointId, *, only_reads: bool = False
 ) -> Decision | None:
-    """Return the decision that holds for the checkpoint, or None if nothing was decided. A checkpoint below the
-    boundary was settled long ago: a commit there was created by a straggler and is void, and no decision at all means
-    that the decision was collected (R4).
+    """Return the decision that holds for the checkpoint, or None if nothing was decided.
+
+    A checkpoint below the boundary was settled long ago: a commit there was created by a straggler and is void, and no
+    decision at all means that the decision was collected (R4).
 
     Raises InvalidRecordError if the boundary is needed but unreadable. A caller that `only_reads` gets a commit as it
     is in that case: if it is void and a part of it is gone, the receipts and shards show that.
@@ -180,8 +181,9 @@ async def _unless_void(store: PatientStore, decision: Decision) -> Decision:
 
 
 async def _boundary_for(store: PatientStore, checkpoint: CheckpointId) -> Boundary | None:
-    """Return the boundary as far as it concerns the checkpoint. It is never moved past a checkpoint of the newest
-    generation, so an unreadable boundary blocks only stragglers.
+    """Return the boundary as far as it concerns the checkpoint.
+
+    It is never moved past a checkpoint of the newest generation, so an unreadable boundary blocks only stragglers.
     """
     try:
         return await read_boundary(store)
@@ -246,8 +248,9 @@ async def begin_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
 
 
 async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
-    """Delete a checkpoint that is `pruning`: shards, copies, receipts; then decide `pruned`. Returns False if there are
-    readers left or it is not `pruning`.
+    """Delete a checkpoint that is `pruning`: shards, copies, receipts; then decide `pruned`.
+
+    Returns False if there are readers left or it is not `pruning`.
 
     Leases are listed after the decision was read: a reader whose lease is not visible yet will read `pruning`.
     """
@@ -379,9 +382,10 @@ async def unmark(store: PatientStore, checkpoint: CheckpointId) -> None:
 
 
 async def take_lease(store: PatientStore, lease: Lease) -> Decision | None:
-    """Write or renew a lease, then read the decision *again* (rule R3). Only if it is still `commit` may the reader go
-    on, until two thirds of `ttl_s` have passed since this call began; otherwise the lease is dropped and the result is
-    None.
+    """Write or renew a lease, then read the decision *again* (rule R3).
+
+    Only if it is still `commit` may the reader go on, until two thirds of `ttl_s` have passed since this call began;
+    otherwise the lease is dropped and the result is None.
     """
     await store.put(keys.lease_key(lease.checkpoint, lease.reader), records.encode_lease(lease))
     decision = await read_settled(store, lease.checkpoint, only_reads=True)

@@ -29,8 +29,9 @@ COLLECT_AT_LEAST = 100
 
 @dataclass(frozen=True, slots=True)
 class Ages:
-    """How long to wait before assuming that work on a checkpoint will not continue. Measured by the store's clock, from
-    when its newest object was written.
+    """How long to wait before assuming that work on a checkpoint will not continue.
+
+    Measured by the store's clock, from when its newest object was written.
     """
 
     superseded_s: float = 24 * 3600.0  # for a checkpoint of a generation that is no longer the newest
@@ -237,8 +238,9 @@ def is_void(checkpoint: CheckpointId, boundary: Boundary | None) -> bool:
 
 
 def _is_unknown(checkpoint: CheckpointId, view: View) -> bool:
-    """Return whether an unreadable record may say what became of the checkpoint, in which case it is left alone. An
-    unreadable boundary concerns only superseded generations, because it is never moved past others.
+    """Return whether an unreadable record may say what became of the checkpoint, in which case it is left alone.
+
+    An unreadable boundary concerns only superseded generations, because it is never moved past others.
     """
     is_below = not view.is_boundary_readable and checkpoint.generation < view.newest_generation
     return is_below or (checkpoint in view.unreadable and not is_void(checkpoint, view.boundary))

@@ -45,8 +45,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A reader's mark on a committed checkpoint, which makes other readers skip it. `is_sound`: this verification read
-    every byte, and all are as committed.
+    """A reader's mark on a committed checkpoint, which makes other readers skip it.
+
+    `is_sound`: this verification read every byte, and all are as committed.
     """
 
     checkpoint: CheckpointId
