@@ -95,8 +95,9 @@ class Engine:
     # --- from other threads --------------------------------------------------------------------------------
 
     def wake(self) -> int:
-        """Make the engine look at the journal now, because something was appended. Any thread. Once `last_seen_wake`
-        has reached the number that this returns, `num_due` includes what was appended.
+        """Make the engine look at the journal now, because something was appended. Any thread.
+
+        Once `last_seen_wake` has reached the number that this returns, `num_due` includes what was appended.
         """
         self._last_wake = number = next(self._wakes)
         self._soon(lambda: None)
@@ -217,8 +218,10 @@ class Engine:
         return max(0.0, wake_at - now)
 
     def _is_by_the_way(self, action: decide.Action) -> bool:
-        """Return whether an action does not count as own work that is due. Looks at other ranks do not, once the
-        receipts have been listed for the first time: until then, shards or the commit wait for the look.
+        """Return whether an action does not count as own work that is due.
+
+        Looks at other ranks do not, once the receipts have been listed for the first time: until then, shards or the
+        commit wait for the look.
         """
         if isinstance(action, decide.Look):
             watch = self.state.remote.watches.get(action.checkpoint)
@@ -297,8 +300,10 @@ class Engine:
     # --- actions -------------------------------------------------------------------------------------------
 
     async def _perform(self, action: decide.Action) -> None:
-        """Carry out one action. If the store or the disk fails, that is noted and the action is tried again later;
-        any other exception is a bug and crashes the engine.
+        """Carry out one action.
+
+        If the store or the disk fails, that is noted and the action is tried again later; any other exception is a bug
+        and crashes the engine.
         """
         try:
             await self._carry_out(action)

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 async def recover(state: State, before: Opened | None) -> None:
-    """Recover the state. Called once, after the lock was taken and before anything is enqueued; `before` is the newest
-    start in the journal.
+    """Recover the state.
+
+    Called once, after the lock was taken and before anything is enqueued; `before` is the newest start in the journal.
     """
     await asyncio.to_thread(rebuild, state)
     await asyncio.to_thread(_take_up_kept, state)

@@ -29,8 +29,9 @@ MAX_OUTCOMES = 1000
 
 
 class State:
-    """One rank's folder, journal and store, and what is known about its checkpoints. Belongs to one event loop; `local`
-    and `remote` are immutable snapshots that any thread may read.
+    """One rank's folder, journal and store, and what is known about its checkpoints.
+
+    Belongs to one event loop; `local` and `remote` are immutable snapshots that any thread may read.
     """
 
     def __init__(
@@ -116,8 +117,9 @@ class State:
             self.journal.append(events)
 
     def fail(self, id_: CheckpointId, failed: list[Failed]) -> None:
-        """Record, count and log shards that finally failed, and report them to the trainer that saved them. A restarted
-        trainer does not get the failures of its predecessor's shards, because they should not end it.
+        """Record, count and log shards that finally failed, and report them to the trainer that saved them.
+
+        A restarted trainer does not get the failures of its predecessor's shards, because they should not end it.
         """
         checkpoint = self.local.checkpoints.get(id_)
         if checkpoint is None or checkpoint.decision is not None:

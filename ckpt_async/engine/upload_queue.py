@@ -39,8 +39,10 @@ class UploadQueue:
             self.clear()  # otherwise older ones could still start before the next round
 
     def refill(self, ready: Iterable[decide.Upload], due: Collection[decide.Action]) -> None:
-        """Replace the queue by the uploads that may start. Uploads that are under way but no longer `due` are stopped:
-        their checkpoint was given up, and their bytes would only have to be deleted again.
+        """Replace the queue by the uploads that may start.
+
+        Uploads that are under way but no longer `due` are stopped: their checkpoint was given up, and their bytes would
+        only have to be deleted again.
         """
         self._alone = {each for each in self._alone if each in due}
         for action, task in self._running():
