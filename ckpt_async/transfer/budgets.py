@@ -120,8 +120,10 @@ SEND_BUFFERS_FILL_S = 0.15
 
 
 class Lane:
-    """Admission by number of requests. The number adapts to what `movers` report (see `concurrency`). Owners take
-    turns, so that a rank with 10,000 shards does not keep others that share its event loop waiting.
+    """Admission by number of requests.
+
+    The number adapts to what `movers` report (see `concurrency`). Owners take turns, so that a rank with 10,000 shards
+    does not keep others that share its event loop waiting.
     """
 
     def __init__(self, start: int, most: int, few: int = 0, node: Node | None = None) -> None:
@@ -179,8 +181,9 @@ class Lane:
             self._watched.pop(progress, None)
 
     def took_each(self, durations_s: Sequence[float], size_bytes: int) -> None:
-        """Take note of how long the small requests of a series took, with `size_bytes` in all. The shortest one shows
-        how far away the store is, since others also waited for our own cores.
+        """Take note of how long the small requests of a series took, with `size_bytes` in all.
+
+        The shortest one shows how far away the store is, since others also waited for our own cores.
         """
         if durations_s:
             self._small_s = min(durations_s)
@@ -227,8 +230,9 @@ class Lane:
                 ask()
 
     def _has_more(self) -> bool:
-        """Return whether more requests would be made if they were admitted. At the highest possible limit, none are
-        left waiting, so that counts as well.
+        """Return whether more requests would be made if they were admitted.
+
+        At the highest possible limit, none are left waiting, so that counts as well.
         """
         return bool(self._waiting or self.have_more) or self.concurrency.limit == self.concurrency.most
 

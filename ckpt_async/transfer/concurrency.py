@@ -83,8 +83,10 @@ class Concurrency:
 
     @property
     def is_known(self) -> bool:
-        """Whether the next checkpoint would begin with this limit. An occasional trial step does not count, nor does a
-        limit of an earlier process that is not confirmed yet. A search that ran out of requests continues at its limit.
+        """Whether the next checkpoint would begin with this limit.
+
+        An occasional trial step does not count, nor does a limit of an earlier process that is not confirmed yet. A
+        search that ran out of requests continues at its limit.
         """
         is_kept = self.is_searching or self.before is None
         return is_kept and self.unconfirmed is None and self.connection_bytes_per_s > 0
@@ -198,8 +200,9 @@ def _confirmed(
     now_s: float,
     settle_s: float,
 ) -> Concurrency:
-    """Return the state after the first measurement has checked what an earlier process found. If a connection is slower
-    now, the link, or its load by others, has changed, and the search begins anew.
+    """Return the state after the first measurement has checked what an earlier process found.
+
+    If a connection is slower now, the link, or its load by others, has changed, and the search begins anew.
     """
     if each_bytes_per_s < SAME * expected_bytes_per_s:
         return replace(
@@ -232,8 +235,9 @@ class Request:
 
 
 def usual_rate(requests: Sequence[Request], ended_bytes_per_s: Iterable[float]) -> float:
-    """Return the median rate of a connection, for when there are too few requests to search the link. Includes requests
-    that have ended and those that have been under way long enough; 0 if these are too few as well.
+    """Return the median rate of a connection, for when there are too few requests to search the link.
+
+    Includes requests that have ended and those that have been under way long enough; 0 if these are too few as well.
     """
     late = [each.late_bytes_per_s for each in requests if each.took_s >= SLOW_AFTER_S / 2]
     rates = [*ended_bytes_per_s, *late]
@@ -263,8 +267,9 @@ def _is_straggler(request: Request, usual_s: float) -> bool:
 
 
 def _fair(limit: int, others: Sequence[int]) -> int:
-    """Return a limit one step closer to what most processes have; 0 if it is close already. Not closer to the mean: one
-    process that tries more would raise that, and then all others.
+    """Return a limit one step closer to what most processes have; 0 if it is close already.
+
+    Not closer to the mean: one process that tries more would raise that, and then all others.
     """
     usual = statistics.median([limit, *others])
     if limit > FAIR * usual:
@@ -300,9 +305,10 @@ def _step_up(state: Concurrency, in_all: int, rate: float, now_s: float, settle_
 def far_away(
     state: Concurrency, *, small_s: float, small_bytes: float, others: Sequence[int] = ()
 ) -> Concurrency:
-    """Return the state, given that a small request of `small_bytes` waits `small_s` for its answer. Small requests do
-    not fill the link, so no search is needed: the limit becomes as many as can be made while one waits, unless other
-    processes are on the link.
+    """Return the state, given that a small request of `small_bytes` waits `small_s` for its answer.
+
+    Small requests do not fill the link, so no search is needed: the limit becomes as many as can be made while one
+    waits, unless other processes are on the link.
     """
     limit = min(state.most, math.ceil(small_s / SMALL_S), int(SMALL_INFLIGHT_BYTES / max(small_bytes, 1.0)))
     is_new = state.is_searching and state.before is None and state.unconfirmed is None
@@ -312,8 +318,9 @@ def far_away(
 
 
 def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrency:
-    """Return the state after a request that began at `began_s` was told to slow down. Requests that were under way when
-    the limit was last halved do not halve it again.
+    """Return the state after a request that began at `began_s` was told to slow down.
+
+    Requests that were under way when the limit was last halved do not halve it again.
     """
     if began_s < state.reduced_at_s:
         return state

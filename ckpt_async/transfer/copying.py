@@ -20,8 +20,9 @@ _ABORT_S = 10.0
 
 
 async def copy(store: PatientStore, source: str, key: str, size_bytes: int, checksum: Checksum) -> None:
-    """Make `key` a copy of `source`, which has this size and checksum, replacing whatever is there. On return, the
-    store has confirmed that the copy has them too. Retries are made part by part.
+    """Make `key` a copy of `source`, which has this size and checksum, replacing whatever is there.
+
+    On return, the store has confirmed that the copy has them too. Retries are made part by part.
 
     Raises ObjectNotFoundError if the source is missing, IntegrityError if its content differs, StoreError when the
     requests give up.

@@ -41,8 +41,10 @@ class Node:
         self._is_alone = False
 
     def tell(self, moved_bytes: int, num_requests: int, now_s: float) -> tuple[int, list[int]]:
-        """Report what this process has moved and has under way at this time. Returns what all processes have moved, and
-        the number of requests of each other process that is moving bytes now.
+        """Report what this process has moved and has under way at this time.
+
+        Returns what all processes have moved, and the number of requests of each other process that is moving bytes
+        now.
         """
         slots: list[tuple[float, int, int]] = []
         if not self._is_alone:

@@ -74,6 +74,7 @@ def connect(
     budgets: Budgets | None = None,
 ) -> PatientStore:
     """Return the store of a run, not open yet, with enough connections for all requests that may be under way at once.
+
     Its requests share `budgets`; if none are given, the store has its own. Raises SettingsError.
     """
     options = options or StoreOptions()
@@ -156,8 +157,9 @@ class PatientStore:
         return self._store.capabilities
 
     async def open(self, timeout_s: float = 0.0, *, is_read_only: bool = False) -> None:
-        """Open the store, waiting up to `timeout_s` for an outage to end. Errors that waiting cannot heal are raised
-        immediately. See `Store.open`.
+        """Open the store, waiting up to `timeout_s` for an outage to end.
+
+        Errors that waiting cannot heal are raised immediately. See `Store.open`.
         """
         if self._store.moved not in self._budgets.bulk.movers:  # it may be opened again after a failure
             self._budgets.bulk.movers.append(self._store.moved)
@@ -272,8 +274,9 @@ class PatientStore:
         return self._budgets.bulk.concurrency
 
     def has_more(self, ask: Callable[[], None] | None) -> None:
-        """Tell whether the owner would make more requests if it might, because only then does `concurrency` limit the
-        rate. `ask` is called when `concurrency` has grown; None: no more requests.
+        """Note whether the owner would make more requests if allowed: only then does `concurrency` limit the rate.
+
+        `ask` is called when `concurrency` has grown; None means that the owner has no more requests.
         """
         if ask is not None:
             self._budgets.bulk.have_more[self._owner] = ask
@@ -282,8 +285,10 @@ class PatientStore:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[PatientStore]:
-        """Take a place among the requests that carry shard bytes. The store that this yields makes requests in that
-        place, one after the other; the caller can decide what to ask for once it has its turn.
+        """Take a place among the requests that carry shard bytes.
+
+        The store that this yields makes requests in that place, one after the other; the caller can decide what to ask
+        for once it has its turn.
         """
         async with self._budgets.bulk.hold(self._owner, is_for_many=True):
             admitted = copy.copy(self)
@@ -291,8 +296,10 @@ class PatientStore:
             yield admitted
 
     async def get_range(self, key: str, offset: int, size_bytes: int, receive: Receiver) -> ObjectInfo:
-        """Read a range. Each attempt enters a new `receive()` and hands slices to it as `Store.get_range` does. The
-        receiver's context manager sees why an attempt failed, and may raise another exception.
+        """Read a range.
+
+        Each attempt enters a new `receive()` and hands slices to it as `Store.get_range` does. The receiver's context
+        manager sees why an attempt failed, and may raise another exception.
         """
 
         async def attempt(once: Store, progress: Progress) -> ObjectInfo:
@@ -341,8 +348,9 @@ class PatientStore:
         size_bytes: int,
         attempt: Callable[[Store, Progress, Series], Awaitable[None]],
     ) -> None:
-        """Make small requests one after the other, `size_bytes` in all, which count as one request of the budgets. The
-        series is not retried: the caller makes separate requests for whatever was not answered.
+        """Make small requests one after the other, `size_bytes` in all, which count as one request of the budgets.
+
+        The series is not retried: the caller makes separate requests for whatever was not answered.
 
         Raises the StoreError that ended the series.
         """
@@ -421,8 +429,9 @@ class PatientStore:
         return await retrying(self._observed, operation, once)
 
     def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
-        """Return whether, at its next attempt, a request will have moved no byte for too long. If the store answers
-        other requests, it is busy and will get to this one, unless it refuses just this one.
+        """Return whether, at its next attempt, a request will have moved no byte for too long.
+
+        If the store answers other requests, it is busy and will get to this one, unless it refuses just this one.
         """
         if silence.since is None:
             return False
@@ -475,8 +484,9 @@ class PatientStore:
 
 
 class _Health:
-    """Whether the store answers. Logs when it has not for a while, and wakes the requests that wait to be retried when
-    it answers again.
+    """Whether the store answers.
+
+    Logs when it has not for a while, and wakes the requests that wait to be retried when it answers again.
     """
 
     def __init__(self, url: str) -> None:
@@ -487,8 +497,9 @@ class _Health:
         self._answers_again = asyncio.Event()
 
     async def pause(self, duration_s: float) -> None:
-        """Wait before another attempt, but only until the store answers again. Otherwise, after an outage, all requests
-        would sit out the back-off that they had reached.
+        """Wait before another attempt, but only until the store answers again.
+
+        Otherwise, after an outage, all requests would sit out the back-off that they had reached.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(duration_s):

@@ -20,8 +20,9 @@ LOOK_S = 5.0
 
 
 class Progress:
-    """The watchdog of one attempt, as a context manager around it. It is told of every byte that moves, and puts off
-    the attempt's stall deadline accordingly.
+    """The watchdog of one attempt, as a context manager around it.
+
+    It is told of every byte that moves, and puts off the attempt's stall deadline accordingly.
 
     A worker thread reports without waking the event loop, because every wake-up takes the GIL from training. The loop
     is woken only if the attempt must end earlier than the timer is set for.
@@ -105,8 +106,10 @@ class Progress:
             self._loop.call_soon_threadsafe(self._set_timer)
 
     def moved(self, *, is_last: bool = False) -> None:
-        """Report that bytes have moved. After the last one, the store has as long to answer as was allowed for the
-        whole attempt, because what the kernel has taken may still be on its way.
+        """Report that bytes have moved.
+
+        After the last one, the store has as long to answer as was allowed for the whole attempt, because what the
+        kernel has taken may still be on its way.
         """
         self._moved(self._loop.time(), is_last)
         if self._ends_at < self._rings_at:
@@ -153,8 +156,9 @@ class Progress:
             self._end()
 
     def _look_at_queue(self, now: float) -> None:
-        """Check the kernel's queue after all bytes have been handed over. As long as it shrinks, bytes still move; once
-        all have arrived, the store's time to answer begins.
+        """Check the kernel's queue after all bytes have been handed over.
+
+        As long as it shrinks, bytes still move; once all have arrived, the store's time to answer begins.
         """
         before, self._queued_bytes = self._queued_bytes, self.queued_bytes()
         if self._queued_bytes and self._queued_bytes != before:

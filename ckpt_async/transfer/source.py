@@ -50,8 +50,9 @@ _free_buffers: list[memoryview] = []
 
 @contextlib.contextmanager
 def _slice_buffer() -> Iterator[memoryview]:
-    """Lend a buffer of SLICE_BYTES. Fresh memory costs a page fault for every 4 KiB, so as many buffers are kept as one
-    shard uses.
+    """Lend a buffer of SLICE_BYTES.
+
+    Fresh memory costs a page fault for every 4 KiB, so as many buffers are kept as one shard uses.
     """
     try:
         buffer = _free_buffers.pop()
@@ -88,8 +89,9 @@ class Source:
     async def checksum(
         self, offset: int, size_bytes: int, algorithm: str, moved: Callable[[], None] = lambda: None
     ) -> Checksum:
-        """Return the checksum of a range, read in a worker thread. `moved` is called along the way, because a shard
-        that is not sent in parts takes longer than a stall may last.
+        """Return the checksum of a range, read in a worker thread.
+
+        `moved` is called along the way, because a shard that is not sent in parts takes longer than a stall may last.
         """
         digest, end = Digest(algorithm), offset + size_bytes
         self._on_read.append(moved)
@@ -113,8 +115,10 @@ class Source:
         moved: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Pass a range to `sink`, in the calling thread. `moved` is called as long as some thread makes progress with
-        this shard. `check` is called now and then, and may end the reading by raising.
+        """Pass a range to `sink`, in the calling thread.
+
+        `moved` is called as long as some thread makes progress with this shard. `check` is called now and then, and may
+        end the reading by raising.
         """
         num_slices_read = self._num_slices_read
         check()
@@ -197,13 +201,15 @@ class FileBody:
         return self._size_bytes
 
     def read(self, sink: Sink, check: Callable[[], None]) -> None:
-        """Read the body; see the protocol. Only few bodies of one shard are read at once."""
+        """Read the body, see `Body.read`. Only CHECKSUMS_AT_ONCE bodies of one shard are read at a time."""
         self._source.read_out(sink, self._offset, self._size_bytes, self._progress.moved_in_thread, check)
 
     def send(self, writer: BodyWriter) -> None:
-        """Send the body. If possible, the kernel sends the file's own pages: measured, that halves the CPU of an
-        upload. They were read for the checksum a moment ago, so this rarely waits for the disk; if the file was written
-        to since then, the store finds that the checksum is wrong. Otherwise the bytes go through one small buffer.
+        """Send the body.
+
+        If possible, the kernel sends the file's own pages: measured, that halves the CPU of an upload. They were read
+        for the checksum a moment ago, so this rarely waits for the disk; if the file was written to since then, the
+        store finds that the checksum is wrong. Otherwise the bytes go through one small buffer.
         """
         self._progress.queued_bytes = writer.queued_bytes
         try:

@@ -67,8 +67,9 @@ def part_size(
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A multipart upload that an earlier attempt or process has begun. `parts` are known to be in the store; if there
-    are none, the store is asked.
+    """A multipart upload that an earlier attempt or process has begun.
+
+    `parts` are known to be in the store; if there are none, the store is asked.
     """
 
     upload_id: str
@@ -215,8 +216,10 @@ async def send_part(
 
 
 async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum: Checksum) -> bool:
-    """Return whether the store already has this very part. SeaweedFS lists parts without their checksums; then the ETag
-    must do, which is the part's MD5 unless the store encrypts (S3 API reference, "Object": ETag).
+    """Return whether the store already has this very part.
+
+    SeaweedFS lists parts without their checksums; then the ETag must do, which is the part's MD5 unless the store
+    encrypts (S3 API reference, "Object": ETag).
     """
     if have.size_bytes != part.size_bytes or have.checksum is not None:
         return (have.size_bytes, have.checksum) == (part.size_bytes, checksum)
@@ -224,8 +227,10 @@ async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum
 
 
 async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
-    """Await a request. If the store refuses its checksum, raise SourceError if the bytes changed between our two reads;
-    otherwise the network is at fault.
+    """Await a request.
+
+    If the store refuses its checksum, raise SourceError if the bytes changed between our two reads; otherwise the
+    network is at fault.
     """
     try:
         return await request
