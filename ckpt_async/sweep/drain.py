@@ -60,8 +60,9 @@ OPEN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of one checkpoint of one rank. `reason` says why it was given up or is left over; `missing_ranks`
-    have not delivered yet.
+    """What became of one checkpoint of one rank.
+
+    `reason` says why it was given up or is left over; `missing_ranks` have not delivered yet.
     """
 
     checkpoint: CheckpointId
@@ -72,8 +73,9 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What was done for one kind of one rank's checkpoints. `in_use_by` names the live owner that holds the rank or has
-    taken it back.
+    """What was done for one kind of one rank's checkpoints.
+
+    `in_use_by` names the live owner that holds the rank or has taken it back.
 
     `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
     """

@@ -70,8 +70,10 @@ class RemoteReport:
 
 @dataclass(slots=True)
 class RemoteSweep:
-    """One sweep of one remote. `known` holds decisions that were read before, with their ETags, by key. `unreadable`
-    says what is wrong with records that could not be read.
+    """One sweep of one remote.
+
+    `known` holds decisions that were read before, with their ETags, by key. `unreadable` says what is wrong with
+    records that could not be read.
     """
 
     store: PatientStore
@@ -83,9 +85,10 @@ class RemoteSweep:
     on_done: Callable[[Done], Awaitable[None]] | None = None  # called after each action that succeeded
 
     async def run(self, *, is_dry_run: bool) -> RemoteReport:
-        """Sweep once, in as many passes as it takes, at most MAX_PASSES. An action that fails is reported and does not
-        stop the others. Nor does an unreadable record: it is reported as a violation, and what it describes is left
-        alone.
+        """Sweep once, in as many passes as it takes, at most MAX_PASSES.
+
+        An action that fails is reported and does not stop the others. Nor does an unreadable record: it is reported as
+        a violation, and what it describes is left alone.
         """
         report = RemoteReport(self.store.url)
         for _ in range(1 if is_dry_run else MAX_PASSES):
@@ -237,8 +240,9 @@ class RemoteSweep:
     # --- act -----------------------------------------------------------------------------------------------
 
     async def perform(self, action: sweep_plan.Planned) -> Outcome | None:
-        """Carry out one action, and return the outcome that it gave to a checkpoint, if any. Safe whatever another
-        sweeper, trainer or reader has done in the meantime.
+        """Carry out one action, and return the outcome that it gave to a checkpoint, if any.
+
+        Safe whatever another sweeper, trainer or reader has done in the meantime.
         """
         store = self.store
         match action:
@@ -294,8 +298,10 @@ class RemoteSweep:
 
 
 async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float) -> bool | None:
-    """Open the store of a run. Returns False if there is no run, None if there is not even a bucket or folder for one.
-    In both cases nothing is created there, not even a folder or a probe.
+    """Open the store of a run.
+
+    Returns False if there is no run, None if there is not even a bucket or folder for one. In both cases nothing is
+    created there, not even a folder or a probe.
     """
     looking = store.answering_within(max(1.0, timeout_s))
     try:

@@ -23,8 +23,9 @@ _TOLD = {
 
 
 class Showing:
-    """The content of a sweeper's page. The sweeper reports what it did, and the page asks for the state, from different
-    threads.
+    """The content of a sweeper's page.
+
+    The sweeper reports what it did, and the page asks for the state, from different threads.
     """
 
     def __init__(self, folders: Callable[[], Iterable[str]]) -> None:

@@ -150,8 +150,10 @@ class Sweeper:
         self.showing = Showing(self._found_folders)
 
     async def sweep(self, *, is_dry_run: bool = False) -> SweepReport:
-        """Sweep once. A folder or remote that fails is reported and does not stop the others. A dry run adopts nothing,
-        writes nothing and counts nothing.
+        """Sweep once.
+
+        A folder or remote that fails is reported and does not stop the others. A dry run adopts nothing, writes nothing
+        and counts nothing.
 
         A given remote that holds no run counts as a failure, and nothing is created there.
         """
@@ -271,8 +273,9 @@ class Sweeper:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A remote to be swept, with its retention policy. One that was given (`is_given`) must hold a run, or kinds of
-    one.
+    """A remote to be swept, with its retention policy.
+
+    One that was given (`is_given`) must hold a run, or kinds of one.
     """
 
     address: RemoteAddress

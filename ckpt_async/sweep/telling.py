@@ -98,8 +98,9 @@ def _of_finding(run: str, each: Finding, names: Mapping[CheckpointId, str], now:
 async def remote_events(
     settings: Settings, folder: Path | None, on_event: OnEvent | None = None
 ) -> AsyncIterator[RemoteEvents | None]:
-    """Provide the events of one sweep, which are kept in `folder`. At the sweep's end, those that are due are
-    delivered, for at most `event_grace_s`; the next sweep delivers the rest.
+    """Provide the events of one sweep, which are kept in `folder`.
+
+    At the sweep's end, those that are due are delivered, for at most `event_grace_s`; the next sweep delivers the rest.
 
     Yields None if `folder` is None (no remote is swept), if nobody wants events, or if they cannot be stored: no sweep
     fails because of that. Raises SettingsError.
