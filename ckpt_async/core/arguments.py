@@ -12,8 +12,9 @@ MAX_SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """Return the `repr` of a value for a message, shortened if it is long; works for numbers that Python refuses to
-    format because they have too many digits.
+    """Return the `repr` of a value for a message, shortened if it is long.
+
+    Also works for numbers that Python refuses to format because they have too many digits.
     """
     try:
         text = repr(value)
@@ -44,8 +45,9 @@ def whole(number: Any, name: str, low: int, high: int, error: type[CkptAsyncErro
 
 
 def seconds(value: Any, name: str) -> float:
-    """Return a number of seconds, which may be another library's number; infinity means for ever. Raises SettingsError
-    for anything else.
+    """Return a number of seconds as a float; infinity means for ever.
+
+    It may be a number of another library. Raises SettingsError for anything else.
     """
     if not isinstance(value, str | bytes | bool):
         try:

@@ -92,8 +92,9 @@ def waits_for_others(local: Local) -> bool:
 
 
 def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
-    """Return whether this rank has delivered its part of an undecided checkpoint: other ranks have not, or none of them
-    commits.
+    """Return whether this rank has delivered its part of an undecided checkpoint.
+
+    Either other ranks have not delivered theirs, or none of them commits.
     """
     return checkpoint.has_receipt and checkpoint.decision is None
 

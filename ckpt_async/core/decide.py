@@ -276,8 +276,9 @@ def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote
 def _towards_decision(
     checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy, now: float
 ) -> Iterable[Action]:
-    """Yield what is due up to the decision, in write order (R1): shards → receipt → decision. Never waits for another
-    checkpoint.
+    """Yield what is due up to the decision, in write order (R1): shards → receipt → decision.
+
+    Never waits for another checkpoint.
     """
     watch = remote.watches.get(checkpoint.id, Watch())
     hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
@@ -318,8 +319,9 @@ def _towards_decision(
 
 
 def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
-    """Yield what is due after a decision, never before it (R1, R7): latest → copies → pointer; local symlink → release
-    → local retention.
+    """Yield what is due after a decision, and never before it (R1, R7).
+
+    The order is latest → copies → pointer, and local symlink → release → local retention.
     """
     decided = {id_: each for id_, each in sorted(local.checkpoints.items()) if each.decision is not None}
     committed = [candidate(each) for each in decided.values() if each.was_committed and not each.is_removed]
@@ -374,8 +376,9 @@ def _to_point_at(
 
 
 def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:
-    """Return why the checkpoint was given up for newer ones, by this rank or by another with the same policy; empty if
-    it was not.
+    """Return why the checkpoint was given up for newer ones; empty if it was not.
+
+    It was given up by this rank, or by another one with the same policy.
     """
     if checkpoint.decision is None or checkpoint.was_committed:
         return ""
@@ -524,8 +527,9 @@ def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]
 
 
 def candidate(checkpoint: LocalCheckpoint) -> Candidate:
-    """Return the checkpoint as local policies see it: with the time of the save and the metrics that this rank gave at
-    `seal`.
+    """Return the checkpoint as local policies see it.
+
+    Its time is that of the save, and its metrics are those that this rank gave at `seal`.
     """
     metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
     return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)

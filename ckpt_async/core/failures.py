@@ -64,9 +64,7 @@ def to_raise(
 
 
 def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
-    """Return what to raise if this rank's sealed shards are not in the store although it had `within_s` for that; None
-    if they are.
-    """
+    """Return what to raise if sealed shards of this rank did not reach the store within `within_s`, else None."""
     left = [each for each in backlog.backlog(local) if each.sealed is not None]
     if not left:
         return None
@@ -79,8 +77,9 @@ def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
 
 
 def in_vain(local: Local) -> list[int]:
-    """Return the steps that this start has sealed and that nobody has decided; none if this start has committed any
-    checkpoint.
+    """Return the steps that this start has sealed and that nobody has decided.
+
+    Empty if this start has committed any checkpoint.
     """
     if local.newest_committed is not None and local.newest_committed.generation == local.generation:
         return []
@@ -91,8 +90,10 @@ def in_vain(local: Local) -> list[int]:
 def why_in_vain(
     local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int]
 ) -> CkptAsyncError | None:
-    """Return what to raise at the end of a start that sealed `steps` but committed nothing, if it never will: because a
-    newer start has begun, or some ranks never opened its generation. None if the other ranks may just be late.
+    """Return what to raise at the end of a start that sealed `steps` but committed nothing and never will.
+
+    It never will if a newer start has begun, or if some ranks never opened its generation. Returns None if the other
+    ranks may just be late.
     """
     nothing = f"nothing was committed of generation {local.generation}, though this rank sealed {named('step', steps)}"
     if fenced_by is not None:

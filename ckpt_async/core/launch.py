@@ -35,8 +35,8 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 
 
 def launch_key(environment: Environment, *, parent: str) -> str | None:
-    """Return a key that all ranks of one start of the run share; None if the launcher provides nothing to derive it
-    from.
+    """Return a key that all ranks of one start of the run share, or None if the launcher provides nothing to make it
+    of.
 
     A later start may have the same key (a gang that torchrun respawned on the same port, or an operator's own id). The
     two are distinguished by who is alive (see `generation`).
@@ -69,8 +69,10 @@ def launch_key(environment: Environment, *, parent: str) -> str | None:
 def rank_and_world_size(
     environment: Environment, rank: int | None, world_size: int | None
 ) -> tuple[int, int]:
-    """Return rank and world size: from the arguments, else RANK and WORLD_SIZE, else MPI, PMI and Slurm if they agree,
-    else 0 and 1 if nothing hints at other processes.
+    """Return rank and world size.
+
+    They come from the arguments, else RANK and WORLD_SIZE, else MPI, PMI and Slurm if they agree; they are 0 and 1 if
+    nothing hints at other processes.
 
     Raises SettingsError for impossible values, for one without the other, and for `world_size=1` in a process whose
     launcher says that it is a rank above 0 of several: if each process took itself for the only one, each would commit
@@ -134,8 +136,9 @@ def local_rank(environment: Environment) -> int | None:
 
 
 def node(environment: Environment) -> tuple[int, int]:
-    """Return which node this is, and of how many; (0, 1) if no launcher gives both. Raises SettingsError for
-    impossible values.
+    """Return which node this is, and of how many; (0, 1) if no launcher gives both.
+
+    Raises SettingsError for impossible values.
     """
     for names in _NODES:
         if all(environment.get(name, "").isdecimal() for name in names):
@@ -192,8 +195,9 @@ def _launchers(environment: Environment) -> tuple[int, int] | None:
 
 
 def _refuse_contradiction(environment: Environment) -> None:
-    """Raise SettingsError for a rank above 0 with `world_size=1`: its caller does not know of the other processes. Rank
-    0 may be the only one that saves.
+    """Raise SettingsError if `world_size=1` was given to a rank above 0.
+
+    Its caller does not know of the other processes. Rank 0, however, may be the only one that saves.
     """
     rank, size = (_number(environment, name, None) for name in _TORCH)
     if rank is None or size is None:
@@ -219,8 +223,10 @@ def _sign_of_others(environment: Environment) -> str:
 
 
 def _sign_of_a_slurm_step(environment: Environment) -> str:
-    """Return a hint that this is a task of a Slurm step whose environment lacks the number of tasks (a container,
-    `srun --export`), or "". The first task then looks like a batch script, except for its step id.
+    """Return a hint that this is a task of a Slurm step, or "".
+
+    Needed where the environment lost the number of tasks (a container, `srun --export`). The first task then looks like
+    a batch script, except for its step id.
     """
     if environment.get(_SLURM[1], ""):
         return ""

@@ -91,8 +91,9 @@ class LocalCheckpoint:
 
     @property
     def loss(self) -> Failed | None:
-        """The failure because of which this rank can never complete the checkpoint, if any: a source is gone or has
-        changed, or the disk failed.
+        """The failure because of which this rank can never complete the checkpoint, if any.
+
+        Either a source is gone or has changed, or the disk failed.
         """
         failures = (self.failure, *(each.failure for each in self.shards.values()))
         return next((failure for failure in failures if failure and failure.is_loss), None)
@@ -255,8 +256,9 @@ def _without(growing: Mapping[str, str], shard: str) -> dict[str, str]:
 
 
 def _retry_failed(checkpoint: LocalCheckpoint) -> LocalCheckpoint:
-    """Clear failures, so that a new engine tries again what an old one gave up on, unless the bytes themselves are
-    gone.
+    """Clear failures, so that a new engine tries again what an old one gave up on.
+
+    Failures stay if the bytes themselves are gone.
     """
     if not checkpoint.may_be_retried:
         return checkpoint

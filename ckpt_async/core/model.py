@@ -189,8 +189,9 @@ class Latest:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """States whose copy belongs under an exact key: that of the newest checkpoint that has claimed the key. `number`
-    and `nonce` are as in `Latest`.
+    """States whose copy belongs under an exact key: that of the newest checkpoint that has claimed the key.
+
+    `number` and `nonce` are as in `Latest`.
     """
 
     key: str
@@ -289,8 +290,10 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class MadeDurable:
-    """Shards, their folders, the spool's manifest and the journal rows before this one were fsynced: they survive
-    power loss. `is_sealed` tells whether the manifest on disk includes the seal.
+    """Shards and what belongs to them were fsynced, and survive power loss.
+
+    That includes their folders, the spool's manifest and the journal rows before this one. `is_sealed` tells whether
+    the manifest on disk includes the seal.
     """
 
     checkpoint: CheckpointId
@@ -373,8 +376,9 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """These shards need no more copying: they are under the exact keys that the user wanted, or a newer checkpoint's
-    shards are, or they were pruned.
+    """These shards need no more copying.
+
+    They are under the exact keys that the user wanted, or a newer checkpoint's shards are, or they were pruned.
     """
 
     checkpoint: CheckpointId

@@ -34,9 +34,11 @@ class Observer:
     def shards_finished(
         self, result: str, num_shards: int, duration_s: float, step: int | None = None, at: float = 0.0
     ) -> None:
-        """Shards were verified (ok), failed for now (failed), or can never be sent (source_changed, source_missing,
-        superseded), each after `duration_s`. If they were sent and belong to one checkpoint, `step` is its step and
-        `at` the time at which the upload ended.
+        """Shards ended, each after `duration_s`.
+
+        `result`: they are verified (ok), failed for now (failed), or can never be sent (source_changed, source_missing,
+        superseded). If they were sent and belong to one checkpoint, `step` is its step and `at` the time at which the
+        upload ended.
         """
 
     def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:

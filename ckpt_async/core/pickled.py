@@ -188,8 +188,9 @@ def _combining(rules: Rules) -> dict[int, Callable[[Any, Any], object]]:
 
 
 def _filling(rules: Rules) -> dict[int, Callable[[object, list[Any]], None]]:
-    """Return, by opcode, what adds items to the container below them: SETITEMS and SETITEM, APPENDS and APPEND,
-    ADDITEMS.
+    """Return, by opcode, what adds items to the container below them.
+
+    These are SETITEMS and SETITEM, APPENDS and APPEND, ADDITEMS.
     """
     fill: dict[int, Callable[[object, list[Any]], None]] = {
         0x75: rules.set_items,

@@ -27,10 +27,11 @@ def target(
     num_shards: int,
     has_own: bool,
 ) -> str | None:
-    """Return what this rank's pointer to a committed checkpoint names, relative to the run ("" for the run itself);
-    None if another rank writes it.
+    """Return what this rank's pointer to a committed checkpoint names, or None if another rank writes the pointer.
 
-    `shards` are this rank's shards, out of `num_shards` in all. `has_own` tells whether each rank has its own pointer.
+    The result is relative to the run ("" for the run itself). `shards` are this rank's shards, out of `num_shards` in
+    all. `has_own` tells whether each rank has its own pointer.
+
     If the checkpoint is one file, the pointer names that file. If it is several, the pointer names their folder; but if
     each rank has its own pointer and this rank published one file, it names that file. Names under which shards were
     published are preferred.

@@ -67,8 +67,9 @@ def encode_receipt(receipt: Receipt) -> bytes:
 
 
 def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
-    """Decode a receipt and check that it belongs under its key: a receipt of another checkpoint, generation or rank
-    there would mix checkpoints (rule R5).
+    """Decode a receipt and check that it belongs under its key.
+
+    A receipt of another checkpoint, generation or rank under this key would mix checkpoints (rule R5).
     """
     fields = _decode("receipt", data, MAX_RECEIPT_SIZE_BYTES)
     name = _name(fields)

@@ -261,8 +261,9 @@ class KeepLocal:
 
 
 def keep_local(count: int, text: str) -> KeepLocal:
-    """Return the local retention for the settings `num_checkpoints_to_keep` and `local_retention` (empty: only the
-    number counts).
+    """Return the local retention for the settings `num_checkpoints_to_keep` and `local_retention`.
+
+    If the latter is empty, only the number counts.
     """
     return KeepLocal(count, parse(text) if text.strip() else None)
 

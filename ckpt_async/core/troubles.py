@@ -35,8 +35,10 @@ class Troubles:
         return False
 
     def due(self, now: float, *, is_end: bool = False) -> list[tuple[int, float, str]]:
-        """Return what was counted and is due to be logged: how many more there were, within how many seconds, and the
-        text of the last one. A kind that did not recur within AGAIN_S is forgotten, so that its next trouble is new.
+        """Return what was counted and is due to be logged.
+
+        For each kind: how many more there were, within how many seconds, and the text of the last one. A kind that did
+        not recur within AGAIN_S is forgotten, so that its next trouble is new.
         """
         found = []
         for kind, each in list(self._known.items()):
