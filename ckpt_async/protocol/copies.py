@@ -36,9 +36,10 @@ _HINT = "leave out publish_copies, or see the permissions in docs/operations.md"
 
 
 async def publish(store: PatientStore, checkpoint: CheckpointId, shard: StoredShard) -> bool:
-    """Make the object under the shard's exact key a copy of the shard; if a newer checkpoint has claimed the key, make
-    it that one's copy. On return, the store has confirmed the copy. Returns whether it is this shard's. Safe to repeat
-    and to cut short.
+    """Make the object under the shard's exact key a copy of the shard. Returns whether it is.
+
+    If a newer checkpoint has claimed the key, the object becomes that one's copy instead, and the result is False. On
+    return, the store has confirmed the copy. Safe to repeat and to cut short.
 
     The checkpoint must be committed. The caller must check afterwards whether it still is, and `retract` if not.
     """
@@ -116,8 +117,9 @@ async def _claim(store: PatientStore, checkpoint: CheckpointId, shard: StoredSha
 
 
 async def _bring_about(store: PatientStore, claim: Claim, *, ours: str) -> Claim | None:
-    """Copy what the claim says until the copy is there and the claim stays the same. Returns the claim, or None if it
-    is gone.
+    """Copy what the claim says until the copy is there and the claim stays the same.
+
+    Returns the claim, or None if it is gone.
     """
     num_failed = 0
     while True:

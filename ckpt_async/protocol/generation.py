@@ -74,8 +74,9 @@ async def beat(
     world_size: int,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Send heartbeats for the rank that claimed this generation, until all ranks are there or `is_over`. Returns at
-    once for any other rank.
+    """Send heartbeats for the rank that claimed this generation, until all ranks are there or `is_over`.
+
+    Returns at once for any other rank.
     """
 
     def next_beat(there: bytes | None) -> bytes | None:
@@ -99,8 +100,9 @@ async def beat(
 
 
 def beat_pause_s(beaten_s: float) -> float:
-    """Return the pause before the next heartbeat, after `beaten_s` of them: waiting for a rank that never comes must
-    not cost a request five times a second.
+    """Return the pause before the next heartbeat, after sending them for `beaten_s`.
+
+    Waiting for a rank that never comes must not cost a request five times a second.
     """
     return min(BEAT_MAX_S, max(BEAT_S, beaten_s / 50))
 
@@ -114,8 +116,9 @@ async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
 
 
 async def absent_ranks(store: PatientStore, number: int, world_size: int) -> list[int]:
-    """Return the ranks that have not taken their places in a generation, judging by the listing's pages up to the first
-    one that lacks a rank.
+    """Return the ranks that have not taken their places in a generation, as far as the listing goes.
+
+    It ends with the first page that lacks a rank.
     """
 
     def ranks(objects: Sequence[ObjectInfo]) -> set[int]:
@@ -210,8 +213,9 @@ class _Agreement:
         return await create_once(self._store, key, proposal) == proposal
 
     async def _beat_first(self, number: int) -> None:
-        """Write the first heartbeat, after taking our own place and before any other rank joins. A process that
-        continues for us finds our place.
+        """Write the first heartbeat, after taking our own place and before any other rank joins.
+
+        If another process continues for us, it finds our place.
         """
         if self._world_size > 1:
             first = records.encode_beat(Beat(number, self._rank, 1))
@@ -233,8 +237,10 @@ class _Agreement:
         )
 
     async def _wait_for_sign(self, number: int, *, is_new: bool) -> int | None:
-        """Return this generation once its creator has shown that it lives, a newer one as soon as there is one, or None
-        if its start appears to be over. `is_new`: it was not there when this rank began, which is the first sign.
+        """Return this generation once its creator has shown that it lives.
+
+        Returns a newer one as soon as there is one, and None if this one's start appears to be over. `is_new`: the
+        generation was not there when this rank began, so that its appearance is the first sign.
         """
         if not is_new:
             place = await read(self._store, keys.member_key(number, self._rank))

@@ -29,8 +29,9 @@ async def kinds_below(store: PatientStore) -> list[str]:
 
 
 async def check_known(run: PatientStore, kind: str) -> None:
-    """Raise UnknownKindError if no Uploader was ever opened for this kind ("": the run itself) although other kinds of
-    the run have saved something. If nothing was saved at all, or this kind was opened, it may be a fresh start.
+    """Raise UnknownKindError for a kind without an Uploader ("": the run itself) if other kinds have saved something.
+
+    If nothing was saved at all, or an Uploader was ever opened for this kind, it may be a fresh start.
     """
     if await _has_any(run, kind, keys.GENERATIONS):
         return

@@ -1,5 +1,6 @@
-"""An overview of a run for people, from its remote: what is committed, and which ranks' receipts of checkpoints in
-flight are there.
+"""An overview of a run for people, from its remote.
+
+It shows what is committed and, for checkpoints in flight, whose receipts are there.
 """
 
 from __future__ import annotations
@@ -169,8 +170,10 @@ def _item_json(each: Item) -> dict[str, Any]:
 
 
 async def look(store: PatientStore, known: Known) -> Overview | None:
-    """Look at a run: four listings, a part of one more, and a GET for each decision that is not in `known` yet, which
-    is kept up to date. Returns None if there was never a run here. Read-only.
+    """Look at a run; returns None if there was never one here.
+
+    Takes four listings, a part of one more, and a GET for each decision that is not in `known` yet, which is kept up to
+    date. Read-only.
     """
     generations, decisions, receipts, damages, data = await all_or_none(
         [

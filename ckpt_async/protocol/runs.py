@@ -10,8 +10,9 @@ _RECORDS = (keys.GENERATIONS, keys.DECISIONS, keys.MEMBERS)
 
 
 def run_of(key: str) -> str | None:
-    """Return the run whose record this is, relative to where the listing began ("": right there); None if the key is
-    not a record's. Pure.
+    """Return the run whose record this is, or None if the key is not a record's. Pure.
+
+    The run is relative to where the listing began ("": right there).
     """
     for records in _RECORDS:
         place, found, _ = f"/{key}".partition(f"/{records}")

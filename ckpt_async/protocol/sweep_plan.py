@@ -210,7 +210,7 @@ def plan(view: View, policy: RetentionPolicy, ages: Ages) -> list[Planned]:
 
 
 def stock(view: View, policy: RetentionPolicy, planned: Iterable[Planned]) -> list[Stock]:
-    """Return what would become of each checkpoint that is committed or being pruned if `planned` was done; oldest
+    """Return what would become of the checkpoints that are committed or being pruned if `planned` was done, oldest
     first.
     """
     valid = _valid(view)
@@ -282,10 +282,10 @@ def _publish(view: View, valid: Mapping[CheckpointId, Decision]) -> Iterable[Pla
 
 
 def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> Iterable[Planned]:
-    """Plan the pruning, in delete order (R2): only what latest is ahead of, only after `pruning`, only when no reader
-    is left.
+    """Plan the pruning, in delete order (R2).
 
-    A damaged checkpoint does not count: what the policy would keep without it stays too.
+    Only what latest is ahead of is pruned, only after `pruning`, and only when no reader is left. A damaged checkpoint
+    does not count: what the policy would keep without it stays too.
     """
     candidates = _candidates(view, valid)
     kept = _kept(view, valid, policy)
@@ -335,8 +335,10 @@ def expires_at(lease: Lease, modified_at: float) -> float:
 
 
 def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
-    """Plan the removal of what nothing refers to: objects of checkpoints that were given up or pruned, abandoned
-    uploads, expired leases, and what killed probes and superseded generations left.
+    """Plan the removal of what nothing refers to.
+
+    That is objects of checkpoints that were given up or pruned, abandoned uploads, expired leases, marks of checkpoints
+    that are gone, and what killed probes and superseded generations left.
     """
     final = {id_ for id_, each in valid.items() if each.outcome in (Outcome.ABORT, Outcome.PRUNED)}
     final |= {id_ for id_ in {*view.data, *view.receipts} if is_void(id_, view.boundary)}
@@ -379,11 +381,11 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
 
 
 def _collect(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
-    """Plan the collection of old final decisions, so that the cost of a listing depends on what is kept, not on all
-    that ever was (R4).
+    """Plan the collection of old final decisions (R4).
 
-    Collects only those of superseded generations whose checkpoints have no objects left, and that are old enough that
-    an undecided straggler below the boundary would be given up too.
+    It makes the cost of a listing depend on what is kept, not on all that ever was. Only decisions of superseded
+    generations are collected, if their checkpoints have no objects left, and if they are old enough that an undecided
+    straggler below the boundary would be given up too.
     """
     finished = {
         id_

@@ -229,9 +229,10 @@ async def _check_latest(
 
 
 async def find_unreadable(store: PatientStore) -> list[Finding]:
-    """Return a finding for every unreadable record of the run, except receipts of decided checkpoints (`verify`
-    compares those of committed ones). Costs one GET for each record that is not a receipt, and for each receipt of an
-    undecided checkpoint. Read-only.
+    """Return a finding for every unreadable record of the run, except receipts of decided checkpoints.
+
+    (`verify` compares the receipts of committed ones.) Costs one GET for each record that is not a receipt, and for
+    each receipt of an undecided checkpoint. Read-only.
     """
     result = Verification()
     decisions = await _read_decisions(store, result)
@@ -258,8 +259,9 @@ async def _check_others(store: PatientStore, decided: set[CheckpointId]) -> list
 
 
 def _decoder_of(key: str, decided: set[CheckpointId]) -> tuple[str, str, Callable[[bytes], object]] | None:
-    """Return rule, key and decoder for a record; None if the key is not a record's, or the record is checked
-    elsewhere.
+    """Return rule, key and decoder for a record.
+
+    None if the key is not a record's, or if the record is checked elsewhere.
     """
     if (number := keys.parse_generation_key(key)) is not None:
         return "R5", key, lambda data: records.decode_generation(data, number)
