@@ -21,8 +21,9 @@ RETRY_HURRIED_S = 1.0
 
 
 class Book:
-    """The actions under way, with their tasks, and the actions that failed. Several actions with one task are a series
-    of uploads.
+    """The actions under way, with their tasks, and the actions that failed.
+
+    Several actions with one task are a series of uploads.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,10 @@ class Book:
             del self.running[action]
 
     def is_in_use(self, action: decide.Action) -> bool:
-        """Return whether an action must wait for one under way: a manifest written after the release would be left
-        behind, and of two moves of the symlink, the older could finish last.
+        """Return whether an action must wait for one that is under way.
+
+        A manifest written after the release would be left behind, and of two moves of the symlink, the older could
+        finish last.
         """
         if isinstance(action, decide.MoveLocalLatest):
             return any(isinstance(each, decide.MoveLocalLatest) for each in self.running)

@@ -109,8 +109,10 @@ def _note(state: State, event: Forgotten) -> None:
 
 
 def local_target(shards: list[tuple[str, str]]) -> str | None:
-    """Return what the local symlink points at, given (source, name) of each shard: the folder that the shards were
-    enqueued from; the file itself if it is a single one directly in the uploader's folder; None if several are.
+    """Return what the local symlink points at, given (source, name) of each shard.
+
+    That is the folder from which the shards were enqueued, or the file itself if it is a single one directly in the
+    uploader's folder; None if several are.
     """
     roots = {source.removesuffix(name).rstrip("/") for source, name in shards}
     if len(roots) != 1:

@@ -15,8 +15,9 @@ from ckpt_async.local.durable import fsync_path, is_final, write_durably
 
 
 async def make_durable(state: State, action: decide.MakeDurable) -> None:
-    """Make a checkpoint survive power loss, or record that a shard or all of it is lost: an fsync that fails is final
-    (F4).
+    """Make a checkpoint survive power loss, or record that a shard or all of it is lost.
+
+    An fsync that fails is final (F4).
     """
     checkpoint = state.checkpoint(action.checkpoint)
     volatile = [each for each in checkpoint.shards.values() if not each.is_durable]

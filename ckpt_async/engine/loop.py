@@ -129,8 +129,9 @@ class Engine:
         self._soon(change)
 
     def put_newest_first(self, is_newest_first: bool = True) -> None:
-        """Upload the newest sealed checkpoint before all others, and stop uploads of the others, because there may be
-        little time left. False: oldest first again. Any thread.
+        """Upload the newest sealed checkpoint before all others, and stop uploads of the others. Any thread.
+
+        For when there may be little time left. False: oldest first again.
         """
         self._soon(lambda: self._queue.put_newest_first(is_newest_first))
 

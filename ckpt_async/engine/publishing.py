@@ -90,8 +90,10 @@ def _known_here(checkpoint: LocalCheckpoint) -> list[StoredShard]:
 
 
 async def move_pointer(state: State, action: decide.MovePointer) -> None:
-    """Move Composer's remote 'symlink', a text object that holds an object name without its bucket
-    (composer/utils/file_helpers.py, create_symlink_file). It is a hint, like latest, and never moves behind latest.
+    """Move Composer's remote 'symlink'. It is a hint, like latest, and never moves behind latest.
+
+    It is a text object that holds an object name without its bucket (composer/utils/file_helpers.py,
+    create_symlink_file).
     """
     shards = [each.shard for each in state.checkpoint(action.checkpoint).shards.values()]
     if pointers.may_write(state.rank, shards):

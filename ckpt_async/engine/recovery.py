@@ -55,8 +55,9 @@ def rebuild(state: State) -> None:
 
 
 def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
-    """Append what the manifest knows about the checkpoint and the journal does not, which may have lost only its
-    tail.
+    """Append what the manifest knows about the checkpoint and the journal does not.
+
+    The journal may have lost only its tail.
     """
     if known.decision is not None:
         return
@@ -86,8 +87,10 @@ def _take_up_kept(state: State) -> None:
 
 
 def _distrust_after_reboot(state: State) -> None:
-    """Give up shards that may not have survived the reboot: power loss can leave a file its size and times but not its
-    bytes. Only what a manifest lists is sure to be fsynced, because the manifest is written after the fsync, durably.
+    """Give up shards that may not have survived the reboot.
+
+    Power loss can leave a file its size and times but not its bytes. Only what a manifest lists is sure to be fsynced,
+    because the manifest is written after the fsync, and durably.
     """
     for checkpoint in list(state.local.checkpoints.values()):
         doubtful = [

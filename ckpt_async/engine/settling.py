@@ -100,8 +100,9 @@ def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decid
 
 
 async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
-    """List which ranks are done, only as far as the first page that lacks one: otherwise each of N ranks would list
-    N / 1000 pages.
+    """List which ranks are done, only as far as the first page that lacks one.
+
+    Otherwise each of N ranks would list N / 1000 pages.
     """
     prefix = keys.receipts_prefix(id_)
 
@@ -143,8 +144,9 @@ async def look_for_members(state: State) -> None:
 
 
 def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
-    """Return the ranks whose receipts were missing when this engine last looked; if there are many, only the first. Any
-    thread.
+    """Return the ranks whose receipts were missing when this engine last looked. Any thread.
+
+    If there are many, only the first are returned.
     """
     checkpoint, watch = state.local.checkpoints.get(id_), state.remote.watches.get(id_)
     if checkpoint is None or checkpoint.sealed is None or watch is None or watch.receipts is None:

@@ -82,9 +82,10 @@ class UploadQueue:
     # --- series --------------------------------------------------------------------------------------------
 
     def next_series(self) -> tuple[decide.Upload, ...]:
-        """Return the next upload, with the following ones of the same checkpoint if all are small enough to be sent as
-        a series. A series is no longer than one place's share of the queue, so that the last uploads do not wait behind
-        each other while other places are free.
+        """Return the next upload, with the following ones that are sent in one series with it.
+
+        They are of the same checkpoint and small. A series is no longer than one place's share of the queue, so that
+        the last uploads do not wait behind each other while other places are free.
         """
         store = self._state.store
         share = max(-(-len(self._waiting) // store.concurrency), 2 if len(self._waiting) > FEW else 1)
@@ -114,7 +115,8 @@ class UploadQueue:
         self._alone.update(uploads)
 
     def put_back(self, series: Sequence[decide.Upload]) -> None:
-        """Put what must be sent alone back to the front of the queue, so that in an outage a few uploads wait, instead
-        of every series running into it.
+        """Put what must be sent alone back to the front of the queue.
+
+        So in an outage a few uploads wait, instead of every series running into it.
         """
         self._waiting.extendleft(each for each in reversed(series) if each in self._alone)
