@@ -39,11 +39,10 @@ class _GrowingSource(Source):
 async def send_ahead(
     store: PatientStore, path: Path, key: str, *, smallest_part_bytes: int, is_growing: Callable[[], bool]
 ) -> Resume | None:
-    """Send the parts of `path` as they are finished, until `is_growing` says that the file is no longer written to and
-    the parts under way have arrived. Returns the multipart upload with the parts that are there; None if the file
-    stayed smaller than two parts, so that none was begun.
+    """Send the parts of `path` as they are finished, until `is_growing` returns False and the parts have arrived.
 
-    If the store or the file fails, this is logged and ends early: the ordinary upload sends the rest.
+    Returns the multipart upload with the parts that are there; None if the file stayed smaller than two parts, so that
+    none was begun. If the store or the file fails, this is logged and ends early: the ordinary upload sends the rest.
     """
     try:
         while not path.exists() and is_growing():  # noqa: ASYNC110  the writer sets no event

@@ -52,8 +52,10 @@ class Budgets:
 
 
 class Bandwidth:
-    """A token bucket that may go into debt: a taker of more than is left waits until the debt is paid back, so that a
-    slice larger than the bucket needs no special case. The bucket holds a tenth of a second's worth. Thread-safe.
+    """A token bucket that may go into debt. It holds a tenth of a second's worth. Thread-safe.
+
+    Whoever takes more than is left waits until the debt is paid back, so that a slice larger than the bucket needs no
+    special case.
     """
 
     def __init__(self, bytes_per_s: float) -> None:

@@ -245,9 +245,10 @@ def usual_rate(requests: Sequence[Request], ended_bytes_per_s: Iterable[float]) 
 
 
 def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:
-    """Return the indices of requests that would end sooner if they began again on other connections: those that have a
-    small fraction of the usual rate, or that take far longer than usual (bytes in buffers on the way count as moved).
-    If they are many, the cause is the link or the store, and the result is empty.
+    """Return the indices of requests that would end sooner if they began again on other connections.
+
+    These have a small fraction of the usual rate, or take far longer than usual (bytes in buffers on the way count as
+    moved). If they are many, the cause is the link or the store, and the result is empty.
     """
     if not connection_bytes_per_s:
         return []

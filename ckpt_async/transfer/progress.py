@@ -121,8 +121,9 @@ class Progress:
         self._ends_at = max(self._deadline, answers_by) if is_last else min(self._deadline, stalls_at)
 
     def _now_in_thread(self) -> float:
-        """Return the time by the loop's clock. uvloop's clock stands still while the loop sleeps; a simulated one
-        jumps.
+        """Return the time by the loop's clock.
+
+        uvloop's clock stands still while the loop sleeps; a simulated one jumps.
         """
         return max(self._loop.time(), time.monotonic() + self._ahead_s)
 

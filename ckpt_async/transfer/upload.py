@@ -242,8 +242,9 @@ async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
 async def verify_stored(
     store: PatientStore, info: ObjectInfo, key: str, size_bytes: int, checksum: Checksum
 ) -> None:
-    """Compare size and checksum as the store reports them with what was read locally. If the store reports no checksum,
-    read the object back.
+    """Compare size and checksum as the store reports them with what was read locally.
+
+    If the store reports no checksum, read the object back.
     """
     if info.checksum is None:
         info = await read_back(store, key, size_bytes, checksum.algorithm)
