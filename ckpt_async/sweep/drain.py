@@ -119,13 +119,13 @@ async def drain(
     profile: str | None = None,
     on_event: OnEvent | None = None,
 ) -> DrainReport:
-    """Finish what dead owners left in a folder, for all kinds of checkpoints: upload, commit, move latest, clean up,
-    within `timeout_s`.
+    """Finish what dead owners left in a folder, for all kinds of checkpoints, within `timeout_s`.
 
-    Once everything in this folder is in the store, it waits up to `grace_s` for other ranks. Whatever is left then
-    stays in the journal, and another call continues. `change` returns the remote to use, given the recorded one (None:
-    none was recorded), for a server that has moved or a journal that was lost. `on_event` is called with what becomes
-    of checkpoints, as in `Sweeper`.
+    That is: upload, commit, move latest, clean up. Once everything in this folder is in the store, it waits up to
+    `grace_s` for other ranks. Whatever is left then stays in the journal, and another call continues.
+
+    `change` returns the remote to use, given the recorded one (None: none was recorded), for a server that has moved or
+    a journal that was lost. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
 
     Raises NoJournalError, SettingsError if the remote is not known, StoreError if it cannot be opened.
     """
@@ -156,8 +156,9 @@ async def drain(
 
 
 def _change_of_kind(change: Change | None, kind: str) -> Change | None:
-    """Return `change` adapted to a kind: `change` itself maps remotes of the run, and a kind's remote follows from
-    that.
+    """Return `change` adapted to a kind.
+
+    `change` itself maps remotes of the run; a kind's remote follows from that.
     """
     if change is None or not kind:
         return change
@@ -174,8 +175,9 @@ def _change_of_kind(change: Change | None, kind: str) -> Change | None:
 async def _adopt(
     folder: Folder, held: contextlib.ExitStack, settings: Settings, on_event: OnEvent | None
 ) -> tuple[list[_Adopted], list[RankReport]]:
-    """Adopt every rank with something to finish whose lock is free; `held` releases them. Returns these ranks, and the
-    reports for the others.
+    """Adopt every rank with something to finish whose lock is free; `held` releases them.
+
+    Returns these ranks, and the reports for the others.
     """
     reports: list[RankReport] = []
     adopted: list[_Adopted] = []
@@ -257,8 +259,9 @@ class _Adopted:
         self._on_event = on_event
 
     def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
-        """Start delivering events to those to which the trainer would have, and to those named by the settings. Raises
-        SettingsError, JournalError.
+        """Start delivering events as the trainer would have, and to those that the settings name besides.
+
+        Raises SettingsError, JournalError.
         """
         recorded = dict(self.before.opened.settings) if self.before.opened else {}
         wants = {**parse_wants(str(recorded.get(EVENTS, ""))), **self._wants(settings)}
@@ -473,8 +476,9 @@ def _report(adopted: _Adopted) -> RankReport:
 
 
 def _why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
-    """Return a failure of the checkpoint or one of its shards, else the last thing that went wrong, else that time ran
-    out.
+    """Return why a checkpoint is left over.
+
+    That is a failure of it or one of its shards, else the last thing that went wrong, else that time ran out.
     """
     found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
     failures = [each.message for each in found if each is not None]

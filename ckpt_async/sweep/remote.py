@@ -322,8 +322,9 @@ async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float)
 
 
 def _generation_of(key: str) -> int | None:
-    """Return the generation to which a key below `members/` belongs: a member, a heartbeat, or a message that watchers
-    left for each other.
+    """Return the generation to which a key below `members/` belongs.
+
+    The key is that of a member, a heartbeat, or a message that watchers left for each other.
     """
     if (announced := keys.parse_announcement_key(key)) is not None:
         return announced.generation

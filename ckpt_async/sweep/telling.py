@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder(environment: Mapping[str, str]) -> Path:
-    """Return where a process without a journal keeps its events: systemd's StateDirectory, else the user's state
-    folder.
+    """Return where a process without a journal keeps its events.
+
+    That is systemd's StateDirectory, else the user's state folder.
     """
     if place := environment.get("STATE_DIRECTORY", "").partition(":")[0]:
         return Path(place) / "events"
