@@ -1,7 +1,7 @@
-"""Events: what becomes of checkpoints, told to a function, a command or a webhook.
+"""Events: a function, a command or a webhook is told what becomes of checkpoints.
 
-Below here facts are recorded, and with them, in one transaction, what is to be told (`core.notices`). Here is which
-event a fact is, who wants to hear of it, and how it gets there. Nothing here may stop or slow a trainer.
+The layers below record facts and, in the same transaction, the notices to be delivered (`core.notices`). This package
+decides which event a fact is and who wants to hear of it, and delivers it. Nothing here may stop or slow a trainer.
 """
 
 from ckpt_async.events.event import KINDS, Event

@@ -1,4 +1,4 @@
-"""When the backlog of a rank is worth an event: it crosses a threshold, up or down, or stands still. Pure."""
+"""Decides when a rank's backlog is worth an event: it crosses a threshold, up or down, or stops moving. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt_async.core.model import CheckpointId
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What waits, and how far it has come."""
+    """The backlog, and how far its uploads have come."""
 
     num_checkpoints: int = 0
     size_bytes: int = 0
@@ -21,8 +21,9 @@ class View:
 
     @classmethod
     def of(cls, local: Local, sent_bytes: int) -> Self:
-        """Sealed checkpoints that nobody has decided: those to be uploaded, and those that wait for other ranks.
-        `sent_bytes`: of shards that are under way.
+        """Count the sealed checkpoints that are not decided: those to be uploaded, and those that wait for other ranks.
+
+        `sent_bytes` are the bytes sent so far of shards whose upload is under way.
         """
         waiting = [
             each for each in local.checkpoints.values() if each.decision is None and each.sealed is not None
@@ -38,7 +39,7 @@ class View:
 
 
 class Watch:
-    """Called with views and the time; says what has changed."""
+    """Compares successive views of the backlog and reports what has changed."""
 
     def __init__(self, threshold: int, stall_s: float) -> None:
         self._threshold, self._stall_s = threshold, stall_s
@@ -48,8 +49,10 @@ class Watch:
         self._moved_at = float("-inf")
 
     def look(self, view: View, now: float) -> list[str]:
-        """`high` at `threshold` checkpoints, `normal` at half of that; `stalled` after `stall_s` without progress, and
-        `moving` with the next.
+        """Return the changes, as a list of states.
+
+        `high` comes at `threshold` checkpoints and `normal` at half of that; `stalled` comes after `stall_s` seconds
+        without progress, and `moving` with the next progress.
         """
         found = []
         if not self._is_high and self._threshold and view.num_checkpoints >= self._threshold:
@@ -69,7 +72,10 @@ class Watch:
         return found
 
     def _has_moved(self, view: View) -> bool:
-        """One more that waits is no progress, nor are bytes that are sent again because an attempt failed."""
+        """Return whether uploads have made progress.
+
+        A further checkpoint that waits is no progress, nor are bytes that are sent again because an attempt failed.
+        """
         place = view.oldest, view.num_stored
         if place != self._place or view.oldest is None:
             self._place, self._most_sent_bytes = place, view.sent_bytes

@@ -1,4 +1,4 @@
-"""Events told to a function of the process."""
+"""Events delivered to a function in this process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Calls it once for each event, one after the other. An exception in it is logged, and the event counts as told."""
+    """Calls the function for one event after another. If it raises, that is logged, and the event counts as delivered."""
 
-    # A sweeper's function is another one: what it was told a trainer's is told all the same.
+    # A sweeper's function is a sink of its own: an event told to it is still told to the trainer's.
     of_trainer, of_sweeper = "callback", "sweeper"
     num_parallel = 1
     max_attempts = 1
@@ -28,14 +28,16 @@ class Callback:
     def deliver(self, event: Event) -> None:
         try:
             self._function(event)
-        except BaseException:  # sys.exit() too: this thread must live, and the next start would meet the same
+        except (
+            BaseException
+        ):  # sys.exit() too: this thread must live, and the next start would fail the same way
             logger.exception("on_event_failed kind=%s id=%s; it is not called again", event.kind, event.id)
 
     def stop(self) -> None:
-        """A function cannot be cut short: its thread is left to itself."""
+        """Do nothing: a function cannot be cut short, so its thread is abandoned."""
 
 
 def check_callable(on_event: object) -> None:
-    """Raise SettingsError unless it is a function, or None."""
+    """Raise SettingsError unless `on_event` is a function or None."""
     if on_event is not None and not callable(on_event):
         raise SettingsError(f"on_event={shown(on_event)} cannot be called")

@@ -1,4 +1,7 @@
-"""Events told by running a command. No shell: the template is split once, and each value stays within its argument."""
+"""Events delivered by running a command.
+
+No shell is involved: the template is split once, and each value stays within its argument.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ MAX_ATTEMPTS = 5
 # Between SIGTERM and SIGKILL.
 TERM_S = 2.0
 OUTPUT_BYTES = 8192
-# Linux takes 128 KiB in one argument or variable; a template may have the event twice in one.
+# Linux allows 128 KiB in one argument or variable, and a template may have the event twice in one argument.
 MAX_JSON_BYTES = 60_000
 OUR_PREFIX = "CKPT_ASYNC_EVENT"
 SECRET = "CKPT_ASYNC_WEBHOOK_SECRET"  # noqa: S105  the name of the variable
@@ -36,7 +39,7 @@ _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 
 def parse(template: str, where: str) -> list[str]:
-    """The arguments of a command, with their places for values. Raises SettingsError."""
+    """Split the template into the command's arguments, with placeholders for values. Raises SettingsError."""
     try:
         parts = shlex.split(template)
     except ValueError as error:
@@ -55,7 +58,7 @@ def parse(template: str, where: str) -> list[str]:
 
 
 def arguments(parts: list[str], event: Event) -> list[str]:
-    """With the values put in."""
+    """Return the command's arguments with the event's values filled in."""
     values = values_of(event)
     return [_PLACE.sub(lambda match: values[match[1]], part) for part in parts]
 
@@ -68,7 +71,7 @@ def values_of(event: Event) -> dict[str, str]:
 
 
 def _json_of(event: Event) -> str:
-    """Of metrics alone there may be more than an argument holds."""
+    """Return the event as JSON, without its metrics if it would be too long for an argument with them."""
     text = event.to_json()
     if len(text) <= MAX_JSON_BYTES or "metrics" not in event.details:
         return text
@@ -79,8 +82,10 @@ def _json_of(event: Event) -> str:
 
 
 def environment(event: Event, inherited: Mapping[str, str]) -> dict[str, str]:
-    """CKPT_ASYNC_EVENT is the kind, CKPT_ASYNC_EVENT_STEP the step, …. Without our own settings of events and the
-    secret: a command that runs ckpt_async itself must not tell of its own work.
+    """Return the environment of the command: CKPT_ASYNC_EVENT is the kind, CKPT_ASYNC_EVENT_STEP the step, and so on.
+
+    Our own event settings and the secret are removed: a command that runs ckpt_async itself must not report its own
+    work.
     """
     kept = {
         name: value
@@ -96,7 +101,9 @@ def environment(event: Event, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 class Command:
-    """Runs a command for each event, up to `NUM_PARALLEL` at once. It has taken the event if it ends with 0 in time."""
+    """Runs a command for each event, up to `NUM_PARALLEL` at once. The event is delivered if the command exits with 0
+    in time.
+    """
 
     name = "exec"
     num_parallel = NUM_PARALLEL
@@ -135,7 +142,10 @@ class Command:
             raise DeliveryError(f"{self._parts[0]} ended with {process.returncode}: {text[-500:]!r}")
 
     def _follow(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
-        """The end of its output, and whether it ended by itself in time. What it left running is not waited for."""
+        """Return the end of the command's output, and whether it exited by itself in time.
+
+        Processes that it left running are not waited for.
+        """
         assert process.stdout is not None
         output, reading = b"", process.stdout.fileno()
         os.set_blocking(reading, False)
@@ -161,12 +171,12 @@ class Command:
             os.close(pidfd)
 
     def stop(self) -> None:
-        """Ends what runs, with all of its process group."""
-        os.eventfd_write(self._stopping, 1)  # nobody reads it: all who watch it see it
+        """End the running commands, each with its whole process group."""
+        os.eventfd_write(self._stopping, 1)  # nobody reads it, so everyone who polls it sees it
 
 
 def _rest(descriptor: int) -> bytes:
-    """What is there now: of what the command left running in the background more may come."""
+    """Return the output that is available now; processes left in the background may write more."""
     try:
         return os.read(descriptor, OUTPUT_BYTES)
     except BlockingIOError:
@@ -174,7 +184,7 @@ def _rest(descriptor: int) -> bytes:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM for the group, then SIGKILL, if it still runs."""
+    """Send SIGTERM to the process group if the command still runs, and then SIGKILL."""
     if process.poll() is not None:
         return
     with contextlib.suppress(ProcessLookupError):

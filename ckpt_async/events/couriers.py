@@ -1,4 +1,4 @@
-"""Bring what waits in an outbox to its sinks, on threads of their own: nobody ever waits for a receiver."""
+"""Delivers what waits in an outbox to its sinks, on threads of its own, so that nobody waits for a receiver."""
 
 from __future__ import annotations
 
@@ -18,51 +18,55 @@ from ckpt_async.local.outbox import Outbox, Waiting
 
 logger = logging.getLogger(__name__)
 
-# What another process has put into the same box is found by looking.
+# How often the outbox is checked for notices that another process has put there.
 POLL_S = 1.0
-# A receiver that is away is asked again after 1 s, 2 s, 4 s … and then once an hour, less up to a half.
+# Longest pause before a retry. An unreachable receiver is tried again after 1 s, 2 s, 4 s … and then once an
+# hour; each pause is shortened at random by up to a half.
 RETRY_MAX_S = 3600.0
 MAX_AGE_S = 72 * 3600.0
-# For what is cut short to end, once its time is over.
+# How long a delivery that is cut short may take to end.
 STOP_S = 4.0
 TIDY_EVERY = 500
-# A journal that cannot be written, as its disk is full say, is tried again.
+# The pause before a failed access to the journal is retried, for example when its disk is full.
 JOURNAL_RETRY_S = 1.0
 
 T = TypeVar("T")
 
 
 class DeliveryError(Exception):
-    """This attempt failed; the message says why, without anything secret."""
+    """This delivery attempt failed; the message says why and contains nothing secret."""
 
 
 class Sink(Protocol):
-    """Somebody who wants to hear of events."""
+    """A receiver of events."""
 
     name: str
     num_parallel: int
 
     @property
     def max_attempts(self) -> int | None:
-        """None: until the event is too old."""
+        """The number of attempts per event; None to retry until the event is too old."""
 
     def deliver(self, event: Event) -> None:
-        """Returns once the receiver has taken it. Raises DeliveryError. May block."""
+        """Return once the receiver has accepted the event. Raises DeliveryError. May block."""
 
     def stop(self) -> None:
-        """Cut short what is being delivered now."""
+        """Cut short the deliveries under way."""
 
 
 class Courier:
-    """Delivers to one sink until it is closed. What could not be delivered stays in the box, for the next one. `kinds`:
-    what the sink wants now, of what an earlier process may have put there; None for everything.
+    """Delivers events to one sink until it is closed. What could not be delivered stays in the outbox for the next
+    courier.
+
+    `kinds` are the kinds that the sink wants now; others, which an earlier process may have put into the outbox, are
+    dropped. None means all kinds.
     """
 
     def __init__(self, outbox: Outbox, sink: Sink, kinds: Collection[str] | None = None) -> None:
         self._outbox, self._sink, self._kinds = outbox, sink, kinds
         self._bell, self._lock = threading.Event(), threading.Lock()
         self._busy: set[int] = set()
-        self._ends_at: float | None = None  # once it is closing: what is not due by then is left
+        self._ends_at: float | None = None  # set by `close`; what is due only later is left in the outbox
         self._is_closed = False
         self._over = threading.Event()
         self._stuck: set[int] = set()  # threads that wait for the journal
@@ -75,12 +79,13 @@ class Courier:
             thread.start()
 
     def notify(self) -> None:
-        """There is something new. Any thread; never blocks."""
+        """Signal that there is something new. May be called from any thread; never blocks."""
         self._bell.set()
 
     def close(self, grace_s: float) -> None:
-        """Deliver what is, or becomes, due within `grace_s`, then cut short what is under way, and say in one line what
-        is left. Idempotent.
+        """Deliver what is, or becomes, due within `grace_s`, then cut short what is under way and log what is left.
+
+        Idempotent.
         """
         if self._is_closed:
             return
@@ -100,18 +105,18 @@ class Courier:
         self._tell_what_is_left(num_cut_short)
 
     def cut_short(self) -> None:
-        """A `close` that another thread is in waits no longer. Any thread; never blocks."""
+        """Make a `close` that runs in another thread stop waiting. May be called from any thread; never blocks."""
         self._over.set()
         self._bell.set()
         self._sink.stop()
 
     def _tell_what_is_left(self, num_cut_short: int) -> None:
-        with contextlib.suppress(CkptAsyncError):  # the journal is gone
+        with contextlib.suppress(CkptAsyncError):  # the journal may be closed
             if num := self._outbox.num_due([self._sink.name], float("inf")):
                 told = f"events_left sink={self._sink.name} num={num} cut_short={min(num, num_cut_short)}"
                 logger.warning("%s; the next start tells them", told)
 
-    # --- on its threads ------------------------------------------------------------------------------------
+    # --- on its own threads --------------------------------------------------------------------------------
 
     def _work(self) -> None:
         try:
@@ -122,14 +127,16 @@ class Courier:
                 finally:
                     with self._lock:
                         self._busy.discard(taken.sequence)
-        except CkptAsyncError as error:  # of the journal, at the end: the next start tells it again
+        except CkptAsyncError as error:  # raised by the journal at the end: the next start delivers it again
             logger.debug("events_unwritten sink=%s error=%s", self._sink.name, error)
         except Exception:
             logger.exception("events_stopped sink=%s; the next start delivers what waits", self._sink.name)
 
     def _patiently(self, use: Callable[[], T]) -> T:
-        """Read or write the journal, again and again if it cannot be: a disk that is full for a moment must neither end
-        the courier, nor have that delivered again which it only could not note. Raises CkptAsyncError once it is over.
+        """Read or write the journal, and retry for as long as that fails.
+
+        A disk that is full for a moment must not end the courier, nor cause an event to be delivered twice because its
+        delivery could not be recorded. Raises CkptAsyncError once the courier is over.
         """
         while True:
             try:
@@ -144,7 +151,7 @@ class Courier:
                 return done
 
     def _mark_stuck(self, error: CkptAsyncError | None) -> None:
-        """Said once for all threads."""
+        """Log once for all threads that the journal cannot be used, and once that it can be used again."""
         me = {threading.get_ident()}
         with self._lock:
             before = self._stuck
@@ -157,9 +164,9 @@ class Courier:
             logger.warning("events_go_on sink=%s", self._sink.name)
 
     def _take(self) -> Waiting | None:
-        """The next one that is due; None at the end."""
+        """Return the next notice that is due, or None at the end."""
         while not self._over.is_set():
-            self._bell.clear()  # first: what is put after we have looked rings again
+            self._bell.clear()  # clear before looking, so that what is added after the look rings again
             due, next_at = self._patiently(self._look)
             if due is not None:
                 return due
@@ -170,7 +177,10 @@ class Courier:
         return None
 
     def _look(self) -> tuple[Waiting | None, float]:
-        """One that is due, from now on ours; and when the first of those is due that no other thread has."""
+        """Claim a notice that is due and return it, with the time at which the next unclaimed one is due.
+
+        The time is the earliest among the notices that no other thread has claimed.
+        """
         with self._lock:
             waiting = self._outbox.waiting(self._sink.name)
             free = [each for each in waiting if each.sequence not in self._busy]
@@ -202,7 +212,7 @@ class Courier:
         try:
             self._sink.deliver(event)
         except DeliveryError as error:
-            if not self._over.is_set():  # else we have cut it short ourselves
+            if not self._over.is_set():  # otherwise we have cut it short ourselves
                 self._failed(waiting, told, str(error))
             return None
         except Exception as error:
@@ -226,7 +236,7 @@ class Courier:
 
 
 class Couriers:
-    """One for each sink. `wants`: the kinds of events that it wants now, if not all."""
+    """One courier for each sink. `wants` names the kinds of events that a sink wants now, if not all."""
 
     def __init__(
         self,
@@ -241,7 +251,7 @@ class Couriers:
             each.notify()
 
     def close(self, grace_s: float) -> None:
-        """All at once; see `Courier.close`. Blocks for at most `grace_s` and a few seconds more."""
+        """Close all couriers at once; see `Courier.close`. Blocks for at most `grace_s` and a few seconds more."""
         closing = [
             threading.Thread(target=each.close, args=(grace_s,), name="ckpt-async-closing", daemon=True)
             for each in self._couriers
@@ -258,7 +268,7 @@ class Couriers:
 
 
 class Closable(Protocol):
-    """Couriers, or who has them."""
+    """Couriers, or an object that owns them."""
 
     def close(self, grace_s: float) -> None: ...
 
@@ -266,7 +276,9 @@ class Closable(Protocol):
 
 
 async def close_on_thread(couriers: Closable, grace_s: float) -> None:
-    """Beside an event loop. If it is cancelled, by Ctrl-C say, it cuts short what is under way and ends all the same:
+    """Close the couriers on a thread, beside an event loop.
+
+    If this is cancelled, for example by Ctrl-C, it cuts short what is under way but still waits for the end, because
     the journal beneath is closed next.
     """
     closing = asyncio.ensure_future(asyncio.to_thread(couriers.close, grace_s))

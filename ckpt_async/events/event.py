@@ -13,18 +13,19 @@ from ckpt_async.core.model import CheckpointId
 
 VERSION = 1
 KINDS = ("committed", "given_up", "refused", "fenced", "damaged", "pruned", "backlog")
-# What one reason may take: an event is to fit into an environment variable.
+# Longest text of one detail, for example a reason, in characters: an event must fit into an environment
+# variable.
 MAX_TEXT = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something has become of a checkpoint, or of a run.
+    """Something that happened to a checkpoint or to a run.
 
-    `id` is the same for the same event, whoever tells it and however often: drop what you have seen. `run` is the URL
-    of the run, `url` that of the checkpoint's folder in it, or else of the run. `generation` is the start of the run,
-    `step` and `name` are the checkpoint's (None and "" where it is about none). `time` is when it was learned, in Unix
-    seconds. `details` depend on the kind; docs/events.md lists them.
+    `id` is the same for the same event, whoever delivers it and however often: drop ids that you have seen. `run` is
+    the URL of the run; `url` is that of the checkpoint's folder in it, or else of the run. `generation` is the start of
+    the run. `step` and `name` are the checkpoint's (None and "" if the event is about no single checkpoint). `time` is
+    when it became known, in Unix seconds. `details` depend on the kind; docs/events.md lists them.
     """
 
     kind: str
@@ -38,12 +39,12 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """One object in one line."""
+        """Return the event as one JSON object on one line."""
         return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """What `to_json` wrote, also a later version of it. Raises ValueError."""
+        """Parse what `to_json` wrote, also in a later version. Raises ValueError."""
         try:
             fields = json.loads(text)
             return cls(**{name: fields[name] for name in cls.__slots__})
@@ -54,7 +55,7 @@ class Event:
 def of_checkpoint(
     kind: str, run: str, checkpoint: CheckpointId, name: str, time: float, *, about: str = "", **details: Any
 ) -> Event:
-    """`about` tells events of one kind and checkpoint apart."""
+    """Return an event about one checkpoint. `about` tells apart events of the same kind and checkpoint."""
     run = run.rstrip("/")
     url = f"{run}/{keys.data_prefix(name, checkpoint.generation)}" if name else run
     id_ = _id(run, checkpoint.generation, checkpoint.step, kind, about)
@@ -62,7 +63,7 @@ def of_checkpoint(
 
 
 def of_run(kind: str, run: str, generation: int, time: float, *, about: str = "", **details: Any) -> Event:
-    """An event of no single checkpoint."""
+    """Return an event that is about no single checkpoint."""
     run = run.rstrip("/")
     id_ = _id(run, generation, None, kind, about)
     return Event(kind, id_, run, run, generation, None, "", time, _shortened(details))
@@ -71,7 +72,7 @@ def of_run(kind: str, run: str, generation: int, time: float, *, about: str = ""
 def of_found(
     kind: str, run: str, step: int | None, name: str, time: float, *, about: str, **details: Any
 ) -> Event:
-    """An event of what a watcher has found, and no start of the run has handed in: its generation is 0."""
+    """Return an event about files that a watcher found and no start of the run has handed in: its generation is 0."""
     run = run.rstrip("/")
     return Event(kind, _id(run, 0, step, kind, about), run, run, 0, step, name, time, _shortened(details))
 

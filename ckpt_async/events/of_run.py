@@ -1,4 +1,4 @@
-"""The events of one rank's engine, wherever it runs: what it tells, the watch over its backlog, the couriers."""
+"""The events of one rank's engine, in whichever process it runs: its teller, the watch over its backlog, its couriers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ckpt_async.events.sinks import sinks_of
 from ckpt_async.events.telling import RunTeller, Wants
 from ckpt_async.local.journal import Journal
 
-# The journal of 10,000 shards is not to be added up at every change.
+# How often the backlog is looked at. A journal of 10,000 shards should not be summed up at every change.
 LOOK_S = 1.0
-# Rank 0 speaks for all: one event for the run, not one for each rank.
+# Rank 0 speaks for all ranks: the run has one event, not one for each rank.
 SPEAKER = 0
-# The trainer has waited for what is due; what is not delivered by then waits for the next start.
+# How long `close` delivers. The trainer has waited for what was due; anything undelivered waits for the next
+# start.
 CLOSE_S = 0.5
 
 
 class RunEvents:
-    """Of a rank that does not speak, and where nobody wants to hear, it does nothing. `sinks`: besides those of the
-    settings.
+    """The events of a run. Does nothing on a rank that does not speak, or if nobody wants to hear of events.
 
-    Raises SettingsError, JournalError.
+    `sinks` are added to those of the settings. Raises SettingsError, JournalError.
     """
 
     def __init__(
@@ -57,7 +57,10 @@ class RunEvents:
         self._couriers = Couriers(outbox, sinks, wants)
 
     def look(self, generation: int, local: Local, sent_bytes: int, missing: Callable[[], list[int]]) -> None:
-        """The engine has made a round. `missing`: the ranks that the oldest checkpoint waits for."""
+        """Report changes of the backlog. Called when the engine has made a round.
+
+        `missing` returns the ranks that the oldest checkpoint waits for.
+        """
         if self._tells is None or self._couriers is None:
             return
         self._couriers.notify()
@@ -77,16 +80,16 @@ class RunEvents:
             self._couriers.notify()
 
     def notify(self) -> None:
-        """Something may have been written that is to be told. Any thread; never blocks."""
+        """Signal that new notices may have been written. May be called from any thread; never blocks."""
         if self._couriers is not None:
             self._couriers.notify()
 
     def close(self, grace_s: float = CLOSE_S) -> None:
-        """Blocks for at most `grace_s` and a few seconds more."""
+        """Close the couriers. Blocks for at most `grace_s` and a few seconds more."""
         if self._couriers is not None:
             self._couriers.close(grace_s)
 
     def cut_short(self) -> None:
-        """A `close` that another thread is in waits no longer."""
+        """Make a `close` that runs in another thread stop waiting."""
         if self._couriers is not None:
             self._couriers.cut_short()

@@ -1,4 +1,4 @@
-"""What people are shown of events: those that no metric tells. Pure."""
+"""What the status page shows of events: those that no metric covers. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _BACKLOG = {
 
 
 def happenings(told: Iterable[Told]) -> Iterator[Happening]:
-    """What was pruned here, and the backlog. Commits, and all else, the engine's own metrics tell."""
+    """Return what was pruned on this node, and the backlog. The engine's metrics cover commits and everything else."""
     known: set[str] = set()
     for each in told:
         try:
             event = Event.from_json(each.body)
         except ValueError:
-            continue  # the courier says so
+            continue  # the courier logs this
         if event.id not in known and (found := _happening(event)) is not None:
-            known.add(event.id)  # one for each that wanted to hear of it
+            known.add(event.id)  # there is one for each sink that wanted the event
             yield found
 
 

@@ -1,4 +1,4 @@
-"""Signatures of webhooks: an HMAC over the time and the body, so that nobody else can send one, or an old one again."""
+"""Signatures of webhooks: an HMAC over the time and the body, against forged and replayed requests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import hmac
 import re
 
 HEADER = "Ckpt-Async-Signature"
-# A receiver's clock, and the time on the way.
+# Allows for the difference between the clocks, and for the time a request takes.
 TOLERANCE_S = 300.0
 
 _SIGNATURE = re.compile(r"t=([0-9]{1,12}),v1=([0-9a-f]{64})", re.ASCII)
 
 
 def signature(body: bytes, secret: bytes, now: float) -> str:
-    """The value of the header."""
+    """Return the value of the header."""
     return f"t={int(now)},v1={_digest(body, secret, int(now))}"
 
 
 def is_signed(
     body: bytes, header: str, secret: bytes, now: float, *, tolerance_s: float = TOLERANCE_S
 ) -> bool:
-    """For receivers: whether `body` was signed with `secret` at most `tolerance_s` from `now` (Unix seconds). `header`
-    is that of `Ckpt-Async-Signature`, or "" if there was none.
+    """Return whether `body` was signed with `secret` at most `tolerance_s` from `now` (Unix seconds). For receivers.
+
+    `header` is the value of `Ckpt-Async-Signature`, or "" if there was none.
     """
     found = _SIGNATURE.fullmatch(header)
     if found is None:

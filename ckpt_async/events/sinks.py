@@ -1,4 +1,4 @@
-"""Who wants to hear of events, as the settings say."""
+"""The sinks that the settings ask for: who wants to hear of events."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _SECRET_FILE = "event_webhook_secret_file"  # noqa: S105  the name of the settin
 
 
 def wants_of(settings: Settings, *, callback: str = "") -> Wants:
-    """Which sinks there are, and what they want; `callback`: the name of a function's, which wants all. Raises
-    SettingsError if one is set up wrongly: before any work.
+    """Return which sinks there are and which kinds of events each wants.
+
+    `callback` is the name of a function's sink, which wants all kinds. Raises SettingsError, before any work, if a sink
+    is set up wrongly.
     """
     check(settings)
     wants = {}
@@ -34,7 +36,10 @@ def wants_of(settings: Settings, *, callback: str = "") -> Wants:
 
 
 def check(settings: Settings, names: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Raise SettingsError if something of it is wrong. `names`: of settings that were given by another one."""
+    """Raise SettingsError if a setting of a sink is wrong.
+
+    `names` maps settings to the names under which the user gave them, for error messages.
+    """
     if settings.event_exec:
         command.parse(settings.event_exec, names.get("event_exec", "event_exec"))
         parse_kinds(settings.event_exec_kinds, names.get("event_exec_kinds", "event_exec_kinds"))
@@ -45,7 +50,10 @@ def check(settings: Settings, names: Mapping[str, str] = MappingProxyType({})) -
 
 
 def sinks_of(settings: Settings, environment: Mapping[str, str], *, warns: bool = True) -> list[Sink]:
-    """Those that any process can serve. `warns`: of a webhook without a secret. Raises SettingsError."""
+    """Return the sinks that any process can serve. Raises SettingsError.
+
+    `warns`: whether to warn about a webhook without a secret.
+    """
     sinks: list[Sink] = []
     if settings.event_exec:
         sinks.append(command.Command(settings.event_exec, settings.event_exec_timeout_s))

@@ -1,4 +1,4 @@
-"""Which event a fact is, and which sinks want to hear of it. Pure but for the clock."""
+"""Turns facts into events, and events into notices for the sinks that want them. Pure, except for the clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Wants = Mapping[str, frozenset[str]]
 
 
 def parse_kinds(text: str, where: str) -> frozenset[str]:
-    """`committed,pruned`; empty or `all` for every kind."""
+    """Parse a list such as `committed,pruned`; empty or `all` means every kind. Raises SettingsError."""
     names = [each.strip() for each in text.split(",") if each.strip()]
     for each in names:
         if each not in (*KINDS, "all"):
@@ -26,24 +26,24 @@ def parse_kinds(text: str, where: str) -> frozenset[str]:
 
 
 def format_wants(wants: Wants) -> str:
-    """As it is recorded in the journal, for whoever looks after it when the trainer is gone."""
+    """Return the form that is recorded in the journal, for the process that looks after it when the trainer is gone."""
     return " ".join(f"{sink}={','.join(sorted(kinds))}" for sink, kinds in sorted(wants.items()))
 
 
 def parse_wants(text: str) -> Wants:
-    """What `format_wants` made. A later version's kinds are left out."""
+    """Parse what `format_wants` returned. Kinds that only a later version knows are left out."""
     pairs = (each.partition("=") for each in text.split())
     return {sink: frozenset(kinds.split(",")) & frozenset(KINDS) for sink, _, kinds in pairs}
 
 
 def notices_of(event: Event, wants: Wants) -> list[Notice]:
-    """One for each sink that wants it."""
+    """Return one notice for each sink that wants the event."""
     body = event.to_json()
     return [Notice(event.id, sink, body) for sink, kinds in sorted(wants.items()) if event.kind in kinds]
 
 
 def of_decision(run: str, decision: Decision, now: float) -> Event:
-    """What a decision tells."""
+    """Return the event for a decision."""
     match decision.outcome:
         case Outcome.COMMIT:
             return events.of_checkpoint(
@@ -73,7 +73,10 @@ def of_decision(run: str, decision: Decision, now: float) -> Event:
 
 
 def pruned(run: str, decision: Decision, now: float) -> Event:
-    """Retention removed the checkpoint from the store, or is about to: nobody may begin to read it."""
+    """Return the event that retention has removed the checkpoint from the store, or is about to.
+
+    From now on, nobody may begin to read it.
+    """
     return events.of_checkpoint(
         "pruned", run, decision.checkpoint, decision.name, now, about="remote", location="remote", reason=""
     )
@@ -82,12 +85,15 @@ def pruned(run: str, decision: Decision, now: float) -> Event:
 def damaged(
     run: str, checkpoint: CheckpointId, name: str, reason: str, now: float, *, key: str = ""
 ) -> Event:
-    """A committed checkpoint cannot be read as it was decided. `key`: of the object, where that is known."""
+    """Return the event that a committed checkpoint can no longer be read as it was committed.
+
+    `key` is the object's, if known.
+    """
     return events.of_checkpoint("damaged", run, checkpoint, name, now, about=key, reason=reason, key=key)
 
 
 def refused(run: str, what: Refused, now: float, *, node: int) -> Event:
-    """The watcher of a node does not take it."""
+    """Return the event that the watcher of a node does not accept files that it found."""
     about = f"{node} {what.cause.value} {what.version} {what.path}"
     details = {"path": what.path, "cause": what.cause.value, "reason": what.reason, "node": node}
     return events.of_found("refused", run, what.step, what.name, now, about=about, **details)
@@ -100,7 +106,7 @@ class RunTeller(Teller):
         self._run, self._wants, self._clock = run, wants, clock
 
     def of(self, event: Event) -> Sequence[Notice]:
-        """One for each sink that wants it."""
+        """Return one notice for each sink that wants the event."""
         return notices_of(event, self._wants)
 
     def decided(self, decision: Decision) -> Sequence[Notice]:
@@ -116,7 +122,7 @@ class RunTeller(Teller):
         return self.of(event)
 
     def backlog(self, generation: int, state: str, **details: object) -> Sequence[Notice]:
-        """Uploads have fallen behind or caught up, stand still or move again."""
+        """Tell that uploads have fallen behind or caught up, or have stopped or started moving."""
         now = self._clock()
         about = f"{state} {now:.3f}"
         return self.of(

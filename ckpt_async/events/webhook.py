@@ -1,5 +1,7 @@
-"""Events told by HTTP POST. TLS is verified, redirects are not followed, and of the URL only the host is ever logged:
-the rest may be a secret.
+"""Events delivered by HTTP POST.
+
+TLS is verified, and redirects are not followed. Only the host of the URL is ever logged, because the rest may be a
+secret.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ TIMEOUT_S = 10.0
 
 
 class Webhook:
-    """Posts the JSON form of an event. It has arrived if the answer is of the 200s within `timeout_s` in all."""
+    """Posts the JSON form of an event. It is delivered if the answer has a 2xx status and arrives within `timeout_s` in
+    all.
+    """
 
     name = "webhook"
     num_parallel = 1
@@ -47,7 +51,7 @@ class Webhook:
         except asyncio.CancelledError:
             raise DeliveryError("cut short") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # Texts of these errors may hold the URL.
+            # The texts of these errors may contain the URL.
             cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None)
             what = type(error).__name__ + (f": {cause}" if cause else "")
             is_answered = isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError)
@@ -85,7 +89,7 @@ class Webhook:
 
 
 def host_of(url: str, where: str) -> str:
-    """What may be logged of it. Raises SettingsError, which does not show it either."""
+    """Return the part of the URL that may be logged. Raises SettingsError, which does not show the URL either."""
     try:
         parts = urlsplit(url)
         port = f":{parts.port}" if parts.port else ""

@@ -1,8 +1,8 @@
-"""When to save, what, and under which name: `CheckpointSaver`, on top of `Uploader` and `ckpt_async.torch`.
+"""`CheckpointSaver` decides when to save, what, and under which name; it builds on `Uploader` and `ckpt_async.torch`.
 
     from ckpt_async.saver import CheckpointSaver, Timestamp
 
-Schedules, names and intervals are pure functions; nothing here uploads or knows a file format.
+Schedules, names and intervals are pure functions. Nothing in this package uploads or knows a file format.
 """
 
 try:

@@ -1,5 +1,6 @@
-"""Saves that no timestamp tells of: by the clock, by what saves cost, because somebody asks. One rank's clock counts,
-and what any rank asks for is told to all, so that all save at the same step.
+"""Saves that no timestamp triggers: by the clock, by what saves cost, or on request.
+
+Only one rank's clock counts, and a request from any rank is passed to all, so that all save at the same step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Asking:
-    """Not thread-safe, but for `ask`, which may also be called by a signal handler."""
+    """Decides, together with the other ranks, whether a save was asked for.
+
+    Not thread-safe, except for `ask`, which may also be called from a signal handler.
+    """
 
     def __init__(
         self,
@@ -27,9 +31,9 @@ class Asking:
         chosen: Callable[[float], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chosen` is told each new interval that `Auto` chooses, in seconds."""
+        """`chosen` is called with each new interval that `Auto` chooses, in seconds."""
         self.meter = Meter()
-        self.interval: Choice | None = None  # the newest that `Auto` chose
+        self.interval: Choice | None = None  # the latest choice of `Auto`
         self._vote = ckpt.Vote(clock=clock)
         if schedule.needs_clock:
             ckpt.require_vote(self._vote, world_size, "a save by the clock")
@@ -41,7 +45,7 @@ class Asking:
         self._vote.wish(kept)
 
     def answer(self) -> Due:
-        """Once per training step, on all ranks: what was asked for, the same on all."""
+        """Return what was asked for, which is the same on all ranks. Call it once per training step, on all ranks."""
         if self._has_clock:
             now = self._clock()
             for kept, rules in ((Due.YES, self._schedule.rules), (Due.EPHEMERAL, self._schedule.ephemeral)):
@@ -51,7 +55,7 @@ class Asking:
         return Due(self._vote.step())
 
     def began(self, kept: Due) -> None:
-        """All ranks save now, so what was asked for is done."""
+        """Record that all ranks save now, which fulfils what was asked for."""
         now = self._clock()
         for each in (Due.EPHEMERAL, kept):
             self._saved_at[each] = now
@@ -59,11 +63,11 @@ class Asking:
         self.meter.save_began(now)
 
     def leave(self) -> None:
-        """This rank takes no more steps."""
+        """Tell the other ranks that this one takes no more steps."""
         self._vote.leave()
 
     def ended(self) -> None:
-        """A save was committed, or given up. Any thread."""
+        """Record that a save was committed or given up. May be called from any thread."""
         self.meter.save_ended(self._clock())
 
     def _interval_s(self, rules: Rules) -> float | None:

@@ -1,9 +1,9 @@
-"""How often to save, from what a save costs. Pure.
+"""Chooses how often to save from what a save costs. Pure.
 
-A save costs the time that training is blocked, and by which it is slowed while the save is written and uploaded. The
-budget bounds that share of the run, as CheckFreq does (Mohan et al., FAST '21). Where failures have a known mean time
-between them, saving more often than Young's interval, sqrt(2 · cost · MTBF), costs more than it saves (Young 1974,
-Daly 2006).
+The cost of a save is the time for which training is blocked, plus the time by which it is slowed while the save is
+written and uploaded. The budget bounds this cost as a share of the run, as in CheckFreq (Mohan et al., FAST '21). If
+the mean time between failures is known, saving more often than Young's interval, sqrt(2 · cost · MTBF), costs more than
+it saves (Young 1974, Daly 2006).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from ckpt_async.core import arguments
 from ckpt_async.errors import SettingsError
 
-# Enough for a median that one slow save does not move.
+# How many saves and steps are remembered: enough for a median that one slow save does not move.
 _SAVES = 5
 _STEPS = 51
-# A step time that no save disturbed is known after so many.
+# After this many undisturbed steps, the duration of a step without a save counts as known.
 _ENOUGH_STEPS = 3
 
 
@@ -27,9 +27,9 @@ _ENOUGH_STEPS = 3
 class Auto:
     """Choose the interval so that saving costs at most the share `overhead` of training time.
 
-    `mtbf_s` is the mean time between failures of the whole job; with it, training saves no more often than pays.
-    `first_s` after the start comes the first save, which tells what one costs. The interval stays between `min_s` and
-    `max_s`, and is never shorter than an upload takes.
+    `mtbf_s` is the mean time between failures of the whole job; if it is given, training saves no more often than pays
+    off. The first save comes `first_s` after the start and tells what a save costs. The interval stays between `min_s`
+    and `max_s`, and is never shorter than an upload takes.
     """
 
     overhead: float = 0.01
@@ -51,28 +51,28 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one save, in seconds."""
+    """The cost of one save, in seconds."""
 
     blocked_s: float
     slowed_s: float
-    total_s: float  # from its begin until it is committed
+    total_s: float  # from the beginning of the save to its commit
 
     @property
     def training_s(self) -> float:
-        """What training loses."""
+        """The time that training loses."""
         return self.blocked_s + self.slowed_s
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An interval between saves, and why this one."""
+    """An interval between saves, and the reason for it."""
 
     interval_s: float
     reason: str
 
 
 def choose(auto: Auto, cost: Cost | None) -> Choice:
-    """The interval, in seconds from the begin of one save to the begin of the next."""
+    """Return the interval, in seconds from the beginning of one save to the beginning of the next."""
     if cost is None:
         return Choice(min(auto.first_s, auto.max_s), "first: what a save costs is not known yet")
     lost = f"a save costs training {cost.training_s:.3g} s"
@@ -94,7 +94,10 @@ def choose(auto: Auto, cost: Cost | None) -> Choice:
 
 
 class Meter:
-    """What saves cost, from when training steps begin. It sees no clock: it is told. Not thread-safe."""
+    """Measures what saves cost from the times at which training steps begin and end.
+
+    It has no clock of its own; the caller passes the times. Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self._undisturbed_s: deque[float] = deque(maxlen=_STEPS)
@@ -106,7 +109,7 @@ class Meter:
 
     @property
     def cost(self) -> Cost | None:
-        """The median of the last saves; None before the first."""
+        """The median cost of the last saves; None before the first."""
         if not self._costs:
             return None
         return Cost(
@@ -118,12 +121,12 @@ class Meter:
 
     @property
     def step_s(self) -> float | None:
-        """How long a step takes that no save disturbs."""
+        """The duration of a step that no save disturbs; None until it is known."""
         enough = len(self._undisturbed_s) >= _ENOUGH_STEPS
         return statistics.median(self._undisturbed_s) if enough else None
 
     def step_ended(self, now_s: float) -> None:
-        """Training comes by; what happened since `step_began` was its own."""
+        """Record the end of a training step; the time since `step_began` was spent on training."""
         if self._stepped_at is None:
             return
         took_s = now_s - self._stepped_at
@@ -134,11 +137,11 @@ class Meter:
         self._was_saving = self._begun_at is not None
 
     def step_began(self, now_s: float) -> None:
-        """Training goes on."""
+        """Record that training goes on."""
         self._stepped_at = now_s
 
     def save_began(self, now_s: float) -> None:
-        if self._begun_at is not None:  # one before is still on its way
+        if self._begun_at is not None:  # the previous save is not decided yet
             self.save_ended(now_s)
         self._begun_at, self._blocked_s, self._lost_s = now_s, 0.0, 0.0
 
@@ -146,7 +149,7 @@ class Meter:
         self._blocked_s += duration_s
 
     def save_ended(self, now_s: float) -> None:
-        """It is committed, or given up."""
+        """Record that the save was committed or given up."""
         if self._begun_at is not None:
             total_s = now_s - self._begun_at
             self._costs.append(Cost(self._blocked_s, max(0.0, self._lost_s), total_s))

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files go: templates, checked before training starts, and filled at each save."""
+"""Where a checkpoint's files go: templates that are checked before training starts and filled at each save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATEST_FILENAME = "latest-rank{rank}.pt"
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """A saver's names; `CheckpointSaver` says what each is."""
+    """The templates of a saver's names; `CheckpointSaver` documents each of them."""
 
     folder: str
     remote: str
@@ -45,7 +45,7 @@ class Templates:
         is_deepspeed: bool = False,
         weights_only: bool = False,
     ) -> Templates:
-        """As they were given; of what was not, kinds have files of their own."""
+        """Return the templates as given. Where the user kept a default, a kind gets file names of its own."""
         if kind:
             filename = f"{kind}/{filename}" if filename == FILENAME else filename
             latest_filename = (
@@ -59,25 +59,25 @@ class Templates:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The templates of one rank."""
+    """One rank's templates and the values for them."""
 
     folder: Path
     remote: str
-    latest_filename: str  # empty: none
+    latest_filename: str  # empty: no symlink
     run: Mapping[str, object]
     kind: str
     filename: str
     checkpoint_name: str
-    publish: str  # empty: no
-    pointer: str  # likewise
+    publish: str  # empty: not published
+    pointer: str  # empty: no pointer
 
     def published(self, now: Timestamp) -> str | None:
-        """The exact key of this rank's file, or of the folder, below the remote."""
+        """Return the exact key below the remote of this rank's file (of the folder, if sharded), or None."""
         return names.fill(self.publish, self._at(now)) if self.publish else None
 
     @property
     def told(self) -> dict[str, str]:
-        """The same on all ranks, or they would not save one checkpoint."""
+        """The values that must be the same on all ranks, or they would not save one common checkpoint."""
         names = ("remote", "kind", "filename", "checkpoint_name", "publish")
         return {name: getattr(self, name) for name in names}
 
@@ -85,11 +85,11 @@ class Files:
         return self.folder / names.fill(self.filename, self._at(now))
 
     def name(self, now: Timestamp) -> str:
-        """The checkpoint's."""
+        """Return the checkpoint's name."""
         return naming.checkpoint_name(names.fill(self.checkpoint_name, self._at(now)), now.step)
 
     def is_own(self, shard: str) -> bool:
-        """Whether a checkpoint's file of this name is this rank's."""
+        """Return whether a checkpoint's file of this name belongs to this rank."""
         return names.times(shard, PurePosixPath(self.filename).name, self.run) is not None
 
     def _at(self, now: Timestamp) -> dict[str, object]:
@@ -104,8 +104,10 @@ def files_of(
     *,
     has_several_writers: bool,
 ) -> Files:
-    """Raises InvalidNameError or SettingsError for a template that could not be filled, or would make ranks, or saves,
-    write one file.
+    """Fill and check the templates.
+
+    Raises InvalidNameError or SettingsError for a template that cannot be filled, or that would make several ranks, or
+    several saves, write the same file.
     """
     everything = (*names.OF_RUN, *names.OF_TIME)
     for what, allowed in (
@@ -147,7 +149,7 @@ def files_of(
 
 
 def _pointer(filename: str) -> str:
-    """Composer's pointers have this suffix."""
+    """Return the pointer's key, with the suffix `.symlink` that Composer's pointers have."""
     if not filename:
         return ""
     named = filename if filename.endswith(".symlink") else f"{filename}.symlink"
@@ -155,8 +157,10 @@ def _pointer(filename: str) -> str:
 
 
 def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
-    """Refuse a folder in which another run has saved what this one would save again. What earlier starts of this run
-    left is no conflict: a step that is saved again is another generation's, and the file is replaced in one step.
+    """Refuse a folder in which another run has saved a checkpoint that this run would save again.
+
+    What earlier starts of this run left is no conflict: a step that is saved again belongs to another generation, and
+    its file is replaced atomically.
 
     Raises CheckpointConflictError.
     """
@@ -176,13 +180,13 @@ def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
 
 
 def is_of_run(folder: Path, remote: str, kind: str = "") -> bool:
-    """Whether an earlier start of the run at `remote` has opened this folder on this node."""
+    """Return whether an earlier start of the run at `remote` has opened this folder on this node."""
     try:
         found = journals.read(folder, kind=kind)
     except NoJournalError:
         return False
     except JournalError:
-        return True  # opening the uploader will say what is the matter
+        return True  # opening the uploader will report what is wrong
     remotes = [each.local().remote for each in found.values()]
     here = keys.kind_remote(remote, kind).rstrip("/")
     return any(each is not None and each.url.rstrip("/") == here for each in remotes)

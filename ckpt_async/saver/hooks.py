@@ -1,4 +1,4 @@
-"""What becomes of saves, told to the user's functions."""
+"""Calls the user's functions when a save is written, committed or failed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ FailureHook = Callable[[SavedCheckpoint, Exception], Any]
 
 @dataclass(slots=True)
 class Hooks:
-    """Called on the thread that calls `deliver`; with `is_at_once`, on whichever thread learns of it. An exception in
-    one is logged: neither training nor a checkpoint may depend on it.
+    """The user's functions, called on the thread that calls `deliver`.
+
+    With `is_at_once` they are called on whichever thread learns of the outcome. An exception in one is logged, because
+    neither training nor a checkpoint may depend on it.
     """
 
     on_saved: Hook | None = None
@@ -32,7 +34,7 @@ class Hooks:
 
     @classmethod
     def of(cls, on_saved: Any, on_committed: Any, on_failed: Any, is_at_once: bool) -> Hooks:
-        """Raises SettingsError for what cannot be called."""
+        """Return the hooks. Raises SettingsError for anything that cannot be called."""
         given = {"on_saved": on_saved, "on_committed": on_committed, "on_failed": on_failed}
         for name, each in given.items():
             if each is not None and not callable(each):

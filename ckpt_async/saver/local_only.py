@@ -1,4 +1,4 @@
-"""Saving without a remote: files that are durable, linked and pruned on this node, and that is all."""
+"""Saving without a remote: files are only made durable, linked and pruned on this node."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class LocalOnly:
-    """What a saver uses of an `Uploader`, for `remote=None`. Each rank is on its own: a checkpoint counts as committed
-    on a rank when that rank's files are fsynced. Nothing outlives the node, and no other rank is waited for.
+    """The part of `Uploader` that a saver uses, for `remote=None`.
+
+    Each rank is on its own: a checkpoint counts as committed on a rank when that rank's files are fsynced. Nothing
+    outlives the node, and no rank waits for another.
     """
 
     remote = ""
@@ -37,7 +39,7 @@ class LocalOnly:
         rank: int | None = None,
         world_size: int | None = None,
         settings_file: str | os.PathLike[str] | None = None,
-        launch_id: str | None = None,  # noqa: ARG002  no start has to be told from another
+        launch_id: str | None = None,  # noqa: ARG002 starts need not be told apart
         **settings: Any,
     ) -> None:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
@@ -82,7 +84,7 @@ class LocalOnly:
             self._files.setdefault(step, []).append((source, identity_of(facts)))
 
     def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
-        """Durable on return."""
+        """Fsync the files of the step; they are durable on return."""
         self.check_takes(step, name)
         paths = [self.folder / source for source, _ in self._files.setdefault(step, [])]
         for each in {*paths, *(path.parent for path in paths)}:
@@ -95,7 +97,7 @@ class LocalOnly:
         self._prune()
 
     def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no other rank waits for this one."""
 
     def _prune(self) -> None:
         kept = self._kept.keep(sorted(self._sealed.values(), key=lambda each: each.id))
@@ -114,8 +116,8 @@ class LocalOnly:
     def wait_for_predecessor(self, timeout_s: float) -> bool:  # noqa: ARG002  nothing is ever under way
         return True
 
-    def flush(self, timeout_s: float) -> FlushReport:  # noqa: ARG002  likewise
+    def flush(self, timeout_s: float) -> FlushReport:  # noqa: ARG002 nothing is ever under way
         return FlushReport(True, 0, 0, 0, ())
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

@@ -1,4 +1,4 @@
-"""Names with variables in them: `ep{epoch}-ba{batch}-rank{rank}.pt`. Pure."""
+"""Templates for names, such as `ep{epoch}-ba{batch}-rank{rank}.pt`. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OF_TIME = (
     *("epoch", "batch", "batch_in_epoch", "sample", "sample_in_epoch", "token", "token_in_epoch"),
     *("total_wct", "epoch_wct", "batch_wct", "step", "iteration"),
 )
-# By one of these alone a later file can be told from an earlier one.
+# Each of these alone tells a later file from an earlier one.
 _COUNTS = ("step", "batch", "sample", "token", "iteration", "epoch")
 
 
 def used(template: str) -> frozenset[str]:
-    """The variables in it. Raises InvalidNameError for what is no template."""
+    """Return the variables that a template uses. Raises InvalidNameError if it is malformed."""
     try:
         return frozenset(name for _, name, _, _ in string.Formatter().parse(template) if name is not None)
     except ValueError as error:
@@ -31,7 +31,7 @@ def used(template: str) -> frozenset[str]:
 
 
 def check(template: str, what: str, allowed: Iterable[str], *, run_name: str | None) -> None:
-    """Refuse a variable that is not `allowed` there, and `{run_name}` where the run has none."""
+    """Refuse a variable that is not in `allowed`, and `{run_name}` if the run has no name."""
     known = tuple(allowed)
     for name in sorted(used(template)):
         if name not in known:
@@ -46,7 +46,7 @@ def check(template: str, what: str, allowed: Iterable[str], *, run_name: str | N
 
 
 def variables(run_name: str | None, placement: Placement) -> dict[str, object]:
-    """Those of the run."""
+    """Return the values of the variables that are fixed for the run."""
     of_ranks = {name: getattr(placement, name) for name in OF_RUN if name != "run_name"}
     return {"run_name": run_name or "", **of_ranks}
 
@@ -56,7 +56,10 @@ def fill(template: str, values: Mapping[str, object]) -> str:
 
 
 def below(remote: str, name: str) -> str:
-    """An object's name in the bucket, as a key below `remote`: where that ends as the name begins, this is left out."""
+    """Turn an object's name in the bucket into a key below `remote`.
+
+    If the path of `remote` ends with the folders that the name begins with, they are dropped from the name.
+    """
     parts, above = PurePosixPath(name.strip("/")).parts, PurePosixPath(keys.path_in(remote)).parts
     for count in range(len(parts) - 1, 0, -1):
         if above[-count:] == parts[:count]:
@@ -65,8 +68,9 @@ def below(remote: str, name: str) -> str:
 
 
 def is_ahead(name: str, template: str, run: Mapping[str, object], resumed: Timestamp) -> bool:
-    """Whether a file of this name is one that `template` gives at some time after `resumed`. A template without any
-    time in it gives the same name always.
+    """Return whether `template` gives a file of this name for some time after `resumed`.
+
+    A template without a time variable always gives the same name, which counts as ahead.
     """
     found = times(name, template, run)
     if found is None:
@@ -78,7 +82,7 @@ def is_ahead(name: str, template: str, run: Mapping[str, object], resumed: Times
 
 
 def times(name: str, template: str, run: Mapping[str, object]) -> dict[str, float] | None:
-    """The variables of time, read back from a name; None if the template gives no such name on this rank."""
+    """Read the time variables back from a name; None if the template cannot give this name on this rank."""
     pattern = ""
     groups: list[str] = []
     for text, variable, width, _ in string.Formatter().parse(template):

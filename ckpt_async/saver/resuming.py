@@ -1,4 +1,4 @@
-"""Getting back what a saver has saved: on all ranks together, passing over what turns out damaged."""
+"""Loads what a saver has saved, on all ranks together, and skips checkpoints that turn out to be damaged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Resuming:
-    """The checkpoints of a saver's run."""
+    """Finds and loads the checkpoints of a saver's run."""
 
     def __init__(
         self, files: Files, uploader: Uploader | LocalOnly, store_options: StoreOptions | None
@@ -50,14 +50,14 @@ class Resuming:
         return None if found is None else found[1]
 
     def _load_local(self, **options: Any) -> Any:
-        """What the local symlink names: on the first rank's node, if only that writes."""
+        """Load what the local symlink points to. If only the first rank writes, it exists only on that rank's node."""
         link = self._files.folder / self._files.latest_filename
         if not self._files.latest_filename or not link.exists():
             return None
         return ckpt.load(link, **options)
 
     def _file_in(self, checkpoint: Checkpoint) -> str:
-        """This rank's file of it, or the only one."""
+        """Return the name of this rank's file in the checkpoint, or of its only file."""
         found = sorted(checkpoint.files)
         if len(found) > 1:
             found = [each for each in found if self._files.is_own(each)]
@@ -71,7 +71,7 @@ class Resuming:
 
 
 def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uploader | LocalOnly:
-    """Where saved files go. A collective."""
+    """Return the uploader that saved files go to. A collective."""
     options = {
         "launch_id": ckpt.launch_id(),
         **options,

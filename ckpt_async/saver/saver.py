@@ -1,5 +1,6 @@
-"""`CheckpointSaver`: decides when to save, names the files, copies the state, and has it written and uploaded while
-training goes on.
+"""`CheckpointSaver` decides when to save, names the files, copies the state, and has it written and uploaded.
+
+Writing and uploading run beside training.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 State = Callable[[], Any] | Any
 
-# How soon hooks that are called at once see a decision.
+# How often the saver looks for commits and aborts if hooks are called at once (`hooks_at_once`).
 WATCH_S = 0.2
-# Of the seconds that SIGTERM leaves, for the training loop to come by and save.
+# The share of the seconds left after SIGTERM that the training loop gets to reach its next `step` and save.
 SAVING_SHARE = 0.5
 
 
 class CheckpointSaver:
-    """Saves training checkpoints: when they are due, under the names you want, without holding up training.
+    """Saves training checkpoints when they are due, under the names you choose, without holding up training.
 
         saver = CheckpointSaver("{run_name}/checkpoints", "s3://bucket/{run_name}", run_name="llm-7b",
                                 save_interval="500ba", num_checkpoints_to_keep=3)
@@ -50,52 +51,53 @@ class CheckpointSaver:
             saver.step(lambda: {"model": model.state_dict(), …}, Timestamp(epoch=1, batch=42))
         saver.close()
 
-    Every rank makes one, with the same arguments, and calls `step` after every training step. The first rank writes
-    (with `is_writer` or `sharded` others do too); all take part in the commit.
+    Every rank creates a saver with the same arguments and calls `step` after every training step. The first rank writes
+    the files; with `is_writer` or `sharded`, other ranks write too. All ranks take part in the commit.
 
     Args:
         folder: Local folder; may use `{run_name} {rank} {local_rank} {world_size} {local_world_size} {node_rank}`.
-        remote: As of `Uploader`; may use `{run_name}`. None: nothing is uploaded; each rank's files are durable, linked
-            and pruned on its node.
-        filename: Of a checkpoint's file in `folder`. The variables above, and those of `Timestamp`: `{epoch} {batch}
-            {batch_in_epoch} {sample} {sample_in_epoch} {token} {token_in_epoch} {iteration} {step}` and the seconds
-            `{total_wct} {epoch_wct} {batch_wct}`. Its suffix chooses the format (see `ckpt_async.torch.dump`).
-        checkpoint_name: Of the checkpoint as a whole: its folder in the store.
-        latest_filename: Symlink in `folder` to the newest committed checkpoint; None for none.
-        publish: Exact key, below the remote, for tools that want one: the store copies this rank's file to it once the
-            checkpoint is committed. May use all variables.
+        remote: As for `Uploader`; may use `{run_name}`. With None nothing is uploaded: each rank's files are made
+            durable, linked and pruned on its own node.
+        filename: Name of a checkpoint's file in `folder`. May use the variables above and those of `Timestamp`:
+            `{epoch} {batch} {batch_in_epoch} {sample} {sample_in_epoch} {token} {token_in_epoch} {iteration} {step}`
+            and the seconds `{total_wct} {epoch_wct} {batch_wct}`. The suffix selects the format (see
+            `ckpt_async.torch.dump`).
+        checkpoint_name: Name of the checkpoint as a whole, which is its folder in the store.
+        latest_filename: Symlink in `folder` to the newest committed checkpoint; None for no symlink.
+        publish: Exact key, below the remote, for tools that expect one: the store copies this rank's file to it once
+            the checkpoint is committed. May use all variables.
         latest_remote_filename: Composer's text pointer to the newest committed file, below the remote; `.symlink` is
             added.
         save_interval: `"1ep"`, `"500ba"`, `"10000sp"`, `"1e9tok"`, `"2iter"`, `"0.1dur"` of `max_duration`, `"30min"`
-            of wall clock, a whole number of epochs, `Auto(…)`, a function `(timestamp, event) -> bool` that answers the
-            same on all ranks, or a list of several. None: only what the following ask for.
-        fixed_steps: Batches at which to save as well.
-        ephemeral_save_interval: For checkpoints that are kept only until a newer one is committed.
-        max_duration: Length of the run, like `"10ep"`. What ends it is saved.
-        saves_last: On `close`, save what the last `step` was called with, unless that was saved.
-        weights_only: Save the model's part only.
-        ignore_keys: Leave parts out: globs over '/'-joined keys (`state/model/layer*.weights`), or a function that
+            of wall clock, a whole number of epochs, `Auto(…)`, a function `(timestamp, event) -> bool` that returns the
+            same on all ranks, or a list of several. With None, only what the following arguments ask for is saved.
+        fixed_steps: Batches at which to save in addition.
+        ephemeral_save_interval: Interval of checkpoints that are kept only until a newer one is committed.
+        max_duration: Length of the run, for example `"10ep"`. The step that reaches it is saved.
+        saves_last: On `close`, save what the last `step` was called with, unless it was saved already.
+        weights_only: Save only the model's part of the state.
+        ignore_keys: Parts to leave out: globs over '/'-joined keys (`state/model/layer*.weights`), or a function that
             changes a copy of the state's containers.
         overwrite: Whether files of another run in `folder` may be replaced.
-        resume_from: Where the run continues; else `load_state_dict` tells.
-        run_name: What `{run_name}` stands for.
-        kind: For several savers in one run, e.g. `"weights"`: a schedule, retention and `latest` of its own. Its files
-            are in a folder of this name, unless `filename` says otherwise.
-        is_writer: Whether this rank has a file (or, if sharded, a part) of its own. Default: the first rank; with
-            `sharded`, all. Under HSDP: whether this is the first replica.
-        deepspeed: Every rank writes an archive of its own; `.tar` is added to a `filename` that is none's.
-        sharded: Save with torch.distributed.checkpoint into a folder, all ranks of `process_group`.
-        process_group: Of the sharded save; its collectives run beside those of training. Default: a gloo group of all
-            ranks.
-        blocking: Write in `step` itself, as `torch.save` would, instead of beside training from a copy.
-        save_signals: Signals on which to save at the next step, for example `(signal.SIGUSR1,)`.
+        resume_from: Where the run continues. Not needed if you call `load_state_dict`, which sets it.
+        run_name: Value of `{run_name}`.
+        kind: For several savers in one run, for example `"weights"`: each kind has its own schedule, retention and
+            `latest`. Its files are in a folder of this name, unless `filename` says otherwise.
+        is_writer: Whether this rank writes a file (or, if sharded, a part) of its own. Default: only the first rank, or
+            all ranks if `sharded` or `deepspeed`. Under HSDP: whether this rank belongs to the first replica.
+        deepspeed: Every rank writes an archive of its own; `.tar` is added to a `filename` without an archive suffix.
+        sharded: Save with torch.distributed.checkpoint into a folder; all ranks of `process_group` take part.
+        process_group: Group for the sharded save; its collectives run beside those of training. Default: a gloo group
+            of all ranks.
+        blocking: Write inside `step`, as `torch.save` would, instead of from a copy beside training.
+        save_signals: Signals that request a save at the next step, for example `(signal.SIGUSR1,)`.
         save_on_exception: Save what the last `step` was called with if the `with` block ends with an exception.
-        on_saved, on_committed, on_failed: Called with a `SavedCheckpoint` (and the error): written and enqueued on this
-            rank; committed with all ranks; neither. On the trainer's thread at its next `step`, or, with
-            `hooks_at_once`, on a thread of the saver.
-        uploader: Everything else is for `Uploader`: `num_checkpoints_to_keep`, `rank`, `store_options`, …
+        on_saved, on_committed, on_failed: Called with a `SavedCheckpoint` (`on_failed` also with the error) when it is
+            written and enqueued on this rank, when it is committed with all ranks, and when it is neither. They run on
+            the trainer's thread at its next `step` or, with `hooks_at_once`, on one of the saver's threads.
+        uploader: All other arguments go to `Uploader`: `num_checkpoints_to_keep`, `rank`, `store_options`, …
 
-    In strict mode (`on_error="raise"`) a save that failed raises SaveFailedError at the next `step`; else it is logged.
+    In strict mode (`on_error="raise"`) a failed save raises SaveFailedError at the next `step`; otherwise it is logged.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class CheckpointSaver:
         try:
             self._begin(files, what, (rank, world_size), uploader.get("store_options"), save_signals)
         except BaseException:
-            with contextlib.suppress(CkptAsyncError):  # else the folder stays in use, by nobody
+            with contextlib.suppress(CkptAsyncError):  # otherwise the folder would stay locked with no owner
                 self.uploader.close(0)
             raise
 
@@ -177,18 +179,21 @@ class CheckpointSaver:
         self._is_closed = False
         self._restore_signals = on_signals(save_signals, self.save_now)
         self.uploader.before_sigterm_flush = self._save_before_flush
-        self.uploader.before_exit = self._saving.wait  # what was taken is saved, if nobody calls `close`
+        self.uploader.before_exit = self._saving.wait  # snapshots taken are written even without `close`
         self._stop_watching = watch(self._saving.settle, WATCH_S) if self._hooks.is_at_once else None
 
     @property
     def saved_checkpoints(self) -> list[SavedCheckpoint]:
-        """What was saved and is still on the local disk, oldest first; after `load_state_dict` earlier starts' too."""
+        """The checkpoints that were saved and are still on the local disk, oldest first.
+
+        After `load_state_dict` this includes those of earlier starts.
+        """
         with_files = (each for each in self._saving.saved if each.paths)
         return [each for each in with_files if all(os.path.lexists(path) for path in each.paths)]
 
     @property
     def save_interval(self) -> Choice | None:
-        """What `Auto` has chosen, and why. None without it, and on all ranks but the first."""
+        """The interval that `Auto` has chosen, and why. None without `Auto`, and on all ranks but the first."""
         return self._asking.interval
 
     # --- the trainer's calls -------------------------------------------------------------------------------
@@ -201,16 +206,18 @@ class CheckpointSaver:
         event: Event = Event.BATCH_CHECKPOINT,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Save if that is due at `timestamp` (a number is the batch). Returns whether it was. Every rank calls it after
-        each training step; it costs some microseconds when nothing is due. Raises SettingsError if an interval counts
-        what the timestamp does not tell, epochs for example.
+        """Save if a checkpoint is due at `timestamp` (a plain number is the batch), and return whether it was.
 
-        `state` is called, on every rank, only if it is (it may hold collectives, as FSDP's do). This blocks while an
-        earlier save is still being written, and until the state is copied to CPU memory; the rest goes on beside
-        training. `metrics` (a loss, for example) are stored with the commit, for retention by value.
+        Every rank calls this after each training step. It takes a few microseconds when nothing is due.
 
-        On return nothing is durable: `on_saved` and `uploader.wait(step)` tell. Raises SaveFailedError (in strict mode)
-        and what `Uploader.enqueue` raises for failures since the last call, FencedError, and what `state` raises.
+        `state` is called only if a save is due, and then on every rank, so it may run collectives, as FSDP's does.
+        `step` blocks while an earlier save is still being written and until the state is copied to CPU memory; the rest
+        happens beside training. `metrics` (a loss, for example) are stored with the commit, for retention by value.
+
+        Nothing is durable on return: `on_saved` and `uploader.wait(step)` tell when it is. Raises SettingsError if an
+        interval counts something that the timestamp does not give, for example epochs; SaveFailedError (in strict mode)
+        and whatever `Uploader.enqueue` raises for failures since the last call; FencedError; and whatever `state`
+        raises.
         """
         began_s = time.monotonic()
         self._asking.meter.step_ended(began_s)
@@ -220,7 +227,7 @@ class CheckpointSaver:
         self._saving.settle()
         self._hooks.deliver()
         self._raise_failures()
-        if self._is_closed:  # perhaps by a hook
+        if self._is_closed:  # a hook may have closed it
             raise UploaderClosedError("the saver is closed")
         due, self._past = schedules.decide(
             self._schedule, self._past, now, event, is_asked=self._asking.answer()
@@ -234,31 +241,36 @@ class CheckpointSaver:
         return due > Due.NO
 
     def save_now(self) -> None:
-        """Save at the next `step`, on all ranks at the same one: it may take a second until all know. Returns at once;
-        from any thread, and from a signal handler. Where torch.distributed is not initialized, every rank must call it
-        before the same step.
+        """Save at the next `step`, on all ranks at the same one; it may take a second until all of them know.
+
+        Returns at once. May be called from any thread and from a signal handler. If torch.distributed is not
+        initialized, every rank must call it before the same step.
         """
         self._asking.ask(Due.YES)
 
     def find(self, **options: Any) -> Checkpoint | None:
-        """`restore.find` for this run, on the first rank for all. A collective where there are several ranks."""
+        """Call `restore.find` for this run on the first rank, and return its answer on all. A collective if there are
+        several ranks.
+        """
         return self._resuming.find(**options)
 
     def load_latest(self, *, wait_s: float = 0.0, **options: Any) -> Any:
-        """The state in the newest complete checkpoint, this rank's file of it (or the only one); None if there is none:
-        a fresh start. One that turns out damaged on any rank is passed over by all. `wait_s`: for what a killed start
-        was still uploading. `options` are those of `ckpt_async.torch.load_remote`. Blocks; a collective where there are
-        several ranks.
+        """Return the state stored in the newest complete checkpoint, or None if there is none (a fresh start).
 
-        Raises what `restore.find` and `load_remote` raise. For sharded checkpoints: `ckpt_async.torch.load_latest`.
+        Reads this rank's file of the checkpoint, or its only file. A checkpoint that turns out to be damaged on any
+        rank is skipped by all. `wait_s` is how long to wait for uploads that a killed start left unfinished. `options`
+        are those of `ckpt_async.torch.load_remote`. Blocks; a collective if there are several ranks.
+
+        Raises what `restore.find` and `load_remote` raise. For sharded checkpoints use `ckpt_async.torch.load_latest`.
         """
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)
         return self._resuming.load_latest(**options)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the newest save is written, and committed with all ranks. Raises SaveFailedError (in strict mode)
-        and what `Uploader.wait` raises.
+        """Block until the newest save is written and committed with all ranks.
+
+        Raises SaveFailedError (in strict mode) and what `Uploader.wait` raises.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._saving.wait(timeout_s)
@@ -268,14 +280,16 @@ class CheckpointSaver:
             self.uploader.wait(self._saving.newest_step, left_s)
 
     def flush(self, timeout_s: float) -> FlushReport:
-        """Write what was copied, and upload as much as can be within `timeout_s`: see `Uploader.flush`."""
+        """Finish writing the snapshots, and upload as much as possible within `timeout_s`: see `Uploader.flush`."""
         deadline = time.monotonic() + timeout_s
         self._saving.wait(timeout_s)
         return self.uploader.flush(max(0.0, deadline - time.monotonic()))
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Save the last step, unless that was saved (or `saves_last` is off), finish writing, and close the uploader:
-        see `Uploader.close`. Idempotent. Raises SaveFailedError (in strict mode) and what `Uploader.close` raises.
+        """Save the last step, finish writing, and close the uploader: see `Uploader.close`.
+
+        The last step is not saved again if it was saved already, nor if `saves_last` is off. Idempotent. Raises
+        SaveFailedError (in strict mode) and what `Uploader.close` raises.
         """
         if self._is_closed:
             return
@@ -285,7 +299,7 @@ class CheckpointSaver:
         self._raise_failures()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data for the state that is saved: where the run is, and what is kept locally."""
+        """Return plain data to put into the saved state: where the run is, and which checkpoints are kept locally."""
         taking = [self._saving.taking] if self._saving.taking is not None else []
         return {
             "timestamp": None if self._seen is None else self._seen[1].state_dict(),
@@ -293,7 +307,10 @@ class CheckpointSaver:
         }
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there: the same steps are saved as if the run had never ended. Raises SettingsError."""
+        """Continue from what `state_dict` returned: the same steps are saved as if the run had never ended.
+
+        Raises SettingsError.
+        """
         if not isinstance(state, Mapping) or not {"timestamp", "saved_checkpoints"} <= state.keys():
             raise SettingsError(
                 f"load_state_dict wants what state_dict returned, not {arguments.shown(state)}",
@@ -319,7 +336,7 @@ class CheckpointSaver:
         except Exception:
             logger.exception("close_failed; the exception of the training loop is raised")
 
-    # --- within --------------------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------------
 
     def _save(self, state: State, now: Timestamp, due: Due, metrics: Mapping[str, float] | None) -> None:
         began_s = time.monotonic()
@@ -335,7 +352,7 @@ class CheckpointSaver:
         self._raise_failures()
 
     def _save_seen(self) -> None:
-        """What the last `step` was called with, unless that was saved."""
+        """Save what the last `step` was called with, unless it was saved already."""
         saved = self._past.saved
         if self._seen is None or (saved is not None and saved.batch >= self._seen[1].batch):
             return
@@ -344,7 +361,9 @@ class CheckpointSaver:
         self._save(state, now, Due.YES, None)
 
     def _save_before_flush(self, budget_s: float) -> None:
-        """SIGTERM has come; this thread is not the trainer's, which may come by and save."""
+        """After SIGTERM, request a save and wait for it: the trainer may still reach its next `step`, on its own
+        thread.
+        """
         self.save_now()
         self._saving.wait_for_next(budget_s * SAVING_SHARE)
 

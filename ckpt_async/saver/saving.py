@@ -1,4 +1,4 @@
-"""One checkpoint from the trainer's state to the uploader: copied, written, enqueued, sealed."""
+"""The way of one checkpoint from the trainer's state to the uploader: copy, write, enqueue, seal."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class What:
-    """What of a state is saved, and how."""
+    """Which part of the state is saved, and how."""
 
-    is_writer: bool  # this rank has a file of its own; else it only seals
+    is_writer: bool  # this rank writes a file of its own; otherwise it only seals
     is_sharded: bool
     is_blocking: bool
     overwrite: bool
@@ -52,7 +52,10 @@ class What:
 
     @classmethod
     def of(cls, is_writer: bool, is_sharded: bool, *others: Any) -> What:
-        """A collective of all ranks, where shards are saved and no group was given for it. Raises SettingsError."""
+        """Return the validated options. Raises SettingsError.
+
+        If shards are saved and no process group was given, this is a collective of all ranks.
+        """
         found = cls(is_writer, is_sharded, *others)
         if isinstance(found.ignore_keys, str):
             raise SettingsError(f"ignore_keys={found.ignore_keys!r} must be a list of globs, or a function")
@@ -62,8 +65,9 @@ class What:
 
 
 def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | None) -> None:
-    """Refuse, before training, what could not be written, or would be another checkpoint on each rank: a collective.
-    Raises FormatError, CheckpointConflictError, RanksDisagreeError.
+    """Refuse, before training, files that could not be written and arguments that differ between ranks.
+
+    A collective. Raises FormatError, CheckpointConflictError, RanksDisagreeError.
     """
     ckpt.agree(
         {**schedule.told, **files.told}, what="what a CheckpointSaver saves when, and under which names"
@@ -75,7 +79,10 @@ def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | Non
 
 
 class Saving:
-    """Used by the trainer's thread, but for `settle`, which any may call."""
+    """Copies, writes, enqueues and seals checkpoints, and keeps track of what becomes of them.
+
+    Called only from the trainer's thread, except for `settle` and `wait_for_next`.
+    """
 
     def __init__(
         self,
@@ -94,22 +101,24 @@ class Saving:
         self._failures: list[SaveFailedError] = []
         self.saved: list[SavedCheckpoint] = []
         self.taking: SavedCheckpoint | None = None
-        self.newest_step: int | None = None  # of this start
+        self.newest_step: int | None = None  # saved by this start
         self._num_begun = self._num_ended = 0
         self._ended = ended
 
     def save(
         self, state: Any, now: Timestamp, kept: Due, metrics: Mapping[str, float] | None
     ) -> SavedCheckpoint:
-        """Blocks until an earlier save is written and this one's state is copied (or, if blocking, written). What
-        fails, now or later, `take_failure` tells; but FencedError, and what `state` itself raises, is raised here.
+        """Block until any earlier save is written and this one's state is copied (or, if blocking, written).
+
+        Failures, now or later, are reported by `take_failure`. Only FencedError and what `state` itself raises are
+        raised here.
         """
         is_ephemeral = kept is Due.EPHEMERAL
         if is_ephemeral:
             metrics = {**(metrics or {}), EPHEMERAL: 1}
         checkpoint = SavedCheckpoint(now, self._files.name(now), self._paths(now), is_ephemeral)
         self._writer.wait()
-        self.taking = checkpoint  # its own state knows of it
+        self.taking = checkpoint  # so that `state_dict`, called by `state`, includes this checkpoint
         try:
             value = state() if callable(state) else state
         finally:
@@ -120,7 +129,7 @@ class Saving:
             ending = self._begin(checkpoint, value, metrics)
         except FencedError:
             raise
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  kept: training goes on
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 stored for `take_failure`; training goes on
             self._failed(checkpoint, error)
         else:
             ending.add_done_callback(partial(self._written, checkpoint))
@@ -129,8 +138,10 @@ class Saving:
         return checkpoint
 
     def refuse_repeated(self, now: Timestamp) -> None:
-        """A save that fails: not to say so would leave a run without any that counts its batches anew each epoch. What
-        was saved at this batch before is not touched.
+        """Report a failed save, because this batch was saved before.
+
+        Staying silent would leave a run that restarts its batch count every epoch without any checkpoints. What was
+        saved at this batch before is not touched.
         """
         checkpoint = SavedCheckpoint(now, self._files.name(now), ())
         error = SealedError(
@@ -169,7 +180,7 @@ class Saving:
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # What replaces another file is fsynced first; the engine fsyncs this one anyhow.
+            # A file that replaces another is fsynced first. The engine fsyncs any other one itself.
             ckpt.dump(copied, path, overwrite=os.path.lexists(path))
             self._uploader.enqueue(path, step, checkpoint.name, publish_as=published)
             self._uploader.seal(step, metrics=metrics)
@@ -181,7 +192,7 @@ class Saving:
         self, checkpoint: SavedCheckpoint, state: Any, metrics: Mapping[str, float] | None
     ) -> Future[Any]:
         what = self._what
-        if not what.is_writer:  # another replica has the same
+        if not what.is_writer:  # another replica writes the same data
             return self._writer.start(
                 partial(self._uploader.seal, checkpoint.step, name=checkpoint.name, metrics=metrics)
             )
@@ -189,7 +200,7 @@ class Saving:
         found = save(
             state,
             checkpoint.step,
-            cast(Uploader, self._uploader),  # LocalOnly has what it uses
+            cast(Uploader, self._uploader),  # LocalOnly has all that `save` uses
             name=checkpoint.name,
             metrics=metrics,
             process_group=what.process_group,
@@ -201,7 +212,7 @@ class Saving:
         self._writer.follow(found)
         return found
 
-    # --- what became of it, on any thread ------------------------------------------------------------------
+    # --- outcomes, on any thread ---------------------------------------------------------------------------
 
     def _written(self, checkpoint: SavedCheckpoint, ending: Future[Any]) -> None:
         error = ending.exception()
@@ -218,7 +229,9 @@ class Saving:
         self._hooks.saved(checkpoint)
 
     def settle(self) -> None:
-        """See which saves were decided meanwhile."""
+        """Find out which saves have been decided since the last call, and tell the hooks. May be called from any
+        thread.
+        """
         with self._lock:
             undecided = list(self._undecided)
         for each in undecided:
@@ -229,7 +242,7 @@ class Saving:
             except CheckpointAbortedError as aborted:
                 error = aborted
             except UploaderClosedError:
-                return  # the engine has gone, and with it what it knew
+                return  # the engine has stopped, and its knowledge is gone
             with self._lock:
                 if each not in self._undecided:
                     continue  # another thread was faster
@@ -241,26 +254,28 @@ class Saving:
             self._ended()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing is being written. Returns whether that is so."""
+        """Block until nothing is being written, at most `timeout_s`. Return whether that was reached."""
         return self._writer.wait(timeout_s)
 
     def wait_for_next(self, timeout_s: float) -> None:
-        """Until a save that begins from now on is written, or has failed; one that is being written does not count. For
-        another thread than the trainer's.
+        """Block until a save that begins after this call is written or has failed, at most `timeout_s`.
+
+        A save that is being written already does not count. Must not be called from the trainer's thread.
         """
         with self._changed:
             before = self._num_begun
             self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
 
     def take_failure(self) -> SaveFailedError | None:
-        """What was not saved since the last call."""
+        """Return the first save that has failed since the last call, or None."""
         with self._lock:
             found, self._failures = self._failures, []
         return found[0] if found else None
 
     def _failed(self, checkpoint: SavedCheckpoint, error: BaseException) -> None:
         failure = _failure_of(checkpoint, error)
-        # The other ranks need not wait. Sealed already, closed, fenced: then they learn it otherwise.
+        # The other ranks need not wait. If `give_up` fails (sealed already, closed, fenced), they learn of it
+        # in another way.
         with contextlib.suppress(CkptAsyncError):
             self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
         self._tell(checkpoint, failure)

@@ -1,6 +1,7 @@
-"""When a checkpoint is due. Pure: where the run was and is in, a decision out, the same on every rank.
+"""Decides when a checkpoint is due. Pure: takes the previous and the current position of the run, the same on every
+rank.
 
-What no timestamp tells (wall clock, a measured interval, a signal) is decided by one rank; the others are told
+What no timestamp tells (wall clock, a measured interval, a signal) is decided by one rank and passed to the others
 (`is_asked`).
 """
 
@@ -20,13 +21,13 @@ from ckpt_async.saver.auto import Auto
 from ckpt_async.saver.timestamp import Event, Timestamp
 
 Predicate = Callable[[Timestamp, Event], bool]
-# What a schedule is given as. None: never, but at the end.
+# The forms in which a user gives an interval. None: only the other rules, such as the end of the run, save.
 Interval = int | str | timedelta | Auto | Predicate | Collection[Any] | None
 
-# Composer's units, and the field of `Timestamp` that each counts.
+# Composer's units, and the field of `Timestamp` that each of them counts.
 _COUNTED = {"ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "iter": "iteration"}
 _PLURAL = {unit: "batches" if unit == "ba" else f"{field}s" for unit, field in _COUNTED.items()}
-# Of those, what no batch leaves at 0.
+# The fields that every batch increases, so that 0 after a batch means the trainer does not count them.
 _GROWS = frozenset({"sample", "token"})
 _SECONDS = {
     "s": 1,
@@ -44,9 +45,9 @@ _HINT = 'like "1ep", "500ba", "10000sp", "1e9tok", "2iter", "0.1dur" or "30min"'
 
 
 class Due(IntEnum):
-    """Whether to save, and for how long."""
+    """Whether to save, and how long to keep the checkpoint."""
 
-    REPEATED = -1  # due, but training has gone back, to a batch that was saved already
+    REPEATED = -1  # due, but training has gone back to a batch that was saved already
     NO = 0
     EPHEMERAL = 1  # kept only until a newer one is committed
     YES = 2
@@ -54,13 +55,16 @@ class Due(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Each time that a field of the timestamp has grown by `count`, which need not be whole."""
+    """Due each time a field of the timestamp has grown by `count`, which need not be a whole number."""
 
     field: str
     count: Fraction
 
     def is_passed(self, before: Timestamp | None, now: Timestamp) -> bool:
-        """Where it is not known what was before: if `now` is exactly a multiple."""
+        """Return whether a multiple of `count` was passed between `before` and `now`.
+
+        If `before` is None (not known), return whether `now` itself is exactly at a multiple.
+        """
         reached = getattr(now, self.field)
         had = max(reached - 1, 0) if before is None else getattr(before, self.field)
         return bool(reached // self.count > had // self.count)
@@ -74,20 +78,20 @@ class Every:
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """A number with its unit, as it was given."""
+    """A number with its unit, as the user gave it."""
 
     number: Fraction
     unit: str
 
     @property
     def seconds(self) -> float | None:
-        """None if it is no time."""
+        """The amount in seconds, or None if it is not a time."""
         return float(self.number * _SECONDS[self.unit]) if self.unit in _SECONDS else None
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What of one `save_interval` timestamps decide, and how often the clock does."""
+    """The parts of one `save_interval`: what timestamps decide, and how often the clock asks for a save."""
 
     intervals: tuple[Every, ...] = ()
     predicates: tuple[Predicate, ...] = ()
@@ -95,7 +99,7 @@ class Rules:
     auto: Auto | None = None
 
     def is_due(self, before: Timestamp | None, now: Timestamp, event: Event) -> bool:
-        # Every predicate is asked every time: one may count.
+        # Call every predicate every time, because one may keep a count.
         answers = [bool(each(now, event)) for each in self.predicates]
         return any(answers) or any(each.is_passed(before, now) for each in self.intervals)
 
@@ -109,13 +113,13 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When to save. `parse` makes one."""
+    """When to save; made by `parse`."""
 
     rules: Rules
     ephemeral: Rules = Rules()
     fixed_steps: frozenset[int] = frozenset()
     end: Every | None = None
-    _counted: frozenset[str] = field(init=False)  # what of a timestamp is needed besides the batch
+    _counted: frozenset[str] = field(init=False)  # the fields needed besides the batch
 
     def __post_init__(self) -> None:
         intervals = [
@@ -127,7 +131,7 @@ class Schedule:
 
     @property
     def told(self) -> dict[str, str]:
-        """The same on all ranks, or they would not save at the same steps."""
+        """The schedule as text. It must be the same on all ranks, or they would not save at the same steps."""
         return {
             "save_interval": self.rules.told,
             "ephemeral_save_interval": self.ephemeral.told,
@@ -136,9 +140,10 @@ class Schedule:
         }
 
     def check_counts(self, now: Timestamp, *, is_number: bool) -> None:
-        """Refuse a timestamp that lacks what an interval counts: nothing would ever be due, and nobody would hear of
-        it. `is_number`: the trainer gives the batch alone. (An epoch of 0 is the first one; a batch without a sample
-        is none.) Raises SettingsError.
+        """Refuse a timestamp that lacks what an interval counts, because the save would silently never become due.
+
+        `is_number`: the trainer gives the batch alone. (Epoch 0 is a valid value, the first epoch; 0 samples after a
+        batch means that samples are not counted.) Raises SettingsError.
         """
         for name in self._counted:
             if is_number or (name in _GROWS and now.batch > 0 and getattr(now, name) == 0):
@@ -156,11 +161,11 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What was before this call: up to where everything that was due is saved, and the last save."""
+    """What happened before this call: the time up to which all that was due has been handled, and the last save."""
 
     decided: Timestamp | None = None
     saved: Timestamp | None = None
-    kept: Due = Due.NO  # how the last save is kept
+    kept: Due = Due.NO  # how long the last save is kept
 
 
 def due(
@@ -171,7 +176,7 @@ def due(
     *,
     is_asked: Due = Due.NO,
 ) -> Due:
-    """Whether a checkpoint is due at `now`, if nothing was decided since `before` (None: not known)."""
+    """Return whether a checkpoint is due at `now`, if nothing was decided since `before` (None: not known)."""
     had = now.batch - 1 if before is None else before.batch
     is_regular = (
         schedule.rules.is_due(before, now, event)
@@ -191,8 +196,10 @@ def due(
 def decide(
     schedule: Schedule, past: Past, now: Timestamp, event: Event, *, is_asked: Due = Due.NO
 ) -> tuple[Due, Past]:
-    """What to do at `now`, and what is past then. No step is saved twice: what becomes due at a step that was saved
-    already is saved at the next one, unless what was saved there is kept as long.
+    """Return what to do at `now`, and the past after it.
+
+    No step is saved twice. What becomes due at a step that was saved already is saved at the next one, unless the
+    earlier save is kept at least as long.
     """
     wanted = due(schedule, past.decided, now, event, is_asked=is_asked)
     if past.saved is not None and now.batch <= past.saved.batch:
@@ -205,7 +212,7 @@ def decide(
     return wanted, Past(now, now, wanted)
 
 
-# --- from what users write ---------------------------------------------------------------------------------
+# --- parsing of the user's arguments -----------------------------------------------------------------------
 
 
 def parse(
@@ -214,7 +221,7 @@ def parse(
     ephemeral_save_interval: Interval = None,
     max_duration: int | str | None = None,
 ) -> Schedule:
-    """A schedule from a saver's arguments. Raises SettingsError."""
+    """Return the schedule for a saver's arguments. Raises SettingsError."""
     whole = None if max_duration is None else amount(max_duration, "max_duration")
     if whole is not None and whole.unit not in _COUNTED:
         raise SettingsError(f"max_duration={max_duration!r} must be in ep, ba, sp, tok or iter")
@@ -233,7 +240,7 @@ def _batches(given: Any) -> frozenset[int]:
 
 
 def amount(given: object, what: str) -> Amount:
-    """`"500ba"`, or what has Composer's `to_timestring`; a bare number counts epochs."""
+    """Parse an amount such as `"500ba"`, or an object with Composer's `to_timestring`; a bare number counts epochs."""
     if arguments.is_whole(given):
         given = f"{given}ep"
     elif hasattr(given, "to_timestring"):

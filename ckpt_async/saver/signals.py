@@ -1,4 +1,4 @@
-"""What may happen beside training: signals, and a thread that looks now and then."""
+"""Triggers from outside the training loop: signal handlers, and a thread that calls a function periodically."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ckpt_async.errors import SettingsError
 
 
 def on_signals(numbers: Sequence[int], action: Callable[[], None]) -> Callable[[], None]:
-    """Have `action` called when one of these signals comes; then the handler that was there before. Returns what puts
-    those back, in the main thread. Raises SettingsError in another one, or for what is no signal.
+    """Call `action` when one of these signals arrives, and then the handler that was installed before.
+
+    Returns a function that restores the previous handlers, if called in the main thread. Raises SettingsError if called
+    in any other thread, or if a number is not a signal.
     """
     if not numbers:
         return lambda: None
@@ -45,7 +47,7 @@ def on_signals(numbers: Sequence[int], action: Callable[[], None]) -> Callable[[
 
 
 def watch(action: Callable[[], None], period_s: float) -> Callable[[], None]:
-    """Call `action` every `period_s` seconds on a thread. Returns what ends that, after a last time."""
+    """Call `action` every `period_s` seconds on a thread. Returns a function that stops this after one last call."""
     over = threading.Event()
 
     def work() -> None:

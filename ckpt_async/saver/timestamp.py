@@ -1,4 +1,4 @@
-"""Where a training run is. Pure."""
+"""The position of a training run. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS = frozenset({"total_wct", "epoch_wct", "batch_wct"})
 
 
 class Event(Enum):
-    """Where in the training loop `CheckpointSaver.step` was called."""
+    """The place in the training loop from which `CheckpointSaver.step` was called."""
 
     BATCH_CHECKPOINT = "batch_checkpoint"
     EPOCH_CHECKPOINT = "epoch_checkpoint"
@@ -23,10 +23,10 @@ class Event(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timestamp:
-    """Progress of a run, with Composer's names: how many epochs, batches, … are *finished*. Only `batch` is needed;
-    what is left out is 0.
+    """Progress of a run, with Composer's names: how many epochs, batches, … are *finished*.
 
-    `batch` is the checkpoint's step: it goes up, and no two saves have the same. Wall-clock times are in seconds.
+    Only `batch` is required; anything left out is 0. `batch` is the checkpoint's step: it only grows, and no two saves
+    have the same. Wall-clock times are in seconds.
     """
 
     batch: int
@@ -59,16 +59,16 @@ class Timestamp:
         return self.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain data, for a checkpoint's state."""
+        """Return plain data for a checkpoint's state."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
-        """From what `state_dict` returned; fields of other versions are left out."""
+        """Rebuild a timestamp from what `state_dict` returned; fields of other versions are ignored."""
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in state.items() if name in known})
 
     @classmethod
     def of(cls, given: Timestamp | int) -> Timestamp:
-        """A bare number is the step."""
+        """Return `given` itself, or a timestamp if it is a bare number, which is the step."""
         return given if isinstance(given, Timestamp) else cls(batch=given)

@@ -1,4 +1,4 @@
-"""Saving beside training: one checkpoint at a time, from a snapshot in memory, on a thread."""
+"""Writes one checkpoint at a time beside training, on a thread, from a snapshot in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt_async.saver.timestamp import Timestamp
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """One save: when in the run it was taken, its name, and this rank's files on the local disk."""
+    """One save: its place in the run, its name, and this rank's files on the local disk."""
 
     timestamp: Timestamp
     name: str
@@ -42,15 +42,19 @@ class SavedCheckpoint:
 
 
 class Writer:
-    """Does one job at a time. `Future`s tell how each ended; not those of a pool, which Python waits for at exit before
-    anybody could say that nothing is to be waited for.
+    """Runs one job at a time on a thread of its own; a `Future` tells how each ended.
+
+    It does not use a thread pool: at exit Python would wait for the pool's threads before anyone could tell it not to.
     """
 
     def __init__(self) -> None:
         self._last: Future[None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until nothing is being written. Returns whether that is so. Never raises what a job raised."""
+        """Block until nothing is being written, at most `timeout_s`. Return whether that was reached.
+
+        Never raises what a job raised.
+        """
         if self._last is None:
             return True
         done = threading.Event()
@@ -58,7 +62,7 @@ class Writer:
         return done.wait(timeout_s)
 
     def start(self, job: Callable[[], Any]) -> Future[None]:
-        """Run `job` on a thread. The one before must have ended."""
+        """Run `job` on a thread. The previous job must have ended."""
         ending: Future[None] = Future()
         ending.set_running_or_notify_cancel()
 
@@ -75,5 +79,5 @@ class Writer:
         return ending
 
     def follow(self, ending: Future[Any]) -> None:
-        """Take what somebody else writes for the job that is running."""
+        """Treat `ending`, a write that someone else carries out, as the running job."""
         self._last = ending
