@@ -1,4 +1,4 @@
-"""The events of one rank's engine, in whichever process it runs: its teller, the watch over its backlog, its couriers."""
+"""The events of one rank's engine, in whichever process it runs: its teller, its couriers, the watch over its backlog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters for training frameworks, one module each. They use only the public API.
+"""Adapters for training frameworks, one module for each. They use only the public API.
 
     from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO, newest_checkpoint
     from ckpt_async.integrations.transformers import CkptAsyncCallback, newest_checkpoint
@@ -8,6 +8,6 @@
     from ckpt_async.integrations.ray import newest_checkpoint, open_in_ray, upload_fn
     from ckpt_async.integrations.torchtitan import CkptAsyncManager
 
-The frameworks are not dependencies: `pip install ckpt-async[lightning]` or `ckpt-async[transformers]`; each of the
-others says what to install.
+The frameworks are not dependencies. Install `ckpt-async[lightning]` or `ckpt-async[transformers]`; the other modules
+say what to install when they are imported.
 """

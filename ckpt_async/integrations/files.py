@@ -1,4 +1,4 @@
-"""Which files of a checkpoint's folder are whose, where all ranks write to one."""
+"""Tells which rank owns each file of a checkpoint's folder, where all ranks write to one folder."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# How frameworks put a rank into the names of what each rank writes: DCP; transformers; accelerate, and its FSDP;
-# DeepSpeed; torch_xla, OLMo; OLMo-core 0.1. What has no rank in its name is rank 0's.
+# How frameworks put a rank into the names of the files that each rank writes: DCP; transformers; accelerate,
+# and its FSDP; DeepSpeed; torch_xla, OLMo; OLMo-core 0.1. A file without a rank in its name is rank 0's.
 _RANK = re.compile(
     r"__(\d+)_.*"
     r"|rng_state_(\d+)\.pth"
@@ -23,13 +23,13 @@ _RANK = re.compile(
 
 
 def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) -> list[str]:
-    """The files that this rank has to enqueue, by their paths within the folder: those that it wrote itself, by the
-    rank in their names as transformers, accelerate, Lightning and DCP write it; rank 0 has all others.
+    """Return the files that this rank has to enqueue, as paths within the folder.
 
         uploader.enqueue(folder, step, files=files_of_rank(folder, uploader.rank, uploader.world_size))
 
-    So none is enqueued twice, and none before it is complete. Files that an earlier start with more ranks left in the
-    folder belong to nobody, and the log says so.
+    A rank's own files are those with the rank in their names, as transformers, accelerate, Lightning and DCP write it;
+    rank 0 has all others. So no file is enqueued twice, and none before it is complete. Files that an earlier start
+    with more ranks left in the folder belong to nobody; the log names them.
     """
     found = []
     for here, _, names in os.walk(folder):

@@ -1,4 +1,4 @@
-"""What the adapters share: the uploader of one trainer, and getting the newest checkpoint back."""
+"""What the adapters share: the uploader of one trainer, and fetching the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ logger = logging.getLogger(__name__)
 # How long a start may take to upload what a killed one left on this node.
 DRAIN_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 600.0
-# Training has failed, and its traceback waits: long enough for receipts.
+# Training has failed, and the user waits for its traceback: long enough to write receipts.
 CLOSE_AFTER_ERROR_S = 10.0
 
 
 class HeldUploader:
-    """The uploader of one trainer: its own, opened when training starts and closed when it ends, or one that was lent.
+    """The uploader of one trainer: either its own, opened when training starts and closed when it ends, or a lent one.
 
-    Its own one is opened with `on_error="warn"`, unless told otherwise: then nothing that fails after the start reaches
-    the training loop, but the log and the metrics. Its end does: with either `on_error` it raises, unless training has
-    failed, if the newest checkpoint is not committed by then.
+    The trainer's own uploader is opened with `on_error="warn"` unless told otherwise: failures after the start then
+    reach only the log and the metrics, not the training loop. At the end it does raise, with either `on_error`, if the
+    newest checkpoint is not committed by then, unless training itself has failed.
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class HeldUploader:
         self._is_lent = uploader is not None
         self._settings = {"on_error": "warn", **settings}
         self._close_timeout_s = close_timeout_s
-        self.newest_step: int | None = None  # the last that this start handed over
-        self._not_handed_over: CkptAsyncError | None = None  # why that was not
+        self.newest_step: int | None = None  # the last step that this start handed over
+        self._not_handed_over: CkptAsyncError | None = None  # why the last step was not handed over
         self._has_raised = False
 
     def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
-        """Open it for a start of training, or check that the lent one fits. All ranks must call it: a collective, if
-        there are several.
+        """Open the uploader for a start of training, or check that the lent one fits.
+
+        All ranks must call it: a collective, if there are several.
         """
         if self.uploader is None:
             assert self.remote is not None
@@ -98,12 +99,13 @@ class HeldUploader:
         metrics: Mapping[str, float] | None = None,
         publish_as: str | None = None,
     ) -> None:
-        """Enqueue what this rank has of a checkpoint, and seal: on return SIGKILL cannot lose it, and the files may be
-        deleted; it is in the store once all ranks have done so and it is committed. One that is sealed already stays as
-        it is.
+        """Enqueue this rank's part of a checkpoint and seal it.
 
-        In warn mode nothing is raised: a checkpoint that could not be handed over is in the log, given up on all ranks,
-        and never committed.
+        On return SIGKILL cannot lose it, and the files may be deleted. The checkpoint is committed to the store once
+        all ranks have done so. One that is sealed already stays as it is.
+
+        In warn mode nothing is raised: a checkpoint that could not be handed over is reported in the log, given up on
+        all ranks, and never committed.
         """
         uploader = self.uploader
         assert uploader is not None
@@ -123,16 +125,16 @@ class HeldUploader:
             give_up(uploader, step, name, error)
 
     def wait_for_newest(self) -> None:
-        """Block until the newest checkpoint is committed, with all ranks, within `close_timeout_s`.
+        """Block until the newest checkpoint is committed with all ranks, at most `close_timeout_s`.
 
-        Raises UploadFailedError, with either `on_error`, if it is not: training is over, so that stops nothing.
+        Otherwise raises UploadFailedError, with either `on_error`: training is over, so this stops nothing.
         """
         uploader, step = self.uploader, self.newest_step
         if uploader is None or step is None or self._has_raised:
             return
         if (why := self._not_handed_over) is None:
             try:
-                # At the interpreter's exit it may be closed by now, and then `wait` refuses.
+                # At the interpreter's exit the uploader may be closed by now, and then `wait` refuses.
                 if not uploader.is_committed(step):
                     uploader.wait(step, self._close_timeout_s)
                 return
@@ -148,8 +150,9 @@ class HeldUploader:
         ) from why
 
     def close(self) -> None:
-        """Finish what was handed over, within the bound, and raise what `wait_for_newest` does. A lent uploader stays
-        open, and its owner hears of failures when closing it.
+        """Finish what was handed over, within `close_timeout_s`, and raise what `wait_for_newest` raises.
+
+        A lent uploader stays open, and its owner hears of failures when closing it.
         """
         uploader = self.uploader
         if uploader is None:
@@ -178,7 +181,7 @@ class HeldUploader:
 
 
 def _refuse_unknown(settings: Mapping[str, Any]) -> None:
-    """Raise SettingsError for what `Uploader` will not take: some frameworks open it long after this."""
+    """Raise SettingsError for a setting that `Uploader` does not know, because some frameworks open it much later."""
     known = {*inspect.signature(Uploader).parameters, *(each.name for each in dataclasses.fields(Settings))}
     for name in settings:
         if name not in known:
@@ -190,7 +193,7 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
 
 
 def give_up(uploader: Uploader, step: int, name: str, why: Exception) -> None:
-    """So that the other ranks need not wait for this one, and the checkpoint is counted as aborted."""
+    """Give up the checkpoint, so that the other ranks need not wait for this one and it counts as aborted."""
     try:
         uploader.give_up(step, str(why), name=name)
     except CkptAsyncError as error:
@@ -206,9 +209,10 @@ def fetch_newest(
     kind: str | None = None,
     has_bare_files: bool = False,
 ) -> tuple[restore.Checkpoint, Path] | None:
-    """The newest good checkpoint, whole, and its path: `<folder>/<its name>`; or, of trainers that save a checkpoint as
-    one file without a folder of its own (`has_bare_files`), that file in `folder`. The same on all ranks where there is
-    a process group.
+    """Fetch the newest good checkpoint as a whole, and return it with its path, `<folder>/<its name>`.
+
+    For trainers that save a checkpoint as one file without a folder of its own (`has_bare_files`), the path is that
+    file in `folder`. With a process group, all ranks get the same checkpoint.
     """
     where = Path(folder)
 

@@ -57,15 +57,14 @@ def _on_cpu(storage: Any, _location: str) -> Any:
 class CkptAsyncCheckpointIO(CheckpointIO):
     """Saves as Lightning does, and uploads: `Trainer(plugins=[CkptAsyncCheckpointIO("checkpoints", remote)])`.
 
-    For strategies that save a single file, written by rank 0: only rank 0 uploads, as a run with one rank. When a save
-    returns, SIGKILL does not lose it any more; it is uploaded and committed in the background. The uploader is opened
-    by `open` or at the first save, and closed when the trainer finishes. Invalid settings, credentials or buckets raise
-    when it is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they
-    raise.
+    For strategies that save a single file, written by rank 0: only rank 0 uploads, as a run with one rank. Once a save
+    returns, SIGKILL does not lose it; it is uploaded and committed in the background. The uploader is opened by `open`
+    or at the first save, and closed when the trainer finishes. Invalid settings, credentials or buckets raise when it
+    is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they raise.
 
     If several files are saved at one step, only the first is uploaded. So prefer `save_last="link"` (`save_last=True`
     writes the same state a second time), and list a full `ModelCheckpoint` before one with `save_weights_only`.
-    Checkpoints that the trainer removes are removed locally only.
+    Checkpoints that the trainer removes are removed only locally.
 
     Args:
         folder: A folder on a local disk that contains everything saved: the `dirpath` of the `ModelCheckpoint`s, or a
@@ -128,8 +127,9 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a local file. If a file below the folder is missing, fetch it from the store first: the checkpoint of
-        the step in its name (`step=100`), or the newest one for `last.ckpt`.
+        """Load a local file. If a file below the folder is missing, fetch it from the store first.
+
+        It is taken from the checkpoint of the step in its name (`step=100`), or from the newest one for `last.ckpt`.
         """
         if not os.path.exists(path):
             path = self._fetch(Path(path))
@@ -166,17 +166,18 @@ class CkptAsyncCheckpointIO(CheckpointIO):
 
 
 class CkptAsyncCallback(Callback):
-    """Uploads sharded saves of FSDP and ModelParallel strategies, which write folders and bypass any `CheckpointIO`:
-    `Trainer(callbacks=[CkptAsyncCallback("checkpoints", remote), ModelCheckpoint("checkpoints")])`.
+    """Uploads sharded saves of FSDP and ModelParallel strategies, which write folders and bypass any `CheckpointIO`.
+
+        Trainer(callbacks=[CkptAsyncCallback("checkpoints", remote), ModelCheckpoint("checkpoints")])
 
     After a `ModelCheckpoint` has saved, each rank enqueues the files it wrote, before the next batch: from then on
     SIGKILL does not lose them. The rank that finishes its uploads last commits. The uploader is opened when `fit`
     starts and closed when it ends. Arguments and error handling are those of `CkptAsyncCheckpointIO`, except that
     `uploader` must have this rank and world size.
 
-    Use `save_last="link"`: `save_last=True` overwrites `last.ckpt` in place, which aborts a checkpoint whose upload
-    has not finished. Checkpoints saved by your own call of `trainer.save_checkpoint` are not uploaded: enqueue them
-    through `uploader`.
+    Use `save_last="link"`: `save_last=True` overwrites `last.ckpt` in place, which aborts a checkpoint whose upload has
+    not finished. Checkpoints saved by your own call of `trainer.save_checkpoint` are not uploaded: enqueue them through
+    `uploader`.
     """
 
     def __init__(
@@ -242,13 +243,15 @@ def newest_checkpoint(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Fetch the newest usable checkpoint into `folder`, under its original name, and return its path, or None for a
-    fresh start: `trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))`.
+    """Fetch the newest usable checkpoint into `folder` under its original name, and return its path; None for a fresh
+    start.
+
+        trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))
 
     Call it on all ranks. If `torch.distributed` is already initialized (Lightning uses an existing process group), all
     ranks get the same checkpoint; otherwise each rank searches on its own. Whatever a killed trainer left on this node
-    is uploaded first, for at most `drain_timeout_s`. A local file is reused if its checksum matches, else replaced.
-    Every byte is verified. Blocks.
+    is uploaded first, for at most `drain_timeout_s`. A local file is reused if its checksum matches, and replaced
+    otherwise. Every byte is verified. Blocks.
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """

@@ -1,10 +1,10 @@
-"""OLMo 0.6: its `Trainer` and checkpointers, uploading in the background, and resuming from what was committed.
+"""OLMo 0.6: its `Trainer` and checkpointers, with uploads in the background, and resuming from what was committed.
 
     from ckpt_async.integrations.olmo import Trainer, find_latest_checkpoint  # in place of olmo.train's and olmo.util's
 
-`remote_save_folder` of the configuration is the run of ckpt_async: `s3://bucket/prefix/run-a`. OLMo's own code writes
-and reads local files; upload, commit, find and fetch are ours. Sharded checkpoints are those of the run, unsharded ones
-those of its kind "unsharded".
+`remote_save_folder` of the configuration is the remote of the run: `s3://bucket/prefix/run-a`. OLMo's own code writes
+and reads local files; ckpt_async uploads, commits, finds and fetches them. Sharded checkpoints belong to the run
+itself, unsharded ones to its kind "unsharded".
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ UNSHARDED = "unsharded"
 _FOLDER = re.compile(r"step(\d+)(-unsharded)?")
 
 
-# --- what OLMo 0.6 needs to read on the torch of today -----------------------------------------------------------
+# --- adapting OLMo 0.6 to current torch --------------------------------------------------------------------------
 
 
 class RemoteFileSystemReader(theirs.RemoteFileSystemReader):
-    """OLMo's, with the two methods that torch has made abstract in 2.3."""
+    """OLMo's reader, with the two methods that have been abstract in torch since 2.3."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -57,16 +57,20 @@ class RemoteFileSystemReader(theirs.RemoteFileSystemReader):
 
 
 def _handles(_: Any, module: Any) -> list[Any]:
-    """OLMo knows the flat parameters of FSDP up to torch 2.2, and refuses newer ones. They are the same up to 2.13."""
+    """Return the flat parameters of FSDP.
+
+    OLMo knows them up to torch 2.2 and refuses newer versions, but they are the same up to 2.13.
+    """
     handle = getattr(module, "_handle", None)
     return [] if handle is None else [handle]
 
 
 @contextlib.contextmanager
 def _todays_torch() -> Iterator[None]:
-    """While OLMo's own code reads: it was written for a `torch.load` that takes any class. So read only what you trust.
+    """Let OLMo's own code read with current torch. Read only files that you trust.
 
-    Torch's variable reaches the processes that unsharding starts, too.
+    OLMo was written for a `torch.load` that accepts any class. Torch's environment variable also reaches the processes
+    that unsharding starts.
     """
     variable = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(variable), theirs.RemoteFileSystemReader
@@ -94,7 +98,10 @@ _open: dict[tuple[Path, str, str | None], HeldUploader] = {}
 def _held(
     folder: str | os.PathLike[str], remote: str, kind: str | None, settings: Mapping[str, Any]
 ) -> HeldUploader:
-    """The uploader of a run and kind, opened by the first who asks: OLMo makes a new checkpointer for every save."""
+    """Return the uploader of a run and kind; the first call opens it.
+
+    OLMo makes a new checkpointer for every save.
+    """
     key = Path(folder).resolve(), remote, kind
     if key not in _open:
         held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {**settings, "kind": kind})
@@ -105,19 +112,20 @@ def _held(
 
 def close_uploads() -> None:
     """Finish what was handed over, for at most 600 s each, and close the uploaders; the rest stays in the journal.
-    `Trainer.close` calls it. Raises UploadFailedError if the newest checkpoint of one is not committed by then.
+
+    `Trainer.close` calls it. Raises UploadFailedError if the newest checkpoint of an uploader is not committed by then.
     """
-    with contextlib.ExitStack() as closing:  # all, and then it raises
+    with contextlib.ExitStack() as closing:  # close all of them before raising
         while _open:
             closing.callback(_open.popitem()[1].close)
 
 
 class _Uploading(theirs.Checkpointer):
-    """What the five have in common, before OLMo's own in the order of classes.
+    """The code that our five checkpointers share. It comes before OLMo's class in the method resolution order.
 
-    `save_checkpoint` returns when the local folder is complete and, with `upload_to`, handed over, on every rank: then
-    SIGKILL does not lose it any more. It is uploaded and committed in the background. The last part of `upload_to` must
-    be the folder's name; what is before it is the run.
+    `save_checkpoint` returns when, on every rank, the local folder is complete and, with `upload_to`, handed over: from
+    then on SIGKILL does not lose it. It is uploaded and committed in the background. The last part of `upload_to` must
+    be the folder's name; the part before it is the run.
     """
 
     kind: str | None = None
@@ -190,8 +198,8 @@ class LocalShardedCheckpointer(_Uploading, theirs.LocalShardedCheckpointer):
 
 class OlmoCoreCheckpointer(_Uploading, theirs.OlmoCoreCheckpointer):
     def restore_checkpoint(self, load_path: Any, dist_model: Any, optim: Any, **how: Any) -> dict[str, Any]:
-        # OLMo-core 0.1 gives a fresh optimizer its state by a step without gradients, after it has loaded the weights:
-        # weight decay changes them. So that step comes first.
+        # OLMo-core 0.1 initializes a fresh optimizer with a step without gradients after it has loaded the
+        # weights, and weight decay then changes them. So we take that step first.
         from olmo_core.distributed.checkpoint import init_optimizer_state
 
         if how.get("load_optimizer_state", True):
@@ -215,8 +223,9 @@ def build_sharded_checkpointer(
     use_shared_mem_impl: bool = False,
     **settings: Any,
 ) -> _Uploading:
-    """OLMo's, with checkpointers that upload in the background. `settings` are those of `Uploader`; those of the first
-    save to a run count. `close_uploads` finishes.
+    """Build OLMo's sharded checkpointer, but one that uploads in the background.
+
+    `settings` are those of `Uploader`; those of the first save to a run apply. Call `close_uploads` at the end.
     """
     plain = theirs.build_sharded_checkpointer(cfg, name=name)
     if isinstance(plain, theirs.TorchLegacyShardedCheckpointer):
@@ -232,12 +241,14 @@ def _ours(plain: theirs.Checkpointer, settings: Mapping[str, Any]) -> _Uploading
 
 @dataclass
 class Trainer(train.Trainer):
-    """OLMo's, with uploads in the background where `remote_save_folder` is set, and checkpoints that are restored from
-    there: `load_path` may be the run, a checkpoint in it (`find_latest_checkpoint`), or one that OLMo has uploaded.
+    """OLMo's trainer, with uploads in the background if `remote_save_folder` is set.
+
+    Checkpoints are also restored from there: `load_path` may be the run, a checkpoint in it (`find_latest_checkpoint`),
+    or one that OLMo itself has uploaded.
 
     The uploaders are opened by `fit`, which raises at once for invalid settings, credentials and buckets. Later
     failures are logged and counted, and training continues; with `on_error="raise"` the next save raises. `close` (the
-    end of `with`) waits for uploads, at most 600 s.
+    end of the `with` block) waits for uploads, at most 600 s.
     """
 
     upload_settings: dict[str, Any] = field(default_factory=dict)
@@ -269,9 +280,11 @@ class Trainer(train.Trainer):
 
 
 def find_latest_checkpoint(dir: str | os.PathLike[str]) -> str | os.PathLike[str] | None:  # noqa: A002  as OLMo's
-    """The newest committed checkpoint of a run, as `<run>/step<N>` or `<run>/step<N>-unsharded`, for `load_path` and
-    `Trainer.restore_checkpoint`; None for a fresh start. Of both kinds, the sharded one if they are of the same step.
-    For a local folder, what OLMo's own function finds. Call it on all ranks: one looks.
+    """Return the newest committed checkpoint of a run, or None for a fresh start.
+
+    The result, `<run>/step<N>` or `<run>/step<N>-unsharded`, is for `load_path` and `Trainer.restore_checkpoint`. If
+    both kinds have a checkpoint of the newest step, the sharded one is returned. For a local folder, the result is that
+    of OLMo's own function. Call it on all ranks; one of them looks.
 
     Raises the errors of `restore.find`, also if there are checkpoints but none is usable.
     """
@@ -291,21 +304,23 @@ def find_latest_checkpoint(dir: str | os.PathLike[str]) -> str | os.PathLike[str
 def _find(remote: str, kind: str | None) -> restore.Checkpoint | None:
     try:
         return restore.find(remote, kind=kind)
-    except UnknownKindError:  # only the other one was ever saved
+    except UnknownKindError:  # only the other kind was ever saved
         return None
 
 
 def _taken_cache(load_path: str | os.PathLike[str], how: dict[str, Any]) -> str | os.PathLike[str] | None:
-    """OLMo's `local_cache`, out of what OLMo is given, where we fetch: what is used of it is then verified."""
+    """Take OLMo's `local_cache` out of the arguments if we fetch: what `fetch` uses of it is verified."""
     return how.pop("local_cache", None) if util.is_url(load_path) else None
 
 
 def local_checkpoint(
     load_path: str | os.PathLike[str], cfg: TrainConfig, local_cache: str | os.PathLike[str] | None = None
 ) -> str:
-    """A checkpoint as a local folder: a path as it is; a URL fetched, verified, by all ranks together: to the
-    `save_folder` if it is of the run that is saved to, else to `loaded/` in it. A run means its newest checkpoint.
-    `local_cache` is that of `restore.fetch`: a copy of the checkpoint on this node.
+    """Return a checkpoint as a local folder. All ranks must call it if `load_path` is a URL.
+
+    A path is returned as it is. A URL is fetched and verified, by all ranks together: into `save_folder` if the URL
+    belongs to the run that is being saved to, otherwise into `loaded/` in it. The URL of a run means its newest
+    checkpoint. `local_cache` is that of `restore.fetch`: a copy of the checkpoint on this node.
 
     Raises FileNotFoundError if there is no such checkpoint, and the errors of `fetch_together`.
     """
@@ -324,7 +339,7 @@ def local_checkpoint(
     folder = Path(cfg.save_folder) if is_own else Path(cfg.save_folder, "loaded")
     kind = UNSHARDED if match[2] else None
     ways: list[tuple[str, dict[str, Any]]] = [(remote, {"step": int(match[1]), "kind": kind}), (url, {})]
-    for run, which in ways:  # of ours; a folder that OLMo has uploaded
+    for run, which in ways:  # one of ours, then a folder that OLMo has uploaded
         found = fetch_together(
             run,
             folder / name,

@@ -40,15 +40,16 @@ _FOLDER = re.compile(r"step(\d+)")
 
 @dataclass
 class CkptAsyncCallback(Callback):
-    """Uploads every checkpoint that the `Trainer` saves, at once or asynchronously:
-    `TrainerConfig(…).with_callback("ckpt_async", CkptAsyncCallback(remote))`.
+    """Uploads every checkpoint that the `Trainer` saves, whether synchronously or asynchronously.
 
-    Each rank enqueues the files it wrote, when its part of the save is finished: after that SIGKILL does not lose them.
+        TrainerConfig(…).with_callback("ckpt_async", CkptAsyncCallback(remote))
+
+    Each rank enqueues the files it wrote when its part of the save is finished: after that SIGKILL does not lose them.
     They are uploaded in the background, and the rank that finishes last commits. The uploader is opened on the
     trainer's `save_folder`, which must be local, when training starts, and closed when it ends. Invalid settings,
-    credentials or buckets raise at the start. Later failures are logged and counted, and training continues; with
-    `on_error="raise"` they end training at the next batch, also if they came while OLMo-core saved asynchronously, in a
-    thread whose exceptions it only logs.
+    credentials or buckets raise at the start. Later failures are logged and counted, and training continues. With
+    `on_error="raise"` they end training at the next batch, even if they occurred during an asynchronous save, in a
+    thread whose exceptions OLMo-core only logs.
 
     Args:
         remote: As for `Uploader`.
@@ -56,14 +57,15 @@ class CkptAsyncCallback(Callback):
         close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
     """
 
-    # After the checkpointer, and after all that write into a checkpoint's folder when it is saved.
+    # Run after the checkpointer and after every callback that writes into a checkpoint's folder when it is
+    # saved.
     priority: ClassVar[int] = -100
 
     remote: str
     settings: dict[str, Any] = field(default_factory=dict)
     close_timeout_s: float = CLOSE_TIMEOUT_S
 
-    # Until it is attached to a trainer this is a value, which `TrainerConfig` copies.
+    # Until it is attached to a trainer, the callback is a plain value that `TrainerConfig` copies.
     _held: HeldUploader | None = field(default=None, init=False, repr=False)
 
     def post_attach(self) -> None:
@@ -74,10 +76,10 @@ class CkptAsyncCallback(Callback):
                 hint="give the trainer a local save_folder, and the URL to CkptAsyncCallback",
             )
         self._held = HeldUploader(self.remote, None, self.close_timeout_s, self.settings)
-        # Of what follows: `post_checkpoint_saved` may be called by another thread.
+        # Guards the attributes below: `post_checkpoint_saved` may be called by another thread.
         self._lock = threading.Lock()
         self._is_open = False
-        self._early: list[Path] = []  # saved by the checkpointer's `pre_train`, which comes before ours
+        self._early: list[Path] = []  # saved by the checkpointer's `pre_train`, which runs before ours
         self._seen: set[Path] = set()
         self._failure: Exception | None = None
         self._metrics: tuple[int, Mapping[str, float]] = (-1, {})
@@ -106,7 +108,7 @@ class CkptAsyncCallback(Callback):
         self._metrics = (step, metrics)
 
     def post_checkpoint_saved(self, path: str | os.PathLike[str]) -> None:
-        """Of an asynchronous save, called by the thread that wrote it."""
+        """Hand over the checkpoint. After an asynchronous save, the thread that wrote it calls this."""
         with self._lock:
             if not self._is_open:
                 self._early.append(Path(path))
@@ -117,8 +119,8 @@ class CkptAsyncCallback(Callback):
         self._raise_failure()
 
     def post_train(self) -> None:
-        # The checkpointer has waited for the last save, but not for the callbacks that it calls. And a callback before
-        # us that raised there, which OLMo-core only logs, has kept it from us.
+        # The checkpointer has waited for the last save, but not for the callbacks that it calls. And if a
+        # callback before ours raised there, which OLMo-core only logs, ours was not called.
         barrier()
         folder = Path(self.trainer.save_folder)
         for name in broadcast_object(self._finished() if get_rank() == 0 else []):
@@ -127,13 +129,13 @@ class CkptAsyncCallback(Callback):
         self._raise_failure()
 
     def close(self) -> None:
-        """Called by the trainer in any case, also when training has failed."""
+        """Close the uploader. The trainer calls this in any case, also when training has failed."""
         with self._lock:
             self._is_open = False
         self._uploads.close()
 
     def _finished(self) -> list[str]:
-        """The checkpoints of this training that are complete here; only rank 0's node need have all marks."""
+        """Return the checkpoints of this training that are complete here; only rank 0's node is sure to have all marks."""
         found = []
         for path in Path(self.trainer.save_folder).glob("step*"):
             step = _step_of(path)
@@ -143,7 +145,7 @@ class CkptAsyncCallback(Callback):
         return found
 
     def _hand_over(self, path: Path) -> None:
-        """In any thread; once for each checkpoint. Raises nothing: nobody would hear it."""
+        """Hand over a checkpoint, once. May run in any thread; raises nothing, because nobody would see it."""
         with self._lock:
             if path in self._seen:
                 return
@@ -162,14 +164,14 @@ class CkptAsyncCallback(Callback):
             self._uploads.hand_over(
                 path, step, path.name, files=files, metrics=metrics if logged_at == step else None
             )
-        except Exception as error:  # a thread of OLMo-core's would only log it
+        except Exception as error:  # OLMo-core's thread would only log it
             self._failure = error
             logger.exception("checkpoint_not_handed_over path=%s", path)
             if uploader is not None and step is not None:
                 give_up(uploader, step, path.name, error)
 
     def _raise_failure(self) -> None:
-        """On the training thread, if the uploader was opened to raise."""
+        """Raise a failure on the training thread, if the uploader was opened to raise."""
         uploader, failure = self._uploads.uploader, self._failure
         if uploader is not None and uploader.settings.on_error == "raise":
             uploader.raise_failures()
@@ -179,12 +181,14 @@ class CkptAsyncCallback(Callback):
 
 
 def use_node_folders(trainer: Trainer) -> None:
-    """Let each node have a `save_folder` and a `work_dir` of its own, at the same path on all. OLMo-core makes a
-    trainer only where all ranks share them: call this on every rank once it is made, before anything is loaded.
+    """Let each node have its own `save_folder` and `work_dir`, at the same path on all nodes.
 
-    From here on ranks count by node (the environment's FS_LOCAL_RANK is LOCAL_RANK). The trainer must not look for a
-    checkpoint itself (`load_strategy=LoadStrategy.never`): it would look on the node of rank 0 only, where one that
-    the other nodes have lost looks complete. Load what `newest_checkpoint` returns by `trainer.load_checkpoint`.
+    OLMo-core creates a trainer only if all ranks share these folders, so call this on every rank after it is created
+    and before anything is loaded.
+
+    From then on ranks count by node (FS_LOCAL_RANK in the environment is LOCAL_RANK). The trainer must not look for a
+    checkpoint itself (`load_strategy=LoadStrategy.never`): it would look only on the node of rank 0, where a checkpoint
+    that the other nodes have lost looks complete. Load what `newest_checkpoint` returns with `trainer.load_checkpoint`.
     """
     local_rank = get_local_rank()
     os.environ[OLMO_FS_LOCAL_RANK_ENV_VAR] = str(local_rank)
@@ -201,11 +205,13 @@ def newest_checkpoint(
     store_options: StoreOptions | None = None,
 ) -> str | None:
     """Fetch the newest usable checkpoint to `<save_folder>/step<N>` and return that path, or None for a fresh start.
-    Call it on all ranks, then `trainer.load_checkpoint(path)` and `trainer.fit()`, with `load_strategy` at `never`:
-    left to itself the trainer takes the local folder of the highest step, also one that was never committed.
+
+    Call it on all ranks, then `trainer.load_checkpoint(path)` and `trainer.fit()`, with `load_strategy` set to `never`:
+    on its own, the trainer takes the local folder with the highest step, even one that was never committed.
 
     All ranks get the same checkpoint. Whatever a killed trainer left on this node is uploaded first, for at most
-    `drain_timeout_s`. A local file is reused if its checksum matches, else replaced. Every byte is verified. Blocks.
+    `drain_timeout_s`. A local file is reused if its checksum matches, and replaced otherwise. Every byte is verified.
+    Blocks.
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """

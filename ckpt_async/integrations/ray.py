@@ -1,4 +1,4 @@
-"""Ray Train: an `Uploader` with the ranks of Ray's worker group, and reports that are durable only after the commit."""
+"""Ray Train: an `Uploader` with the ranks of Ray's worker group, and reports that wait for the commit."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _KEY = "ckpt_async"  # in the metadata of Ray's checkpoint
 
 @contextmanager
 def open_in_ray(folder: str | os.PathLike[str], remote: str, **settings: Any) -> Iterator[Uploader]:
-    """An open `Uploader` of this worker, in the training function, on all workers of the group.
+    """Open an `Uploader` for this worker. Call it in the training function, on all workers of the group.
 
-    Rank and world size are those of Ray's context; the start is told apart from earlier ones by a text that rank 0
-    broadcasts. `folder` is on a local disk; what is reported lies below it. The end of the `with` waits for the reports
-    that Ray is still uploading (`CheckpointUploadMode.ASYNC`), and closes; an exception only closes, within 10 s.
-    `settings` are those of `Uploader`. Blocks; raises what opening and closing an `Uploader` raises.
+    Rank and world size are those of Ray's context; a text that rank 0 broadcasts tells this start apart from earlier
+    ones. `folder` is on a local disk, and everything that is reported lies below it. At the end of the `with` block it
+    waits for the reports that Ray is still uploading (`CheckpointUploadMode.ASYNC`) and closes the uploader; after an
+    exception it only closes, within 10 s. `settings` are those of `Uploader`. Blocks; raises what opening and closing
+    an `Uploader` raises.
     """
     context = train.get_context()
     with Uploader(
@@ -59,15 +60,16 @@ def upload_fn(
     is_shared: bool = False,
     timeout_s: float | None = None,
 ) -> UploadFn:
-    """For `ray.train.report(…, checkpoint_upload_fn=upload_fn(uploader, step))`: Ray hears of the checkpoint once it is
-    committed, with the files of all workers verified in the store, and not before.
+    """Return a function for `ray.train.report(…, checkpoint_upload_fn=upload_fn(uploader, step))`.
 
-    What Ray then has is a pointer: a folder in its own storage that says where the checkpoint is, and has none of its
-    files. Ray orders, keeps and deletes pointers as its `CheckpointConfig` says; `checkpoint_of` follows them. A
-    worker that reports without a checkpoint has to call `uploader.seal(step)` first, or the commit waits for it.
+    Ray hears of the checkpoint only once it is committed, with the files of all workers verified in the store.
+
+    What Ray stores is a pointer: a folder in Ray's own storage that says where the checkpoint is and contains none of
+    its files. Ray orders, keeps and deletes pointers according to its `CheckpointConfig`; `checkpoint_of` follows them.
+    A worker that reports without a checkpoint must call `uploader.seal(step)` first, or the commit waits for it.
 
     Args:
-        step: Of the checkpoint; used once per start.
+        step: Step of the checkpoint; used once per start.
         metrics: Stored with the commit, for retention by value.
         is_shared: Several workers have written to one folder: each enqueues its own files, by the ranks in their
             names (`files_of_rank`). Otherwise all files in the folder are this worker's.
@@ -92,9 +94,10 @@ def upload_fn(
 
 
 def checkpoint_of(checkpoint: Checkpoint, *, store_options: StoreOptions | None = None) -> restore.Checkpoint:
-    """The committed checkpoint that a pointer of `upload_fn` leads to, for `restore.fetch`: anywhere, not only in Ray.
+    """Return the committed checkpoint that a pointer of `upload_fn` leads to, for `restore.fetch`. Works outside Ray,
+    too.
 
-    Raises FormatError if it is no pointer, CheckpointGoneError if retention has pruned what it led to.
+    Raises FormatError if it is not such a pointer, CheckpointGoneError if retention has pruned the checkpoint.
     """
     place = checkpoint.get_metadata().get(_KEY)
     if place is None:
@@ -121,9 +124,9 @@ def newest_checkpoint(
     """Fetch the newest usable checkpoint to `<folder>/<its name>` and return that path, or None for a fresh start.
 
     Call it in the training function, on all workers, before `open_in_ray`. With a process group, as in `TorchTrainer`,
-    all workers get the same checkpoint. It is at least as new as `ray.train.get_checkpoint()`: a commit that
-    Ray was not told of any more counts too. What a killed worker left on this node is uploaded first, for at most
-    `drain_timeout_s`. Every byte is verified. Blocks.
+    all workers get the same checkpoint. It is at least as new as `ray.train.get_checkpoint()`: a commit that Ray was no
+    longer told of counts too. What a killed worker left on this node is uploaded first, for at most `drain_timeout_s`.
+    Every byte is verified. Blocks.
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
@@ -133,7 +136,10 @@ def newest_checkpoint(
 
 
 def _pointer(uploader: Uploader, step: int, name: str) -> Checkpoint:
-    """Every worker writes the same; Ray counts the checkpoint when all have."""
+    """Write a pointer to the committed checkpoint into Ray's storage.
+
+    Every worker writes the same one; Ray counts the checkpoint when all have.
+    """
     storage = train.get_context().get_storage()
     path = storage.build_checkpoint_path_from_name(name)
     storage.storage_filesystem.create_dir(path)

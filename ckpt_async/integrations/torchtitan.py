@@ -1,4 +1,4 @@
-"""torchtitan: its DCP `CheckpointManager`, whose checkpoints are uploaded, and fetched on a fresh node."""
+"""torchtitan: its DCP `CheckpointManager`, with checkpoints that are uploaded and can be fetched on a fresh node."""
 
 from __future__ import annotations
 
@@ -24,15 +24,20 @@ except ImportError as error:
 
 
 class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torchtitan is not installed
-    """torchtitan's own, with `checkpoint=CkptAsyncManager.Config(remote=…, …)` in the trainer's config.
+    """torchtitan's `CheckpointManager`, with uploads: put `checkpoint=CkptAsyncManager.Config(remote=…, …)` into the
+    config.
 
     Writes to the local `folder` as torchtitan does, in all its async modes. Each rank hands over its own files as soon
-    as they are written, rank 0 also `.metadata`: from then on SIGKILL does not lose them. The rank that finishes its
-    uploads last commits. `load` fetches the newest committed checkpoint (or the one at `load_step`), the same on all
-    ranks, and never takes a local folder that was not committed: it raises FileNotFoundError if the store has no such
-    step. It opens the uploader: invalid settings, credentials and buckets raise before training. `keep_latest_k` is
-    about local folders. Closing waits for uploads, for 10 s if training has failed, and else raises UploadFailedError
-    if the newest checkpoint is not committed by then.
+    as they are written, and rank 0 also `.metadata`: from then on SIGKILL does not lose them. The rank that finishes
+    its uploads last commits.
+
+    `load` fetches the newest committed checkpoint (or the one at `load_step`), the same on all ranks. It never uses a
+    local folder that was not committed, and raises FileNotFoundError if the store does not have the step. It also opens
+    the uploader, so invalid settings, credentials and buckets raise before training. `keep_latest_k` applies to local
+    folders.
+
+    Closing waits for uploads, and raises UploadFailedError if the newest checkpoint is not committed by then. If
+    training has failed, it waits for 10 s and does not raise.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -101,5 +106,5 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
 
     def _close(self) -> None:
         super()._close()
-        if hasattr(self, "_held"):  # torchtitan also closes what failed to open
+        if hasattr(self, "_held"):  # torchtitan also closes a manager that failed to open
             self._held.close()

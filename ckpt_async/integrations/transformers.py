@@ -81,8 +81,8 @@ class CkptAsyncCallback(TrainerCallback):
         for name, changed in _folders(args).items():
             if name in self._announced or self._before.get(name) == changed:
                 continue
-            # With several ranks the sentinel may be another rank's; our own part is complete, or we would not be here.
-            # A rank without files did not take part: on SIGTERM, ranks may be a step apart.
+            # With several ranks the sentinel may be another rank's; our own part is complete, or we would not
+            # be here. A rank without files did not take part: on SIGTERM, ranks may be a step apart.
             files = _files(args, name)
             is_ours = bool(files) or (args.save_only_model and args.process_index > 0)
             if is_ours and (args.world_size > 1 or not (_folder(args, name) / _SENTINEL).exists()):
@@ -102,11 +102,13 @@ def newest_checkpoint(
     store_options: StoreOptions | None = None,
 ) -> str | None:
     """Fetch the newest usable checkpoint to `<output_dir>/checkpoint-<step>` and return that path, or None for a fresh
-    start: `trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))`.
+    start.
+
+        trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))
 
     Call it on all ranks, after creating `TrainingArguments`, which sets up the process group: then all ranks get the
     same checkpoint. Whatever a killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. A
-    local file is reused if its checksum matches, else replaced. Every byte is verified. Blocks.
+    local file is reused if its checksum matches, and replaced otherwise. Every byte is verified. Blocks.
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
@@ -129,7 +131,7 @@ def _folders(args: TrainingArguments) -> dict[str, int]:
     found = {}
     for each in _folder(args, "").glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if each.name.rpartition("-")[2].isdecimal():
-            with contextlib.suppress(FileNotFoundError):  # rank 0 may delete old ones meanwhile
+            with contextlib.suppress(FileNotFoundError):  # rank 0 may be deleting old ones
                 found[each.name] = each.stat().st_mtime_ns
     return found
 

@@ -2,7 +2,7 @@
 
     from ckpt_async.integrations.composer import CheckpointSaver, RemoteUploaderDownloader
 
-Both have Composer's own arguments and more, so that an import is what changes.
+Both accept Composer's own arguments and more, so only the import has to change.
 """
 
 from ckpt_async.integrations.composer.logger import RemoteUploaderDownloader

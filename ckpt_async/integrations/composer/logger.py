@@ -1,4 +1,4 @@
-"""Composer's `RemoteUploaderDownloader`, in the place of which this one stands."""
+"""A drop-in replacement for Composer's `RemoteUploaderDownloader`."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ _METADATA = ".metadata"
 
 
 class RemoteUploaderDownloader(LoggerDestination):
-    """Uploads what loggers and callbacks give to `Logger.upload_file`, and finds it again:
-    `Trainer(loggers=[RemoteUploaderDownloader("s3://bucket"), FileLogger(…)])`.
+    """Uploads what loggers and callbacks pass to `Logger.upload_file`, and downloads it again.
 
-    - Checkpoints of Composer's own savers (`Trainer(save_folder=…)`, on a local disk) are uploaded, checked and
-      committed below `remote`, sealed before training goes on; `autoresume` finds the newest. Savers of ours that have
-      a `remote` of their own are left to it.
-    - Any other file is a plain upload: copied, sent in the background to its very name, tried again. One that fails is
-      an error in the log, and never ends training.
-    - `download_file` gets either, by Composer's names: for `load_path=` with `load_object_store=`, in or without
-      `loggers`.
+        Trainer(loggers=[RemoteUploaderDownloader("s3://bucket"), FileLogger(…)])
+
+    - Checkpoints of Composer's own savers (`Trainer(save_folder=…)`, on a local disk) are uploaded, verified and
+      committed below `remote`, and are sealed before training goes on; `autoresume` finds the newest. A saver of
+      ckpt_async that has a `remote` of its own handles its checkpoints itself.
+    - Any other file is a plain upload: it is copied, uploaded in the background under its exact name, and retried. A
+      failed upload is logged as an error and never ends training.
+    - `download_file` fetches either by Composer's names: for `load_path=` with `load_object_store=`, whether or not
+      this object is in `loggers`.
 
     Args:
-        bucket_uri: `s3://bucket`, perhaps with a prefix, or `file:///folder`.
-        file_path_format_string: Of the names of plain files; may have `{run_name}`, `{remote_file_name}` and others.
-        upload_staging_folder: Where copies of plain files wait.
-        num_concurrent_uploads: As in the settings of `Uploader`; 1, Composer's default, stands for ours.
+        bucket_uri: `s3://bucket`, optionally with a prefix, or `file:///folder`.
+        file_path_format_string: Template for the names of plain files; may have `{run_name}`, `{remote_file_name}` and
+            others.
+        upload_staging_folder: Where copies of plain files wait for their upload.
+        num_concurrent_uploads: As in the settings of `Uploader`; 1, Composer's default, means our default.
         backend_kwargs: Only None or `{}`: see `store_options`.
-        use_procs, num_attempts: Without effect: uploads are tried again for `upload_timeout_s`, and `runner="process"`
-            moves those of checkpoints into a process.
-        remote: Of the run's checkpoints. Default: `<bucket_uri>/{run_name}`.
-        drain_timeout_s, close_timeout_s, settings: As of `CheckpointSaver`.
+        use_procs, num_attempts: No effect: uploads are retried for `upload_timeout_s`, and `runner="process"` moves
+            those of checkpoints into a process.
+        remote: Where the run's checkpoints go. Default: `<bucket_uri>/{run_name}`.
+        drain_timeout_s, close_timeout_s, settings: As for `CheckpointSaver`.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class RemoteUploaderDownloader(LoggerDestination):
     # --- events --------------------------------------------------------------------------------------------
 
     def init(self, state: State, logger: Logger) -> None:
-        """Open the uploaders; bring the newest checkpoint to this node, where Composer's autoresume will look."""
-        self.post_close()  # of a trainer before, which nobody has closed
+        """Open the uploaders, and fetch the newest checkpoint to this node, where Composer's autoresume will look for
+        it.
+        """
+        self.post_close()  # an earlier trainer may not have been closed
         self._run_name = state.run_name
         self._savers = [each for each in state.callbacks if isinstance(each, ComposersSaver)]
         on_all_ranks(self._open_plain)
@@ -136,7 +140,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             logger.warning("plain_files_still_under_way keys=%s", left)
 
     def post_close(self) -> None:
-        """After all loggers have closed: some upload their last file then."""
+        """Close the uploaders. Runs after all loggers have closed, because some upload their last file then."""
         try:
             for uploads in self._uploads.values():
                 uploads.close()
@@ -151,14 +155,14 @@ class RemoteUploaderDownloader(LoggerDestination):
         return True
 
     def upload_file(self, state: State, remote_file_name: str, file_path: Path, *, overwrite: bool) -> None:
-        """Take a file: part of a checkpoint, or any other. It may be changed or deleted on return."""
+        """Accept a file, which is part of a checkpoint or any other. It may be changed or deleted on return."""
         for saver in self._savers:
             if Path(file_path).parent == Path(saver.tmp_dir_for_symlink.name):
-                return  # our own pointer follows the commit
+                return  # we write a pointer ourselves, after the commit
             if not _is_saving(saver, state):
                 continue
             saved = Path(get_save_filename(state, saver.filename.format(state, keep_placeholders=True)))
-            if Path(file_path) == saved:  # the last that Composer gives of a save
+            if Path(file_path) == saved:  # the last file that Composer passes for a save
                 if saver in self._uploads:
                     self._uploads[saver].save(state, str(file_path))
                 return
@@ -173,7 +177,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                 raise SettingsError("no trainer has run the event INIT of this logger")
             self._plain.put(path, key, overwrite=overwrite)
         except CkptAsyncError as error:
-            logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400  it says it all
+            logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400 the message says it all
 
     def _key(self, remote_file_name: str) -> str:
         key = format_name_with_dist(
@@ -184,11 +188,12 @@ class RemoteUploaderDownloader(LoggerDestination):
     def download_file(
         self, remote_file_name: str, destination: str, overwrite: bool = False, progress_bar: bool = True
     ) -> None:
-        """Fetch what has this name: an object below `bucket_uri`, or what a pointer of this name leads to. Without
-        `overwrite`, raises FileExistsError if the destination is there; FileNotFoundError if there is nothing.
+        """Fetch the object of this name below `bucket_uri`, or the file that a pointer of this name leads to.
+
+        Raises FileExistsError if the destination exists and `overwrite` is off, FileNotFoundError if nothing is found.
         """
         name = remote_file_name.lstrip("/")
-        if name.endswith(_POINTER):  # Composer reads what it names, and asks for that
+        if name.endswith(_POINTER):  # Composer reads the pointer and then asks for the name in it
             Path(destination).write_text(self._pointed(name))
             return
         if not overwrite and Path(destination).exists():
@@ -196,7 +201,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         self._fetch(name, destination, progress_bar)
 
     def _pointed(self, name: str) -> str:
-        """Where a pointer leads, as a name."""
+        """Return the name that a pointer leads to."""
         url = f"{self.bucket_uri}/{name}"
         found = look(url, self._store_options)
         if found.url == url or not found.url.startswith(f"{self.bucket_uri}/"):
@@ -217,7 +222,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             fetch(f"{self.bucket_uri}/{name}{_POINTER}")
 
     def get_uri_for_file(self, remote_file_name: str) -> str:
-        """Where a plain file of this name goes."""
+        """Return where a plain file of this name goes."""
         return f"{self.bucket_uri}/{self._key(remote_file_name)}"
 
 
@@ -226,7 +231,7 @@ def _is_saving(saver: ComposersSaver, state: State) -> bool:
 
 
 def _refuse_replicas(state: State) -> None:
-    """Raise SettingsError for HSDP: replicas have no file to give, so this logger cannot see that they saved."""
+    """Raise SettingsError for HSDP: replicas pass no file to a logger, so it cannot see that they have saved."""
     config = state.fsdp_config
     if config is not None and (getattr(config, "data_parallel_replicate_degree", None) or 1) > 1:
         raise SettingsError(

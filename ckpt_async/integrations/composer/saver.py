@@ -1,4 +1,4 @@
-"""Composer's `CheckpointSaver`, uploading through ckpt_async."""
+"""Composer's `CheckpointSaver`, with uploads through ckpt_async."""
 
 from __future__ import annotations
 
@@ -24,25 +24,30 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver(ComposersSaver):
-    """Saves as Composer's own does, with its arguments, and uploads:
-    `Trainer(callbacks=[CheckpointSaver("checkpoints", remote="s3://bucket/{run_name}")], run_name=…, autoresume=True)`.
+    """Saves as Composer's own saver does, with the same arguments, and uploads.
+
+        Trainer(
+            callbacks=[CheckpointSaver("checkpoints", remote="s3://bucket/{run_name}")], run_name=…, autoresume=True
+        )
 
     Each save is sealed before training goes on: from then on SIGKILL cannot lose it. It is uploaded in the background,
-    checked, and committed; only then do the remote names move. `Trainer(autoresume=True)` resumes on any node from the
+    verified, and committed; only then do the remote names move. `Trainer(autoresume=True)` resumes on any node from the
     newest committed checkpoint, which `init` fetches and links. Without `remote` this is Composer's own saver.
 
-    Composer's arguments, where there is a `remote`:
+    Composer's arguments that change if there is a `remote`:
         folder: On a local disk.
-        remote_file_name, latest_remote_file_name: The exact names in the bucket go on working: copies that the store
-            makes after the commit, and Composer's text pointer. What they have in common with the end of `remote` is
-            left out (`{run_name}/…` below `s3://bucket/{run_name}`). None: no copies, which would take room.
-        num_checkpoints_to_keep: Locally; for the store see `remote_retention=`.
-        overwrite: As in Composer, but for what killed starts of this very run have left in `folder`.
-        num_concurrent_uploads, upload_timeout_in_seconds: As settings of `Uploader`; 1 stands for our default.
+        remote_file_name, latest_remote_file_name: The exact names in the bucket still work: they are copies that the
+            store makes after the commit, and Composer's text pointer. Where they begin with what `remote` ends with,
+            that part is dropped (`{run_name}/…` below `s3://bucket/{run_name}`). With None there are no copies, which
+            would take space.
+        num_checkpoints_to_keep: Applies locally; for the store see `remote_retention=`.
+        overwrite: As in Composer, except for files that killed starts of this same run have left in `folder`.
+        num_concurrent_uploads, upload_timeout_in_seconds: As in the settings of `Uploader`; 1 concurrent upload means
+            our default.
 
     Args:
-        remote: As for `Uploader`; may have `{run_name}`. One run, one remote.
-        kind: For a second saver of the run, e.g. "weights".
+        remote: As for `Uploader`; may have `{run_name}`. Each run needs a remote of its own.
+        kind: For a second saver of the run, for example "weights".
         drain_timeout_s: How long the start may take to finish what a killed one was uploading on this node.
         close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
         settings: Settings of `Uploader`, including `store_options`.
@@ -106,17 +111,21 @@ class CheckpointSaver(ComposersSaver):
 
     @property
     def uploader(self) -> Uploader | None:
-        """The open uploader, for its metrics or `wait`; None while it is closed, and where rank 0 has all files."""
+        """The open uploader, for its metrics or `wait`; None while it is closed, and on other ranks if rank 0 has all
+        files.
+        """
         return None if self.uploads is None else self.uploads.uploader
 
     def _name_a_pointer(self) -> None:
-        """With `autoresume`, which then looks at the local link, the Trainer asserts that there is a remote name."""
+        """Give the saver a remote pointer name: with `autoresume` the Trainer, which then looks at the local link,
+        requires one.
+        """
         if self._has_no_pointer and self.latest_filename is not None:
             self.latest_remote_file_name = PartialFilePath(self.latest_filename.filename)
 
     def init(self, state: State, logger: Logger) -> None:
         super().init(state, logger)
-        if self._has_no_pointer:  # the Trainer has read it
+        if self._has_no_pointer:  # the Trainer has checked it by now
             self.latest_remote_file_name = None
         if self.uploads is not None:
             self.uploads.open(state)
@@ -143,8 +152,8 @@ class CheckpointSaver(ComposersSaver):
         if self.uploads is None:
             super()._save_checkpoint(state, logger)
             return
-        # Composer would write into the very file that may still be on its way to the store under this name.
-        # Only the rank that writes may unlink: another one, coming late, would delete what that has written.
+        # Composer would write into the same file that may still be uploading under this name. Only the rank
+        # that writes may unlink it: another rank that comes late would delete what the writer has written.
         if state.fsdp_sharded_state_dict_enabled or dist.get_global_rank() == 0:
             path = get_save_filename(state, self.filename.format(state, keep_placeholders=True))
             Path(path).unlink(missing_ok=True)
@@ -156,6 +165,6 @@ class CheckpointSaver(ComposersSaver):
             super()._rotate_checkpoints(sharding_enabled=state.fsdp_sharded_state_dict_enabled)
 
     def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
-        """Only once the save is handed over, and its links are made."""
+        """Do nothing if we upload: files may be removed only once the save is handed over and its links are made."""
         if self.uploads is None:
             super()._rotate_checkpoints(sharding_enabled=sharding_enabled)

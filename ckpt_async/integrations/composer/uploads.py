@@ -1,4 +1,4 @@
-"""The uploads of one `CheckpointSaver` of Composer's: opened at `init`, given each save, closed at the end."""
+"""The uploads of one Composer `CheckpointSaver`: opened at `init`, given each save, and closed at the end."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Those of this process: in notebooks one trainer follows another that nobody has closed.
+# The open uploads of this process: in notebooks a trainer may follow one that nobody has closed.
 _open: weakref.WeakSet[SaverUploads] = weakref.WeakSet()
 
 
 class SaverUploads:
-    """Composer saves whole checkpoints on rank 0: then that rank uploads, as a run with one rank, and a save is sealed
-    when it returns, whatever becomes of the others. Of sharded ones every rank has a part.
+    """Uploads the saves of one Composer saver.
+
+    Composer saves whole checkpoints on rank 0. Then only that rank uploads, as a run with one rank, and a save is
+    sealed when it returns, whatever happens to the other ranks. Of sharded checkpoints every rank has a part.
 
     Errors of the store are raised (`on_error="raise"`), as Composer raises those of its own uploads.
     """
@@ -66,14 +68,16 @@ class SaverUploads:
 
     @property
     def uploader(self) -> Uploader | None:
-        """This rank's, while it is open; None where rank 0 has all files."""
+        """This rank's uploader while it is open; None on other ranks if rank 0 has all files."""
         return None if self._held is None else self._held.uploader
 
     # --- the start -----------------------------------------------------------------------------------------
 
     def open(self, state: State) -> None:
-        """Bring the newest checkpoint to this node and link it, where Composer's autoresume will look; open the
-        uploader. A collective. Raises on all ranks what fails on one.
+        """Fetch the newest checkpoint to this node, link it where Composer's autoresume will look, and open the
+        uploader.
+
+        A collective. An error on one rank is raised on all.
         """
         name = state.run_name
         self.remote = self._remote.replace("{run_name}", name).rstrip("/")
@@ -83,12 +87,12 @@ class SaverUploads:
         self._close_earlier()
         self._is_continued = run_on_one(lambda: is_of_run(self._folder, self.remote, self._kind or ""))
         savers = [each for each in state.callbacks if isinstance(each, CheckpointSaver)]
-        if savers[0] is self.saver:  # what Composer resumes from
+        if savers[0] is self.saver:  # Composer resumes from the first saver
             self._fetch(name)
         on_all_ranks(lambda: self._open(name))
 
     def _close_earlier(self) -> None:
-        """What another trainer of this process has open in the folder, or this one from before."""
+        """Close uploads that another trainer of this process, or this saver itself, still has open in the folder."""
         for each in list(_open):
             if (each._folder, each._kind) == (self._folder, self._kind):  # noqa: SLF001  its own class
                 logger.warning("earlier_trainer_not_closed folder=%s; closing its uploads", self._folder)
@@ -110,7 +114,7 @@ class SaverUploads:
         self._newest_batch = checkpoint.step
         if latest is None:
             return
-        # All look for rank 0's link, which then names what all have.
+        # All ranks look for rank 0's link, which then points to what all of them have.
         link = folder / dist.all_gather_object(format_name_with_dist(latest.filename, run_name))[0]
         if dist.get_local_rank() == 0:
             _link(link, target)
@@ -131,15 +135,16 @@ class SaverUploads:
             if saver.latest_remote_file_name is not None and saver.latest_filename is not None:
                 pointer = format_name_with_dist(saver.latest_remote_file_name.filename, run_name)
                 settings.setdefault("composer_symlink", f"{names.below(self.remote, pointer)}.symlink")
-        if saver.num_concurrent_uploads > 1:  # Composer's default of 1 is not meant for parts of files
+        if saver.num_concurrent_uploads > 1:  # Composer's default of 1 does not refer to parts of files
             settings.setdefault("num_concurrent_uploads", saver.num_concurrent_uploads)
         self._held = HeldUploader(self.remote, None, self._close_timeout_s, settings)
         self._held.open(self._folder, rank, world_size)
         _open.add(self)
 
     def clear_leftovers(self, state: State) -> None:
-        """At `fit_start`: remove what killed starts of this run have left behind of later saves, complete or not. Where
-        training does not go on from the newest checkpoint they stay, and Composer refuses the folder.
+        """Remove what killed starts of this run have left of later saves, complete or not. Called at `fit_start`.
+
+        If training does not continue from the newest checkpoint they stay, and Composer refuses the folder.
         """
         if not self._is_continued or state.timestamp.batch.value < self._newest_batch:
             return
@@ -155,7 +160,7 @@ class SaverUploads:
     # --- saves ---------------------------------------------------------------------------------------------
 
     def save(self, state: State, saved_path: str | None) -> None:
-        """Enqueue what this rank has written, and seal: on return SIGKILL cannot lose it."""
+        """Enqueue what this rank has written and seal it: on return SIGKILL cannot lose it."""
         uploader = self.uploader
         if uploader is None or self._held is None:
             return
@@ -183,8 +188,10 @@ class SaverUploads:
     # --- the end -------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Upload what was saved, within `close_timeout_s`. Raises UploadFailedError if the newest save is not committed
-        by then: Composer only logs what fails when it closes, and exits with 0.
+        """Upload what was saved, within `close_timeout_s`.
+
+        Raises UploadFailedError if the newest save is not committed by then: Composer only logs failures while it
+        closes, and exits with 0.
         """
         uploader = self.uploader
         if uploader is None or self._held is None:
@@ -220,7 +227,7 @@ def _timestamp(state: State) -> Timestamp:
 
 
 def _link(link: Path, target: Path) -> None:
-    """In one step: whoever looks finds the old or the new one."""
+    """Set a symlink atomically: a reader finds either the old or the new one."""
     link.parent.mkdir(parents=True, exist_ok=True)
     new = link.with_name(f".{link.name}.new")
     new.unlink(missing_ok=True)
