@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Calls the function for one event after another. If it raises, that is logged and the event counts as delivered."""
+    """Calls the function for one event after another. If it raises, this is logged and the event counts as told."""
 
     # A sweeper's function is a sink of its own: an event told to it is still told to the trainer's.
     of_trainer, of_sweeper = "callback", "sweeper"

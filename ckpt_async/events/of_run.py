@@ -1,4 +1,4 @@
-"""The events of one rank's engine, in whichever process it runs: its teller, its couriers, the watch over its backlog."""
+"""The events of one rank's engine, in whatever process it runs: teller, couriers, and the watch over its backlog."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class CkptAsyncCallback(Callback):
         self._uploads.close()
 
     def _finished(self) -> list[str]:
-        """Return the checkpoints of this training that are complete here; only rank 0's node is sure to have all marks."""
+        """Return the checkpoints of this training that are complete here; only rank 0's node must have all marks."""
         found = []
         for path in Path(self.trainer.save_folder).glob("step*"):
             step = _step_of(path)

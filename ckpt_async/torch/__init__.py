@@ -6,7 +6,7 @@
     state = load("checkpoints/step-100/rank-{rank}.pt", ignore_keys=["optimizer/*"])
     agree(state["step"], what="the resumed step")
 
-The rest of the package (but for `integrations`) must not import torch. Names are loaded on first use.
+The rest of the package, except `integrations`, must not import torch. Names are loaded on first use.
 """
 
 from __future__ import annotations

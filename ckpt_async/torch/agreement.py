@@ -1,8 +1,8 @@
-"""What ranks of one job do together when they resume: agree on a value, let one act for all.
+"""What the ranks of a job do together when they resume: agree on a value, or let one rank act for all.
 
-Over `torch.distributed`, with any backend that can move objects (gloo; NCCL with its device set); without it there is
-one rank. Objects between ranks are pickled: the ranks of one job trust each other. Every rank must call; each call is
-one collective, and waits no longer than the process group's timeout.
+Uses `torch.distributed` with any backend that can move objects (gloo; NCCL with its device set); without it, there is
+one rank. Objects between ranks are pickled, because the ranks of one job trust each other. Every rank must call these
+functions; each call is one collective and waits no longer than the process group's timeout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_alone() -> bool:
 
 
 def own_rank() -> int:
-    """torch.distributed's, else the launcher's; 0 where there is neither."""
+    """Return torch.distributed's rank, or else the launcher's; 0 if there is neither."""
     if not is_alone():
         return dist.get_rank()
     try:
@@ -43,14 +43,16 @@ def own_rank() -> int:
 
 
 def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Return if all ranks have an equal `value`; else raise RanksDisagreeError on all of them, naming who has what: of
-    a mapping, the first key whose values differ.
+    """Return if all ranks have an equal `value`; otherwise raise RanksDisagreeError on all of them, naming who has
+    what.
 
-    For values that print well: a step, a checkpoint's id. They are compared by their `repr`.
+    Of a mapping, it names the first key whose values differ. For values that print well, such as a step or a
+    checkpoint's id: they are compared by their `repr`.
     """
     if is_alone():
         return
-    # Each rank's text goes with its global rank: in a subgroup the position says nothing to the reader.
+    # Each rank's text is sent with its global rank, because a position in a subgroup tells the reader
+    # nothing.
     told: list[Any] = [None] * dist.get_world_size(group)
     parts = value if isinstance(value, Mapping) else {"": value}
     own = {str(name): repr(each) for name, each in parts.items()}
@@ -67,7 +69,7 @@ def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -
 
 
 def _spell(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 5`: a line that can be read at 10,000 ranks."""
+    """Return `rank 3` or `ranks 0-2, 5`, which stays readable with 10,000 ranks."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:
@@ -80,9 +82,9 @@ def _spell(ranks: Sequence[int]) -> str:
 def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Call `fn` on the global `rank` only, and return its result on every rank.
 
-    If it raises, or its result cannot be sent, every rank raises RankFailedError, so that nobody waits for ever: its
-    message and a note with the traceback are those of the rank that failed, and its cause is the exception itself
-    wherever that can be sent. KeyboardInterrupt and SystemExit stay what they are on their own rank.
+    If it raises, or its result cannot be sent, every rank raises RankFailedError, so that nobody waits forever. The
+    message and a note with the traceback are those of the rank that failed; the cause is the exception itself wherever
+    that can be sent. KeyboardInterrupt and SystemExit are raised unchanged on the rank where they occurred.
     """
     if is_alone():
         return fn()
@@ -97,8 +99,8 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     try:
         result = fn()
         sent = pickle.dumps((result, None))
-        pickle.loads(sent)  # noqa: S301  what only this rank could read would leave the others with an error of their own
-    except BaseException as error:  # noqa: BLE001  also an interrupted rank must tell the others, or they hang
+        pickle.loads(sent)  # noqa: S301 if only this rank could read it, the others would raise errors of their own
+    except BaseException as error:  # noqa: BLE001 an interrupted rank, too, must tell the others, or they hang
         raised = error
         failure = _Failure(rank, error)
         sent = pickle.dumps((None, failure))
@@ -111,14 +113,15 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
 
 
 def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Call `work` on every rank and return each its own result. If it raises on any, all ranks raise:
-    DamagedCheckpointError where a checkpoint could not be used on one of them, so that all may go on to another; else
-    their own error, or RankFailedError with the first one's. A collective.
+    """Call `work` on every rank and return each rank's own result. A collective.
+
+    If it raises on any rank, all ranks raise: DamagedCheckpointError if a checkpoint could not be used on one of them,
+    so that all may try another; otherwise their own error, or RankFailedError with the first rank's error.
     """
     failure: Exception | None = None
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001  raised below, here and everywhere
+    except Exception as error:  # noqa: BLE001 raised below, on every rank
         failure = error
     if is_alone():
         told = [] if failure is None else [(0, failure)]
@@ -139,10 +142,10 @@ def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = Non
 
 
 def launch_id(group: dist.ProcessGroup | None = None) -> str | None:
-    """What all ranks of this start share and no other start has: `Uploader(…, launch_id=launch_id())`. A random text of
-    the first rank's, told to all of them in one collective, so every rank of the group must call it.
+    """Return a text that all ranks of this start share and no other start has: `Uploader(…, launch_id=launch_id())`.
 
-    None where torch.distributed is not initialized: then the launcher's word counts, as without this.
+    It is a random text that the first rank sends to the others in one collective, so every rank of the group must call
+    it. None if torch.distributed is not initialized: then the launcher's values apply, as without this.
     """
     if is_alone():
         return None
@@ -151,7 +154,7 @@ def launch_id(group: dist.ProcessGroup | None = None) -> str | None:
 
 
 class _Failure:
-    """An exception as it can be sent: its text always, itself if it survives the journey."""
+    """An exception in a form that can be sent: its text always, and the exception itself if it can be pickled."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         self.rank = rank
@@ -160,7 +163,7 @@ class _Failure:
         self.cause: BaseException | None = None
         try:
             self.cause = pickle.loads(pickle.dumps(error))  # noqa: S301  our own
-        except Exception:  # noqa: BLE001  then its text must do
+        except Exception:  # noqa: BLE001 then its text has to suffice
             return
 
     def as_error(self) -> RankFailedError:
@@ -171,7 +174,7 @@ class _Failure:
 
 
 def sendable(error: Exception) -> Exception:
-    """Itself, or, if it cannot be sent to other ranks, which would wait for it, an error that has its text."""
+    """Return the error itself or, if it cannot be sent, an error with its text: the other ranks wait for one."""
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301  our own
     except Exception:  # noqa: BLE001

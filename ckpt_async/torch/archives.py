@@ -1,4 +1,4 @@
-"""Archives and compressed files, unpacked within bounds. Of an archive only plain files and folders are taken."""
+"""Unpacks archives and compressed files within bounds. From an archive only plain files and folders are taken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_UNPACKABLE = (
     FileExistsError,
     NotADirectoryError,
     OverflowError,
-    RecursionError,  # headers that follow each other without a file
+    RecursionError,  # headers that follow each other without a file between them
     ValueError,
 )
 
@@ -32,9 +32,10 @@ def decompress(
     max_size_bytes: int | None = None,
     suffix: str = "",
 ) -> None:
-    """Write what the compressed file `path` holds to the new file `destination`; at most `max_size_bytes`, or nine
-    tenths of the space that is free there. `suffix` counts in place of the name's own. On an error nothing stays.
-    Blocks. Raises FormatError.
+    """Write what the compressed file `path` holds to the new file `destination`.
+
+    Writes at most `max_size_bytes`, or nine tenths of the free space there. `suffix` is used instead of that of the
+    name. On an error nothing is left. Blocks. Raises FormatError.
     """
     source, target = Path(path), Path(destination)
     limit = _limit(target.parent, max_size_bytes)
@@ -54,12 +55,12 @@ def extract(
     max_size_bytes: int | None = None,
     suffix: str = "",
 ) -> list[Path]:
-    """Write the files of an archive below `folder`, which exists, and return their paths. `suffix` counts in place of
-    the name's own.
+    """Write the files of an archive below `folder`, which must exist, and return their paths.
 
-    Files and folders only: a link, a device, a path that is absolute or leads out, or a file that is there already
-    raises FormatError, and so does more than `max_size_bytes` (or nine tenths of the free space) in all. Owners and
-    modes are not taken over. What was written before stays. Blocks.
+    `suffix` is used instead of that of the name. Only files and folders are accepted: a link, a device, a path that is
+    absolute or leads out of the folder, or a file that exists already raises FormatError, and so do more than
+    `max_size_bytes` (or nine tenths of the free space) in total. Owners and modes are not restored. What was written
+    before an error stays. Blocks.
     """
     source, target = Path(path), Path(folder)
     if not (suffix or source.name).endswith(TAR_SUFFIXES):
@@ -100,14 +101,14 @@ def extract(
 
 
 def _member_path(member: tarfile.TarInfo, source: Path) -> str | None:
-    """Where a member belongs below the folder; None for the folder itself."""
+    """Return where a member belongs below the folder; None for the folder itself."""
     what = f"{source}: {member.name[:200]!r}"
     if not (member.isdir() or member.isreg()) or member.issparse():
         raise FormatError(f"{what} is neither a plain file nor a folder")
     parts = [part for part in member.name.split("/") if part not in ("", ".")]
     if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
         raise FormatError(f"{what} would lead out of the folder")
-    if len(parts) > _MAX_DEPTH:  # what makes and removes folders recurses
+    if len(parts) > _MAX_DEPTH:  # creating and removing folders recurses
         raise FormatError(f"{what} is more than {_MAX_DEPTH} folders deep")
     return "/".join(parts) or None
 
@@ -117,7 +118,7 @@ def _limit(folder: Path, max_size_bytes: int | None) -> int:
 
 
 def _unpacking(path: Path, suffix: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-    """The decompressed bytes of a file, or its own if it is a plain `.tar`."""
+    """Open the decompressed bytes of a file, or the file itself if it is a plain `.tar`."""
     suffix = Path(suffix or path.name).suffix or suffix
     if codec := CODECS.get(".gz" if suffix == ".tgz" else suffix):
         return codec.reading(path)
@@ -127,18 +128,20 @@ def _unpacking(path: Path, suffix: str) -> contextlib.AbstractContextManager[IO[
 
 
 class _Bounded:
-    """What `tarfile` reads from. It takes headers of any size and number into memory, and a sparse file's map, which
-    takes fourteen times its size there; here those of one file end at 1 MiB.
+    """The file that `tarfile` reads from, with bounds on the size of headers.
+
+    `tarfile` takes headers of any size and number into memory, and a sparse file's map, which takes fourteen times its
+    size there. Here the headers of one file may have at most 1 MiB.
     """
 
     def __init__(self, stream: IO[bytes], limit: int, source: Path) -> None:
         self._stream = stream
-        self._end = limit + CHUNK_BYTES * 100  # headers and padding are not in the limit
+        self._end = limit + CHUNK_BYTES * 100  # the limit does not include headers and padding
         self._source = source
         self._left = CHUNK_BYTES
 
     def allow(self, content_bytes: int) -> None:
-        """What may be read from here on: so much, and the next file's headers."""
+        """Allow the next reads: this much content, and the next file's headers."""
         self._left = content_bytes + CHUNK_BYTES
 
     def read(self, size: int) -> bytes:
@@ -170,12 +173,12 @@ def _copy(stream: IO[bytes], file: IO[bytes], limit: int, source: Path) -> None:
 
 
 def is_tar(path: Path) -> bool:
-    """By what is in it."""
+    """Return whether the content of the file is a tar archive."""
     with path.open("rb") as file:
         try:
             tarfile.open(fileobj=cast(Any, _Bounded(file, path.stat().st_size, path)), mode="r:").close()
         except tarfile.TarError:
             return False
         except _NOT_UNPACKABLE:
-            return True  # for all we know
+            return True  # as far as we can tell
     return True

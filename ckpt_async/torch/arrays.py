@@ -1,8 +1,8 @@
-"""numpy's arrays, scalars and dtypes in pickles, as numpy 1 and numpy 2 spell them. Of numbers and texts; none of
-objects, which are pickles themselves.
+"""numpy's arrays, scalars and dtypes in pickles, in the spellings of numpy 1 and numpy 2.
 
-numpy is imported when a state has something of it, and not before. It fills its arrays itself (`__setstate__`), with a
-shape, a dtype and bytes that fit each other.
+Only numbers and texts are accepted. Arrays of objects are not, because these are pickles themselves. numpy is imported
+only when a state contains something of it. numpy fills its arrays itself (`__setstate__`), with a shape, a dtype and
+bytes that fit each other.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _NAMES = {
     *((f"{module}.multiarray", name) for module in _MODULES for name in ("_reconstruct", "scalar")),
     *((f"{module}.numeric", "_frombuffer") for module in _MODULES),
 }
-_MAX_DIMENSIONS = 32  # of numpy 1
+_MAX_DIMENSIONS = 32  # numpy 1's limit
 
 
 def is_there(module: str, name: str) -> bool:
-    """Whether a state may have this of numpy. Raises FormatError if it may, and numpy is not installed."""
+    """Return whether a state may contain this name of numpy. Raises FormatError if so and numpy is not installed."""
     if (module, name) not in _NAMES:
         return False
     if "numpy" not in sys.modules and find_spec("numpy") is None:
@@ -64,7 +64,7 @@ class ArrayRules:
         return isinstance(key, numbers)
 
     def build(self, target: Any, state: object) -> bool:
-        """Whether `target` was an array or a dtype, which then has its state."""
+        """Give an array or a dtype its state. Return whether `target` was one."""
         if isinstance(target, self._numpy.dtype):
             self._build_dtype(target, state)
         elif type(target) is self._numpy.ndarray:
@@ -76,7 +76,7 @@ class ArrayRules:
     def _dtype(self, code: object, align: object = False, copy: object = True) -> Any:
         if type(code) is not str or not _CODE.fullmatch(code) or not (_is(align, 0, 1) and _is(copy, 0, 1)):
             refuse(f"it has arrays of {str(code)[:100]!r}: only numbers and texts are plain data")
-        # A copy, for BUILD changes its byte order in place.
+        # A copy, because BUILD changes its byte order in place.
         return self._rules.new_object(self._numpy.dtype(code, False, True))
 
     def _build_dtype(self, target: Any, state: object) -> None:
@@ -84,7 +84,7 @@ class ArrayRules:
         if type(state) is not tuple or len(state) != 8 or not _is(state[0], 3) or not _is(state[1], *_ORDERS):
             refuse("it has a dtype with a state of another kind")
         is_of_fields = any(each is not None for each in state[2:5])
-        # Another size would make arrays that exist already reach beyond their memory.
+        # Another size would make arrays that exist already extend beyond their memory.
         if is_of_fields or not (_is(state[5], sizes[0]) and _is(state[6], sizes[1])):
             refuse("it has a dtype with fields, or of another size than its name")
         target.__setstate__((3, state[1], None, None, None, *sizes, target.flags))
@@ -106,7 +106,7 @@ class ArrayRules:
         target.__setstate__((1, shape, dtype, bool(is_fortran), content))
 
     def _frombuffer(self, content: object, dtype: object, shape: object, order: object) -> Any:
-        """How protocol 5 spells an array."""
+        """Make an array as protocol 5 spells it."""
         size_bytes = self._check_fits(shape, dtype, content)
         if not _is(order, "C", "F"):
             refuse("it has an array in no order")
@@ -136,7 +136,9 @@ class ArrayRules:
 
 
 def _is(value: object, *choices: object) -> bool:
-    """Without asking a dtype, which would make a dtype of what it is compared with."""
+    """Return whether `value` is one of `choices`. Never compares a dtype, which would convert the other side to a
+    dtype.
+    """
     return type(value) in (bool, int, str, bytes) and value in choices
 
 

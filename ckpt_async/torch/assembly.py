@@ -1,7 +1,7 @@
-"""Whole tensors out of the parts in which they were saved, in bounded memory.
+"""Assembles whole tensors from the parts in which they were saved, in bounded memory.
 
-A tensor is cut into blocks that follow each other in C order. What a part has of a block is one stretch of its bytes,
-so each part is read from its beginning to its end while the blocks go by: nothing is held but the block, and the CRC-32
+A tensor is cut into blocks that follow each other in C order. What a part contributes to a block is one stretch of its
+bytes, so each part is read from beginning to end as the blocks go by. Only the block is held in memory, and the CRC-32
 that torch saved with each record is compared with what was read.
 """
 
@@ -25,30 +25,33 @@ from ckpt_async.torch.torchfile import Record, read_layout
 
 Box = tuple[int, ...]
 
-# So many blocks may be in memory at once: one that is written, two that were read ahead, the parts of one, and what the
-# allocator and the readers' buffers hold meanwhile.
+# The number of blocks that may be in memory at once: one being written, two read ahead, the parts of one, and
+# what the allocator and the readers' buffers hold at the same time.
 BLOCKS_IN_MEMORY = 6
 _WINDOW_BYTES = 64 << 10
-# Of what torch writes for one tensor: all but its elements is in these.
+# The sizes of the head and the tail of what torch writes for one tensor: they contain all but its elements.
 _HEAD_BYTES, _TAIL_BYTES = 2 << 10, 2 << 10
-# What is smaller is read with them, as a whole: or each of many small tensors would be a request of its own.
+# A part up to this size is read as a whole together with head and tail, or each of many small tensors would
+# need a request of its own.
 _SMALL_BYTES = 64 << 10
-# What a part takes while it is read, beside its elements: those ends, and objects.
+# Memory that a part takes while it is read, besides its elements: head, tail, and objects.
 _PART_BYTES = 8 << 10
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor: its elements follow each other in C order in `file`, from `offset` on; with `strides` they do
-    not. Of a `saved` one only this is known yet: torch has written the part by itself to so many bytes from there on.
+    """A box of a tensor, whose elements follow each other in C order in `file`, starting at `offset`.
+
+    With `strides` they are in another order. If `saved_bytes` is set, only the archive is known yet: torch has written
+    the part by itself into that many bytes from `offset` on.
     """
 
     starts: Box
     sizes: Box
     file: str
     offset: int
-    record: Record | None = None  # which they are in
+    record: Record | None = None  # the record that contains the elements
     strides: Box | None = None
     saved_bytes: int | None = None
     is_optimised: bool = False  # written by ML Flashpoint, in its own form
@@ -56,15 +59,17 @@ class Part:
 
 @dataclass(slots=True)
 class Whole:
-    """A tensor that is to be put together. `box` is its shape, or the number of its elements where they were saved as
-    stretches of a flat tensor. `stand_in`, on the meta device, has its place in the state.
+    """A tensor to be assembled.
+
+    `box` is its shape, or the number of its elements if they were saved as stretches of a flat tensor. `stand_in`, on
+    the meta device, takes its place in the state.
     """
 
     name: str
     stand_in: torch.Tensor
     box: Box
     parts: list[Part] = field(default_factory=list)
-    content: torch.Tensor | None = None  # of one that was no tensor of its own in the checkpoint
+    content: torch.Tensor | None = None  # the value, if it was not a separate tensor in the checkpoint
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,7 +87,7 @@ class Block:
 
 
 def blocks(box: Box, max_elements: int) -> Iterator[Block]:
-    """Cut a box into blocks of at most so many elements (at least one), in the order of its elements. Pure."""
+    """Cut a box into blocks of at most `max_elements` (at least one), in the order of its elements. Pure."""
     if math.prod(box) <= max_elements or not box:
         if math.prod(box):
             yield Block((0,) * len(box), box)
@@ -100,7 +105,7 @@ def blocks(box: Box, max_elements: int) -> Iterator[Block]:
 
 
 def overlap(block: Block, part: Part) -> Block | None:
-    """What they have in common, by its place in the tensor. Pure."""
+    """Return the intersection of both, positioned within the tensor; None if it is empty. Pure."""
     starts = tuple(map(max, block.starts, part.starts))
     ends = tuple(
         min(a + b, c + d)
@@ -112,7 +117,10 @@ def overlap(block: Block, part: Part) -> Block | None:
 
 
 def first_element(inside: Block, part: Part) -> int:
-    """Where in the part this begins; its elements follow each other there, if it is a block's share. Pure."""
+    """Return the position in the part at which `inside` begins. Pure.
+
+    If `inside` is a block's share of the part, its elements follow each other there.
+    """
     found = 0
     for start, own, size in zip(inside.starts, part.starts, part.sizes, strict=True):
         found = found * size + start - own
@@ -121,14 +129,14 @@ def first_element(inside: Block, part: Part) -> int:
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a record has been read, and the CRC-32 of that."""
+    """How far a record has been read, and the CRC-32 up to there."""
 
     position: int
     crc32: int = 0
 
 
 class Assembler:
-    """Reads through `reader`, in requests for many stretches at once. Not for several threads."""
+    """Reads through `reader`, in requests for many stretches at once. Not thread-safe."""
 
     def __init__(self, reader: Reader, max_memory_bytes: int) -> None:
         self._reader = reader
@@ -136,7 +144,7 @@ class Assembler:
         self._records: dict[tuple[str, Record], _Progress] = {}
 
     def stream(self, wholes: Sequence[Whole]) -> Iterator[tuple[Whole, memoryview]]:
-        """The bytes of these tensors, one after the other, each in pieces. The next batch is read ahead.
+        """Yield the bytes of these tensors, one after the other, each in pieces. The next batch is read ahead.
 
         Raises DamagedCheckpointError if a part is missing or is not what was saved.
         """
@@ -152,7 +160,7 @@ class Assembler:
                     del data
 
     def finish(self) -> None:
-        """Compare what is left of the records that were begun: padding between and behind the parts."""
+        """Check the rest of the records that were begun: the padding between and after the parts."""
         for (file, record), progress in self._records.items():
             while progress.position < record.size_bytes:
                 count = min(self._block_bytes, record.size_bytes - progress.position)
@@ -164,7 +172,7 @@ class Assembler:
     # --- batches -------------------------------------------------------------------------------------------
 
     def _batches(self, wholes: Sequence[Whole]) -> Iterator[list[tuple[Whole, Block]]]:
-        """Blocks that are read together: of one large tensor a single one, of small ones many."""
+        """Yield blocks that are read together: a single one of a large tensor, or many of small ones."""
         batch: list[tuple[Whole, Block]] = []
         batch_bytes = 0
         for whole in wholes:
@@ -210,7 +218,7 @@ class Assembler:
         return targets
 
     def _turned(self, share: _Share) -> memoryview:
-        """Of a part whose elements do not follow each other: it is read as a whole."""
+        """Return the bytes of a share whose part has its elements in another order. The part is read as a whole."""
         part, dtype = share.part, share.whole.dtype
         assert part.strides is not None
         last = sum((size - 1) * stride for size, stride in zip(part.sizes, part.strides, strict=True))
@@ -223,11 +231,13 @@ class Assembler:
         inside = _inside(whole, share.found, Block(part.starts, part.sizes))
         return memoryview(_bytes_of(inside))
 
-    # --- where parts are -----------------------------------------------------------------------------------
+    # --- locating parts ------------------------------------------------------------------------------------
 
     def _locate(self, batch: list[tuple[Whole, Block]]) -> dict[int, tuple[int, bytearray]]:
-        """Find the elements in what torch has written, by the archive's ends, which are read for all parts at once.
-        Returns what was read as a whole, and its place in the file, by the part's `id`.
+        """Find the elements in the archives that torch has written.
+
+        The ends of the archives are read for all parts at once. Returns the archives that were read as a whole, and
+        their places in the file, by the part's `id`.
         """
         wanted = [
             (whole, number)
@@ -259,7 +269,7 @@ class Assembler:
         return archives
 
     def _take(self, file: str, record: Record, position: int, data: bytearray) -> None:
-        """Go on with the record's CRC-32. What was passed over is read for it; what is read again counts once."""
+        """Continue the record's CRC-32. Skipped bytes are read for it; bytes that are read again count once."""
         if record.crc32 == 0:
             return
         progress = self._records.setdefault((file, record), _Progress(0))
@@ -280,7 +290,7 @@ class Assembler:
 
 @dataclass(slots=True)
 class _Share:
-    """What a part has of a block, and where it is read to: right into the block if it is all of it."""
+    """A part's share of a block, and the buffer for it: the block itself if the share is all of it."""
 
     whole: Whole
     block: Block
@@ -298,7 +308,7 @@ class _Share:
         self.want = ReadInto(self.part.file, offset, memoryview(self.data))
 
     def take(self, start: int, archive: bytearray) -> None:
-        """Out of the archive that begins there in the file."""
+        """Copy the share from the archive that begins at `start` in the file."""
         at = self.want.offset - start
         self.data[:] = memoryview(archive)[at : at + len(self.data)]
 
@@ -336,7 +346,7 @@ def _first(batches: Iterator[list[tuple[Whole, Block]]]) -> Iterable[list[tuple[
 
 
 def _check_cover(whole: Whole, block: Block, found: Sequence[Block]) -> None:
-    """Every element of the block is in one of these, and in no two."""
+    """Check that every element of the block is in exactly one of these."""
     is_whole = sum(math.prod(each.sizes) for each in found) == math.prod(block.sizes)
     if is_whole and len(found) == 1:
         return
@@ -359,7 +369,7 @@ def _inside(whole: torch.Tensor, part: Block, block: Block) -> torch.Tensor:
 
 
 def _put(data: bytearray, part: Block, target: bytearray, block: Block, dtype: torch.dtype) -> None:
-    """As integers of the same width: no element is interpreted."""
+    """Copy the elements as integers of the same width, so that none is interpreted."""
     same = _SAME_WIDTH.get(dtype.itemsize, dtype)
     source = torch.frombuffer(data, dtype=same).reshape(part.sizes)
     _inside(torch.frombuffer(target, dtype=same).reshape(block.sizes), part, block).copy_(source)
@@ -371,7 +381,7 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class CheckpointFile(io.RawIOBase):
-    """A stretch of a checkpoint's file, to be read here and there: what `Records` needs of an archive."""
+    """A stretch of a checkpoint's file with random access: what `Records` needs of an archive."""
 
     def __init__(self, reader: Reader, name: str, start: int = 0, size_bytes: int | None = None) -> None:
         self._reader, self._name, self._start = reader, name, start
@@ -381,7 +391,7 @@ class CheckpointFile(io.RawIOBase):
         self._prefetched: dict[int, bytes] = {}
 
     def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Read what is not known of these (offset, size) at once; it is remembered."""
+        """Read at once those of the (offset, size) ranges that are not known yet, and remember them."""
         inside = [
             (at, count)
             for at, size in ranges
@@ -400,7 +410,7 @@ class CheckpointFile(io.RawIOBase):
         self._prefetched |= {at: bytes(buffer) for (at, _), buffer in zip(inside, buffers, strict=True)}
 
     def known(self, windows: Sequence[tuple[int, bytes | bytearray]]) -> None:
-        """What was read already, from these offsets on."""
+        """Set what was read already, by its offsets."""
         self._windows = list(windows)
 
     def readable(self) -> bool:
@@ -429,7 +439,7 @@ class CheckpointFile(io.RawIOBase):
     def _get(self, at: int, size: int) -> bytes | bytearray:
         if (found := self._remembered(at, size)) is not None:
             return found
-        # Around it, for an archive's directory is at its end and is read backwards.
+        # Read around it, because an archive's directory is at its end and is read backwards.
         start = max(0, min(at, self._size_bytes - _WINDOW_BYTES))
         end = min(self._size_bytes, max(at + size, start + _WINDOW_BYTES))
         data = self._reader.read(self._name, self._start + start, end - start)
@@ -449,7 +459,7 @@ class CheckpointFile(io.RawIOBase):
 def part_of(
     tensor: torch.Tensor, record: Record, file: str, starts: Box | None = None, offset: int = 0
 ) -> Part:
-    """Where the elements of a tensor on the meta device are; `offset` is where its archive begins in the file."""
+    """Return where the elements of a tensor on the meta device are. `offset` is that of its archive in the file."""
     if offset:
         record = replace(record, start=offset + record.start)
     shape = tuple(tensor.shape)

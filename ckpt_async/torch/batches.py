@@ -1,4 +1,4 @@
-"""What a load reads, in batches: some are read while the one before them is put into its tensors."""
+"""Splits what a load reads into batches, and reads the next ones while one is copied into its tensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.planner import ReadItem
 
-# Memory for one batch more than are read ahead, besides the state itself. What was saved as one piece is read as one,
-# so a larger piece makes a larger batch.
+# Size of a batch. Besides the state itself, a load holds one batch more than are read ahead. What was saved
+# as one piece is read as one, so a larger piece makes a larger batch.
 BATCH_BYTES = 64 << 20
 BATCHES_AHEAD = 3
-# Of files that this node has, where nothing is waited for: as little as stays in the core's cache until it is used.
+# For files on this node, where reads do not wait: small enough to stay in the core's cache until used.
 LOCAL_BATCH_BYTES, LOCAL_BATCHES_AHEAD = 16 << 20, 2
-# As torch aligns tensors within what it saves.
+# torch's alignment of tensors within what it saves.
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of a file that was saved as one tensor or object, and all that this rank takes from it."""
+    """A stretch of a file that was saved as one tensor or object, and all items that this rank takes from it."""
 
     file: str
     offset: int
@@ -34,7 +34,7 @@ class Piece:
 
 
 def batched(pieces: Iterable[Piece], *, is_local: bool = False) -> Iterator[list[Piece]]:
-    """As many together as fit into a batch, and at least one."""
+    """Group the pieces: as many as fit into a batch, and at least one."""
     most_bytes = _batch_bytes(is_local=is_local)
     batch: list[Piece] = []
     size_bytes = 0
@@ -59,8 +59,10 @@ def read_ahead(
     *,
     is_local: bool = False,
 ) -> Iterator[tuple[Sequence[Piece], Sequence[T]]]:
-    """Each batch with what is in its pieces, valid until the next one is asked for. `read` fills views, and gives them,
-    others or what they hold; it is called in threads, in order, up to `num_ahead` at once.
+    """Yield each batch with the content of its pieces, which is valid until the next batch is requested.
+
+    `read` fills the views that it is given, and returns these, others, or what they hold. It is called in threads, in
+    order, up to `num_ahead` at once.
     """
     waiting, reading = deque(batches), deque[tuple[Sequence[Piece], mmap.mmap, Future[Sequence[T]]]]()
     free: list[mmap.mmap] = []
@@ -92,7 +94,7 @@ def _batch_bytes(*, is_local: bool) -> int:
 
 
 def _memory(size_bytes: int) -> mmap.mmap:
-    """To be used again: what is touched for the first time costs more than what is read into it."""
+    """Allocate memory that is reused: touching memory for the first time costs more than reading into it."""
     memory = mmap.mmap(-1, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A state that one rank has read, brought to the others: tensor by tensor, in chunks, so that no rank has it twice."""
+"""Sends a state that one rank has read to the others, tensor by tensor in chunks, so that no rank holds it twice."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def read_on_one(read: Callable[[], Any], *, group: dist.ProcessGroup | None = None) -> Any:
-    """What `read` returns on the first rank of the group, on every rank of it: a collective. Tensors arrive on the CPU,
-    through a group that can move CPU tensors. Memory on top of the state: one chunk. An error of the first rank is
-    raised on all of them (RankFailedError).
+    """Return on every rank of the group what `read` returns on the first rank. A collective.
+
+    Tensors arrive on the CPU, through a group that can move CPU tensors. The extra memory beyond the state is one
+    chunk. An error of the first rank is raised on all of them (RankFailedError).
     """
     if is_alone():
         return read()
@@ -44,7 +45,7 @@ def read_on_one(read: Callable[[], Any], *, group: dist.ProcessGroup | None = No
 
 
 class _Dissecting(pickle.Pickler):
-    """Everything but the elements of tensors."""
+    """Pickles everything except the elements of tensors."""
 
     def __init__(self, stream: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(stream, protocol=5)
@@ -53,7 +54,7 @@ class _Dissecting(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) not in _PLAIN or value.layout is not torch.strided or vars(value):
-            return None  # as a whole, with its pickle
+            return None  # pickled as a whole
         number = self._numbers.setdefault(id(value), len(self._tensors))
         if number == len(self._tensors):
             self._tensors.append(value.detach())
@@ -62,7 +63,7 @@ class _Dissecting(pickle.Pickler):
 
 
 class _Joining(pickle.Unpickler):
-    """What a rank of our own job has dissected, with room for the elements."""
+    """Unpickles what a rank of our own job has dissected, with room for the elements."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream)

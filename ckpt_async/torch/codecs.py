@@ -1,6 +1,6 @@
-"""What the suffixes of a checkpoint's file mean, for `load` and `dump` alike, and the streams that (de)compress.
+"""What the suffixes of a checkpoint's file mean, for both `load` and `dump`, and the streams that (de)compress.
 
-Libraries go first: they work in this process without the GIL. Where there is none, a program does it in its own.
+Libraries are preferred: they work in this process without the GIL. If there is none, a program runs in its own process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 20
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma", ".tar.xz")
 SAFETENSORS_SUFFIX = ".safetensors"
-# How Composer names the states in an archive.
+# Composer's name for the states in an archive.
 STATES_NAME = "composer_states.pt"
 
 _MAX_THREADS = 4  # the trainer's data loaders want cores too
@@ -37,14 +37,15 @@ _TORCHS_OLD_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"  # a number in the pickle that 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How one compression is read and written: by the first of the modules that is there, which has an `open` like
-    gzip's, else by the program.
+    """How one compression is read and written.
+
+    The first installed module is used, which has an `open` like gzip's; if there is none, the program is run.
     """
 
     magic: bytes
     modules: tuple[str, ...] = ()
     program: str = ""
-    options: Callable[[Any], Mapping[str, Any]] = lambda module: {}  # noqa: ARG005  of `open`, when writing
+    options: Callable[[Any], Mapping[str, Any]] = lambda module: {}  # noqa: ARG005 options of `open` for writing
 
     def module(self) -> Any:
         for name in self.modules:
@@ -53,7 +54,7 @@ class Codec:
         return None
 
     def check(self, what: str) -> None:
-        """Raises FormatError if neither a library nor the program is there."""
+        """Raise FormatError if neither a library nor the program is installed."""
         if self.module() is None and (not self.program or shutil.which(self.program) is None):
             ways = ["pip install 'ckpt-async[compression]'"] * bool(self.modules)
             ways += [f"install {self.program}"] * bool(self.program)
@@ -63,7 +64,7 @@ class Codec:
 
     @contextlib.contextmanager
     def reading(self, path: Path) -> Iterator[IO[bytes]]:
-        """What the file holds, decompressed. Raises FormatError if it is damaged."""
+        """Open the decompressed content of the file. Raises FormatError if it is damaged."""
         self.check(str(path))
         with path.open("rb") as packed:
             if (module := self.module()) is None:
@@ -80,7 +81,7 @@ class Codec:
 
     @contextlib.contextmanager
     def writing(self, file: IO[bytes], what: str) -> Iterator[IO[bytes]]:
-        """What is written to the stream goes to `file` compressed; all of it is there when the context is left."""
+        """Open a stream that writes to `file` compressed; everything is written when the context is left."""
         self.check(what)
         if (module := self.module()) is None:
             with _writing_through(self.program, file, what) as stream:
@@ -90,7 +91,7 @@ class Codec:
         try:
             yield stream
         except BaseException:
-            with contextlib.suppress(Exception):  # the rest, which nobody wants any more
+            with contextlib.suppress(Exception):  # an error while writing the rest does not matter any more
                 stream.close()
             raise
         stream.close()
@@ -103,7 +104,7 @@ def _zstd_options(zstd: Any) -> Mapping[str, Any]:
     return {"options": {parameter.checksum_flag: 1, parameter.nb_workers: threads if threads > 1 else 0}}
 
 
-# Levels are those of the programs of the same name.
+# Compression levels are those of the programs of the same name.
 _XZ = Codec(b"\xfd7zXZ\0", ("lzma",))
 CODECS = {
     ".bz2": Codec(b"BZh", ("bz2",)),
@@ -118,9 +119,7 @@ CODECS = {
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What a file holds: torch's states, unless they are `safetensors`, perhaps in an archive; and how the whole is
-    compressed.
-    """
+    """What a file holds and how it is compressed: torch's states unless `is_safetensors`, possibly in an archive."""
 
     is_safetensors: bool = False
     is_archive: bool = False
@@ -128,8 +127,9 @@ class Format:
 
 
 def format_of(name: str) -> Format | None:
-    """What a file's name says. One without a suffix holds torch's states, as Composer's `ep1-ba42-rank0`; None for a
-    suffix that nobody knows.
+    """Return the format that a file's name indicates; None if the suffix is unknown.
+
+    A file without a suffix holds torch's states, as Composer's `ep1-ba42-rank0` does.
     """
     stem, suffix = _split(name)
     if suffix == ".tgz":
@@ -139,7 +139,7 @@ def format_of(name: str) -> Format | None:
     if codec is not None:
         stem, suffix = _split(stem)
     if suffix == ".tar":
-        # What Composer calls .tar.lzma is xz; readers tell the two apart.
+        # What Composer calls .tar.lzma is xz; readers distinguish the two.
         return Format(is_archive=True, codec=_XZ if compression == ".lzma" else codec)
     if suffix in ("", *TORCH_SUFFIXES, SAFETENSORS_SUFFIX):
         return Format(is_safetensors=suffix == SAFETENSORS_SUFFIX, codec=codec)
@@ -159,7 +159,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def suffix_by_content(path: Path) -> str:
-    """The suffix that a file should have, by how it begins; '' for one that is none of ours. Nothing is decoded."""
+    """Return the suffix that a file should have according to its first bytes; '' if unknown. Nothing is decoded."""
     with path.open("rb") as file:
         head = file.read(512)
     for suffix, codec in CODECS.items():
@@ -174,14 +174,14 @@ def suffix_by_content(path: Path) -> str:
 
 
 def _says_damaged(error: Exception) -> bool:
-    """Whether a library says that what it reads is not what was written."""
+    """Return whether a library's error means that what it reads is not what was written."""
     if isinstance(error, OSError):
         return error.errno is None  # gzip's and bz2's way
     if isinstance(error, EOFError | lzma.LZMAError | zlib.error):
         return True
     return (
         type(error) is RuntimeError or type(error).__name__ == "ZstdError"
-    )  # lz4's, and of a module we may lack
+    )  # lz4's error, and zstd's, whose module may not be installed
 
 
 # --- programs ---------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def _reading_through(program: str, packed: IO[bytes], path: Path) -> Iterator[IO
 
 @contextlib.contextmanager
 def _writing_through(program: str, file: IO[bytes], what: str) -> Iterator[IO[bytes]]:
-    """A thread takes what the program puts out, so that `file` may be any file object."""
+    """Write through a program. A thread copies the program's output, so that `file` may be any file object."""
     failures: list[BaseException] = []
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with tempfile.TemporaryFile() as complaints:
@@ -217,14 +217,14 @@ def _writing_through(program: str, file: IO[bytes], what: str) -> Iterator[IO[by
                 shutil.copyfileobj(output, file, CHUNK_BYTES)
             except BaseException as error:  # noqa: BLE001  raised below
                 failures.append(error)
-                process.kill()  # whoever writes to it hears of it
+                process.kill()  # so that the writer gets an error
 
         taker = threading.Thread(target=take, name="ckpt_async-compressed", daemon=True)
         taker.start()
         try:
             yield process.stdin
             process.stdin.close()
-        except BrokenPipeError:  # it has ended: why, is known below
+        except BrokenPipeError:  # the program has ended; the reason is found below
             pass
         except BaseException:
             process.kill()

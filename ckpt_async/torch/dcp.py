@@ -1,8 +1,8 @@
-"""Sharded checkpoints with torch.distributed.checkpoint: save on any number of ranks, load on any other.
+"""Sharded checkpoints with torch.distributed.checkpoint: save on any number of ranks, load on any other number.
 
-Every function is called on all ranks of the process group. The collectives are torch's own for saving and loading;
-after a save there is none (rule R9). Those of `async_save` run beside the training's: give it a group of its own where
-both are of gloo.
+Every function is called on all ranks of the process group. Saving and loading use torch's own collectives; after a save
+there is none (rule R9). The collectives of `async_save` run beside those of training: if both use gloo, give it a group
+of its own.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from ckpt_async.torch.validation import ValidationFunction
 logger = logging.getLogger(__name__)
 
 Group = dist.ProcessGroup | None
-# How torch's planners say that a checkpoint does not fit the state.
+# How torch's planners report that a checkpoint does not fit the state.
 _NO_KEY = "Missing key in checkpoint state_dict: "
 _TORCH_SAYS = (_NO_KEY, "Size mismatch between saved ")
-# What an older checkpoint may be taken for instead.
+# Errors after which an older checkpoint may be loaded instead.
 UNUSABLE = (DamagedCheckpointError, CheckpointGoneError)
 
 
@@ -64,16 +64,17 @@ def save(
     process_group: Group = None,
     thread_count: int = 1,
 ) -> Metadata:
-    """Write the state into `<uploader's folder>/<name>/` as `torch.distributed.checkpoint.save` does; hand it over.
+    """Write the state into `<uploader's folder>/<name>/` as `torch.distributed.checkpoint.save` does, and hand it over.
 
     On return this rank's files are enqueued and sealed; `uploader.wait(step)` waits for the commit. All ranks of the
-    uploader take part; a rank outside of the process group (a replica under HSDP, say) calls `uploader.seal(step)`.
+    uploader take part; a rank outside of the process group (for example a replica under HSDP) calls
+    `uploader.seal(step)`.
 
-    Where an uploader does not take this step (SealedError, FencedError, …), its rank raises that and the others
-    RankFailedError, before any file is touched. If any rank fails while it writes, torch raises CheckpointException, a
-    BaseException, on all of them; nothing is enqueued, what was written is removed, and the step may be saved again.
-    What `Uploader.enqueue` raises after that is raised on the rank that it concerns; then the checkpoint is never
-    committed.
+    If an uploader does not accept this step (SealedError, FencedError, …), its rank raises that error and the others
+    raise RankFailedError, before any file is touched. If any rank fails while it writes, torch raises
+    CheckpointException, a BaseException, on all of them; then nothing is enqueued, what was written is removed, and the
+    step may be saved again. Later errors of `Uploader.enqueue` are raised on the rank concerned; then the checkpoint is
+    never committed.
     """
     saving = _Saving(step, uploader, name, metrics, process_group)
     saving.check()
@@ -103,11 +104,13 @@ def async_save(
     thread_count: int = 1,
     mode: Literal["thread", "process"] = "thread",
 ) -> Future[Metadata]:
-    """As `save`, but returns as soon as the state is copied to CPU memory. The rest is done by torch's own thread, or
-    a process that it starts at the first call and keeps; that one writes files only, and this process hands them over.
+    """Save like `save`, but return as soon as the state is copied to CPU memory.
 
-    The future is done when this rank's files are enqueued and sealed, with what `save` returns or raises. Wait for it
-    before the next save and before the uploader is closed.
+    The rest is done by torch's own thread, or by a process that torch starts at the first call and keeps; the process
+    only writes files, and this process hands them over.
+
+    The future is done when this rank's files are enqueued and sealed; it holds what `save` returns or raises. Wait for
+    it before the next save and before the uploader is closed.
     """
     saving = _Saving(step, uploader, name, metrics, process_group)
     saving.check()
@@ -124,7 +127,7 @@ def async_save(
         **options,
     )
     handed_over: Future[Metadata] = Future()
-    handed_over.set_running_or_notify_cancel()  # torch's collectives cannot be cancelled, so this cannot
+    handed_over.set_running_or_notify_cancel()  # torch's collectives cannot be cancelled, so neither can this future
 
     def finish(written: Future[Metadata]) -> None:
         try:
@@ -162,7 +165,10 @@ class _Saving:
         self._before = there(self._path, self._rank)
 
     def check(self) -> None:
-        """That all ranks' uploaders take it: a collective, for one that raises alone leaves the others waiting."""
+        """Check that the uploaders of all ranks accept the step.
+
+        A collective, because a rank that raised alone would leave the others waiting.
+        """
         try:
             _on_all(lambda: self._uploader.check_takes(self._step, self._name), self._process_group)
         except CheckpointException as error:
@@ -177,7 +183,7 @@ class _Saving:
         return FolderWriter(self._path, thread_count=thread_count)
 
     def hand_over(self, metadata: Metadata) -> None:
-        """Every rank has succeeded: torch tells all of them, or none."""
+        """Hand over this rank's files. Every rank has succeeded: torch reports success to all ranks or to none."""
         files = files_of_rank(metadata, self._rank)
         hand_over(self._uploader, self._step, self._name, files, self._metrics)
 
@@ -206,20 +212,23 @@ def load_latest(
     check_nan: bool = False,
     num_concurrent_reads: int = MAX_CONCURRENT_READS,
 ) -> Checkpoint | None:
-    """Load the newest complete checkpoint of a run (of a `kind`), or that of `step`, into the state, in place, on
-    whatever ranks there are now. None, with the state as it was, if there is none. The run may be of another tool
-    (see `restore.find`): of OLMo and OLMo-core what is in `model_and_optim` is loaded, `{"model": …, "optim": …}`.
+    """Load the newest complete checkpoint of a run (of a `kind`), or that of `step`, into the state, in place.
 
-    One rank looks for it and tells the others. If it turns out damaged on any rank, or was pruned meanwhile, all go on
-    to the next older one together; but not if that lacks something that was loaded from the damaged one already
-    (StateMismatchError). The newest is often the one that was still uploading when the trainer died: call
-    `uploader.wait_for_predecessor` on all ranks first. For the other arguments see `CkptAsyncReader`.
+    Works on any number of ranks. Returns None and leaves the state as it was if there is no checkpoint. The run may be
+    another tool's (see `restore.find`): of OLMo and OLMo-core what is in `model_and_optim` is loaded, `{"model": …,
+    "optim": …}`.
 
-    Raises on all ranks InvalidNameError for what torch.distributed.checkpoint has not saved; RankFailedError, whose
-    cause is what `restore.find` raised (without a process group, that); StateMismatchError that names the key or the
-    shape if the checkpoint does not fit the state, or has NaN; and CheckpointException of torch, a BaseException that
-    has every rank's failure: a refused validation, a store that does not answer. (The StateMismatchError is one, too.)
-    The state is undefined then.
+    One rank looks for the checkpoint and tells the others. If it turns out to be damaged on any rank, or was pruned in
+    the meantime, all ranks go on to the next older one together, unless that lacks something that was already loaded
+    from the damaged one (StateMismatchError). The newest checkpoint is often the one that was still uploading when the
+    trainer died: call `uploader.wait_for_predecessor` on all ranks first. For the other arguments see
+    `CkptAsyncReader`.
+
+    Raises on all ranks InvalidNameError if the checkpoint was not saved by torch.distributed.checkpoint;
+    RankFailedError, whose cause is what `restore.find` raised (without a process group, that error itself);
+    StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and torch's
+    CheckpointException, a BaseException that has every rank's failure, for example a refused validation or a store that
+    does not answer. (The StateMismatchError is one, too.) The state is undefined after an error.
     """
     reader_of = partial(
         CkptAsyncReader,
@@ -248,7 +257,7 @@ def load_latest(
 
     def use(checkpoint: Checkpoint) -> None:
         with reader_of(checkpoint) as reader:
-            reader.check_is_dcp()  # all ranks know the same of it
+            reader.check_is_dcp()  # the answer is the same on all ranks
             reader.loaded = loaded
             planning = _IgnoringPlanner(ignore_keys) if planner is None and ignore_keys else planner
             _load(state_dict, reader, planning, process_group, may_pass_over=step is None)
@@ -258,7 +267,7 @@ def load_latest(
 
 
 class _IgnoringPlanner(DefaultLoadPlanner):
-    """torch's, which asks for no key that is ignored: the checkpoint need not have it."""
+    """torch's planner, except that it does not ask for ignored keys: the checkpoint need not have them."""
 
     def __init__(self, ignore_keys: Sequence[str]) -> None:
         super().__init__(allow_partial_load=True)
@@ -283,12 +292,12 @@ def _load(
     may_pass_over: bool,
 ) -> None:
     try:
-        _on_all(reader.open, process_group)  # torch would tell the others its words only
+        _on_all(reader.open, process_group)  # torch would send only the text of an error to the others
         state_dict_loader.load(
             state_dict, storage_reader=reader, planner=planner, process_group=process_group
         )
     except CheckpointException as error:
-        # Every rank has the same failures before it, so all go on or none.
+        # Every rank sees the same failures, so either all go on or none does.
         is_unusable = any(isinstance(each, UNUSABLE) for each, _ in error.failures.values())
         if not may_pass_over or not is_unusable:
             if (mismatch := _mismatch(reader.checkpoint.name, error)) is not None:
@@ -299,7 +308,9 @@ def _load(
 
 
 class _OtherStateError(StateMismatchError, CheckpointException):
-    """One sentence instead of every rank's traceback; also what torch raises, for callers that catch that."""
+    """One sentence instead of every rank's traceback. Also a CheckpointException, for callers that catch what torch
+    raises.
+    """
 
     def __init__(self, message: str, failures: dict[int, Any], *, hint: str) -> None:
         super().__init__(message, hint=hint)
@@ -310,7 +321,7 @@ class _OtherStateError(StateMismatchError, CheckpointException):
 
 
 def _mismatch(name: str, error: CheckpointException) -> _OtherStateError | None:
-    """If all that failed is that the checkpoint has another state: which key, or which shape, first."""
+    """Return an error naming the first key or shape that does not fit, if nothing but that failed; else None."""
     told = [(each, str(each)) for _, (each, _) in sorted(error.failures.items())]
     if not all(isinstance(each, StateMismatchError) or text.startswith(_TORCH_SAYS) for each, text in told):
         return None
@@ -325,11 +336,11 @@ def _mismatch(name: str, error: CheckpointException) -> _OtherStateError | None:
 
 
 def _on_all(work: Callable[[], object], process_group: Group) -> None:
-    """Do it on every rank; if it fails on any, raise CheckpointException on all, as torch does."""
+    """Call `work` on every rank; if it fails on any, raise CheckpointException on all, as torch does."""
     failure: tuple[BaseException, StackSummary] | None = None
     try:
         work()
-    except Exception as error:  # noqa: BLE001  raised below, here and everywhere
+    except Exception as error:  # noqa: BLE001 raised below, on every rank
         failure = sendable(error), extract_tb(error.__traceback__)
     failures = [failure]
     if dist.is_initialized():

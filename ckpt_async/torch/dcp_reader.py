@@ -1,4 +1,4 @@
-"""Loading with torch.distributed.checkpoint, from wherever a file is nearest, and only what the plan needs."""
+"""Loads with torch.distributed.checkpoint, from the nearest copy of each file, and only what the plan needs."""
 
 from __future__ import annotations
 
@@ -52,33 +52,35 @@ from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
 
 NOT_TORCH = "not what torch saves"
-# From here on a tensor is used where it was read; a smaller one is copied sooner than it is looked at.
+# From this size on a tensor is used where it was read; copying a smaller one is faster than parsing its
+# archive.
 LARGE_BYTES = 1 << 20
-# Between replicas.
+# Size of the chunks that are sent between replicas.
 CHUNK_BYTES = 16 << 20
 
 
 class CkptAsyncReader(StorageReader):
-    """For `torch.distributed.checkpoint.load(state_dict, storage_reader=reader)`, on any number of ranks.
+    """A reader for `torch.distributed.checkpoint.load(state_dict, storage_reader=reader)`, on any number of ranks.
 
     Args:
         checkpoint: What `restore.find` has found: on one rank, then broadcast.
-        folder: The trainer's: what it still has is read from there. Then `peers` are asked, then the store.
-        local_cache: A copy of another tool's checkpoint on this node, as in `restore.fetch`: it is asked first.
-        subfolder: Where within the checkpoint `.metadata` and its files are, if it has several of them: else
-            `checkpoint.dcp_folders` knows (`model_and_optim` of OLMo and OLMo-core).
+        folder: The trainer's folder. What it still has is read from there; then `peers` are asked, then the store.
+        local_cache: A copy of another tool's checkpoint on this node, as in `restore.fetch`; it is asked first.
+        subfolder: The folder within the checkpoint that has `.metadata` and its files, if there are several. By default
+            `checkpoint.dcp_folders` determines it (`model_and_optim` of OLMo and OLMo-core).
         validate: Asked about each file before it is read, see `ckpt_async.torch.validation`.
         replicas: The ranks that load the same as this one, as a process group that can move CPU tensors: all ranks
-            under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends it on, in chunks.
-        weights_only: What is no tensor is decoded without running what a file says, too.
-        allow: Classes that may be among it beside plain data, as in `ckpt_async.torch.load`.
-        ignore_keys: What keeps the value that it has in the state: globs over the '/'-joined keys, as in `load`.
-        check_nan: Fill what is to be loaded with NaN before, and refuse it with StateMismatchError if any is left then:
-            parts that no rank saved are so found, and NaN in the checkpoint, too.
+            under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends to the others, in
+            chunks.
+        weights_only: Decode values that are not tensors without running what a file says, too.
+        allow: Classes that may be among these values besides plain data, as in `ckpt_async.torch.load`.
+        ignore_keys: What keeps its value in the state: globs over the '/'-joined keys, as in `load`.
+        check_nan: Fill the targets with NaN before loading, and raise StateMismatchError if any is left afterwards.
+            This finds parts that no rank saved, and also NaN in the checkpoint.
 
-    Opened on first use, closed by `with`, `close` or when nobody has it any more; until then a lease keeps retention
-    away. Each rank reads the pieces its plan needs and no others, in parallel, neighbours in one request. `.metadata`
-    is compared with its checksum, and every piece with the CRC-32 that torch has saved with it.
+    The reader is opened on first use, and closed by `with`, `close` or garbage collection; until then a lease keeps
+    retention away. Each rank reads only the pieces that its plan needs, in parallel, adjacent pieces in one request.
+    `.metadata` is compared with its checksum, and every piece with the CRC-32 that torch saved with it.
     """
 
     def __init__(
@@ -110,14 +112,14 @@ class CkptAsyncReader(StorageReader):
         self._metadata: Metadata | None = None
         self._stored: dict[MetadataIndex, Any] = {}  # torch's _StorageInfo, as .metadata has it
         self._signatures: dict[str, bool | None] = {}
-        # Names whose values come from a checkpoint, this one or one that was given up for it.
+        # Names whose values come from a checkpoint: this one, or one that was given up in favour of it.
         self.loaded: set[str] = set()
 
     def open(self) -> Reader:
-        """Take the lease and read `.metadata`, unless that is done. Blocks.
+        """Take the lease and read `.metadata`, unless that is done already. Blocks.
 
         Raises CheckpointGoneError; DamagedCheckpointError if `.metadata` is not what was saved; InvalidNameError if
-        there is none: then torch.distributed.checkpoint has not saved it.
+        there is none, because then torch.distributed.checkpoint has not saved the checkpoint.
         """
         if self._reader is None:
             self._reader = restore.open(
@@ -134,7 +136,7 @@ class CkptAsyncReader(StorageReader):
         return self._reader
 
     def close(self) -> None:
-        """Drop the lease and the connections. Idempotent; the next use opens them again."""
+        """Release the lease and the connections. Idempotent; the next use opens them again."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
@@ -149,7 +151,7 @@ class CkptAsyncReader(StorageReader):
 
     @property
     def bytes_from(self) -> dict[str, int]:
-        """Bytes read so far by where they came from: local, peer, remote."""
+        """Bytes read so far, by their source: local, peer, remote."""
         return dict(self._reader.bytes_from) if self._reader is not None else {}
 
     # --- what torch calls, in this order -------------------------------------------------------------------
@@ -162,7 +164,7 @@ class CkptAsyncReader(StorageReader):
 
     def read_metadata(
         self,
-    ) -> Metadata:  # torch tries no metadata of single ranks where there are no `kwargs`
+    ) -> Metadata:  # without `kwargs`, torch does not try metadata of single ranks
         self.open()
         assert self._metadata is not None
         return self._metadata
@@ -171,7 +173,7 @@ class CkptAsyncReader(StorageReader):
         self._stored = dict(metadata.storage_data or {})
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check all that this rank is going to read before any rank reads."""
+        """Check everything that this rank is going to read before any rank reads."""
         if kept := self.loaded - {item.dest_index.fqn for item in plan.items}:
             raise StateMismatchError(
                 f"{self.checkpoint.name} ({self.checkpoint.id}) has no {min(kept)!r}, which was loaded from a newer one"
@@ -204,7 +206,7 @@ class CkptAsyncReader(StorageReader):
             digest = hashlib.sha256(repr(what).encode()).hexdigest()
             agree(digest, what="what to load, so they are no replicas of each other", group=self._replicas)
         failure: Exception | None = None
-        # Replicas must ask each other in one order.
+        # Replicas must communicate in the same order.
         is_local = self._replicas is None and all(map(reader.has_copy, {piece.file for piece in pieces}))
         num_ahead = LOCAL_BATCHES_AHEAD if is_local else BATCHES_AHEAD if self._replicas is None else 1
         batches = batched(pieces, is_local=is_local)
@@ -217,7 +219,9 @@ class CkptAsyncReader(StorageReader):
             except Exception as error:
                 if self._replicas is None:
                     raise
-                failure = error  # after the last batch: the others would wait for this rank
+                failure = (
+                    error  # raised after the last batch, because the other replicas would wait for this rank
+                )
         if failure is not None:
             raise failure
         for name, target in targets.items():
@@ -233,7 +237,7 @@ class CkptAsyncReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        return False  # nor does torch ask: it never picks this reader by itself
+        return False  # torch does not ask: it never picks this reader by itself
 
     # --- reading -------------------------------------------------------------------------------------------
 
@@ -246,7 +250,7 @@ class CkptAsyncReader(StorageReader):
         )
 
     def check_is_dcp(self) -> None:
-        """Raise InvalidNameError if another tool saved it, by what files it has; asks nobody."""
+        """Raise InvalidNameError if another tool saved the checkpoint, judging by its file names. Makes no request."""
         self._metadata_file()
 
     def _metadata_file(self) -> RemoteFile:
@@ -275,7 +279,10 @@ class CkptAsyncReader(StorageReader):
         return load_metadata(stream.getvalue())
 
     def _pieces(self, plan: LoadPlan) -> list[Piece]:
-        """What the plan reads, in the order of the files; DamagedCheckpointError if the checkpoint does not have it."""
+        """Return what the plan reads, in the order of the files.
+
+        Raises DamagedCheckpointError if the checkpoint does not have it.
+        """
         items: dict[tuple[str, int, int, bool], list[ReadItem]] = {}
         for item in plan.items:
             stored = self._stored.get(item.storage_index)
@@ -305,8 +312,8 @@ class CkptAsyncReader(StorageReader):
         ]
 
     def _flashpoint(self, name: str) -> bool | None:
-        """Whether ML Flashpoint has written this file in its own form (True) or in torch's (False); None if another
-        tool has.
+        """Return whether ML Flashpoint wrote this file in its own form (True) or in torch's (False); None for another
+        tool's.
         """
         if not flashpoint.OBJECT_NAME.search(name):
             return None
@@ -319,7 +326,9 @@ class CkptAsyncReader(StorageReader):
     def _read_and_decode(
         self, reader: Reader, pieces: Sequence[Piece], views: Views
     ) -> Sequence[memoryview | torch.Tensor]:
-        """The tensors in the thread that reads them, while others are copied to where they belong."""
+        """Read pieces and decode their tensors in the reading thread, while earlier tensors are copied to their
+        targets.
+        """
         views = self._read_self(reader, pieces, views)
         return [
             view
@@ -329,7 +338,7 @@ class CkptAsyncReader(StorageReader):
         ]
 
     def _read(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Views:
-        """What is in these pieces: read, or received from the replica that reads."""
+        """Return the content of these pieces: read, or received from the replica that reads."""
         if self._replicas is None:
             return self._read_self(reader, pieces, views)
         first = dist.get_global_rank(self._replicas, 0)
@@ -362,7 +371,9 @@ class CkptAsyncReader(StorageReader):
     def _read_again(
         self, file: str, offset: int, size_bytes: int, damage: Callable[[io.BytesIO], str]
     ) -> io.BytesIO:
-        """From the store alone, over other connections each time: a peer may be wrong, and a wire may spoil a byte."""
+        """Read from the store alone, each time over new connections: a peer may be wrong, or a byte corrupted on the
+        wire.
+        """
         before: bytes | None = None
         for _ in range(2):
             with restore.open(self.checkpoint) as store:
@@ -371,7 +382,8 @@ class CkptAsyncReader(StorageReader):
                     return stream
                 told = f"bytes {offset}+{size_bytes}: {reason}"
                 if stream.getvalue() == before:
-                    # Pieces of another serialization look so, too: no verdict on the store.
+                    # Pieces in another serialization look like this, too, so it is no proof that the store is
+                    # wrong.
                     is_other = reason.startswith(NOT_TORCH)
                     raise self._damage(file, told) if is_other else store.damaged(f"{file}: {told}")
                 before = stream.getvalue()
@@ -399,22 +411,26 @@ class CkptAsyncReader(StorageReader):
                 planner.commit_tensor(item, target)
 
     def _tensor(self, piece: Piece, view: memoryview) -> torch.Tensor:
-        if piece.is_optimised and bytes(view[:4]) != b"PK\x03\x04":  # as its own reader knows torch's
+        if (
+            piece.is_optimised and bytes(view[:4]) != b"PK\x03\x04"
+        ):  # ML Flashpoint's own reader does the same
             try:
                 return flashpoint_tensor(bytes(view))
             except FormatError as error:
                 raise self._damage(piece.file, f"bytes {piece.offset}+{piece.size_bytes}: {error}") from error
         found: torch.Tensor
         if piece.size_bytes >= LARGE_BYTES:
-            with contextlib.suppress(FormatError, UnsafePickleError):  # torch may know what we do not
+            with contextlib.suppress(FormatError, UnsafePickleError):  # torch may know forms that we do not
                 if isinstance(there := read_state(in_memory(view), piece.file), torch.Tensor):
                     return there
         found = torch.load(io.BytesIO(view), map_location="cpu", weights_only=True)
         return found
 
     def _object(self, piece: Piece, stream: io.BytesIO) -> bytes:
-        """What torch's planners may decode, which they do without any restriction: so it is decoded here, and they get
-        what that gave, saved anew.
+        """Return bytes that torch's planners may decode.
+
+        The planners decode without any restriction. So the object is decoded safely here, and they get the result,
+        serialized again.
         """
         if not self._weights_only:
             return stream.getvalue()
@@ -437,8 +453,9 @@ def _prefix(checkpoint: Checkpoint, subfolder: str | None) -> str:
 
 
 def _floating_targets(plan: LoadPlan, planner: LoadPlanner) -> dict[str, torch.Tensor]:
-    """What of a state on this rank the plan fills, and can be NaN. Of torch's own planners whole, by name, so that gaps
-    between what is read show.
+    """Return the tensors of this rank's state that the plan fills and that can be NaN.
+
+    For torch's own planners these are whole tensors, by name, so that gaps between the parts that are read show.
     """
     state = getattr(planner, "state_dict", {})
     found: dict[str, torch.Tensor] = {}
@@ -450,30 +467,33 @@ def _floating_targets(plan: LoadPlan, planner: LoadPlanner) -> dict[str, torch.T
         whole = whole.to_local() if hasattr(whole, "to_local") else whole
         if type(whole) in (torch.Tensor, torch.nn.Parameter):
             found[name] = whole.detach()
-        else:  # a ShardedTensor's shard, or another planner's
+        else:  # a ShardedTensor's shard, or a target of another planner
             found[f"part {number} of {name}"] = planner.resolve_tensor(item).detach()
     return {name: each for name, each in found.items() if each.is_floating_point() or each.is_complex()}
 
 
 def narrowed(saved: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    """The part of a saved piece that this item wants."""
+    """Return the part of a saved piece that this item wants."""
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         saved = saved.narrow(dimension, start, length)
     return saved
 
 
 def damage_of(stream: IO[bytes]) -> str:
-    """Why these are not the bytes that torch.save wrote, or "". torch itself does not look at their CRC-32."""
+    """Return why these are not the bytes that torch.save wrote, or "". torch itself does not check their CRC-32."""
     try:
-        # As torch tells it from older forms, for which there is no safe reader before torch 2.6; `zipfile` would take
-        # an archive that is behind anything.
+        # torch tells its zip form from older ones in the same way. Before torch 2.6 there is no safe reader
+        # for the older forms, and `zipfile` would accept an archive that follows arbitrary bytes.
         if stream.read(4) != b"PK\x03\x04":
             return f"{NOT_TORCH}: it does not begin as a zip archive"
         with zipfile.ZipFile(stream) as archive:
-            for each in archive.filelist:  # nobody compresses here, and `testzip` compares but one of the two
+            for (
+                each
+            ) in archive.filelist:  # nobody compresses here, and `testzip` compares only one of the two
                 if each.compress_size != each.file_size:
                     return f"{each.filename[:200]} has two sizes in the archive's directory"
-            # 0: torch has computed none (`torch.serialization.set_crc32_options`), there is nothing to compare with.
+            # 0 means that torch computed none (`torch.serialization.set_crc32_options`), so there is nothing
+            # to compare.
             archive.filelist = [each for each in archive.filelist if each.CRC != 0]
             bad = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as error:

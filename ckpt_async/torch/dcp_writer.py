@@ -1,4 +1,4 @@
-"""Saving with torch.distributed.checkpoint: torch's own writer, whose files go to an `Uploader`.
+"""Saves with torch.distributed.checkpoint: torch's own writer, with files that go to an `Uploader`.
 
 The files are those of plain torch: `torch.distributed.checkpoint.FileSystemReader` reads them, here and after a fetch.
 """
@@ -33,9 +33,9 @@ METADATA = ".metadata"
 class FolderWriter(FileSystemWriter):
     """torch's FileSystemWriter, made safe for files that are being uploaded. Can be pickled.
 
-    torch writes over what is there, and an earlier start's upload may still read that very file: so it is unlinked
-    first. An old `.metadata` is too, by each rank before it writes, so that the folder never looks complete while it is
-    a mixture. Nothing is touched before all ranks have a plan, and nothing is fsynced: the uploader's engine does it,
+    torch overwrites existing files, but an earlier start's upload may still be reading such a file: so each is unlinked
+    first. Each rank also unlinks an old `.metadata` before it writes, so that the folder never looks complete while it
+    is a mixture. Nothing is touched before all ranks have a plan. Nothing is fsynced: the uploader's engine does that,
     off the trainer's path.
     """
 
@@ -48,23 +48,26 @@ class FolderWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        Path(self.path).mkdir(parents=True, exist_ok=True)  # torch's own would warn of an old .metadata
+        Path(self.path).mkdir(
+            parents=True, exist_ok=True
+        )  # torch's own method would warn of an old .metadata
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        _unlink(Path(self.path), METADATA)  # a new one is written after all ranks have written
+        _unlink(Path(self.path), METADATA)  # the new one is written after all ranks have written
         _unlink(Path(self.path), plan.storage_data.prefix)
         return super().write_data(plan, planner)
 
 
 class CkptAsyncWriter(FolderWriter):
-    """For `torch.distributed.checkpoint.save(state_dict, storage_writer=CkptAsyncWriter(uploader, step=100))`, and for
-    its `async_save`, with threads or a process. One writer, one checkpoint.
+    """A writer for `torch.distributed.checkpoint.save(state_dict, storage_writer=CkptAsyncWriter(uploader, step=100))`.
 
-    Files go to `<uploader's folder>/[<kind>/]<name>/`. Each rank enqueues and seals its own as soon as they are
-    written, the coordinator when `.metadata` is, after all ranks have succeeded: a save that fails on any rank is never
-    committed. But what others had sealed of it is uploaded in vain, and its step cannot be saved again in this
-    generation. `ckpt_async.torch.save` and `async_save` hand over after success only.
+    Also works with torch's `async_save`, with threads or a process. Each checkpoint needs a new writer.
+
+    Files go to `<uploader's folder>/[<kind>/]<name>/`. Each rank enqueues and seals its own files as soon as they are
+    written; the coordinator does so when `.metadata` is written, after all ranks have succeeded. So a save that fails
+    on any rank is never committed. But what other ranks had sealed of it is uploaded in vain, and its step cannot be
+    saved again in this generation. `ckpt_async.torch.save` and `async_save` hand over only after success.
 
     All ranks of the uploader take part in the save.
     """
@@ -112,7 +115,8 @@ class CkptAsyncWriter(FolderWriter):
         hand_over(self._uploader, self._step, self._name, files, self._metrics)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch sends it to the process that saves. That one writes, and asks us for the rest.
+        # torch sends the writer to the process that saves. That process writes the files, and asks this one
+        # for the rest.
         assert isinstance(self._uploader, Uploader)
         ours, theirs = multiprocessing.Pipe()
         threading.Thread(
@@ -129,7 +133,7 @@ class CkptAsyncWriter(FolderWriter):
 
 @dataclass(frozen=True, slots=True)
 class _UploaderElsewhere:
-    """The trainer's uploader, for the process that writes for it. Errors are the uploader's own."""
+    """The trainer's uploader, as used by the process that writes for it. Its errors are those of the uploader."""
 
     checkpoints_folder: Path
     pipe: Connection
@@ -150,14 +154,14 @@ class _UploaderElsewhere:
 
 
 def _answer(uploader: Uploader, pipe: Connection) -> None:
-    """Until the writer at the other end is gone."""
+    """Serve requests until the writer at the other end is gone."""
     with pipe, contextlib.suppress(EOFError, OSError):
         while True:
             what, arguments, options = pipe.recv()
             error: Exception | None = None
             try:
                 getattr(uploader, what)(*arguments, **options)
-            except Exception as raised:  # noqa: BLE001  raised at the other end
+            except Exception as raised:  # noqa: BLE001 raised at the other end
                 error = sendable(raised)
             pipe.send(error)
 
@@ -169,20 +173,20 @@ def hand_over(
     files: Collection[str],
     metrics: Mapping[str, float] | None,
 ) -> None:
-    """Enqueue these files of the checkpoint's folder and seal: this rank has no more."""
+    """Enqueue these files of the checkpoint's folder and seal it, because this rank has no more files."""
     for file in sorted(files):
         uploader.enqueue(uploader.checkpoints_folder / name / file, step, name)
     uploader.seal(step, name=name, metrics=metrics)
 
 
 def files_of_rank(metadata: Metadata, rank: int) -> set[str]:
-    """What this rank of the process group wrote of a saved checkpoint."""
+    """Return the files of a saved checkpoint that this rank of the process group wrote."""
     written = {each.relative_path for each in metadata.storage_data.values()}
     return {each for each in {*written, METADATA} if _is_of_rank(each, rank)}
 
 
 def there(path: Path, rank: int) -> frozenset[tuple[str, int, int]]:
-    """This rank's files in a checkpoint's folder, each as the very file that it is."""
+    """Return this rank's files in a checkpoint's folder, each with its inode and modification time as its identity."""
     try:
         names = [each for each in os.listdir(path) if _is_of_rank(each, rank)]
     except FileNotFoundError:
@@ -192,11 +196,11 @@ def there(path: Path, rank: int) -> frozenset[tuple[str, int, int]]:
 
 
 def discard(path: Path, rank: int, before: frozenset[tuple[str, int, int]]) -> None:
-    """Remove what this rank wrote of a checkpoint that failed, and not what was there before."""
+    """Remove what this rank wrote for a checkpoint that failed, but not what was there before."""
     for name, _, _ in there(path, rank) - before:
         (path / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        path.rmdir()  # the last rank to come here finds it empty
+        path.rmdir()  # succeeds for the last rank, which finds it empty
 
 
 def _is_of_rank(name: str, rank: int) -> bool:

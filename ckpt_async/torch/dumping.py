@@ -1,6 +1,6 @@
-"""Writing checkpoints that are one file, the mirror of `load`: torch's own, safetensors, archives and compressed ones.
+"""Writes checkpoints that are one file, the counterpart of `load`: torch's, safetensors, archives, and compressed ones.
 
-What is written streams: no second whole copy of it is made, in memory or on disk.
+Writing streams: no second full copy of the state is made, in memory or on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt_async.torch.formats import fill
 from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop, model_path, model_state
 from ckpt_async.torch.tensors import save_safetensors
 
-# What Composer keeps of `state` with weights_only.
+# The parts of `state` that Composer keeps with weights_only.
 _COMPOSERS_WEIGHTS = ("model", "integrations", "metadata")
 
 
@@ -36,27 +36,27 @@ def dump(
     weights_only: bool = False,
     overwrite: bool = False,
     run_name: str = "",
-    format: str = "",  # noqa: A002  the word for it
+    format: str = "",  # noqa: A002 the natural name
 ) -> None:
-    """Write a state to a file that `load` and torch's own readers read. The name's suffix decides how:
+    """Write a state to a file that `load` and torch's own readers read. The suffix of the name selects the format:
 
     - `.pt`, `.pth`, `.bin`, `.ckpt`, or none (`ep1-ba42-rank0`): as `torch.save` does;
     - `.safetensors`: tensors only, nested dicts by '.'-joined keys;
     - `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`, `.tar.xz`: an archive with `composer_states.pt`, as Composer
-      writes; the compressed ones serialize the state twice, since an archive says sizes first;
-    - `.bz2`, `.gz`, `.lz4`, `.lzma`, `.lzo`, `.xz`, `.zst` behind any of these: compressed while it is written.
+      writes; for the compressed ones the state is serialized twice, because an archive states sizes first;
+    - `.bz2`, `.gz`, `.lz4`, `.lzma`, `.lzo`, `.xz`, `.zst` after any of these: compressed while it is written.
 
-    In the name, `{rank}` and the like are replaced as by `load`. Missing folders are made. The file gets its name once
-    it is whole: an error or SIGKILL leaves what was there before, or nothing. It is durable once fsynced, which
-    `Uploader` does with what is enqueued; one that replaces another is at once.
+    In the name, `{rank}` and the like are replaced as by `load`. Missing folders are created. The file gets its name
+    once it is complete: an error or SIGKILL leaves what was there before, or nothing. It is durable once fsynced, which
+    `Uploader` does with what is enqueued; a file that replaces another one is durable at once.
 
-    Instead of a path, a binary file that is open for writing (`Uploader.open(step, name)`); `format` then is the suffix
-    that decides, `.pt` unless given. It may be given with a path too.
+    Instead of a path, pass a binary file that is open for writing (`Uploader.open(step, name)`); `format` is then the
+    suffix that selects the format, `.pt` by default. It may be given with a path, too.
 
     `ignore_keys` leaves parts out, as in `load`: globs over the '/'-joined keys, or a function that changes the state.
-    `weights_only` then keeps the model's part where it is (see `model_state`): of Composer's states `state/model`,
-    `state/integrations` and `state/metadata`; in a safetensors file its tensors alone. The caller's state is not
-    changed: dicts, lists, tuples, sets and deques are copied before anything is taken out, tensors are not.
+    `weights_only` then keeps only the model's part, at its place (see `model_state`): of Composer's states
+    `state/model`, `state/integrations` and `state/metadata`; in a safetensors file only its tensors. The caller's state
+    is not changed: dicts, lists, tuples, sets and deques are copied before anything is removed; tensors are not.
 
     Blocks; compression works without the GIL. Raises FormatError if the state cannot be written like this or a library
     is missing (see `check_writable`), DestinationError if the file exists (`overwrite` replaces it) or cannot be
@@ -75,22 +75,26 @@ def dump(
 
 
 def check_writable(name: str | os.PathLike[str]) -> None:
-    """Whether `dump` could write a file of this name (or template of names) here, so that one learns it before training
-    starts. Only its suffix counts. Raises FormatError, which says what is unknown, or missing and how to get it.
+    """Check whether `dump` could write a file of this name, or template of names, here. Call it before training starts.
+
+    Only the suffix of the name matters. Raises FormatError, which says what is unknown or missing, and how to get it.
     """
     _writable(os.fspath(name))
 
 
 def selected(state: Any, name: str = "", *, ignore_keys: IgnoreKeys = (), weights_only: bool = False) -> Any:
-    """What `dump` would write of a state to a file of this name, without the parts that are left out: the same tensors
-    in other containers.
+    """Return what `dump` would write to a file of this name, without the parts that are left out.
+
+    The tensors are the same, the containers are new.
     """
     return _kept(state, checked_keys(ignore_keys), weights_only, _writable(name or ".pt"))
 
 
 def deepspeed_filename(name: str, *, weights_only: bool = False) -> str:
-    """The name of a rank's file for DeepSpeed, which needs one archive per rank: with `.tar` unless it is an archive's
-    already, as in Composer. Raises SettingsError for `weights_only`: DeepSpeed has the weights and the rest in one.
+    """Return the name of a rank's file for DeepSpeed, which needs one archive per rank.
+
+    `.tar` is added unless the name is an archive's already, as in Composer. Raises SettingsError for `weights_only`,
+    because DeepSpeed keeps the weights and the rest together.
     """
     if weights_only:
         raise SettingsError("weights_only=True cannot be used with DeepSpeed", hint="save everything")
@@ -99,7 +103,9 @@ def deepspeed_filename(name: str, *, weights_only: bool = False) -> str:
 
 
 def _writable(name: str) -> Format:
-    how = format_of(f"_{name}" if name.startswith(".") else name)  # `.pt` alone would be a hidden file's name
+    how = format_of(
+        f"_{name}" if name.startswith(".") else name
+    )  # `.pt` alone would be the name of a hidden file
     if how is None:
         raise unknown(name)
     if how.codec is not None:
@@ -107,7 +113,7 @@ def _writable(name: str) -> Format:
     return how
 
 
-# --- what is written ------------------------------------------------------------------------------------------
+# --- selecting what is written --------------------------------------------------------------------------------
 
 
 def _kept(state: Any, ignore_keys: IgnoreKeys, weights_only: bool, how: Format) -> Any:
@@ -129,7 +135,7 @@ def _kept(state: Any, ignore_keys: IgnoreKeys, weights_only: bool, how: Format) 
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """The containers anew, with what is in them as it is; what is shared stays shared."""
+    """Copy the containers but not what they contain; a container that is shared stays shared."""
     if not isinstance(value, dict | list | tuple | set | deque):
         return value
     if id(value) in copies:
@@ -148,20 +154,22 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _shallow(value: Any) -> Any:
-    """Of its own class, with its attributes: `_metadata` of a module's state."""
+    """Copy with the class and attributes kept, such as `_metadata` of a module's state."""
     return copy.copy(value)
 
 
-# --- how ------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------------------
 
 
 class _Sink:
-    """What torch writes to: in pieces, so that no library makes a compressed copy of a whole tensor. After an error
-    torch raises one of its own, about positions; ours is kept.
+    """The file that torch writes to. It passes data on in pieces, so that no library compresses a copy of a whole
+    tensor.
+
+    After an error torch raises an error of its own, about positions; this keeps the original one.
     """
 
     def __init__(self, stream: IO[bytes] | None) -> None:
-        """Without a stream it only counts."""
+        """Without a stream, only count the bytes."""
         self._stream = stream
         self.size_bytes = 0
         self.failure: BaseException | None = None
@@ -178,7 +186,7 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """torch asks for it."""
+        """Do nothing; torch calls it."""
 
 
 def _write(state: Any, file: IO[bytes], how: Format, what: str) -> None:
@@ -193,7 +201,7 @@ def _write(state: Any, file: IO[bytes], how: Format, what: str) -> None:
 
 
 def _torch_save(state: Any, stream: IO[bytes] | None, what: str) -> int:
-    """How many bytes it wrote, or would."""
+    """Write the state, and return how many bytes were written; without a stream, how many would be."""
     sink = _Sink(stream)
     try:
         torch.save(state, cast(IO[bytes], sink))
@@ -212,20 +220,24 @@ def _torch_save(state: Any, stream: IO[bytes] | None, what: str) -> int:
 
 
 def _unpicklable(value: Any, path: str) -> str:
-    """Where the first part is that pickle refuses."""
+    """Return the path of the first part that cannot be pickled."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in parts:
         if isinstance(each, torch.Tensor):
             continue
         try:
             pickle.dumps(each)
-        except Exception:  # noqa: BLE001  of any kind: that is what is asked
+        except Exception:  # noqa: BLE001 any error means that it cannot be pickled
             return _unpicklable(each, f"{path}/{key}".lstrip("/"))
     return repr(path) if path else "the state"
 
 
 def _write_archive(state: Any, stream: IO[bytes], can_go_back: bool, what: str) -> None:
-    """A tar with one file. Its header says the size: it is written afterwards, or the state is serialized twice."""
+    """Write a tar with one file.
+
+    Its header contains the size, so it is written afterwards if the stream can go back; otherwise the state is
+    serialized twice.
+    """
     member = tarfile.TarInfo(STATES_NAME)
     member.mtime = int(time.time())
     if can_go_back:
@@ -234,7 +246,7 @@ def _write_archive(state: Any, stream: IO[bytes], can_go_back: bool, what: str) 
         member.size = _torch_save(state, stream, what)
         end = stream.tell()
         stream.seek(start)
-        stream.write(member.tobuf(tarfile.GNU_FORMAT))  # one block, however large the size
+        stream.write(member.tobuf(tarfile.GNU_FORMAT))  # one block, however large the file
         stream.seek(end)
     else:
         member.size = _torch_save(state, None, what)

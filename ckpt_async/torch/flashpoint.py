@@ -1,12 +1,12 @@
-"""What ML Flashpoint has around the tensors of an object: a block that says how they are kept, and a header for each.
+"""ML Flashpoint's format around the tensors of an object: a block that says how they are stored, and a header for each.
 
-    object   8 bytes, little-endian: how many follow the block; 8 bytes: `MLF_TENS` or `TORCH___`; zeros up to 4096;
-             then what `.metadata` names, by offsets from here
-    tensor   of MLF_TENS: the header's length (4 bytes, little-endian), the header, the elements in C order. The header
+    object   8 bytes, little-endian: the number of bytes after the block; 8 bytes: `MLF_TENS` or `TORCH___`; zeros up
+             to 4096; then what `.metadata` names, by offsets from here
+    tensor   in MLF_TENS: the header's length (4 bytes, little-endian), the header, the elements in C order. The header
              is JSON with `dtype` and `shape`; up to 0.0.10 the pickle of a `TensorHeader` with the same two fields.
-             Of TORCH___: what torch.save writes.
+             In TORCH___: what torch.save writes.
 
-Nothing is run: the pickle may name TensorHeader, torch's dtypes and torch.Size.
+Nothing is run: the pickle may name only TensorHeader, torch's dtypes and torch.Size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
 
-# In the names of objects that ranks have written.
+# Part of the names of objects that ranks have written.
 OBJECT_NAME = re.compile(r"src[0-9]+")
 
-_MAX_TEXT_BYTES = 1 << 20  # as its own reader takes for one
+_MAX_TEXT_BYTES = 1 << 20  # the limit of its own reader
 
 
 def read_header(data: bytes) -> dict[str, Any]:
-    """`dtype` (a name) and `shape` (a list). Raises UnsafePickleError, ValueError, TypeError."""
+    """Return `dtype` (a name) and `shape` (a list). Raises UnsafePickleError, ValueError, TypeError."""
     if len(data) > _MAX_TEXT_BYTES:
         raise ValueError(f"a header of {len(data)} bytes")
     if data[:1] == b"{":
@@ -73,4 +73,4 @@ class _HeaderRules(Rules):
 
 
 def _size(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
-    return sizes  # what is in it is looked at with the header's shape
+    return sizes  # its content is checked together with the header's shape

@@ -1,7 +1,7 @@
-"""Loading checkpoints that are one file: torch's own, safetensors, archives and compressed ones.
+"""Loads checkpoints that are one file: torch's, safetensors, archives, and compressed ones.
 
-Nothing that a file says is run: of torch's files tensors and plain data are taken (see `plain`), safetensors and tensor
-headers are JSON, and of an archive only plain files and folders count. What is unpacked goes to a temporary folder.
+Nothing in a file is run: from torch's files only tensors and plain data are taken (see `plain`), safetensors and tensor
+headers are JSON, and from an archive only plain files and folders. Unpacked files go to a temporary folder.
 """
 
 from __future__ import annotations
@@ -70,47 +70,48 @@ def load(
     on_one: bool = False,
     group: Any = None,
 ) -> Any:
-    """What a checkpoint's file holds, as `torch.load` would return it.
+    """Return what a checkpoint's file holds, as `torch.load` would.
 
-    `path` is a file; the URL of an object in a store (`s3://bucket/run/ep1-ba42-rank0.pt`), or its name within
+    `path` is one of: a file; the URL of an object in a store (`s3://bucket/run/ep1-ba42-rank0.pt`), or its name within
     `remote`; a text pointer to either (`….symlink`, as of Composer: followed within its place or bucket); the URL of a
-    run, whose newest good checkpoint is taken; or a checkpoint's folder or its URL. Of a checkpoint with several files
-    this rank's is loaded, by `rank<N>` in the name. What is in a store is fetched to the temporary folder first, in
-    ranges, and verified: files of our checkpoints by checksum, others by size and the checksum that the store gives.
-    `fallback` is the rank whose file is loaded where the one of this rank does not exist. `world_size` is that of
-    `restore.find`, for a folder of another tool's checkpoints with one file per rank. `progress`: a bar while it is
-    fetched (True, even if nobody sees it; None: on a terminal; False) or a function of the bytes done and in all.
+    run, whose newest good checkpoint is taken; a checkpoint's folder or its URL. From a checkpoint with several files,
+    this rank's is loaded, by `rank<N>` in the name. What is in a store is first fetched to the temporary folder, in
+    ranges, and verified: files of our checkpoints by checksum, others by size and by the checksum that the store gives.
+    `fallback` is the rank whose file is loaded if this rank's does not exist. `world_size` is that of `restore.find`,
+    for a folder of another tool's checkpoints with one file per rank. `progress` is a bar during the fetch (True: even
+    if nobody sees it; None: on a terminal; False: none) or a function of the bytes done and the total.
 
-    With `on_one`, a collective of `group`, the first rank does all that and the others receive what it has loaded,
-    tensor by tensor, on the CPU; views of one tensor arrive as copies. Its error is raised on all as RankFailedError.
+    With `on_one`, a collective of `group`, the first rank does all this and the others receive what it has loaded,
+    tensor by tensor, on the CPU; views of one tensor arrive as copies. Its error is raised on all ranks as
+    RankFailedError.
 
-    By its name: `.pt`, `.pth`, `.bin`, `.ckpt` (a `.safetensors` of the same stem beside it is preferred, as in OLMo);
-    `.safetensors`; `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`, `.tar.xz` with one such file in them, or
-    Composer's `composer_states.pt`; and `.bz2`, `.gz`, `.lzma`, `.xz`, `.lz4`, `.lzo`, `.zst` of any of these (the last
-    three need a library of `ckpt-async[compression]`, or the program `lz4`, `lzop` or `zstd`). A file whose name has no
-    such suffix (`ep1-ba42-rank0`) is known by how it begins. In `path`, `{rank}`, `{local_rank}` and `{node_rank}` are
-    those of the launcher's environment, and `{run_name}` is `run_name`.
+    The name determines the format: `.pt`, `.pth`, `.bin`, `.ckpt` (a `.safetensors` file of the same stem beside it is
+    preferred, as in OLMo); `.safetensors`; `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`, `.tar.xz` with one such
+    file in them, or Composer's `composer_states.pt`; and `.bz2`, `.gz`, `.lzma`, `.xz`, `.lz4`, `.lzo`, `.zst` of any
+    of these (the last three need a library of `ckpt-async[compression]`, or the program `lz4`, `lzop` or `zstd`). A
+    file without such a suffix (`ep1-ba42-rank0`) is recognized by its first bytes. In `path`, `{rank}`, `{local_rank}`
+    and `{node_rank}` are those of the launcher's environment, and `{run_name}` is `run_name`.
 
-    Beside tensors a file may hold plain data: numbers, texts, bytes, lists, tuples, dicts, sets; numpy's arrays and
-    scalars of numbers and texts; what `collections`, `datetime`, `decimal`, `fractions` and `pathlib` have; torch's
-    sizes, dtypes and devices; states of random number generators. `allow` names classes beside these (dataclasses,
-    enums, …), as they are or as `'my.module.Class'`: their own code then runs, with what the file says. What has no
-    place is refused before anything is left out by `ignore_keys`.
+    Besides tensors a file may hold plain data: numbers, texts, bytes, lists, tuples, dicts, sets; numpy's arrays and
+    scalars of numbers and texts; values of `collections`, `datetime`, `decimal`, `fractions` and `pathlib`; torch's
+    sizes, dtypes and devices; states of random number generators. `allow` names further classes (dataclasses, enums,
+    …), as classes or as `'my.module.Class'`: their own code then runs, with what the file says. Anything that is not
+    allowed is refused before `ignore_keys` leaves anything out.
 
     `ignore_keys` leaves parts out: globs over the '/'-joined keys of nested dicts and positions in lists, as in
-    Composer (`*` crosses '/', `state/optimizers/*`), or a function that changes what was loaded. One that matches
-    nothing is warned of.
+    Composer (`*` crosses '/', `state/optimizers/*`), or a function that changes what was loaded. A glob that matches
+    nothing is logged as a warning.
 
-    `mmap` maps the file instead of reading it: less memory, but whoever truncates the file later kills this process, so
-    it is off for files of yours; unpacked copies are always mapped. Unpacking takes disk space in the temporary folder
-    ($TMPDIR), at most `max_size_bytes`, or nine tenths of what is free there.
+    `mmap` maps the file instead of reading it. This takes less memory, but if the file is truncated later, this process
+    is killed; so it is off for your own files. Unpacked copies are always mapped. Unpacking takes disk space in the
+    temporary folder ($TMPDIR), at most `max_size_bytes`, or nine tenths of what is free there.
 
     `validate`, or the function that CHECKPOINT_VALIDATION_FUNCTION names, is asked about the unpacked file before it is
     decoded, as in Composer: see `ckpt_async.torch.validation`.
 
-    Blocks. Raises FormatError if the file cannot be loaded, UnsafePickleError, with the name of what is refused, if it
+    Blocks. Raises FormatError if the file cannot be loaded; UnsafePickleError, with the name of what is refused, if it
     holds more than tensors, plain data and what is allowed (`weights_only=False` is torch's own unrestricted reader,
-    which runs whatever the file says: for files you wrote yourself), CheckpointRefusedError, OSError if it cannot be
+    which runs whatever the file says: for files you wrote yourself); CheckpointRefusedError; OSError if it cannot be
     read.
     """
     ignore_keys = checked_keys(ignore_keys)
@@ -150,12 +151,12 @@ def load_remote(
     validate: ValidationFunction | None = None,
     **fetch_options: Any,
 ) -> Any:
-    """`load` the file `name` of a checkpoint in the store, which is fetched whole and verified before anything of it is
-    read or unpacked: into `destination`, or into a temporary folder that is gone on return.
+    """`load` the file `name` of a checkpoint in the store, after fetching it whole and verifying it.
 
-    `{rank}` in the name is this rank. If the checkpoint has no such file, the one that `fallback` names is loaded, or
-    that of the rank `fallback`: `load_remote(found, "train/rank{rank}.pt", fallback="train/rank0.pt")` is what OLMo and
-    OLMo-core do for the trainer's state, on any number of ranks.
+    It is fetched into `destination`, or into a temporary folder that is removed on return. `{rank}` in the name is this
+    rank. If the checkpoint has no such file, the file that `fallback` names is loaded, or that of the rank `fallback`:
+    `load_remote(found, "train/rank{rank}.pt", fallback="train/rank0.pt")` is what OLMo and OLMo-core do for the
+    trainer's state, on any number of ranks.
 
     `fetch_options` are those of `restore.fetch` (`folder`, `local_cache`, `peers`, …). Blocks. Raises what
     `restore.fetch` and `load` raise.
@@ -185,8 +186,9 @@ def load_remote(
 
 
 def _chosen(checkpoint: restore.Checkpoint, names: list[str]) -> str:
-    """The first that the checkpoint has, or a safetensors file in its place; the last one, for the error, if it has
-    none.
+    """Return the first name that the checkpoint has, or that of a safetensors file in its place.
+
+    If it has none of them, return the last one, for the error.
     """
     for name in names:
         twin = str(Path(name).with_suffix(SAFETENSORS_SUFFIX))
@@ -206,7 +208,7 @@ _RANK = re.compile(r"\{(local_|node_)?rank\b")
 def _first_there(
     paths: list[str], world_size: int | None, options: StoreOptions | None, progress: Progress
 ) -> Iterator[Place]:
-    """The first that exists."""
+    """Yield the place of the first path that exists."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             try:
@@ -233,9 +235,10 @@ def _first_there(
 
 
 def fill(template: str, *, run_name: str = "", rank: int | None = None) -> str:
-    """Replace `{rank}`, `{local_rank}`, `{node_rank}` (from the launcher's environment, or all with `rank`) and
-    `{run_name}`. Raises InvalidNameError for any other name, SettingsError if the environment does not say which rank
-    this is.
+    """Fill `{rank}`, `{local_rank}`, `{node_rank}` and `{run_name}` in.
+
+    The ranks come from the launcher's environment, or are all `rank` if that is given. Raises InvalidNameError for any
+    other name, SettingsError if the environment does not say which rank this is.
     """
     values: dict[str, object] = {"rank": 0, "local_rank": 0, "node_rank": 0, "run_name": run_name}
     if rank is not None:
@@ -251,10 +254,10 @@ def fill(template: str, *, run_name: str = "", rank: int | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _How:
-    """The arguments of `load` that count for each file."""
+    """The arguments of `load` that apply to each file."""
 
     map_location: MapLocation
-    allow: Mapping[tuple[str, str], type] | None  # None: anything, and run it
+    allow: Mapping[tuple[str, str], type] | None  # None: allow anything, and run it
     mmap: bool
     max_size_bytes: int | None
     validate: ValidationFunction | None
@@ -279,8 +282,9 @@ def _load(path: Path, how: _How) -> Any:
 
 
 def _suffix(path: Path, how: _How) -> str:
-    """By the name, or by the content where the name has none that is known (`ep1-ba42-rank0`). What was unpacked is not
-    unpacked again unless its name says so: a file may hold itself.
+    """Return the suffix of the name or, if it has no known one (`ep1-ba42-rank0`), the one that the content suggests.
+
+    An unpacked file is unpacked again only if its name says so, because a file may contain itself.
     """
     for each in TAR_SUFFIXES:
         if path.name.endswith(each):
@@ -295,7 +299,7 @@ def _suffix(path: Path, how: _How) -> str:
 
 def _torch_load(path: Path, how: _How) -> Any:
     with path.open("rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote others
+        is_zip = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote other formats
         if is_zip and how.allow is not None:
             mapped = path if how.mmap else None
             return read_state(file, str(path), map_location=how.map_location, mapped=mapped, allow=how.allow)
@@ -316,7 +320,7 @@ def _torch_load(path: Path, how: _How) -> Any:
         ) from error
     except OSError:
         raise
-    except Exception as error:  # damaged files make torch raise almost any
+    except Exception as error:  # damaged files make torch raise almost anything
         raise FormatError(
             f"{path} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             hint="most likely it is cut short or damaged",

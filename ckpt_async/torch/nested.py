@@ -1,4 +1,4 @@
-"""A state out of DCP's names: each value has a path of keys, which in lists are positions. Pure."""
+"""Rebuilds a nested state from DCP's names: each value has a path of keys, which are positions within lists. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from ckpt_async.errors import DamagedCheckpointError, FormatError
 
-# Whoever goes through a state calls itself for each level.
+# Functions that walk through a state recurse once for each level.
 MAX_DEPTH = 100
 
 
 class Nested(dict[Any, Any]):
-    """A dict or list on the way to a value; what is a dict by itself is none."""
+    """A dict or list on the path to a value; a dict that is itself a value is not one."""
 
 
 def nest(state: Nested, path: Sequence[Any], value: Any) -> None:
-    """DCP's path of keys; of lists, by position."""
+    """Put a value at DCP's path of keys; list elements are keyed by position."""
     if not 0 < len(path) <= MAX_DEPTH:
         raise DamagedCheckpointError(f".metadata has a path of {len(path)} keys")
     at: Any = state

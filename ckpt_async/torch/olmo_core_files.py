@@ -1,7 +1,8 @@
-"""What OLMo-core 0.1 wrote, and so OLMo's `olmo_core` checkpointer (olmo_core/distributed/checkpoint.py).
+"""What OLMo-core 0.1, and thus OLMo's `olmo_core` checkpointer, wrote (olmo_core/distributed/checkpoint.py).
 
-Of `model` and of `optim`: `rank_<N>.safetensors` with each rank's parts, flattened, and `metadata.json`, which says
-what they are parts of. What is no tensor in the optimizer's state is a pickle in one of bytes.
+For each of `model` and `optim` there are `rank_<N>.safetensors` with each rank's parts, flattened, and `metadata.json`,
+which says what they are parts of. Values in the optimizer's state that are not tensors are pickles, stored as tensors
+of bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ Places = dict[str, tuple[torch.dtype, tuple[int, ...], int]]
 
 
 class OlmoCoreFiles:
-    """`read` puts stand-ins for the tensors into `plan`. `allow` is what `plain.allowed` gives."""
+    """Reads such a checkpoint. `read` puts stand-ins for the tensors into `plan`. `allow` is what `plain.allowed`
+    returns.
+    """
 
     def __init__(self, reader: Reader, plan: Plan, allow: Allow) -> None:
         self._reader, self._plan, self._allow = reader, plan, allow
@@ -84,7 +87,7 @@ class OlmoCoreFiles:
         return whole
 
     def _offset(self, file: str, key: str, dtype: torch.dtype, num_elements: int) -> int:
-        """Where a rank's part of a tensor begins in its file."""
+        """Return where a rank's part of a tensor begins in its file."""
         if file not in self._reader.files:
             raise DamagedCheckpointError(f"metadata.json names {file!r}, which is not there")
         if file not in self._places:
@@ -107,7 +110,7 @@ class OlmoCoreFiles:
         keys = self._plain(wholes["state_keys"])
         state: dict[int, dict[str, torch.Tensor]] = {}
         for group in groups:
-            if "param_names" in group:  # OLMo's, as FSDP has them
+            if "param_names" in group:  # OLMo's names, with FSDP's prefix
                 group["param_names"] = [
                     name.replace("_fsdp_wrapped_module.", "") for name in group["param_names"]
                 ]
@@ -124,7 +127,7 @@ class OlmoCoreFiles:
         return found
 
     def _content(self, whole: Whole) -> bytes:
-        """Of a tensor that one rank has written."""
+        """Return the bytes of a tensor that one rank has written."""
         (part,) = whole.parts
         if whole.size_bytes > _MAX_PICKLE_BYTES:
             raise FormatError(f"{whole.name} has more than {_MAX_PICKLE_BYTES} bytes")

@@ -1,6 +1,7 @@
-"""The names of tensors in OLMo's own safetensors files (olmo/safetensors_util.py): base64 of a pickle,
-`((key, …), value_is_pickled)`. `value_is_pickled` says that the value was no tensor: its pickle is a tensor of bytes.
-Nothing in either is run.
+"""The names of tensors in OLMo's own safetensors files (olmo/safetensors_util.py).
+
+A name is the base64 of a pickle, `((key, …), value_is_pickled)`. `value_is_pickled` means that the value was not a
+tensor: its pickle is stored as a tensor of bytes. Neither pickle is run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ckpt_async.errors import FormatError, UnsafePickleError
 from ckpt_async.torch.plain import PlainRules
 
 _MAX_PICKLE_BYTES = 64 << 20
-_MAX_KEYS = 100  # on the way to a value
+_MAX_KEYS = 100  # on the path to a value
 _PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 Allow = Mapping[tuple[str, str], type]
@@ -29,8 +30,10 @@ def nested(
     what: str,
     allow: Allow | None = None,
 ) -> dict[str, Any]:
-    """The state that OLMo has written as these, or these, if the names are not all OLMo's. `bytes_of(name)` is asked
-    for what is a pickle. `allow` is what `plain.allowed` gives. Raises UnsafePickleError, FormatError.
+    """Return the state that OLMo has written as these values, or the values themselves if not all names are OLMo's.
+
+    `bytes_of(name)` is called for values that are pickles. `allow` is what `plain.allowed` returns. Raises
+    UnsafePickleError, FormatError.
     """
     pickles = {name: data for name in values if (data := _pickle_in(name))}
     if not values or len(pickles) != len(values):
@@ -46,8 +49,8 @@ def nested(
 
 
 def _pickle_in(name: str) -> bytes:
-    """What looks like a pickle; b'' of a name of another kind."""
-    if not name.startswith("gA"):  # most names need no more
+    """Return the bytes that look like a pickle, or b'' for any other kind of name."""
+    if not name.startswith("gA"):  # decides for most names
         return b""
     try:
         data = base64.b64decode(name, b"-_", validate=True)

@@ -1,4 +1,6 @@
-"""A trainer's whole state from its parts, and back into them: whatever has `state_dict` and `load_state_dict`."""
+"""Captures a trainer's state from its parts, and restores it into them: anything with `state_dict` and
+`load_state_dict`.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 def capture(*, rng: bool | Literal["all"] = True, **parts: Any) -> dict[str, Any]:
-    """The state of these parts, by their names, to be saved: of what has `state_dict`, what that returns (of a list,
-    tuple or dict of such, part by part); all else is a plain value and kept as it is.
+    """Return the state of these parts, by their names, to be saved.
 
         state = capture(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader, step=step)
 
-    DDP, DataParallel and torch.compile are looked through: keys are those of the model itself. `rng` adds this rank's
-    random number generators as `rng`; "all" those of all ranks, in one collective, for a checkpoint that one rank
-    writes. Tensors are those of the parts, not copies. Under FSDP, take models and optimizers from
-    `torch.distributed.checkpoint.state_dict.get_state_dict`, and the others with this.
+    For a part with `state_dict` it is what that returns; a list, tuple or dict of such parts is captured part by part.
+    Anything else is a plain value and kept as it is.
+
+    DDP, DataParallel and torch.compile are unwrapped: the keys are those of the model itself. `rng` adds this rank's
+    random number generators as `rng`; "all" adds those of all ranks, in one collective, for a checkpoint that one rank
+    writes. The tensors are those of the parts, not copies. Under FSDP, get models and optimizers from
+    `torch.distributed.checkpoint.state_dict.get_state_dict`, and the other parts from this function.
     """
     state = {name: _captured(part) for name, part in parts.items()}
     if rng:
@@ -35,15 +39,16 @@ def capture(*, rng: bool | Literal["all"] = True, **parts: Any) -> dict[str, Any
 def restore(
     state: Mapping[str, Any], *, strict: bool = True, rng: bool = True, **parts: Any
 ) -> dict[str, Any]:
-    """Put what `capture` gave back into the parts. Returns the rest: plain values, and what no part was given for.
+    """Put what `capture` returned back into the parts. Return the rest: plain values, and parts that were not passed
+    here.
 
         rest = restore(state, model=model, optimizer=optimizer, scheduler=scheduler)
         first_step = rest["step"] + 1
 
-    In the order of the arguments; the random number generators last, for loading may use them. `strict`: a part that
-    the state does not have, and a model whose keys or shapes differ, raise StateMismatchError; without, the log names
-    them and what fits is loaded. Names, keys and shapes are checked before anything is changed. With `rng`, a rank that
-    saved none keeps its own.
+    Parts are restored in the order of the arguments; the random number generators come last, because loading may use
+    them. With `strict`, a part that is missing in the state, or a model whose keys or shapes differ, raises
+    StateMismatchError; without, the log names them and what fits is loaded. Names, keys and shapes are checked before
+    anything is changed. With `rng`, a rank that saved no generators keeps its own.
     """
     wanted: list[tuple[str, Any, Any]] = []
     for name, part in parts.items():
@@ -78,7 +83,7 @@ def _captured(part: Any) -> Any:
 
 
 def _pairs(path: str, part: Any, own: Any) -> list[tuple[str, Any, Any]]:
-    """Each part with its own state. Raises StateMismatchError for other parts, SettingsError for plain values."""
+    """Pair each part with its state. Raises StateMismatchError if the parts differ, SettingsError for plain values."""
     if hasattr(part, "load_state_dict"):
         return [(path, _itself(part), own)]
     if not _is_of_parts(part):
@@ -94,7 +99,7 @@ def _pairs(path: str, part: Any, own: Any) -> list[tuple[str, Any, Any]]:
 
 
 def _fits(path: str, part: Any, own: Any, *, strict: bool) -> bool:
-    """Whether a model has the keys and shapes of its state; what is no model checks its state itself."""
+    """Return whether a model has the keys and shapes of its state. Any other part checks its state itself."""
     if not isinstance(part, torch.nn.Module):
         return True
     if not isinstance(own, Mapping):
@@ -115,7 +120,7 @@ def _is_of_parts(part: Any) -> bool:
 
 
 def _itself(part: Any) -> Any:
-    """The model within DDP, DataParallel, torch.compile."""
+    """Return the model inside DDP, DataParallel or torch.compile."""
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     while isinstance(part, torch.nn.Module):
         inner = part.module if isinstance(part, wrappers) else getattr(part, "_orig_mod", None)

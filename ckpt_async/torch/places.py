@@ -1,4 +1,4 @@
-"""Where what is to be loaded is: a file here or in a store, a pointer to it, a folder or run that has it."""
+"""Finds what is to be loaded: a file here or in a store, a pointer to one, or a folder or run that has it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LINE_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A file that is here. `is_ours`: a copy that nobody else knows."""
+    """A file on this node. `is_ours` means that it is a copy that nobody else uses."""
 
     path: Path
     is_ours: bool
@@ -50,7 +50,7 @@ def placed(
     progress: Progress,
     world_size: int | None = None,
 ) -> Iterator[Place]:
-    """The file at `path`, for as long as the block lasts. Raises FileNotFoundError if there is nothing."""
+    """Yield the file at `path`, valid until the block ends. Raises FileNotFoundError if there is nothing."""
     if not is_url(path):
         yield Place(_local(Path(path), rank), is_ours=False)
         return
@@ -69,12 +69,14 @@ def fetch_file(
     overwrite: bool = False,
     progress: Progress = None,
 ) -> Path:
-    """Fetch one file to this very path: an object; what a pointer (`….symlink`) leads to; or of a run, a checkpoint of
-    ours or a folder that somebody else has saved, the only file or this `rank`'s, of the newest that is complete.
+    """Fetch one file to exactly this path.
 
-    The file appears whole, by rename; what is ours is verified. Blocks. Raises FileNotFoundError if there is nothing at
-    `url`, DestinationError if a file is in the way and `overwrite` is off, FormatError if there are several to choose
-    from, and what `restore.fetch` raises.
+    `url` is an object; a pointer (`….symlink`) to one; or a run, a checkpoint of ours, or a folder that another tool
+    has saved. From those, it fetches the only file, or this `rank`'s, of the newest complete checkpoint.
+
+    The file appears as a whole, by rename; files of our checkpoints are verified. Blocks. Raises FileNotFoundError if
+    there is nothing at `url`, DestinationError if a file is in the way and `overwrite` is off, FormatError if there are
+    several files to choose from, and what `restore.fetch` raises.
     """
     path = Path(destination)
     if not overwrite and os.path.lexists(path):
@@ -92,7 +94,7 @@ def _escaped(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-# --- here ----------------------------------------------------------------------------------------------------
+# --- on this node --------------------------------------------------------------------------------------------
 
 
 def _local(path: Path, rank: int) -> Path:
@@ -112,7 +114,7 @@ def _local(path: Path, rank: int) -> Path:
 
 
 def chosen(names: list[str], rank: int, where: str) -> str:
-    """The file of a checkpoint that this rank loads: the only one, or the one that has its rank in its name."""
+    """Return the file of a checkpoint that this rank loads: the only one, or the one with its rank in the name."""
     if any(name.rpartition("/")[2] == _METADATA for name in names):
         raise FormatError(
             f"{where} is a sharded checkpoint, which no single file has",
@@ -132,7 +134,7 @@ def chosen(names: list[str], rank: int, where: str) -> str:
 def _remote(
     url: str, rank: int, options: StoreOptions | None, world_size: int | None
 ) -> tuple[Checkpoint, str]:
-    """What to fetch, and which file of it."""
+    """Return the checkpoint to fetch from, and the file to fetch."""
     if (own := own_place(url)) is not None:
         return _of_ours(own, rank, url, options)
     looked = look(url, options)
@@ -156,15 +158,17 @@ def _of_ours(
     return checkpoint, name or chosen(list(checkpoint.files), rank, url)
 
 
-# --- how far it is ---------------------------------------------------------------------------------------------
+# --- progress --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def reported(
     progress: Progress, name: str, stream: IO[str] | None = None
 ) -> Iterator[Callable[[int, int], None] | None]:
-    """Something to tell the bytes to: the caller's own; a bar of tqdm's, or lines on standard error without it; nothing
-    with False, or with None where nobody sees it.
+    """Yield a function that is told the bytes, or None.
+
+    It is the caller's own function, or shows a bar of tqdm's (without tqdm, lines) on standard error. There is none
+    with False, or with None if standard error is not a terminal.
     """
     stream = sys.stderr if stream is None else stream
     if callable(progress) or progress is False or (progress is None and not stream.isatty()):

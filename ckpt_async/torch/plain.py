@@ -1,8 +1,8 @@
-"""Plain data in pickles: what may stand in a state beside its tensors, and how each piece of it is made.
+"""Plain data in pickles: what a state may contain besides tensors, and how each piece of it is made.
 
-A name in a pickle is looked up in a table and nowhere else: nothing is imported because a file says so, and what is
-called are functions of this module, which look at their arguments first. What they copy comes out of a budget in
-proportion to the pickle, for its memo can repeat an argument for two bytes.
+A name in a pickle is only looked up in a table. Nothing is imported because a file says so, and only functions of this
+module are called, which check their arguments first. What they copy is charged to a budget in proportion to the pickle,
+because its memo can repeat an argument for two bytes.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ckpt_async.torch import arrays
 Allow = Sequence[type | str]
 Names = dict[tuple[str, str], object]
 
-# Whatever a pickle makes has so many bytes for each of its own, or a little in all.
+# What a pickle makes may take this many bytes for each of its own bytes, plus a fixed amount.
 _BUDGET_FACTOR = 64
 _BUDGET_BYTES = 64 << 20
 _OBJECT_BYTES = 1024  # an empty deque, or a tensor without its elements
 _MAX_ARGUMENTS = 128
 _MAX_DIGITS = 4000
 _FRACTION = re.compile(rf"(-?[0-9]{{1,{_MAX_DIGITS}}})(?:/([0-9]{{1,{_MAX_DIGITS}}}))?")
-# Keys that whoever writes the file can make collide, so that a table of them takes quadratic time.
+# The writer of a file can make tuple keys collide, so that a dict of them takes quadratic time.
 _MAX_TUPLE_KEYS = 20_000
 _MAX_TUPLE_PARTS = 1000
 
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     "Path": pathlib.Path,
     "PosixPath": pathlib.Path if pathlib.Path is not pathlib.WindowsPath else pathlib.PurePosixPath,
-    "WindowsPath": pathlib.PureWindowsPath,  # `Path` on Windows: what is wanted there is what it names
+    "WindowsPath": pathlib.PureWindowsPath,  # a `Path` pickled on Windows, of which only the name matters
     "PurePath": pathlib.PurePath,
     "PurePosixPath": pathlib.PurePosixPath,
     "PureWindowsPath": pathlib.PureWindowsPath,
@@ -50,8 +50,9 @@ _SIMPLE_KEYS: frozenset[type] = frozenset({str, bool, float, bytes, type(None), 
 
 
 class Arguments(tuple[Any, ...]):
-    """A tuple that has something in it which is no data (a function, a storage): good for a call, and for nothing else,
-    so that it cannot get into what is loaded.
+    """A tuple that contains something other than data (a function, a storage).
+
+    It can be the arguments of a call and nothing else, so that it cannot get into the loaded state.
     """
 
     __slots__ = ()
@@ -61,10 +62,13 @@ _TUPLES = frozenset({tuple, Arguments})
 
 
 def allowed(allow: Allow) -> dict[tuple[str, str], type]:
-    """Classes by the names that a pickle has for them. Raises SettingsError for what is no class or cannot be found."""
+    """Return the classes by the names that a pickle has for them.
+
+    Raises SettingsError for anything that is not a class or cannot be found.
+    """
     found: dict[tuple[str, str], type] = {}
     if isinstance(allow, str):
-        naming.several(allow, "allow")  # says that it is no list
+        naming.several(allow, "allow")  # raises, because it is not a list
     for each in allow:
         class_, where = _class_named(each) if isinstance(each, str) else (each, None)
         if not isinstance(class_, type):
@@ -76,7 +80,7 @@ def allowed(allow: Allow) -> dict[tuple[str, str], type]:
 
 
 def _class_named(dotted: str) -> tuple[object, tuple[str, str]]:
-    """What `package.module.Outer.Inner` is, and how a pickle spells it."""
+    """Return the object `package.module.Outer.Inner`, and its name as a pickle spells it."""
     parts = dotted.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
@@ -93,24 +97,24 @@ def _class_named(dotted: str) -> tuple[object, tuple[str, str]]:
 
 
 class PlainRules(Rules):
-    """For one pickle of `size_bytes`."""
+    """The rules for one pickle of `size_bytes`."""
 
     what = "plain data"
     values = STATE_VALUES
     has_sets_and_storages = True
-    # What is no data, and may not become part of it.
+    # Types that are not data, and may not become part of it.
     internal: frozenset[type] = frozenset({Class, Function, Arguments})
 
     def __init__(self, size_bytes: int, allow: Mapping[tuple[str, str], type]) -> None:
         self._left = _BUDGET_BYTES + _BUDGET_FACTOR * size_bytes
         self._tuple_keys_left = _MAX_TUPLE_KEYS
-        self._unbuilt: dict[int, object] = {}  # what BUILD may give a state, once
+        self._unbuilt: dict[int, object] = {}  # objects to which BUILD may give a state, once
         self._factories: dict[object, type] = {}
         self._array_rules: arrays.ArrayRules | None = None
         self._allowed_types = frozenset(allow.values())
         self._names = self.names() | {name: Class(class_) for name, class_ in allow.items()}
 
-    # --- what the rules of other things than plain data use --------------------------------------------------
+    # --- for subclasses and `arrays` -------------------------------------------------------------------------
 
     def spend(self, size_bytes: int) -> None:
         self._left -= size_bytes
@@ -118,12 +122,12 @@ class PlainRules(Rules):
             refuse("it makes far more of its bytes than they are")
 
     def new_object(self, made: Any) -> Any:
-        """May be given a state."""
+        """Register an object that may be given a state."""
         self.spend(_OBJECT_BYTES)
         self._unbuilt[id(made)] = made
         return made
 
-    # --- the machine's questions -----------------------------------------------------------------------------
+    # --- called by the interpreter ---------------------------------------------------------------------------
 
     def find(self, module: str, name: str) -> object:
         found = self._names.get((module, name))
@@ -207,7 +211,7 @@ class PlainRules(Rules):
         return self._array_rules is not None and self._array_rules.is_key(key)
 
     def _check_tuple_key(self, key: tuple[Any, ...]) -> None:
-        """A tuple's hash is computed of all that is in it, each time, and can be foreseen."""
+        """Bound tuples as keys: a tuple's hash is computed from all its parts each time, and can be predicted."""
         self._tuple_keys_left -= 1
         if self._tuple_keys_left < 0:
             refuse(f"it has more than {_MAX_TUPLE_KEYS} keys that are tuples")
@@ -230,7 +234,7 @@ class PlainRules(Rules):
             target.update(pairs)
         elif isinstance(target, collections.OrderedDict):
             collections.OrderedDict.update(target, pairs)
-        elif isinstance(target, dict):  # a Counter's own `update` counts
+        elif isinstance(target, dict):  # a Counter's own `update` would count
             dict.update(target, pairs)
         else:
             refuse("it sets items of something that is not a dict")
@@ -254,7 +258,7 @@ class PlainRules(Rules):
         self.check_keys(items)
         return frozenset(items)
 
-    # --- what may be named -----------------------------------------------------------------------------------
+    # --- the table of names ----------------------------------------------------------------------------------
 
     def names(self) -> Names:
         found: Names = {
@@ -281,7 +285,7 @@ class PlainRules(Rules):
             complex: _complex,
             range: _range,
         }
-        # As the factory of a defaultdict only:
+        # Only as the factory of a defaultdict:
         made |= dict.fromkeys((int, float, str, bool, tuple), _never)
         for type_, make in made.items():
             found["builtins", type_.__name__] = found["__builtin__", type_.__name__] = Function(make)
@@ -292,7 +296,7 @@ class PlainRules(Rules):
             "xrange": "range",
             "long": "int",
             "unicode": "str",
-        }.items():  # protocol 2 has Python 2's
+        }.items():  # protocol 2 has Python 2's names
             found["__builtin__", old] = found["builtins", new]
         found["builtins", "getattr"] = found["__builtin__", "getattr"] = Function(member_by_name)
         for name, path in _PATHS.items():
@@ -300,7 +304,7 @@ class PlainRules(Rules):
         return found
 
     def _encoded(self, text: object, encoding: object) -> bytes:
-        """How protocol 2 spells bytes."""
+        """Make bytes as protocol 2 spells them."""
         if type(text) is not str or type(encoding) is not str or encoding not in ("latin1", "latin-1"):
             refuse("it encodes something else than bytes")
         self.spend(len(text))
@@ -329,7 +333,7 @@ class PlainRules(Rules):
         return {}
 
     def _items(self, content: tuple[object, ...]) -> list[Any]:
-        """Of a set, as protocols 2 and 3 spell it."""
+        """Return the items of a set, as protocols 2 and 3 spell it."""
         if not content:
             return []
         (items,) = content
@@ -436,7 +440,7 @@ def _decimal(text: object) -> Decimal:
 
 
 def _fraction(*content: object) -> Fraction:
-    """`Fraction("1e1000000000")` would take all memory there is."""
+    """Make a Fraction from digits only: `Fraction("1e1000000000")` would use up all memory."""
     parts: Sequence[object] = content
     if len(content) == 1 and type(content[0]) is str:
         match = _FRACTION.fullmatch(content[0])
@@ -448,7 +452,10 @@ def _fraction(*content: object) -> Fraction:
 
 
 def _member(class_: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
-    """By its value; nothing of the class is called, unless it is one of flags, whose values are sums."""
+    """Return the member with this value.
+
+    Nothing of the class is called, except for a flag class, whose values may be sums.
+    """
     if len(arguments) != 1:
         refuse(f"it makes a {class_.__name__} of {len(arguments)} values")
     (value,) = arguments
@@ -461,7 +468,7 @@ def _member(class_: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
 
 
 def member_by_name(class_: object, name: object) -> enum.Enum:
-    """`getattr`, as some versions of Python have it in pickles of an enum, and for nothing else."""
+    """Emulate `getattr` on an enum, and on nothing else: some versions of Python pickle members that way."""
     if type(class_) is not Class or not issubclass(class_.made, enum.Enum) or type(name) is not str:
         refuse("it calls getattr on something that is not an enum")
     found: enum.Enum = class_.made.__members__[name]
@@ -485,10 +492,10 @@ def _set_fields(fields: dict[str, Any], state: object, taken: Sequence[str] = ()
 
 
 def natural_product(sizes: Sequence[object], max_dimensions: int = 64) -> int:
-    """How many elements a shape has; refuses what is none."""
+    """Return the number of elements of a shape; refuse anything that is not a shape."""
     if len(sizes) > max_dimensions or not all(type(each) is int and 0 <= each < 1 << 63 for each in sizes):
         refuse("it has a shape that is not of natural numbers")
     numbers = [each for each in sizes if isinstance(each, int)]
-    if math.prod(each or 1 for each in numbers) >= 1 << 63:  # also beside a 0, where no bytes tell
+    if math.prod(each or 1 for each in numbers) >= 1 << 63:  # also beside a 0, where the size reveals nothing
         refuse("it has a shape of more elements than there can be")
     return math.prod(numbers)

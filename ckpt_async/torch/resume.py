@@ -1,9 +1,10 @@
 """Resuming together: every rank of a job gets the same checkpoint, and each byte of it leaves the store at most once.
 
-What a node still has is used where it is. What another node has comes from there. What nobody has is fetched from the
-store by one of the nodes that need it, and by the others from that one: replicas (DDP, HSDP) so load the store once.
-All of it by checksum, so that no copy is believed because of where it comes from. Collectives carry a few small objects
-before and after; while bytes move nobody waits in one, and what fails on one rank is raised on all of them.
+What a node still has is used where it is, and what another node has is copied from there. What nobody has is fetched
+from the store by one of the nodes that need it, and by the others from that one: replicas (DDP, HSDP) thus load the
+store only once. Everything is verified by checksum, so no copy is trusted because of its origin. Collectives carry a
+few small objects before and after the transfer; while bytes move nobody waits in one. What fails on one rank is raised
+on all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one rank wants of a checkpoint, by name, and what of it (or of others' files) its node has already."""
+    """The files that one rank wants of a checkpoint, by name, and those that its node has already (wanted or not)."""
 
     node: str
     wanted: frozenset[str]
@@ -42,8 +43,10 @@ class Needs:
 
 
 def first_fetches(needs: Sequence[Needs], size_bytes: Mapping[str, int]) -> dict[str, frozenset[str]]:
-    """Which node fetches which files from the store: every file that some node wants and none has, on one of the nodes
-    that want it, the largest first to whichever has least to fetch. Pure, and the same on every rank.
+    """Return which node fetches which files from the store. Pure, and the same on every rank.
+
+    Every file that some node wants and none has is fetched by one of the nodes that want it; the largest files come
+    first, each to the node with the least to fetch.
     """
     wanted_by: dict[str, set[str]] = {}
     there: set[str] = set()
@@ -79,22 +82,25 @@ def fetch_together(
     local_cache: str | os.PathLike[str] | None = None,
     num_concurrent_reads: int = MAX_CONCURRENT_READS,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
-    """`restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one rank.
-    None on all of them if there is no checkpoint (of this `kind`). `ranks` and `files` say what *this* rank needs
-    (`ranks=[dist.get_rank()]` for a file per rank; all by default); `destination` where to, or a function of the
-    checkpoint; `world_size` is that of `restore.find`. `folder` is the trainer's on this node. `overwrite` replaces a
-    file in the destination that is not the checkpoint's, torn by a power loss, say. `local_cache` is that of `fetch`,
-    for this node alone: what counts by its size only is not served to others.
+    """Run `restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one
+    rank.
 
-    A checkpoint that any rank finds damaged is given up by all of them for the next older one. Ranks with the same
-    `node` (by default: those that have the destination in common, on one machine) share its files: each is fetched once
-    and the others wait for its lock. Other nodes reach this one under `peer_host`, else at the interfaces that
-    GLOO_SOCKET_IFNAME names, else at the addresses that it has, IPv6 or IPv4; what they cannot get from it comes from
-    the store, and is told in one line. Collective: every rank of the group must call it. Blocks; CPU objects only, so a
-    gloo group serves even where the default one is NCCL.
+    Returns None on all ranks if there is no checkpoint (of this `kind`). `ranks` and `files` say what *this* rank needs
+    (`ranks=[dist.get_rank()]` for a file per rank; by default all). `destination` is the folder to fetch to, or a
+    function of the checkpoint. `world_size` is that of `restore.find`. `folder` is the trainer's on this node.
+    `overwrite` replaces a file in the destination that is not the checkpoint's, for example one torn by a power loss.
+    `local_cache` is that of `fetch`, and used only on this node: files that are checked only by size are not served to
+    others.
 
-    Raises ResumeError on every rank, naming the ranks that failed and why; NoUsableCheckpointError and StoreError of
-    the search likewise on all.
+    If any rank finds a checkpoint damaged, all of them go on to the next older one. Ranks with the same `node` (by
+    default: those that share the destination, on one machine) share its files: each file is fetched once, and the
+    others wait for its lock. Other nodes reach this one under `peer_host`, or else at the interfaces that
+    GLOO_SOCKET_IFNAME names, or else at the addresses that it has, IPv6 or IPv4. What they cannot get from it comes
+    from the store, and is logged in one line. Collective: every rank of the group must call it. Blocks. Only CPU
+    objects are sent, so a gloo group works even if the default group uses NCCL.
+
+    Raises ResumeError on every rank, naming the ranks that failed and why; errors of the search,
+    NoUsableCheckpointError and StoreError, are also raised on all ranks.
     """
     together = _Together(process_group)
     options = FetchOptions(
@@ -109,7 +115,7 @@ def fetch_together(
 
     def newest(passing_over: Collection[CheckpointId]) -> restore.Checkpoint | None:
         if folder is not None and drain_timeout_s > 0 and not passing_over:
-            # Of every node: what it was uploading is found by all once it is committed.
+            # Every node drains: what it was still uploading is found by all once it is committed.
             restore.drain_predecessor(folder, drain_timeout_s)
             together.gather(None)
         found: restore.Checkpoint | None = together.on_first(
@@ -144,7 +150,7 @@ def _fetch(
     here = {name: found[0] for name, file in checkpoint.files.items() if (found := copies.find(file))}
     with together.all_or_none("look at what is needed"):
         wanted = frozenset(file.name for file in checkpoint.select(options.ranks, options.files))
-    # What is wanted is served too: it is there once it is whole.
+    # Wanted files are served, too: they become available once they are complete.
     places = {name: destination / name for name in wanted} | here
     reports: list[restore.FetchReport] = []
 
@@ -171,7 +177,7 @@ def _fetch(
 
 
 def _peers(together: _Together, node: str, server: restore.PeerServer) -> list[restore.Peer]:
-    """The servers of the other nodes, under the addresses that lead to them from here."""
+    """Return the servers of the other nodes, with the addresses under which this node reaches them."""
     machine = addresses.machine()
     offers = together.gather((node, machine, server.local_peer, server.peer))
     if server.peer is None and any(there != machine for _, there, *_ in offers):
@@ -191,7 +197,7 @@ def _merged(
     for report in reports:
         for kind, count in report.bytes_from.items():
             bytes_from[kind] = bytes_from.get(kind, 0) + count
-    if len(reports) == 2:  # what the first one brought was there for the second
+    if len(reports) == 2:  # the second fetch found what the first one had fetched
         brought = reports[0].size_bytes
         bytes_from["there"] = bytes_from.get("there", 0) - brought
         bytes_from = {kind: count for kind, count in bytes_from.items() if count}
@@ -201,8 +207,9 @@ def _merged(
 
 
 class _Together:
-    """Small objects between the ranks of a group; an error of one becomes an error of all. Without a group there is one
-    rank.
+    """Exchanges small objects between the ranks of a group; an error of one becomes an error of all.
+
+    Without a group there is one rank.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -212,7 +219,7 @@ class _Together:
         self._size = 1 if is_alone else dist.get_world_size(process_group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+        """Return the value of every rank, by rank."""
         if self._size == 1:
             return [value]
         found: list[Any] = [None] * self._size
@@ -220,7 +227,7 @@ class _Together:
         return found
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns or raises on the first rank, on all of them."""
+        """Call `work` on the first rank, and return or raise its result on all of them."""
         value: Any = None
         if self.rank == 0:
             try:
@@ -234,8 +241,9 @@ class _Together:
 
     @contextlib.contextmanager
     def all_or_none(self, what: str) -> Iterator[None]:
-        """A step that all ranks take: it ends for all of them when it has ended for each, and fails for all if it
-        failed for one. A damaged checkpoint is damaged for all.
+        """Run a step that all ranks take: it ends when it has ended on each, and fails on all if it failed on one.
+
+        If it failed only because of a damaged checkpoint, all ranks see it as damaged.
         """
         own: Exception | None = None
         try:

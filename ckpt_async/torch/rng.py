@@ -1,8 +1,8 @@
-"""Random number generators: python's, numpy's, torch's and those of the GPUs, captured as plain data and put back.
+"""Random number generators: Python's, numpy's, torch's and those of the GPUs, captured as plain data and restored.
 
-What `capture_rng` gives is of tensors and numbers only, so that any `torch.load(weights_only=True)` reads it. What
-other trainers save is understood too: Composer's `rng`, a list by rank, and OLMo's dict, both with tuples as `random`
-and numpy have them.
+`capture_rng` returns only tensors and numbers, so that any `torch.load(weights_only=True)` reads them. What other
+trainers save is understood, too: Composer's `rng`, a list by rank, and OLMo's dict, both with the tuples of `random`
+and numpy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ckpt_async.errors import FormatError
 from ckpt_async.torch.agreement import is_alone, own_rank
 from ckpt_async.torch.formats import load
 
-# Composer's key in a state; all of it, and no other that has `rng` in its name: a parameter may be called so.
+# Composer's key in a state. Only this exact key counts, not others that contain `rng`: a parameter may have
+# such a name.
 KEY = "rng"
 
 _KINDS = ("python", "numpy", "torch", "cuda")
@@ -30,11 +31,11 @@ _SHARDED = re.compile(rf"rng\.([0-9]+)\.(?:{'|'.join(_KINDS)})(?:\..+)?")
 
 
 def capture_rng(*, all_ranks: bool = False, group: dist.ProcessGroup | None = None) -> Any:
-    """This rank's random number generators, as a dict: `python`, `torch`, `numpy` if it is loaded, `cuda` (a list, of
-    all devices that this process sees) if there are any.
+    """Return this rank's random number generators, as a dict.
 
-    With `all_ranks`, a list of every rank's in the order of ranks, on every rank, for a checkpoint that one rank
-    writes. It is a collective then.
+    Its keys are `python`, `torch`, `numpy` if it is loaded, and `cuda` (a list, of all devices that this process sees)
+    if there are any. With `all_ranks`, return on every rank a list of every rank's dict in the order of ranks, for a
+    checkpoint that one rank writes; this is a collective.
     """
     if not all_ranks:
         return _capture()
@@ -46,15 +47,14 @@ def capture_rng(*, all_ranks: bool = False, group: dist.ProcessGroup | None = No
 
 
 def restore_rng(states: Any, *, rank: int | None = None) -> bool:
-    """Go on with the random numbers where they were captured. False, and nothing is changed, if there are none for this
-    rank: there were fewer ranks then.
+    """Continue the random numbers where they were captured. Return False, and change nothing, if this rank has none.
 
-    `states` is what `capture_rng` gave, for one rank or for all; Composer's list or OLMo's dict; or a state that has
-    one of these as `rng`. Of a list this rank's is taken (`rank`, else torch.distributed's, else the launcher's); a
-    dict is this rank's own. Generators that are not in it, or for which this process has no library or device, keep
-    their state.
+    That is the case if there were fewer ranks when they were captured. `states` is what `capture_rng` returned, for one
+    rank or for all; Composer's list or OLMo's dict; or a state that has one of these as `rng`. From a list this rank's
+    element is taken (`rank`, or else torch.distributed's, or else the launcher's); a dict is this rank's own.
+    Generators that are not in it, or for which this process has no library or device, keep their state.
 
-    Raises FormatError, before anything is changed, if it is nothing of the kind.
+    Raises FormatError, before anything is changed, if it is none of these.
     """
     if isinstance(states, Mapping) and not states.keys() & set(_KINDS):
         if KEY not in states:
@@ -72,15 +72,18 @@ def restore_rng(states: Any, *, rank: int | None = None) -> bool:
 
 
 def ranks_with_rng(names: Iterable[str]) -> list[int]:
-    """Which ranks saved theirs into a sharded checkpoint of Composer, by the names in it (`state_dict_metadata` of
-    `load_metadata`): `rng.0.torch` counts, a layer called `rng_proj` does not.
+    """Return which ranks saved their generators into a sharded checkpoint of Composer, by the names in it.
+
+    The names are those of `state_dict_metadata` of `load_metadata`: `rng.0.torch` counts, a layer called `rng_proj`
+    does not.
     """
     return sorted({int(match[1]) for name in names if (match := _SHARDED.fullmatch(name))})
 
 
 def save_rng_state(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Write this rank's generators into `folder`, for a checkpoint that every rank writes, and return the path: a
-    finished file, to be enqueued like any other shard. No collective.
+    """Write this rank's generators into `folder`, for a checkpoint that every rank writes, and return the file's path.
+
+    The file is complete, and is to be enqueued like any other shard. Not a collective.
     """
     path = _path(folder, rank)
     torch.save(_capture(), path)
@@ -88,7 +91,9 @@ def save_rng_state(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def load_rng_state(folder: str | os.PathLike[str], rank: int) -> bool:
-    """Put back what this rank saved. False, and nothing is changed, if it saved none: there were fewer ranks then."""
+    """Restore what this rank saved. Return False, and change nothing, if it saved none because there were fewer ranks
+    then.
+    """
     path = _path(folder, rank)
     return path.exists() and restore_rng(load(path))
 
@@ -128,7 +133,7 @@ def _restore(states: Mapping[str, Any]) -> None:
         cpu = _bytes(states["torch"]) if "torch" in states else None
         cuda = states.get("cuda")
         devices = [_bytes(each) for each in ([cuda] if isinstance(cuda, torch.Tensor) else cuda or ())]
-        # What setting them checks is checked on generators that nobody uses.
+        # Setting a state also checks it, so it is set on unused generators first.
         if python is not None:
             random.Random().setstate(python)
         if cpu is not None:
@@ -144,14 +149,14 @@ def _restore(states: Mapping[str, Any]) -> None:
     if numpy is not None and (module := sys.modules.get("numpy")):
         module.random.set_state(numpy)
     if devices and torch.cuda.is_available():
-        if isinstance(cuda, torch.Tensor):  # as Composer and OLMo save it: of the device that the rank had
+        if isinstance(cuda, torch.Tensor):  # as Composer and OLMo save it: only that of the rank's own device
             torch.cuda.set_rng_state(devices[0])
         else:
             torch.cuda.set_rng_state_all(devices[: torch.cuda.device_count()])
 
 
 def _python(told: Any) -> tuple[Any, ...]:
-    """As `random.setstate` wants it: from our dict, or from what `random.getstate` gave, by way of a file or not."""
+    """Return the state as `random.setstate` wants it, from our dict or from what `random.getstate` returned."""
     if isinstance(told, Mapping):
         return told["version"], tuple(told["words"].tolist()), told["gauss"]
     version, words, gauss = told

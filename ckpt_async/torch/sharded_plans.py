@@ -1,10 +1,10 @@
-"""What a checkpoint's state is as a whole, and where the parts of its tensors are; nothing of them is read yet.
+"""Finds out what a checkpoint's whole state is and where the parts of its tensors are, without reading the tensors.
 
-DCP                  every `.metadata` says it: DCP's own, OLMo's `torch_new`, OLMo-core's, ML Flashpoint's
-OLMo `torch_legacy`  rank<N>.pt: model and optimizer of ShardedTensors, and the trainer's state
-OLMo `local`         model/rank<N>.pt and optim/rank<N>.pt: the ranks' parts of flat parameters; metadata.yaml says
-                     of how many ranks (olmo/checkpoint.py, LocalShardedCheckpointer)
-OLMo `olmo_core`     `olmo_core_files` says what it is
+DCP                  described by `.metadata`: DCP's own, OLMo's `torch_new`, OLMo-core's, ML Flashpoint's
+OLMo `torch_legacy`  rank<N>.pt: model and optimizer as ShardedTensors, and the trainer's state
+OLMo `local`         model/rank<N>.pt and optim/rank<N>.pt: the ranks' parts of flat parameters; metadata.yaml
+                     has the number of ranks (olmo/checkpoint.py, LocalShardedCheckpointer)
+OLMo `olmo_core`     described in `olmo_core_files`
 whole files          a state that one rank wrote for all; OLMo's model.pt, optim.pt and train.pt
 """
 
@@ -45,20 +45,22 @@ _WORLD_SIZE = re.compile(r"^world_size: *([0-9]{1,6})\s*$", re.MULTILINE)
 _WRAPPED = "_fsdp_wrapped_module."
 _MAX_SMALL_BYTES = 1 << 20
 
-# Values that are no tensors are read together up to so many bytes, or one by one.
+# Values that are not tensors are read together up to this many bytes, larger ones one by one.
 _TOGETHER_BYTES = 4 << 20
 
 Allow = Mapping[tuple[str, str], type]
 WholeOf = Callable[[torch.Tensor, str], Whole]
-# File, offset, what is not known yet (record, strides), size, and whether in ML Flashpoint's own form.
+# File, offset, two fields not known yet (record, strides), size, and whether it is in ML Flashpoint's own
+# form.
 _Place = tuple[str, int, None, None, int, bool]
 
 
 class _Visits:
-    """Of a state's containers, each of which is planned once, however often it is in the state."""
+    """Makes sure that each container of a state is planned once, however often it is in the state."""
 
     def __init__(self) -> None:
-        # By `id`: the container, so that no other gets this `id`, and what has become of it; None until that is known.
+        # By `id`: the container, kept so that no other gets this `id`, and its result; None until that is
+        # known.
         self._found: dict[int, tuple[Any, Any]] = {}
         self._depth = 0
 
@@ -82,14 +84,14 @@ class _Visits:
 
 @dataclass(slots=True)
 class Plan:
-    """A state in which tensors on the meta device stand for the wholes, by their `id`."""
+    """A state in which tensors on the meta device stand in for the whole tensors, which are found by their `id`."""
 
     state: Any = None
     wholes: dict[int, Whole] = field(default_factory=dict)
 
     def whole(self, name: str, shape: Sequence[int], dtype: torch.dtype, box: Box | None = None) -> Whole:
         are_sizes = all(type(each) is int and each >= 0 for each in shape)
-        # Also beside a 0: torch computes the strides of that, too.
+        # Also if a dimension is 0: torch computes strides for that, too.
         if not are_sizes or math.prod(each or 1 for each in shape) * dtype.itemsize >= 1 << 63:
             raise DamagedCheckpointError(
                 f"{name[:200]!r} has a shape that no tensor can have, {tuple(shape)!s:.200}"
@@ -100,7 +102,9 @@ class Plan:
         return made
 
     def planned(self, value: Any, name: str, whole_of: WholeOf) -> Any:
-        """The value with stand-ins in place of its tensors: `whole_of(tensor, name)` says what each is."""
+        """Return the value with stand-ins in place of its tensors; `whole_of(tensor, name)` returns what each stands
+        for.
+        """
         return self._planned(value, name, whole_of, _Visits())
 
     def _planned(self, value: Any, name: str, whole_of: WholeOf, visits: _Visits) -> Any:
@@ -128,7 +132,7 @@ class Plan:
 
 
 class Planner:
-    """Reads what describes a checkpoint. `allow` is what `plain.allowed` gives."""
+    """Reads what describes a checkpoint. `allow` is what `plain.allowed` returns."""
 
     def __init__(self, reader: Reader, allow: Allow) -> None:
         self._reader, self._allow = reader, allow
@@ -136,7 +140,7 @@ class Planner:
         self.plan = Plan()
 
     def make(self, subfolder: str | None = None) -> Plan:
-        """Raises FormatError for what is none of the formats, DamagedCheckpointError, UnsafePickleError."""
+        """Return the plan. Raises FormatError for an unknown format, DamagedCheckpointError, UnsafePickleError."""
         names = self._names
         folders = self._reader.checkpoint.dcp_folders if subfolder is None else (subfolder.strip("/"),)
         if "" in folders or len(folders) == 1:
@@ -216,7 +220,7 @@ class Planner:
         return cast(dict[str, Any], with_lists(state))
 
     def _values(self, places: Mapping[str, _Place]) -> Iterator[tuple[str, Any]]:
-        """What is no tensor, by name; there may be many, and each is small."""
+        """Yield the values that are not tensors, by name; there may be many, and each is small."""
         left = deque(places.items())
         while left:
             reading: list[tuple[str, str, bytearray]] = []
@@ -282,7 +286,7 @@ class Planner:
                     f"{name}: {key!r} is a sparse tensor", hint="leave it out, or use load and dump"
                 )
             part = part_of(tensor, layout.record_of(tensor), name)
-            same = (part.offset, part.sizes, part.strides, tensor.dtype)  # tied weights stay one
+            same = (part.offset, part.sizes, part.strides, tensor.dtype)  # tied weights stay one tensor
             if same not in seen:
                 seen[same] = self.plan.whole(key, tensor.shape, tensor.dtype)
                 seen[same].parts.append(part)
@@ -319,7 +323,7 @@ class Planner:
             layout = self._layout(name)
             if not isinstance(layout.state, dict):
                 raise FormatError(f"{name} is not what OLMo's ranks write")
-            layout.state.pop("rng", None)  # is each rank's own
+            layout.state.pop("rng", None)  # differs between ranks
             state = _Merging(self.plan, layout, name, is_first=rank == 0).merged(state, layout.state, "")
         return cast(dict[str, Any], state)
 
@@ -348,7 +352,9 @@ class Planner:
         return self._layout(name)
 
     def _add_flat(self, model: dict[str, Whole], file: str) -> dict[str, tuple[int, int]]:
-        """Add this rank's stretches of the parameters; where they begin in these, and how long they are."""
+        """Add this rank's stretches of the parameters; return where they begin in each parameter, and how long they
+        are.
+        """
         layout = self._ranks_file(file)
         found: dict[str, tuple[int, int]] = {}
         try:
@@ -405,7 +411,7 @@ class Planner:
         parameter: Whole,
         stretches: dict[str, tuple[int, int]],
     ) -> None:
-        """A value of a parameter's state: one for all, or this rank's stretch."""
+        """Add a value of a parameter's state: either one for the whole parameter, or this rank's stretch."""
         what = f"{parameter.name}/{key}"
         whole = self.plan.wholes.get(id(state.get(key)))
         if not tensor.shape:
@@ -427,14 +433,14 @@ class Planner:
 
 
 class _Merging:
-    """What one rank's file of `torch_legacy` adds to what is known."""
+    """Merges one rank's file of `torch_legacy` into what is known from the files before."""
 
     def __init__(self, plan: Plan, layout: Layout, file: str, *, is_first: bool) -> None:
         self._plan, self._layout, self._file, self._is_first = plan, layout, file, is_first
         self._visits = _Visits()
 
     def merged(self, base: Any, own: Any, key: str) -> Any:
-        """What is known of a value with what this file has of it. What is no part of anything must be the same."""
+        """Return the known value merged with what this file has of it. Anything that is not a part must be equal."""
         if isinstance(own, dict | list) or type(own) is tuple:
             return self._visits.once(own, key, lambda: self._merged_items(base, own, key))
         if isinstance(own, Shards):
@@ -482,8 +488,10 @@ class _Merging:
 
 
 def _stretches(handle: Mapping[str, Any]) -> Iterable[tuple[int, int, int, int]]:
-    """Of each parameter that has any: its number, where it is in this rank's flat one, where that is in the parameter,
-    and how many elements.
+    """Yield this rank's stretch of each parameter that has one.
+
+    A stretch is the parameter's number, the position in this rank's flat parameter, the position in the parameter
+    itself, and the number of elements.
     """
     if "flat_param._shard_indices" in handle:  # torch 2.0
         first, at = handle["flat_param._shard_indices"][0], 0
@@ -507,7 +515,7 @@ def _differs(file: str, key: str) -> DamagedCheckpointError:
 
 
 def _is_same_tensor(whole: Whole, tensor: torch.Tensor, part: Part) -> bool:
-    """As far as can be told without reading: by the CRC-32 of their records."""
+    """Return whether two tensors are equal, as far as the CRC-32 of their records shows it without reading them."""
     first = whole.parts[0].record
     is_alike = (tuple(tensor.shape), tensor.dtype) == (tuple(whole.stand_in.shape), whole.dtype)
     if not is_alike or first is None or part.record is None or 0 in (first.crc32, part.record.crc32):
@@ -516,7 +524,7 @@ def _is_same_tensor(whole: Whole, tensor: torch.Tensor, part: Part) -> bool:
 
 
 def _is_like(a: Any, b: Any) -> bool:
-    """Whether both are dicts with the same keys, or lists of one length."""
+    """Return whether both are dicts with the same keys, or lists of the same length."""
     if isinstance(b, dict):
         return isinstance(a, dict) and a.keys() == b.keys()
     return isinstance(a, list) and len(a) == len(b)

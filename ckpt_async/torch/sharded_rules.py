@@ -1,6 +1,7 @@
-"""What is in the files that OLMo's ranks wrote with torch.save under FSDP, beside a trainer's state: parts of sharded
-tensors (`ShardedTensor`), and what a flat parameter says of the ones in it. Their classes are not torch's here but kept
-values: no process group is needed, and nobody's code runs.
+"""What files that OLMo's ranks wrote with torch.save under FSDP contain besides a trainer's state.
+
+They contain parts of sharded tensors (`ShardedTensor`), and what a flat parameter says about the parameters in it.
+Their classes are replaced by classes that only keep the fields: no process group is needed, and no foreign code runs.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _MAX_DIMENSIONS = 64
 
 
 class Kept:
-    """An object of a class of torch's: its fields are kept."""
+    """Stands in for an object of one of torch's classes, and keeps its fields."""
 
     def __setstate__(self, state: object) -> None:
-        if type(state) is tuple and len(state) == 2 and state[0] is None:  # of a class with slots
+        if type(state) is tuple and len(state) == 2 and state[0] is None:  # the class has slots
             state = state[1]
         if type(state) is dict:
             vars(self).update((name, value) for name, value in state.items() if type(name) is str)
 
 
 class MemoryFormat(enum.Enum):
-    """torch's MEM_FORMAT_ENCODING."""
+    """Replaces torch's MEM_FORMAT_ENCODING."""
 
     TORCH_CONTIGUOUS_FORMAT = 0
     TORCH_CHANNELS_LAST = 1
@@ -38,7 +39,7 @@ class MemoryFormat(enum.Enum):
 
 
 class ShardParamInfo(NamedTuple):
-    """Where a parameter's elements are in a rank's part of the flat one; both ends of the range belong to it."""
+    """Where a parameter's elements are in a rank's part of the flat parameter; both ends of the range are inclusive."""
 
     in_shard: bool
     offset_in_shard: int | None
@@ -48,7 +49,7 @@ class ShardParamInfo(NamedTuple):
 
 
 class Shards:
-    """What one rank has of a tensor: `(offsets, part)` each, and the size of the whole."""
+    """What one rank has of a tensor: a list of `(offsets, part)`, and the size of the whole."""
 
     def __init__(self, size: tuple[int, ...], parts: list[tuple[tuple[int, ...], torch.Tensor]]) -> None:
         self.size, self.parts = size, parts
@@ -63,7 +64,7 @@ CLASSES: Mapping[tuple[str, str], type] = {
     (f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"): Kept,
     (f"{_SHARD}.sharding_spec.api", "EnumerableShardingSpec"): Kept,
     ("torch.distributed.remote_device", "_remote_device"): Kept,
-    # The module's name has changed with torch 2.2.
+    # torch 2.2 renamed the module.
     ("torch.distributed.fsdp.flat_param", "_ShardParamInfo"): ShardParamInfo,
     ("torch.distributed.fsdp._flat_param", "_ShardParamInfo"): ShardParamInfo,
 }
@@ -83,7 +84,7 @@ class ShardedRules(StateRules):
         }
 
     def _attribute(self, class_: object, name: object) -> object:
-        """How a pickle names a class within a class."""
+        """Resolve `getattr`, which a pickle uses to name a class within a class."""
         if class_ is self._sharded_tensor and name == "ProcessGroupState":
             return self._group_state
         return member_by_name(class_, name)
@@ -99,7 +100,7 @@ class ShardedRules(StateRules):
         return super().call(function, arguments)
 
     def _from_type(self, function: object, type_: object, arguments: object, state: object) -> Any:
-        """A ShardedTensor's state: `(its shards, its metadata, …)`."""
+        """Make the parts of a ShardedTensor from its state: `(its shards, its metadata, …)`."""
         if type_ is not self._sharded_tensor or function is not self._wrapper:
             return super()._from_type(function, type_, arguments, state)
         if type(state) is not tuple or len(state) < 2 or type(state[0]) is not list:

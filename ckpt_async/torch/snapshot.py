@@ -1,4 +1,4 @@
-"""Copies of a state in CPU memory, so that training may go on while they are written. Their memory is used again."""
+"""Copies of a state in CPU memory, so that training can go on while they are written. Their memory is reused."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from ckpt_async.errors import FormatError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Never changed in place, so the very same object will do.
+# These are never changed in place, so the same object can be used in the copy.
 _CONSTANT = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.Size}
 )
 
 
 class SnapshotBuffers:
-    """The memory of one snapshot at a time: page-locked where there is CUDA, and kept for the next. Not thread-safe."""
+    """The memory of one snapshot at a time, kept for the next one; page-locked if there is CUDA. Not thread-safe."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.UntypedStorage]] = {}
@@ -27,11 +27,10 @@ class SnapshotBuffers:
         self._is_pinned = torch.cuda.is_available()
 
     def take(self, state: Any) -> Any:
-        """A copy of `state`: tensors in CPU memory, containers and everything else copied as `copy.deepcopy` would.
-        Tensors that share memory share it in the copy too, as in what `torch.save` writes.
+        """Return a copy of `state`: tensors in CPU memory, containers and everything else copied as by `copy.deepcopy`.
 
-        Blocks until all is copied. The copy is valid until the next `take`. Raises FormatError, with the key, for what
-        cannot be copied.
+        Tensors that share memory also share it in the copy, as in what `torch.save` writes. Blocks until everything is
+        copied. The copy is valid until the next `take`. Raises FormatError, with the key, for what cannot be copied.
         """
         for storage in self._used:
             self._free.setdefault(storage.nbytes(), []).append(storage)
@@ -40,16 +39,16 @@ class SnapshotBuffers:
             taken = _Copier(self).copied(state, "state")
         if self._is_pinned:
             torch.cuda.synchronize()
-        self._free.clear()  # of another shape than what is saved now
+        self._free.clear()  # buffers that this state does not need
         return taken
 
     @property
     def size_bytes(self) -> int:
-        """What is held."""
+        """The number of bytes held."""
         return sum(each.nbytes() for each in self._used)
 
     def storage_like(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """One of the same size, with the same bytes, though not yet all of them: see `take`."""
+        """Return a storage of the same size with the same bytes, though perhaps not all of them yet: see `take`."""
         free = self._free.get(source.nbytes())
         target = free.pop() if free else self._new(source.nbytes())
         self._used.append(target)
@@ -67,13 +66,13 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class _Copier:
-    """One snapshot being taken: what was copied already, by its identity."""
+    """One snapshot being taken. Remembers by identity what was copied already."""
 
     def __init__(self, buffers: SnapshotBuffers) -> None:
         self._buffers = buffers
         self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
         self._done: dict[int, Any] = {}
-        self._alive: list[Any] = []  # an identity is only one while its object lives
+        self._alive: list[Any] = []  # an identity is unique only while its object lives
 
     def copied(self, value: Any, key: str) -> Any:
         if type(value) in _CONSTANT:

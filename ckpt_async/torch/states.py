@@ -1,4 +1,4 @@
-"""Parts of a state that was loaded: left out, found, put into a model."""
+"""Leaves parts out of a loaded state, finds the model in it, and puts it into a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IgnoreKeys = Sequence[str] | Callable[[Any], None]
 
 
 def checked_keys(ignore_keys: IgnoreKeys) -> IgnoreKeys:
-    """Before anything is loaded for nothing."""
+    """Return `ignore_keys` after checking it, so that a mistake raises before anything is loaded."""
     return ignore_keys if callable(ignore_keys) else naming.several(ignore_keys, "ignore_keys")
 
 
@@ -32,7 +32,7 @@ def drop(state: Any, ignore_keys: IgnoreKeys) -> None:
     unmatched = {pattern: re.compile(fnmatch.translate(pattern)) for pattern in ignore_keys}
     patterns = dict(unmatched)
     pending: list[tuple[Any, str]] = [(state, "")]
-    seen = {id(state)}  # a file may say that a dict holds itself
+    seen = {id(state)}  # in a file, a dict may contain itself
     while patterns and pending:
         container, prefix = pending.pop()
         for key in list(container) if isinstance(container, dict) else range(len(container) - 1, -1, -1):
@@ -51,8 +51,9 @@ def drop(state: Any, ignore_keys: IgnoreKeys) -> None:
 
 
 def matching(paths: Mapping[str, Sequence[object]], globs: Sequence[str], *, warns: bool = True) -> set[str]:
-    """Which of these names a glob takes out, by its '/'-joined keys or those of what it is in. One that matches nothing
-    is warned of.
+    """Return the names that a glob matches, by their '/'-joined keys or those of a container they are in.
+
+    A glob that matches nothing is logged as a warning.
     """
     found: set[str] = set()
     for glob in globs:
@@ -69,9 +70,11 @@ def matching(paths: Mapping[str, Sequence[object]], globs: Sequence[str], *, war
 
 
 def model_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The model's part of a training checkpoint, without optimizer and the rest, where the common trainers put it:
-    `state/model` (Composer), `model`, `model_state_dict`, `state_dict` (Lightning), `module` (DeepSpeed); or all of it
-    if it holds tensors only. Raises FormatError if it is at none of these.
+    """Return the model's part of a training checkpoint, without the optimizer and the rest, where common trainers put
+    it.
+
+    The places are `state/model` (Composer), `model`, `model_state_dict`, `state_dict` (Lightning), `module`
+    (DeepSpeed); or the whole state if it holds only tensors. Raises FormatError if there is no model at any of these.
     """
     found: Any = state
     for key in model_path(state):
@@ -80,7 +83,9 @@ def model_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def model_path(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys that lead to `model_state`; none where the state is it. Raises FormatError if there is no model."""
+    """Return the keys that lead to `model_state`; none if the state itself is the model. Raises FormatError without a
+    model.
+    """
     for path in (("state", "model"), ("model",), ("model_state_dict",), ("state_dict",), ("module",)):
         found: Any = state
         for key in path:
@@ -94,7 +99,9 @@ def model_path(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """What differs between a model and a state: keys only the model has, keys only the state has, and other shapes."""
+    """The differences between a model and a state: keys only in the model, keys only in the state, and different
+    shapes.
+    """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -117,8 +124,10 @@ class KeyReport:
 
 
 def load_into(model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> KeyReport:
-    """Load the model's part of a state (see `model_state`) into a model. What differs is in the report; with `strict`
-    it raises StateMismatchError instead, before anything is changed. Without, the keys that fit are loaded.
+    """Load the model's part of a state (see `model_state`) into a model, and return the differences.
+
+    With `strict`, any difference raises StateMismatchError before anything is changed. Without, the keys that fit are
+    loaded.
     """
     found = model_state(state)
     report = differences(model, found)

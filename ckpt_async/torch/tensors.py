@@ -1,4 +1,4 @@
-"""Tensors behind a JSON header: safetensors files, and ML Flashpoint's optimised form. Nothing in them is run."""
+"""Tensors behind a JSON header: safetensors files, and ML Flashpoint's optimised form. Reading runs nothing in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from ckpt_async.errors import FormatError, UnsafePickleError
 from ckpt_async.torch import flashpoint, olmo_keys
 
-# By torch's own names: a name from a file is never looked up in a module.
+# Keyed by torch's own names, so that a name from a file is never looked up in a module.
 _TORCH_DTYPES = {
     str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)
 }
@@ -50,7 +50,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def load_safetensors(path: Path, map_location: object) -> dict[str, Any]:
-    """The tensors by their names; as OLMo nests them, if it has named them."""
+    """Load the tensors by their names; if OLMo has named them, in OLMo's nested structure."""
     if not isinstance(map_location, (str, torch.device, type(None))):
         raise FormatError(
             f"{path}: a safetensors file goes to one device", hint="map_location='cpu', 'cuda:0', …"
@@ -71,7 +71,7 @@ def load_safetensors(path: Path, map_location: object) -> dict[str, Any]:
 
 
 def safetensors_places(file: IO[bytes], what: str) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-    """Of each tensor its type, its shape, and where its elements are in the file. Raises FormatError."""
+    """Return the dtype and shape of each tensor, and the offset of its elements in the file. Raises FormatError."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}
     for name, (place, start) in _places(file, what).items():
         if start + place.end > _size_of(file):
@@ -81,7 +81,7 @@ def safetensors_places(file: IO[bytes], what: str) -> dict[str, tuple[torch.dtyp
 
 
 def _places(file: IO[bytes], what: str) -> dict[str, tuple[_Place, int]]:
-    """And where the elements of all begin."""
+    """Return the header's entry for each tensor, and where the elements of all of them begin."""
     try:
         header, start = _read_header(file)
         header.pop("__metadata__", None)
@@ -96,9 +96,11 @@ def _places(file: IO[bytes], what: str) -> dict[str, tuple[_Place, int]]:
 
 
 def save_safetensors(state: Any, file: IO[bytes], what: str) -> None:
-    """Write a dict of tensors, nested ones by '.'-joined keys, as the safetensors library would: any reader's
-    `load_file` has it. Tensors that share memory are written once for each name. One tensor at a time is copied, if it
-    is not contiguous or not on the CPU. Raises FormatError, which names the key, before anything is written.
+    """Write a dict of tensors as the safetensors library would, so that `load_file` of any reader reads it.
+
+    Nested dicts are flattened to '.'-joined keys. Tensors that share memory are written once for each name. A tensor is
+    copied, one at a time, only if it is not contiguous or not on the CPU. Raises FormatError, which names the key,
+    before anything is written.
     """
     tensors = flattened(state, what)
     head, order = safetensors_head(tensors)
@@ -106,13 +108,14 @@ def save_safetensors(state: Any, file: IO[bytes], what: str) -> None:
     for name in order:
         tensor = tensors[name].detach().cpu().resolve_conj().resolve_neg().contiguous()
         if size_bytes := tensor.numel() * tensor.dtype.itemsize:
-            # torch needs no numpy, so neither do we.
+            # torch works without numpy, so this must, too.
             file.write(memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B"))
 
 
 def flattened(state: Any, what: str, *, are_stand_ins: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a state by their '.'-joined keys; stand-ins are on the meta device. Raises FormatError, which
-    names the key, for anything else.
+    """Return the tensors of a state by their '.'-joined keys.
+
+    Stand-ins are on the meta device. Raises FormatError, which names the key, for anything else.
     """
     tensors: dict[str, torch.Tensor] = {}
     _flatten(state, "", tensors, what, are_stand_ins)
@@ -120,8 +123,8 @@ def flattened(state: Any, what: str, *, are_stand_ins: bool = False) -> dict[str
 
 
 def safetensors_head(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
-    """What a safetensors file with these begins with, and the order in which their elements follow."""
-    # The library's order: where each begins, its elements are aligned.
+    """Return the head of a safetensors file with these tensors, and the order in which their elements follow."""
+    # The library's order, in which each tensor begins at an aligned offset.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -154,10 +157,10 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], what: str,
 
 
 def _not_writable(value: Any, is_stand_in: bool) -> str:
-    """What is in the way; '' if nothing is."""
+    """Return what makes the value unwritable; '' if it can be written."""
     if not isinstance(value, torch.Tensor):
         return f"not a tensor but {type(value).__name__}"
-    if hasattr(value, "to_local"):  # DTensor and its like
+    if hasattr(value, "to_local"):  # DTensor and similar
         return f"a part of a sharded tensor ({type(value).__name__})"
     if (value.is_meta and not is_stand_in) or value.is_nested or value.layout is not torch.strided:
         return "a tensor that is meta, nested or sparse"
@@ -165,7 +168,7 @@ def _not_writable(value: Any, is_stand_in: bool) -> str:
 
 
 def _check_apart(places: Iterable[_Place]) -> None:
-    """A byte that belonged to a million tensors would be read into memory a million times."""
+    """Refuse overlapping tensors: a byte shared by a million tensors would be read into memory a million times."""
     last_end = 0
     for place in sorted(places, key=lambda each: (each.begin, each.end)):
         if place.begin < last_end:
@@ -174,8 +177,10 @@ def _check_apart(places: Iterable[_Place]) -> None:
 
 
 def flashpoint_tensor(data: bytes) -> torch.Tensor:
-    """The tensor in ML Flashpoint's optimised form: the length of the header (4 bytes, little-endian), the header (JSON
-    with `dtype` and `shape`, or as up to 0.0.10 the pickle of its `TensorHeader`), the elements. Runs nothing.
+    """Return the tensor stored in ML Flashpoint's optimised form. Runs nothing in it.
+
+    The form is: the length of the header (4 bytes, little-endian), the header (JSON with `dtype` and `shape`, or up to
+    0.0.10 the pickle of its `TensorHeader`), the elements.
     """
     try:
         (header_bytes,) = struct.unpack("<I", data[:4])
@@ -194,7 +199,7 @@ def flashpoint_tensor(data: bytes) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a header says of one tensor: its elements are the bytes from `begin` to `end`."""
+    """What a header says about one tensor: its elements are the bytes from `begin` to `end`."""
 
     dtype: torch.dtype
     shape: Sequence[int]
@@ -206,14 +211,16 @@ class _Place:
             raise ValueError(f"{len(self.shape)} dimensions")
         if not all(type(each) is int and each >= 0 for each in (*self.shape, self.begin, self.end)):
             raise ValueError("a size or offset that is no natural number")
-        if math.prod(max(1, each) for each in self.shape) >= 1 << 63:  # also beside a 0, where no bytes tell
+        if (
+            math.prod(max(1, each) for each in self.shape) >= 1 << 63
+        ):  # also beside a 0, where the size reveals nothing
             raise ValueError(f"a shape of {self.shape}")
         if self.end - self.begin != math.prod(self.shape) * self.dtype.itemsize:
             raise ValueError(f"{self.end - self.begin} bytes for {self.dtype} of shape {self.shape}")
 
     def read(self, file: IO[bytes], what: str) -> torch.Tensor:
         size_bytes = file.seek(0, os.SEEK_CUR) + self.end - self.begin
-        if size_bytes > _size_of(file):  # before memory is taken for it
+        if size_bytes > _size_of(file):  # before memory is allocated for it
             raise FormatError(f"{what} is cut short")
         if self.begin == self.end:
             return torch.empty(tuple(self.shape), dtype=self.dtype)
@@ -224,7 +231,7 @@ class _Place:
 
 
 def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    """A JSON object behind its length, and where it ends."""
+    """Return the JSON object that follows its length, and where it ends."""
     (size_bytes,) = struct.unpack("<Q", file.read(8))
     if size_bytes > min(_MAX_HEADER_BYTES, _size_of(file)):
         raise ValueError(f"a header of {size_bytes} bytes")

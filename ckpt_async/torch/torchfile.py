@@ -1,8 +1,8 @@
-"""torch's own files (a zip archive of a pickle and the tensors' bytes), read without running what they say.
+"""Reads torch's own files (a zip archive of a pickle and the tensors' bytes) without running what they say.
 
-`torch.load(weights_only=True)` knows tensors and little else, and what it calls for the rest it calls with whatever the
-file says. Here the pickle is interpreted (see `plain`), a tensor is a view of a record that is there and long enough,
-and no byte of the file belongs to two records: memory is taken in proportion to the file.
+`torch.load(weights_only=True)` knows tensors and little else, and calls the functions for the rest with whatever the
+file says. Here the pickle is interpreted (see `plain`), a tensor is a view of a record that exists and is long enough,
+and no byte of the file belongs to two records. So the memory is proportional to the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OBJECT_BYTES = 1024
 _ALIGNMENT_BYTES = 16
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCATION = re.compile(r"[a-z][a-z0-9_]{0,30}(:[0-9]{1,4})?")
-# The types of storages by their names of old; `UntypedStorage` counts in bytes.
+# The dtypes of storages by their old names; `UntypedStorage` counts in bytes.
 _NAMED = {
     "Double": torch.float64,
     "Float": torch.float32,
@@ -50,14 +50,14 @@ _NAMED = {
     "ComplexFloat": torch.complex64,
 }
 _STORAGES = {("torch", f"{name}Storage"): dtype for name, dtype in _NAMED.items()}
-# What torch calls the storage of a dtype; others have none of their own.
+# torch's name for the storage of a dtype; other dtypes have no storage of their own.
 STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in _NAMED.items()}
 _STORAGES |= {(module, "UntypedStorage"): torch.uint8 for module in ("torch", "torch.storage")}
 _CONSTANT_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _CONSTANTS: Names = {
     ("torch", name): each for name, each in vars(torch).items() if isinstance(each, _CONSTANT_TYPES)
 }
-_torch: Any = torch  # what its annotations do not know
+_torch: Any = torch  # for attributes that its annotations lack
 _LAYOUTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}
 
 
@@ -69,10 +69,12 @@ def read_state(
     mapped: Path | None = None,
     allow: Mapping[tuple[str, str], type] | None = None,
 ) -> Any:
-    """What torch.save wrote into the zip archive `file`; `what` it is called in errors. `mapped` is its path, if
-    tensors shall be mapped instead of read. `allow` is what `plain.allowed` gives.
+    """Return what torch.save wrote into the zip archive `file`.
 
-    Raises UnsafePickleError with the global that has no place in a state, FormatError for what is damaged.
+    `what` names the file in errors. `mapped` is its path if tensors should be mapped instead of read. `allow` is what
+    `plain.allowed` returns.
+
+    Raises UnsafePickleError, with the global that has no place in a state, or FormatError if the file is damaged.
     """
     return _read(file, what, StateRules, map_location, mapped, allow or {})
 
@@ -98,7 +100,7 @@ def _read(
         raise
     except MemoryError:
         raise
-    except Exception as error:  # damaged files make torch, and allowed classes, raise almost any
+    except Exception as error:  # damaged files make torch, and allowed classes, raise almost anything
         raise FormatError(
             f"{what} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
             hint="most likely it is cut short or damaged",
@@ -107,7 +109,7 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a file holds, with its tensors on the meta device; and where the bytes of each of them are."""
+    """The state in a file with its tensors on the meta device, and where the bytes of each tensor are."""
 
     state: Any
     records: Mapping[int, Record]  # by the address of the tensor's storage
@@ -118,7 +120,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of an archive, in the file. `crc32` is 0 where none was computed."""
+    """One record of an archive, by its place in the file. `crc32` is 0 if none was computed."""
 
     start: int
     size_bytes: int
@@ -132,7 +134,10 @@ def read_layout(
     allow: Mapping[tuple[str, str], type] | None = None,
     rules: type[StateRules] | None = None,
 ) -> Layout:
-    """As `read_state`, but the tensors stay where they are. With `rules` of a subclass, more may be in it."""
+    """Read a state like `read_state`, but leave the tensors where they are.
+
+    `rules`, a subclass of `StateRules`, may allow more in it.
+    """
     found: list[StateRules] = []
 
     def made(*arguments: Any) -> StateRules:
@@ -148,7 +153,7 @@ def read_layout(
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    address: int = cast(Any, storage)._cdata  # noqa: SLF001  torch has no other name for which storage this is
+    address: int = cast(Any, storage)._cdata  # noqa: SLF001 torch has no other way to identify a storage
     return address
 
 
@@ -183,12 +188,12 @@ class _MemoryFile(io.RawIOBase):
 
 
 def in_memory(view: memoryview) -> IO[bytes]:
-    """A file that is there: tensors that are read from it are views of it."""
+    """Return a file over memory: tensors that are read from it are views of that memory."""
     return cast(IO[bytes], _MemoryFile(view))
 
 
 class Records:
-    """The archive's records, by their names below its one folder. Each is stored as it is, apart from the others."""
+    """The archive's records, by their names below its one folder. Each is stored uncompressed, and none overlap."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -217,14 +222,14 @@ class Records:
         if "constants.pkl" in self._infos:
             raise UnsafePickleError("it is a TorchScript archive, which is a program", hint="torch.jit.load")
         self._taken: list[tuple[int, int]] = []
-        if callable(prefetch := getattr(file, "prefetch", None)):  # one that is far away
+        if callable(prefetch := getattr(file, "prefetch", None)):  # a file in a store
             prefetch([(each.header_offset, _LOCAL_HEADER.size) for each in infos])
 
     def __contains__(self, name: str) -> bool:
         return name in self._infos
 
     def place(self, name: str) -> tuple[int, int]:
-        """Where a record begins in the file, and how many bytes it has. To be asked once for each."""
+        """Return where a record begins in the file, and its size in bytes. Ask only once for each record."""
         info = self._infos.get(name)
         if info is None:
             raise FormatError(f"it has no record {name[:200]!r}")
@@ -240,7 +245,7 @@ class Records:
         return start, size_bytes
 
     def _take(self, start: int, end: int) -> None:
-        """A byte that belonged to a million records would be read into memory a million times."""
+        """Refuse overlaps: a byte shared by a million records would be read into memory a million times."""
         at = bisect_left(self._taken, (start, end))
         before, after = self._taken[max(0, at - 1) : at], self._taken[at : at + 1]
         if (before and before[0][1] > start) or (after and after[0][0] < end):
@@ -270,7 +275,7 @@ class Records:
 
 
 class _Storage:
-    """The bytes of tensors."""
+    """The bytes of one or more tensors."""
 
     __slots__ = ("dtype", "untyped")
 
@@ -280,7 +285,7 @@ class _Storage:
 
 
 class _Version(str):
-    """In place of `torch.__version__`'s class, which Composer saves: makes plain text, and of text only."""
+    """Replaces the class of `torch.__version__`, which Composer saves. Makes plain text, and only from text."""
 
     __slots__ = ()
 
@@ -355,13 +360,13 @@ class StateRules(PlainRules):
         return super().call(function, arguments)
 
     def places(self) -> dict[int, Record]:
-        """Where the bytes of each storage are, by its address."""
+        """Return where the bytes of each storage are, by the storage's address."""
         return {_address(self._storages[key].untyped): place for key, place in self._places.items()}
 
     # --- storages --------------------------------------------------------------------------------------------
 
     def persistent(self, told: object) -> object:
-        """`('storage', its type, the record's name, where it was, how many elements)`."""
+        """Return the storage for `('storage', its type, the record's name, its location, the number of elements)`."""
         if type(told) is not Arguments or len(told) != 5 or type(told[0]) is not str or told[0] != "storage":
             refuse("it names something outside of it that is no storage")
         _, type_, key, location, count = told
@@ -400,7 +405,7 @@ class StateRules(PlainRules):
         return self._placed(storage, location)
 
     def _placed(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        """As torch.load understands `map_location`."""
+        """Move a storage as torch.load interprets `map_location`."""
         found: Any = None
         where = self._map_location
         if isinstance(where, Mapping):
@@ -456,7 +461,7 @@ class StateRules(PlainRules):
         return found.requires_grad_() if requires_grad else found
 
     def _tensor_v3(self, *arguments: object) -> torch.Tensor:
-        """Of a type for which there is no storage with a name."""
+        """Make a tensor of a dtype for which there is no named storage."""
         *others, dtype = arguments[:7]
         if len(arguments) not in (7, 8) or not isinstance(dtype, torch.dtype):
             refuse("it has a tensor without a type")
@@ -475,7 +480,7 @@ class StateRules(PlainRules):
         return self._with_attributes(self._parameter(data, requires_grad, hooks), state)
 
     def _from_type(self, function: object, type_: object, arguments: object, state: object) -> torch.Tensor:
-        """A tensor with attributes."""
+        """Make a tensor with attributes."""
         if function is not self._rebuild_v2 or id(type_) not in self._tensor_types:
             refuse("it has a tensor of a class of its own")
         found = self.call(function, arguments)

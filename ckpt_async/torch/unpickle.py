@@ -1,7 +1,7 @@
-"""Reading DCP's `.metadata`, which is a pickle, without running anything that it says.
+"""Reads DCP's `.metadata`, which is a pickle, without running anything that it says.
 
-The machine is in `pickled`. Here are the tables: a global is a name in one, and a value is put into a class of DCP only
-if it is of the field's type. What comes out is nothing but well-formed metadata.
+The interpreter is in `pickled`. Here are its tables: a global is only a name in a table, and a value is put into a
+class of DCP only if it has the field's type. The result is always well-formed metadata.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpre
 from ckpt_async.errors import UnsafePickleError
 from ckpt_async.restore.dcp_files import OLMO_CORE_STORAGE
 
-# About 5 million shards of tensors: a chunk and where it is stored take some 200 bytes.
+# About 5 million shards of tensors: a chunk and its place in storage take some 200 bytes.
 MAX_METADATA_BYTES = 1 << 30
 
 _MAX_DIMENSIONS = 64  # torch's own limit
@@ -37,8 +37,9 @@ _MAX_FIELDS = 16
 _NONE = type(None)
 _SCALARS = frozenset({_NONE, bool, int, float, str})
 
-# The fields of each class that NEWOBJ may make, with the types their values may have. `TensorProperties` has its state
-# as a tuple, in this order. A field that is not here is of a newer torch, and kept if its value is a scalar.
+# The fields of each class that NEWOBJ may make, with the types their values may have. The state of
+# `TensorProperties` is a tuple, in this order. A field that is not listed belongs to a newer torch, and is
+# kept if its value is a scalar.
 _FIELDS: dict[type, dict[str, frozenset[type]]] = {
     Metadata: {
         "state_dict_metadata": frozenset({dict, OrderedDict}),
@@ -104,12 +105,12 @@ def _globals() -> dict[tuple[str, str], object]:
         ("torch.serialization", "_get_layout"): Function(layouts.__getitem__, str),
         ("collections", "OrderedDict"): Function(OrderedDict, _NONE),  # without arguments; SETITEMS fills it
     }
-    # What torch before 2.3 called the same things, and OLMo-core's own class for the same three fields.
+    # The names of the same things in torch before 2.3, and OLMo-core's own class with the same three fields.
     old = "torch.distributed._shard.sharded_tensor.metadata"
     found[old, "TensorProperties"] = found[metadata, "TensorProperties"]
     found[old, "MEM_FORMAT_ENCODING"] = found[metadata, "_MEM_FORMAT_ENCODING"]
     found[OLMO_CORE_STORAGE] = found[filesystem, "_StorageInfo"]
-    # `pathlib._local` is where Python 3.13 has them.
+    # Python 3.13 has them in `pathlib._local`.
     for module in ("pathlib", "pathlib._local"):
         found[module, "PosixPath"] = Function(PosixPath, str)
         found[module, "PurePosixPath"] = Function(PurePosixPath, str)
@@ -122,13 +123,13 @@ _GLOBALS = _globals()
 def load_metadata(
     source: str | os.PathLike[str] | bytes, *, max_size_bytes: int = MAX_METADATA_BYTES
 ) -> Metadata:
-    """The metadata of a DCP checkpoint: `.metadata` itself, the folder that has it, or its bytes.
+    """Return the metadata of a DCP checkpoint, from `.metadata` itself, from the folder that has it, or from its bytes.
 
     Runs nothing that the file says, and takes memory and time in proportion to its size. Paths in it stay below the
     checkpoint. Blocks.
 
-    Raises UnsafePickleError, with the offending name, if it is anything but DCP metadata (one reason may be a newer
-    torch that wrote it), and OSError if it cannot be read.
+    Raises UnsafePickleError, with the offending name, if it is anything but DCP metadata (for example if a newer torch
+    wrote it), and OSError if it cannot be read.
     """
     if isinstance(source, bytes):
         data, what = source, "the metadata"
@@ -190,7 +191,9 @@ def _build(target: object, state: object) -> object:
 
 
 def _check(found: object) -> None:
-    """What BUILD cannot know: containers are filled later, and a field may be missing. Each container once."""
+    """Check what BUILD cannot know: containers are filled later, and fields may be missing. Looks at each container
+    once.
+    """
     if type(found) is not Metadata:
         refuse("it is no Metadata")
     seen: set[int] = set()
@@ -230,7 +233,7 @@ def _check(found: object) -> None:
 
 
 def _check_tensor(name: str, stored: TensorStorageMetadata) -> None:
-    _ = stored.properties.dtype  # is there
+    _ = stored.properties.dtype  # raises if it is missing
     num_dimensions = len(stored.size)
     for chunk in stored.chunks:
         _require(type(chunk) is ChunkStorageMetadata, f"a chunk of {name[:200]!r}")

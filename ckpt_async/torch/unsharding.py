@@ -1,5 +1,6 @@
-"""Whole files out of sharded checkpoints: one `.pt` or `.safetensors`, without a process group and without the memory
-that the state would take.
+"""Writes a sharded checkpoint to one whole `.pt` or `.safetensors` file.
+
+It needs no process group, and does not hold the state in memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _CONFIG = "config.yaml"
 
 @dataclass(frozen=True, slots=True)
 class UnshardReport:
-    """The files that were written, and how much is in them."""
+    """The files that were written, and their sizes."""
 
     paths: tuple[Path, ...]
     num_tensors: int
@@ -59,26 +60,27 @@ def unshard(
     num_concurrent_reads: int = 8,
     **open_options: Any,
 ) -> UnshardReport:
-    """Write a checkpoint's state as a whole to one file, or into a folder. In one process, without a process group.
+    """Write the whole state of a checkpoint to one file, or into a folder. Runs in one process, without a process
+    group.
 
-    Read are DCP (also below `model_and_optim`, as of OLMo and OLMo-core, and of ML Flashpoint), OLMo's `torch_legacy`
-    and `local` sharded checkpoints and its unsharded ones, and checkpoints that are one file of torch's or safetensors.
-    `path` says what is written:
+    It reads DCP (also below `model_and_optim`, as written by OLMo and OLMo-core, and that of ML Flashpoint), OLMo's
+    `torch_legacy` and `local` sharded checkpoints and its unsharded ones, and checkpoints that are one torch or
+    safetensors file. `path` determines what is written:
 
-    - `….pt` (`.pth`, `.bin`, `.ckpt`): the whole state; of OLMo's, rank 0's trainer state is in it as `train`;
-    - `….safetensors`: the model's tensors (see `model_state`), or all of a state that has nothing else;
+    - `….pt` (`.pth`, `.bin`, `.ckpt`): the whole state; for OLMo's, rank 0's trainer state is in it as `train`;
+    - `….safetensors`: the model's tensors (see `model_state`), or the whole state if it has nothing else;
     - another name: a new folder, as OLMo's own unsharding leaves it: `model.pt`, `optim.pt`, `train.pt` with the rest;
       and its `config.yaml`.
 
-    Memory: `max_memory_bytes` (and what `.metadata` or the ranks' pickles take), however large the state; a part that
-    was saved in another order of dimensions is read whole. The CRC-32 that torch saved with each part is compared, and
-    so is that every element is there once. What was written is read back and compared before it gets its name; it is
-    durable on return. An error or SIGKILL leaves what was there before. Nothing in the files is run; `allow` and
-    `ignore_keys` are those of `load`. Tensors are plain ones in the result: no parameters, no gradients. `open_options`
-    are those of `restore.open` (`folder`, `local_cache`, `peers`).
+    It uses at most `max_memory_bytes` of memory (plus what `.metadata` or the ranks' pickles take), however large the
+    state is; only a part that was saved in another order of dimensions is read whole. It compares the CRC-32 that torch
+    saved with each part, and checks that every element is there exactly once. What was written is read back and
+    compared before it gets its name; it is durable on return. An error or SIGKILL leaves what was there before. Nothing
+    in the files is run; `allow` and `ignore_keys` are those of `load`. Tensors in the result are plain ones: no
+    parameters, no gradients. `open_options` are those of `restore.open` (`folder`, `local_cache`, `peers`).
 
-    Blocks. Raises FormatError for what cannot be read or written so, UnsafePickleError, DamagedCheckpointError if a
-    part is missing or is not what was saved, DestinationError if `path` exists (`overwrite` replaces a file),
+    Blocks. Raises FormatError for what cannot be read or written in this way, UnsafePickleError, DamagedCheckpointError
+    if a part is missing or is not what was saved, DestinationError if `path` exists (`overwrite` replaces a file),
     NoSpaceError.
     """
     target, began = Path(path), time.monotonic()
@@ -122,7 +124,7 @@ def _is_folder(target: Path) -> bool:
 
 
 def _chosen(state: Any, target: Path) -> Any:
-    """What of the state goes into a file of this name."""
+    """Return the part of the state that goes into a file of this name."""
     if target.suffix != SAFETENSORS_SUFFIX:
         return state
     with contextlib.suppress(FormatError):
@@ -131,7 +133,7 @@ def _chosen(state: Any, target: Path) -> Any:
 
 
 class _Writing:
-    """One call of `unshard`."""
+    """The work of one call of `unshard`."""
 
     def __init__(self, reader: restore.Reader, plan: Plan, max_memory_bytes: int) -> None:
         self._reader, self._plan, self._max_memory_bytes = reader, plan, max_memory_bytes
@@ -140,7 +142,7 @@ class _Writing:
     def file(self, target: Path, state: Any, *, overwrite: bool = False) -> None:
         is_safetensors = target.suffix == SAFETENSORS_SUFFIX
         if is_safetensors:
-            flattened(state, str(target), are_stand_ins=True)  # raises before anything is made
+            flattened(state, str(target), are_stand_ins=True)  # raises before any file is created
         assembler = Assembler(self._reader, self._max_memory_bytes)
 
         def contents(wholes: Sequence[Whole]) -> Iterator[tuple[Whole, memoryview]]:
@@ -157,7 +159,7 @@ class _Writing:
             _check_written(file, target, written.crc32 if is_safetensors else None)
 
     def folder(self, target: Path) -> tuple[Path, ...]:
-        """In a folder beside it, which gets the name when all is there."""
+        """Write into a temporary folder beside the target, and rename it once everything is there."""
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         hidden = target.absolute().with_name(f".ckpt_async-{secrets.token_hex(8)}.tmp")
         hidden.mkdir()
@@ -183,7 +185,7 @@ class _Writing:
         return tuple(target / name for name in names)
 
     def _parts(self) -> dict[str, Any]:
-        """As OLMo's own: model, optimizer, and what else a trainer has."""
+        """Split the state as OLMo's own unsharding does: model, optimizer, and the rest of the trainer's state."""
         state = self._plan.state
         try:
             model = model_state(state)
@@ -203,7 +205,7 @@ class _Writing:
 
 
 class _Written:
-    """A file that is written from its beginning to its end, and the CRC-32 of that."""
+    """A file that is written from beginning to end, with the CRC-32 of its content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -215,7 +217,10 @@ class _Written:
 
 
 def _check_written(file: IO[bytes], target: Path, crc32: int | None) -> None:
-    """Read it back, from the disk where the system lets go of what it has in memory; an archive has CRC-32s itself."""
+    """Read the file back and compare it.
+
+    If the system drops its cached pages, it is read from the disk. An archive contains CRC-32s of its own.
+    """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     source = file.name if isinstance(file.name, str) else f"/proc/self/fd/{file.fileno()}"

@@ -1,4 +1,4 @@
-"""The user's own verdict on a checkpoint's files, asked before their bytes are used."""
+"""The user's own check of a checkpoint's files, called before their bytes are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt_async.errors import CheckpointRefusedError, SettingsError
 
 VARIABLE = "CHECKPOINT_VALIDATION_FUNCTION"
 
-# Offset and length in bytes of what will be read; None: the whole file.
+# Offsets and lengths in bytes of what will be read; None: the whole file.
 Specs = Sequence[tuple[int, int]] | None
 ValidationFunction = Callable[[str, Specs], bool]
 
@@ -18,9 +18,10 @@ ValidationFunction = Callable[[str, Specs], bool]
 def validation_function(
     given: ValidationFunction | None = None, environment: Mapping[str, str] = os.environ
 ) -> ValidationFunction | None:
-    """`given`, else what CHECKPOINT_VALIDATION_FUNCTION names as `package.module.function` (as in Composer), else None.
+    """Return `given`, or else the function that CHECKPOINT_VALIDATION_FUNCTION names, or else None.
 
-    Raises SettingsError if the name leads to nothing that can be called: a check that was asked for is never skipped.
+    The variable has the form `package.module.function`, as in Composer. Raises SettingsError if it does not lead to
+    something that can be called: a check that was asked for is never skipped.
     """
     name = environment.get(VARIABLE, "")
     if given is not None or not name:
@@ -37,7 +38,7 @@ def validation_function(
 
 
 def validate(function: ValidationFunction | None, path: str, specs: Specs) -> None:
-    """Ask `function(path, specs)`; raise CheckpointRefusedError unless it says yes. None says yes to everything."""
+    """Call `function(path, specs)`; raise CheckpointRefusedError unless it returns true. None accepts everything."""
     if function is not None and not function(path, specs):
         name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
         raise CheckpointRefusedError(f"{path} was refused by {name}")

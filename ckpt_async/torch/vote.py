@@ -1,4 +1,4 @@
-"""A question that the ranks of a job answer together, without waiting for each other."""
+"""Lets the ranks of a job decide something together, without waiting for each other."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FOREVER = 1 << 62
 
 
 class Vote:
-    """All ranks call `step` once per training step; when one of them wished for something, it returns the highest wish
-    at the same step on all of them.
+    """All ranks call `step` once per training step; it returns the highest wish of any rank, on all ranks at the same
+    step.
 
-    About once a second the wishes are exchanged (one all-reduce of two numbers, over gloo, beside training), and read
-    one step later, so no rank waits unless another is more than a step behind. The first rank's clock says how many
-    steps that is. To make one is a collective: of all ranks, in the same order.
+    About once a second the wishes are exchanged (one all-reduce of two numbers, over gloo, beside training) and read
+    one step later, so no rank waits unless another is more than a step behind. The first rank's clock determines how
+    many steps lie between two exchanges. Creating a `Vote` is a collective of all ranks, in the same order.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,20 +40,22 @@ class Vote:
 
     @property
     def num_ranks(self) -> int:
-        """1 where there is nobody to agree with."""
+        """The number of ranks that vote; 1 if there is nobody to agree with."""
         return 1 if self._group is None else int(dist.get_world_size(self._group))
 
     def wish(self, what: int) -> None:
-        """Ask for it; what was asked before and not answered yet stays, if it is higher. From any thread."""
+        """Ask for `what`. An earlier wish that was not answered yet stays if it is higher. May be called from any
+        thread.
+        """
         self._wish = max(self._wish, what)
 
     def withdraw(self, what: int) -> None:
-        """What this rank has asked for was done meanwhile, if it is no higher."""
+        """Drop this rank's wish if it is no higher than `what`, because that has been done."""
         if self._wish <= what:
             self._wish = 0
 
     def step(self) -> int:
-        """The highest wish of all ranks, once; else 0."""
+        """Return the highest wish of all ranks, once; 0 otherwise."""
         if self._group is None:
             answer, self._wish = self._wish, 0
             return answer
@@ -68,7 +70,9 @@ class Vote:
         return 0
 
     def leave(self) -> None:
-        """This rank takes no more steps; the others learn it at their next exchange and vote no more. Does not wait."""
+        """Record that this rank takes no more steps. The others learn it at their next exchange and stop voting. Does
+        not wait.
+        """
         if self._group is not None and self._wait_steps != FOREVER:
             self._cast(0, FOREVER)
             self._wait_steps, self._work = FOREVER, None
@@ -81,7 +85,7 @@ class Vote:
         work, self._work = self._work, None
         try:
             work.wait()
-        except RuntimeError:  # a rank is gone, and training will find that out by itself
+        except RuntimeError:  # a rank is gone, which training will notice by itself
             logger.exception("vote_failed; from now on only what the schedule's steps say is saved")
             self._wait_steps = FOREVER
             return 0
@@ -93,7 +97,7 @@ class Vote:
         return answer
 
     def _gap(self) -> int:
-        """How many steps are to pass before the next exchange."""
+        """Return how many steps should pass before the next exchange."""
         now = self._clock()
         step_s = (now - self._counted_at) / self._num_steps
         self._num_steps, self._counted_at = 0, now
@@ -101,8 +105,9 @@ class Vote:
 
 
 def own_group() -> Any:
-    """A gloo group of all ranks, whose collectives may run beside those of training: a collective itself. None where
-    there is one rank.
+    """Return a gloo group of all ranks, whose collectives may run beside those of training; None if there is one rank.
+
+    A collective.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return dist.new_group(backend="gloo")
@@ -110,7 +115,7 @@ def own_group() -> Any:
 
 
 def require_vote(vote: Vote, world_size: int, what: str) -> None:
-    """Refuse what one rank decides where the others would not be told."""
+    """Refuse a decision that one rank makes for all, if the others would not be told."""
     if vote.num_ranks != world_size:
         raise SettingsError(
             f"{what} is decided by one rank for all, and torch.distributed has {vote.num_ranks} of {world_size} ranks",

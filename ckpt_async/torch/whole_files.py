@@ -1,7 +1,7 @@
-"""Writing a state whose tensors come one after the other: torch's files and safetensors, without the tensors in memory.
+"""Writes a state to torch's files or safetensors one tensor after the other, without holding the tensors in memory.
 
-The state has stand-ins on the meta device; a function gives the bytes of those that are written, in an order of this
-module's choice.
+The state has stand-ins on the meta device. A function supplies the bytes of the tensors, in an order that this module
+chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_async.torch.torchfile import STORAGE_NAMES
 Wholes = Mapping[int, Whole]  # by the `id` of the stand-in
 Contents = Callable[[Sequence[Whole]], Iterator[tuple[Whole, memoryview]]]
 
-_FOLDER = "archive"  # as torch calls it in a file without a name
+_FOLDER = "archive"  # torch's name for it in a file without a name
 _ALIGNMENT_BYTES = 64
 _PADDING_ID = b"FB"  # torch's own
 _LOCAL_HEADER_BYTES, _ZIP64_BYTES = 30, 20
@@ -31,7 +31,9 @@ _LARGE_BYTES = 1 << 30
 
 
 def write_safetensors(state: Any, wholes: Wholes, contents: Contents, file: IO[bytes], what: str) -> int:
-    """How many tensors were written. Raises FormatError, which names the key, for anything else in the state."""
+    """Write the state, and return the number of tensors. Raises FormatError, which names the key, for anything else in
+    it.
+    """
     tensors = flattened(state, what, are_stand_ins=True)
     head, order = safetensors_head(tensors)
     file.write(head)
@@ -41,7 +43,7 @@ def write_safetensors(state: Any, wholes: Wholes, contents: Contents, file: IO[b
 
 
 def write_torch(state: Any, wholes: Wholes, contents: Contents, file: IO[bytes], what: str) -> int:
-    """As torch.save would; `file` must be able to go back. How many tensors were written."""
+    """Write the state as torch.save would, and return the number of tensors. `file` must be seekable."""
     with zipfile.ZipFile(file, "w") as archive:
         order: dict[int, Whole] = {}
         _write_record(archive, "data.pkl", _pickled(state, wholes, order, what))
@@ -75,7 +77,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 class _Storage:
-    """Stands for a storage while its tensor is pickled."""
+    """Stands in for a storage while its tensor is pickled."""
 
     def __init__(self, key: int, whole: Whole) -> None:
         self.key, self.whole = key, whole
@@ -92,7 +94,7 @@ def _pickled(state: Any, wholes: Wholes, order: dict[int, Whole], what: str) -> 
 
 
 class _Pickler(pickle.Pickler):
-    """torch.save's, for stand-ins."""
+    """The counterpart of torch.save's pickler for stand-ins."""
 
     def __init__(self, file: IO[bytes], wholes: Wholes, order: dict[int, Whole]) -> None:
         super().__init__(file, protocol=2)
@@ -104,7 +106,7 @@ class _Pickler(pickle.Pickler):
         whole = self._wholes.get(id(obj))
         if whole is None:
             raise TypeError("a tensor in a container that is neither a dict nor a list")
-        key = len(self._order)  # pickle asks once for each
+        key = len(self._order)  # pickle asks only once for each tensor
         self._order[id(obj)] = whole
         shape, strides = tuple(obj.shape), tuple(torch.empty(obj.shape, device="meta").stride())
         fixed: tuple[Any, ...] = (_Storage(key, whole), 0, shape, strides, False, OrderedDict())
