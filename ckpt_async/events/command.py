@@ -101,8 +101,9 @@ def environment(event: Event, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 class Command:
-    """Runs a command for each event, up to `NUM_PARALLEL` at once. The event is delivered if the command exits with 0
-    in time.
+    """Runs a command for each event, up to `NUM_PARALLEL` at once.
+
+    An event is delivered if its command exits with 0 in time.
     """
 
     name = "exec"

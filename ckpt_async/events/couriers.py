@@ -55,11 +55,10 @@ class Sink(Protocol):
 
 
 class Courier:
-    """Delivers events to one sink until it is closed. What could not be delivered stays in the outbox for the next
-    courier.
+    """Delivers events to one sink until it is closed.
 
-    `kinds` are the kinds that the sink wants now; others, which an earlier process may have put into the outbox, are
-    dropped. None means all kinds.
+    What could not be delivered stays in the outbox for the next courier. `kinds` are the kinds that the sink wants now;
+    others, which an earlier process may have put into the outbox, are dropped. None means all kinds.
     """
 
     def __init__(self, outbox: Outbox, sink: Sink, kinds: Collection[str] | None = None) -> None:

@@ -13,8 +13,7 @@ from ckpt_async.core.model import CheckpointId
 
 VERSION = 1
 KINDS = ("committed", "given_up", "refused", "fenced", "damaged", "pruned", "backlog")
-# Longest text of one detail, for example a reason, in characters: an event must fit into an environment
-# variable.
+# Longest text of one detail, such as a reason, in characters: an event must fit into an environment variable.
 MAX_TEXT = 4000
 
 

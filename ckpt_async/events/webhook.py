@@ -20,9 +20,7 @@ TIMEOUT_S = 10.0
 
 
 class Webhook:
-    """Posts the JSON form of an event. It is delivered if the answer has a 2xx status and arrives within `timeout_s` in
-    all.
-    """
+    """Posts the JSON form of an event. It is delivered if a 2xx answer arrives within `timeout_s` in all."""
 
     name = "webhook"
     num_parallel = 1

@@ -243,15 +243,14 @@ def newest_checkpoint(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Fetch the newest usable checkpoint into `folder` under its original name, and return its path; None for a fresh
-    start.
+    """Fetch the newest usable checkpoint into `folder` and return its path, or None for a fresh start.
 
         trainer.fit(model, ckpt_path=newest_checkpoint("checkpoints", remote))
 
-    Call it on all ranks. If `torch.distributed` is already initialized (Lightning uses an existing process group), all
-    ranks get the same checkpoint; otherwise each rank searches on its own. Whatever a killed trainer left on this node
-    is uploaded first, for at most `drain_timeout_s`. A local file is reused if its checksum matches, and replaced
-    otherwise. Every byte is verified. Blocks.
+    It keeps its original name. Call this on all ranks. If `torch.distributed` is already initialized (Lightning uses an
+    existing process group), all ranks get the same checkpoint; otherwise each rank searches on its own. Whatever a
+    killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. A local file is reused if its
+    checksum matches, and replaced otherwise. Every byte is verified. Blocks.
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """

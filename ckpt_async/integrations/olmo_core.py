@@ -57,8 +57,7 @@ class CkptAsyncCallback(Callback):
         close_timeout_s: How long the end of training may wait for uploads. The rest stays in the journal.
     """
 
-    # Run after the checkpointer and after every callback that writes into a checkpoint's folder when it is
-    # saved.
+    # Run after the checkpointer and all callbacks that write into a checkpoint's folder when it is saved.
     priority: ClassVar[int] = -100
 
     remote: str

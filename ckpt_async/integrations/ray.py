@@ -94,10 +94,10 @@ def upload_fn(
 
 
 def checkpoint_of(checkpoint: Checkpoint, *, store_options: StoreOptions | None = None) -> restore.Checkpoint:
-    """Return the committed checkpoint that a pointer of `upload_fn` leads to, for `restore.fetch`. Works outside Ray,
-    too.
+    """Return the committed checkpoint that a pointer of `upload_fn` leads to, for `restore.fetch`.
 
-    Raises FormatError if it is not such a pointer, CheckpointGoneError if retention has pruned the checkpoint.
+    Works outside Ray, too. Raises FormatError if it is not such a pointer, CheckpointGoneError if retention has pruned
+    the checkpoint.
     """
     place = checkpoint.get_metadata().get(_KEY)
     if place is None:

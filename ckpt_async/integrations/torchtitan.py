@@ -24,8 +24,7 @@ except ImportError as error:
 
 
 class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torchtitan is not installed
-    """torchtitan's `CheckpointManager`, with uploads: put `checkpoint=CkptAsyncManager.Config(remote=…, …)` into the
-    config.
+    """torchtitan's own manager, with uploads: `checkpoint=CkptAsyncManager.Config(remote=…, …)` in the trainer's config.
 
     Writes to the local `folder` as torchtitan does, in all its async modes. Each rank hands over its own files as soon
     as they are written, and rank 0 also `.metadata`: from then on SIGKILL does not lose them. The rank that finishes

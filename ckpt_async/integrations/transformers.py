@@ -101,8 +101,7 @@ def newest_checkpoint(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Fetch the newest usable checkpoint to `<output_dir>/checkpoint-<step>` and return that path, or None for a fresh
-    start.
+    """Fetch the newest usable checkpoint to `<output_dir>/checkpoint-<step>`; return that path, or None if there is none.
 
         trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))
 

@@ -39,7 +39,7 @@ class LocalOnly:
         rank: int | None = None,
         world_size: int | None = None,
         settings_file: str | os.PathLike[str] | None = None,
-        launch_id: str | None = None,  # noqa: ARG002 starts need not be told apart
+        launch_id: str | None = None,  # noqa: ARG002  starts need not be told apart
         **settings: Any,
     ) -> None:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
@@ -116,7 +116,7 @@ class LocalOnly:
     def wait_for_predecessor(self, timeout_s: float) -> bool:  # noqa: ARG002  nothing is ever under way
         return True
 
-    def flush(self, timeout_s: float) -> FlushReport:  # noqa: ARG002 nothing is ever under way
+    def flush(self, timeout_s: float) -> FlushReport:  # noqa: ARG002  nothing is ever under way
         return FlushReport(True, 0, 0, 0, ())
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -249,8 +249,9 @@ class CheckpointSaver:
         self._asking.ask(Due.YES)
 
     def find(self, **options: Any) -> Checkpoint | None:
-        """Call `restore.find` for this run on the first rank, and return its answer on all. A collective if there are
-        several ranks.
+        """Call `restore.find` for this run on the first rank and return its result on all ranks.
+
+        A collective if there are several ranks.
         """
         return self._resuming.find(**options)
 
@@ -361,8 +362,9 @@ class CheckpointSaver:
         self._save(state, now, Due.YES, None)
 
     def _save_before_flush(self, budget_s: float) -> None:
-        """After SIGTERM, request a save and wait for it: the trainer may still reach its next `step`, on its own
-        thread.
+        """Request a save after SIGTERM and wait for it.
+
+        This runs on another thread than the trainer's, which may still reach its next `step` and save.
         """
         self.save_now()
         self._saving.wait_for_next(budget_s * SAVING_SHARE)

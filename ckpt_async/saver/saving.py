@@ -129,7 +129,7 @@ class Saving:
             ending = self._begin(checkpoint, value, metrics)
         except FencedError:
             raise
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 stored for `take_failure`; training goes on
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 for `take_failure`; training goes on
             self._failed(checkpoint, error)
         else:
             ending.add_done_callback(partial(self._written, checkpoint))
@@ -229,8 +229,9 @@ class Saving:
         self._hooks.saved(checkpoint)
 
     def settle(self) -> None:
-        """Find out which saves have been decided since the last call, and tell the hooks. May be called from any
-        thread.
+        """Find out which saves have been decided since the last call, and tell the hooks.
+
+        May be called from any thread.
         """
         with self._lock:
             undecided = list(self._undecided)
@@ -274,8 +275,8 @@ class Saving:
 
     def _failed(self, checkpoint: SavedCheckpoint, error: BaseException) -> None:
         failure = _failure_of(checkpoint, error)
-        # The other ranks need not wait. If `give_up` fails (sealed already, closed, fenced), they learn of it
-        # in another way.
+        # The other ranks need not wait. If this fails (sealed already, closed, fenced), they learn it
+        # otherwise.
         with contextlib.suppress(CkptAsyncError):
             self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
         self._tell(checkpoint, failure)

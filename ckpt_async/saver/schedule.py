@@ -1,8 +1,7 @@
-"""Decides when a checkpoint is due. Pure: takes the previous and the current position of the run, the same on every
-rank.
+"""Decides when a checkpoint is due.
 
-What no timestamp tells (wall clock, a measured interval, a signal) is decided by one rank and passed to the others
-(`is_asked`).
+Pure: the decision depends on the run's previous and current position, and is the same on every rank. What no timestamp
+tells (wall clock, a measured interval, a signal) is decided by one rank and passed to the others (`is_asked`).
 """
 
 from __future__ import annotations

@@ -43,16 +43,14 @@ def own_rank() -> int:
 
 
 def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -> None:
-    """Return if all ranks have an equal `value`; otherwise raise RanksDisagreeError on all of them, naming who has
-    what.
+    """Return if all ranks have an equal `value`; otherwise raise RanksDisagreeError on all of them.
 
-    Of a mapping, it names the first key whose values differ. For values that print well, such as a step or a
-    checkpoint's id: they are compared by their `repr`.
+    The error names who has what; of a mapping, it names the first key whose values differ. Use it for values that print
+    well, such as a step or a checkpoint's id: they are compared by their `repr`.
     """
     if is_alone():
         return
-    # Each rank's text is sent with its global rank, because a position in a subgroup tells the reader
-    # nothing.
+    # Each rank's text is sent with its global rank: a position in a subgroup tells the reader nothing.
     told: list[Any] = [None] * dist.get_world_size(group)
     parts = value if isinstance(value, Mapping) else {"": value}
     own = {str(name): repr(each) for name, each in parts.items()}
@@ -99,8 +97,8 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     try:
         result = fn()
         sent = pickle.dumps((result, None))
-        pickle.loads(sent)  # noqa: S301 if only this rank could read it, the others would raise errors of their own
-    except BaseException as error:  # noqa: BLE001 an interrupted rank, too, must tell the others, or they hang
+        pickle.loads(sent)  # noqa: S301 else what only this rank can read would fail on the others
+    except BaseException as error:  # noqa: BLE001 an interrupted rank must tell the others, too, or they hang
         raised = error
         failure = _Failure(rank, error)
         sent = pickle.dumps((None, failure))
@@ -121,7 +119,7 @@ def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = Non
     failure: Exception | None = None
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001 raised below, on every rank
+    except Exception as error:  # noqa: BLE001  raised below, on every rank
         failure = error
     if is_alone():
         told = [] if failure is None else [(0, failure)]
@@ -163,7 +161,7 @@ class _Failure:
         self.cause: BaseException | None = None
         try:
             self.cause = pickle.loads(pickle.dumps(error))  # noqa: S301  our own
-        except Exception:  # noqa: BLE001 then its text has to suffice
+        except Exception:  # noqa: BLE001  then its text has to suffice
             return
 
     def as_error(self) -> RankFailedError:

@@ -136,8 +136,9 @@ class ArrayRules:
 
 
 def _is(value: object, *choices: object) -> bool:
-    """Return whether `value` is one of `choices`. Never compares a dtype, which would convert the other side to a
-    dtype.
+    """Return whether `value` is one of `choices`.
+
+    Never compares a dtype, which would convert the other side to a dtype.
     """
     return type(value) in (bool, int, str, bytes) and value in choices
 

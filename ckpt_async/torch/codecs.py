@@ -45,7 +45,7 @@ class Codec:
     magic: bytes
     modules: tuple[str, ...] = ()
     program: str = ""
-    options: Callable[[Any], Mapping[str, Any]] = lambda module: {}  # noqa: ARG005 options of `open` for writing
+    options: Callable[[Any], Mapping[str, Any]] = lambda module: {}  # noqa: ARG005 for `open` when writing
 
     def module(self) -> Any:
         for name in self.modules:

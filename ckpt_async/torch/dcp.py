@@ -127,7 +127,7 @@ def async_save(
         **options,
     )
     handed_over: Future[Metadata] = Future()
-    handed_over.set_running_or_notify_cancel()  # torch's collectives cannot be cancelled, so neither can this future
+    handed_over.set_running_or_notify_cancel()  # torch's collectives cannot be cancelled, so neither can this
 
     def finish(written: Future[Metadata]) -> None:
         try:
@@ -308,9 +308,7 @@ def _load(
 
 
 class _OtherStateError(StateMismatchError, CheckpointException):
-    """One sentence instead of every rank's traceback. Also a CheckpointException, for callers that catch what torch
-    raises.
-    """
+    """One sentence instead of every rank's traceback; also of torch's class, for callers that catch that."""
 
     def __init__(self, message: str, failures: dict[int, Any], *, hint: str) -> None:
         super().__init__(message, hint=hint)
@@ -340,7 +338,7 @@ def _on_all(work: Callable[[], object], process_group: Group) -> None:
     failure: tuple[BaseException, StackSummary] | None = None
     try:
         work()
-    except Exception as error:  # noqa: BLE001 raised below, on every rank
+    except Exception as error:  # noqa: BLE001  raised below, on every rank
         failure = sendable(error), extract_tb(error.__traceback__)
     failures = [failure]
     if dist.is_initialized():

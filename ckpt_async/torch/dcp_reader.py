@@ -52,8 +52,7 @@ from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
 
 NOT_TORCH = "not what torch saves"
-# From this size on a tensor is used where it was read; copying a smaller one is faster than parsing its
-# archive.
+# From this size on a tensor is used where it was read; copying a smaller one is faster than locating it.
 LARGE_BYTES = 1 << 20
 # Size of the chunks that are sent between replicas.
 CHUNK_BYTES = 16 << 20
@@ -312,8 +311,9 @@ class CkptAsyncReader(StorageReader):
         ]
 
     def _flashpoint(self, name: str) -> bool | None:
-        """Return whether ML Flashpoint wrote this file in its own form (True) or in torch's (False); None for another
-        tool's.
+        """Return whether ML Flashpoint wrote this file in its own form (True) or in torch's (False).
+
+        None if another tool wrote it.
         """
         if not flashpoint.OBJECT_NAME.search(name):
             return None
@@ -326,9 +326,7 @@ class CkptAsyncReader(StorageReader):
     def _read_and_decode(
         self, reader: Reader, pieces: Sequence[Piece], views: Views
     ) -> Sequence[memoryview | torch.Tensor]:
-        """Read pieces and decode their tensors in the reading thread, while earlier tensors are copied to their
-        targets.
-        """
+        """Read pieces and decode their tensors in the reading thread, while others are copied to their targets."""
         views = self._read_self(reader, pieces, views)
         return [
             view
@@ -371,8 +369,9 @@ class CkptAsyncReader(StorageReader):
     def _read_again(
         self, file: str, offset: int, size_bytes: int, damage: Callable[[io.BytesIO], str]
     ) -> io.BytesIO:
-        """Read from the store alone, each time over new connections: a peer may be wrong, or a byte corrupted on the
-        wire.
+        """Read from the store alone, over new connections each time.
+
+        A peer may have wrong bytes, or the network may have corrupted one.
         """
         before: bytes | None = None
         for _ in range(2):
@@ -382,8 +381,7 @@ class CkptAsyncReader(StorageReader):
                     return stream
                 told = f"bytes {offset}+{size_bytes}: {reason}"
                 if stream.getvalue() == before:
-                    # Pieces in another serialization look like this, too, so it is no proof that the store is
-                    # wrong.
+                    # Pieces in another serialization look like this, too: it does not prove the store wrong.
                     is_other = reason.startswith(NOT_TORCH)
                     raise self._damage(file, told) if is_other else store.damaged(f"{file}: {told}")
                 before = stream.getvalue()
@@ -492,8 +490,7 @@ def damage_of(stream: IO[bytes]) -> str:
             ) in archive.filelist:  # nobody compresses here, and `testzip` compares only one of the two
                 if each.compress_size != each.file_size:
                     return f"{each.filename[:200]} has two sizes in the archive's directory"
-            # 0 means that torch computed none (`torch.serialization.set_crc32_options`), so there is nothing
-            # to compare.
+            # 0 means that torch computed none (`torch.serialization.set_crc32_options`): nothing to compare.
             archive.filelist = [each for each in archive.filelist if each.CRC != 0]
             bad = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as error:

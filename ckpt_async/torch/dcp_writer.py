@@ -115,8 +115,8 @@ class CkptAsyncWriter(FolderWriter):
         hand_over(self._uploader, self._step, self._name, files, self._metrics)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch sends the writer to the process that saves. That process writes the files, and asks this one
-        # for the rest.
+        # torch sends the writer to the process that saves, which writes files and asks this process for the
+        # rest.
         assert isinstance(self._uploader, Uploader)
         ours, theirs = multiprocessing.Pipe()
         threading.Thread(
@@ -161,7 +161,7 @@ def _answer(uploader: Uploader, pipe: Connection) -> None:
             error: Exception | None = None
             try:
                 getattr(uploader, what)(*arguments, **options)
-            except Exception as raised:  # noqa: BLE001 raised at the other end
+            except Exception as raised:  # noqa: BLE001  raised at the other end
                 error = sendable(raised)
             pipe.send(error)
 

@@ -36,7 +36,7 @@ def dump(
     weights_only: bool = False,
     overwrite: bool = False,
     run_name: str = "",
-    format: str = "",  # noqa: A002 the natural name
+    format: str = "",  # noqa: A002  the natural name
 ) -> None:
     """Write a state to a file that `load` and torch's own readers read. The suffix of the name selects the format:
 
@@ -162,10 +162,10 @@ def _shallow(value: Any) -> Any:
 
 
 class _Sink:
-    """The file that torch writes to. It passes data on in pieces, so that no library compresses a copy of a whole
-    tensor.
+    """The file that torch writes to.
 
-    After an error torch raises an error of its own, about positions; this keeps the original one.
+    It passes data on in pieces, so that no library makes a compressed copy of a whole tensor. After an error torch
+    raises an error of its own, about positions; this keeps the original one.
     """
 
     def __init__(self, stream: IO[bytes] | None) -> None:
@@ -227,7 +227,7 @@ def _unpicklable(value: Any, path: str) -> str:
             continue
         try:
             pickle.dumps(each)
-        except Exception:  # noqa: BLE001 any error means that it cannot be pickled
+        except Exception:  # noqa: BLE001  any error means that it cannot be pickled
             return _unpicklable(each, f"{path}/{key}".lstrip("/"))
     return repr(path) if path else "the state"
 

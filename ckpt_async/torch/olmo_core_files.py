@@ -33,8 +33,9 @@ Places = dict[str, tuple[torch.dtype, tuple[int, ...], int]]
 
 
 class OlmoCoreFiles:
-    """Reads such a checkpoint. `read` puts stand-ins for the tensors into `plan`. `allow` is what `plain.allowed`
-    returns.
+    """Reads such a checkpoint.
+
+    `read` puts stand-ins for the tensors into `plan`. `allow` is what `plain.allowed` returns.
     """
 
     def __init__(self, reader: Reader, plan: Plan, allow: Allow) -> None:

@@ -1,5 +1,6 @@
-"""Captures a trainer's state from its parts, and restores it into them: anything with `state_dict` and
-`load_state_dict`.
+"""Captures a trainer's state from its parts and restores it into them.
+
+A part is anything with `state_dict` and `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,7 @@ def capture(*, rng: bool | Literal["all"] = True, **parts: Any) -> dict[str, Any
 def restore(
     state: Mapping[str, Any], *, strict: bool = True, rng: bool = True, **parts: Any
 ) -> dict[str, Any]:
-    """Put what `capture` returned back into the parts. Return the rest: plain values, and parts that were not passed
-    here.
+    """Put what `capture` returned back into the parts. Return the rest: plain values, and what has no part here.
 
         rest = restore(state, model=model, optimizer=optimizer, scheduler=scheduler)
         first_step = rest["step"] + 1

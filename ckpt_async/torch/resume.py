@@ -82,15 +82,14 @@ def fetch_together(
     local_cache: str | os.PathLike[str] | None = None,
     num_concurrent_reads: int = MAX_CONCURRENT_READS,
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
-    """Run `restore.find` and `restore.fetch` on all ranks of a process group at once; without a group there is one
-    rank.
+    """Run `restore.find` and `restore.fetch` on all ranks of a process group at once.
 
-    Returns None on all ranks if there is no checkpoint (of this `kind`). `ranks` and `files` say what *this* rank needs
-    (`ranks=[dist.get_rank()]` for a file per rank; by default all). `destination` is the folder to fetch to, or a
-    function of the checkpoint. `world_size` is that of `restore.find`. `folder` is the trainer's on this node.
-    `overwrite` replaces a file in the destination that is not the checkpoint's, for example one torn by a power loss.
-    `local_cache` is that of `fetch`, and used only on this node: files that are checked only by size are not served to
-    others.
+    Without a group there is one rank. Returns None on all ranks if there is no checkpoint (of this `kind`). `ranks` and
+    `files` say what *this* rank needs (`ranks=[dist.get_rank()]` for a file per rank; by default all). `destination` is
+    the folder to fetch to, or a function of the checkpoint. `world_size` is that of `restore.find`. `folder` is the
+    trainer's on this node. `overwrite` replaces a file in the destination that is not the checkpoint's, for example one
+    torn by a power loss. `local_cache` is that of `fetch`, and used only on this node: files that are checked only by
+    size are not served to others.
 
     If any rank finds a checkpoint damaged, all of them go on to the next older one. Ranks with the same `node` (by
     default: those that share the destination, on one machine) share its files: each file is fetched once, and the

@@ -22,8 +22,7 @@ from ckpt_async.errors import FormatError
 from ckpt_async.torch.agreement import is_alone, own_rank
 from ckpt_async.torch.formats import load
 
-# Composer's key in a state. Only this exact key counts, not others that contain `rng`: a parameter may have
-# such a name.
+# Composer's key in a state. Other keys that contain `rng` do not count: a parameter may have such a name.
 KEY = "rng"
 
 _KINDS = ("python", "numpy", "torch", "cuda")
@@ -91,8 +90,9 @@ def save_rng_state(folder: str | os.PathLike[str], rank: int) -> Path:
 
 
 def load_rng_state(folder: str | os.PathLike[str], rank: int) -> bool:
-    """Restore what this rank saved. Return False, and change nothing, if it saved none because there were fewer ranks
-    then.
+    """Restore what this rank saved.
+
+    Return False, and change nothing, if it saved none because there were fewer ranks then.
     """
     path = _path(folder, rank)
     return path.exists() and restore_rng(load(path))

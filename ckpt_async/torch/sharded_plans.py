@@ -50,8 +50,7 @@ _TOGETHER_BYTES = 4 << 20
 
 Allow = Mapping[tuple[str, str], type]
 WholeOf = Callable[[torch.Tensor, str], Whole]
-# File, offset, two fields not known yet (record, strides), size, and whether it is in ML Flashpoint's own
-# form.
+# File, offset, two fields not known yet (record, strides), size, whether it is in ML Flashpoint's own form.
 _Place = tuple[str, int, None, None, int, bool]
 
 
@@ -59,8 +58,7 @@ class _Visits:
     """Makes sure that each container of a state is planned once, however often it is in the state."""
 
     def __init__(self) -> None:
-        # By `id`: the container, kept so that no other gets this `id`, and its result; None until that is
-        # known.
+        # By `id`: the container, so that no other gets this `id`, and its result, which is None until known.
         self._found: dict[int, tuple[Any, Any]] = {}
         self._depth = 0
 
@@ -102,9 +100,7 @@ class Plan:
         return made
 
     def planned(self, value: Any, name: str, whole_of: WholeOf) -> Any:
-        """Return the value with stand-ins in place of its tensors; `whole_of(tensor, name)` returns what each stands
-        for.
-        """
+        """Return the value with stand-ins for its tensors; `whole_of(tensor, name)` returns the whole of each."""
         return self._planned(value, name, whole_of, _Visits())
 
     def _planned(self, value: Any, name: str, whole_of: WholeOf, visits: _Visits) -> Any:
@@ -352,8 +348,8 @@ class Planner:
         return self._layout(name)
 
     def _add_flat(self, model: dict[str, Whole], file: str) -> dict[str, tuple[int, int]]:
-        """Add this rank's stretches of the parameters; return where they begin in each parameter, and how long they
-        are.
+        """Add this rank's stretches of the parameters, and return where each begins in its parameter, and how long it
+        is.
         """
         layout = self._ranks_file(file)
         found: dict[str, tuple[int, int]] = {}

@@ -70,11 +70,11 @@ def matching(paths: Mapping[str, Sequence[object]], globs: Sequence[str], *, war
 
 
 def model_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the model's part of a training checkpoint, without the optimizer and the rest, where common trainers put
-    it.
+    """Return the model's part of a training checkpoint, without the optimizer and the rest.
 
-    The places are `state/model` (Composer), `model`, `model_state_dict`, `state_dict` (Lightning), `module`
-    (DeepSpeed); or the whole state if it holds only tensors. Raises FormatError if there is no model at any of these.
+    It looks where common trainers put the model: `state/model` (Composer), `model`, `model_state_dict`, `state_dict`
+    (Lightning), `module` (DeepSpeed). A state that holds only tensors is returned as a whole. Raises FormatError if
+    there is no model.
     """
     found: Any = state
     for key in model_path(state):
@@ -83,8 +83,9 @@ def model_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def model_path(state: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys that lead to `model_state`; none if the state itself is the model. Raises FormatError without a
-    model.
+    """Return the keys that lead to `model_state`; none if the state itself is the model.
+
+    Raises FormatError if there is no model.
     """
     for path in (("state", "model"), ("model",), ("model_state_dict",), ("state_dict",), ("module",)):
         found: Any = state
@@ -99,9 +100,7 @@ def model_path(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """The differences between a model and a state: keys only in the model, keys only in the state, and different
-    shapes.
-    """
+    """How a model and a state differ: keys only in the model, keys only in the state, and different shapes."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

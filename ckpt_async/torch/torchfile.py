@@ -153,7 +153,7 @@ def read_layout(
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    address: int = cast(Any, storage)._cdata  # noqa: SLF001 torch has no other way to identify a storage
+    address: int = cast(Any, storage)._cdata  # noqa: SLF001  torch has no other way to identify a storage
     return address
 
 

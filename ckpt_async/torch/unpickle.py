@@ -191,8 +191,9 @@ def _build(target: object, state: object) -> object:
 
 
 def _check(found: object) -> None:
-    """Check what BUILD cannot know: containers are filled later, and fields may be missing. Looks at each container
-    once.
+    """Check what BUILD cannot know, because containers are filled later and fields may be missing.
+
+    Looks at each container once.
     """
     if type(found) is not Metadata:
         refuse("it is no Metadata")

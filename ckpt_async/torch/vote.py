@@ -21,12 +21,12 @@ FOREVER = 1 << 62
 
 
 class Vote:
-    """All ranks call `step` once per training step; it returns the highest wish of any rank, on all ranks at the same
-    step.
+    """Takes a vote among all ranks, each of which calls `step` once per training step.
 
-    About once a second the wishes are exchanged (one all-reduce of two numbers, over gloo, beside training) and read
-    one step later, so no rank waits unless another is more than a step behind. The first rank's clock determines how
-    many steps lie between two exchanges. Creating a `Vote` is a collective of all ranks, in the same order.
+    When any rank has wished for something, `step` returns the highest wish, at the same step on all ranks. About once a
+    second the wishes are exchanged (one all-reduce of two numbers, over gloo, beside training) and read one step later,
+    so no rank waits unless another is more than a step behind. The first rank's clock determines how many steps lie
+    between two exchanges. Creating a `Vote` is a collective of all ranks, in the same order.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,9 +44,7 @@ class Vote:
         return 1 if self._group is None else int(dist.get_world_size(self._group))
 
     def wish(self, what: int) -> None:
-        """Ask for `what`. An earlier wish that was not answered yet stays if it is higher. May be called from any
-        thread.
-        """
+        """Ask for `what`, unless an earlier wish that was not answered yet is higher. May be called from any thread."""
         self._wish = max(self._wish, what)
 
     def withdraw(self, what: int) -> None:
@@ -70,8 +68,9 @@ class Vote:
         return 0
 
     def leave(self) -> None:
-        """Record that this rank takes no more steps. The others learn it at their next exchange and stop voting. Does
-        not wait.
+        """Record that this rank takes no more steps. Does not wait.
+
+        The others learn it at their next exchange and stop voting.
         """
         if self._group is not None and self._wait_steps != FOREVER:
             self._cast(0, FOREVER)

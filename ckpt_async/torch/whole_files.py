@@ -31,8 +31,9 @@ _LARGE_BYTES = 1 << 30
 
 
 def write_safetensors(state: Any, wholes: Wholes, contents: Contents, file: IO[bytes], what: str) -> int:
-    """Write the state, and return the number of tensors. Raises FormatError, which names the key, for anything else in
-    it.
+    """Write the state, and return the number of tensors.
+
+    Raises FormatError, which names the key, for anything else in the state.
     """
     tensors = flattened(state, what, are_stand_ins=True)
     head, order = safetensors_head(tensors)

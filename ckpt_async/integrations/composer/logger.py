@@ -94,9 +94,7 @@ class RemoteUploaderDownloader(LoggerDestination):
     # --- events --------------------------------------------------------------------------------------------
 
     def init(self, state: State, logger: Logger) -> None:
-        """Open the uploaders, and fetch the newest checkpoint to this node, where Composer's autoresume will look for
-        it.
-        """
+        """Open the uploaders, and fetch the newest checkpoint to this node, where Composer's autoresume will look."""
         self.post_close()  # an earlier trainer may not have been closed
         self._run_name = state.run_name
         self._savers = [each for each in state.callbacks if isinstance(each, ComposersSaver)]
@@ -177,7 +175,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                 raise SettingsError("no trainer has run the event INIT of this logger")
             self._plain.put(path, key, overwrite=overwrite)
         except CkptAsyncError as error:
-            logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400 the message says it all
+            logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400 the message suffices
 
     def _key(self, remote_file_name: str) -> str:
         key = format_name_with_dist(

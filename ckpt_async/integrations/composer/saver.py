@@ -111,14 +111,13 @@ class CheckpointSaver(ComposersSaver):
 
     @property
     def uploader(self) -> Uploader | None:
-        """The open uploader, for its metrics or `wait`; None while it is closed, and on other ranks if rank 0 has all
-        files.
-        """
+        """The open uploader, for its metrics or `wait`; None while it is closed, and on ranks that do not upload."""
         return None if self.uploads is None else self.uploads.uploader
 
     def _name_a_pointer(self) -> None:
-        """Give the saver a remote pointer name: with `autoresume` the Trainer, which then looks at the local link,
-        requires one.
+        """Give the saver a remote pointer name.
+
+        With `autoresume` the Trainer, which then looks at the local link, asserts that there is one.
         """
         if self._has_no_pointer and self.latest_filename is not None:
             self.latest_remote_file_name = PartialFilePath(self.latest_filename.filename)

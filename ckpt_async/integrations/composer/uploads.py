@@ -68,14 +68,13 @@ class SaverUploads:
 
     @property
     def uploader(self) -> Uploader | None:
-        """This rank's uploader while it is open; None on other ranks if rank 0 has all files."""
+        """This rank's uploader while it is open; None on ranks that do not upload, because rank 0 has all files."""
         return None if self._held is None else self._held.uploader
 
     # --- the start -----------------------------------------------------------------------------------------
 
     def open(self, state: State) -> None:
-        """Fetch the newest checkpoint to this node, link it where Composer's autoresume will look, and open the
-        uploader.
+        """Fetch the newest checkpoint, link it where Composer's autoresume will look, and open the uploader.
 
         A collective. An error on one rank is raised on all.
         """
