@@ -28,9 +28,7 @@ class Callback:
     def deliver(self, event: Event) -> None:
         try:
             self._function(event)
-        except (
-            BaseException
-        ):  # sys.exit() too: this thread must live, and the next start would fail the same way
+        except BaseException:  # sys.exit() too: this thread must live, and the next start would meet it again
             logger.exception("on_event_failed kind=%s id=%s; it is not called again", event.kind, event.id)
 
     def stop(self) -> None:

@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torchtitan is not installed
-    """torchtitan's own manager, with uploads: `checkpoint=CkptAsyncManager.Config(remote=…, …)` in the trainer's config.
+    """torchtitan's manager with uploads: set `checkpoint=CkptAsyncManager.Config(remote=…, …)` in the trainer's config.
 
     Writes to the local `folder` as torchtitan does, in all its async modes. Each rank hands over its own files as soon
     as they are written, and rank 0 also `.metadata`: from then on SIGKILL does not lose them. The rank that finishes

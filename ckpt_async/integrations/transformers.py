@@ -101,13 +101,14 @@ def newest_checkpoint(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     store_options: StoreOptions | None = None,
 ) -> str | None:
-    """Fetch the newest usable checkpoint to `<output_dir>/checkpoint-<step>`; return that path, or None if there is none.
+    """Fetch the newest usable checkpoint to `<output_dir>/checkpoint-<step>` and return that path.
 
         trainer.train(resume_from_checkpoint=newest_checkpoint(args.output_dir, remote))
 
-    Call it on all ranks, after creating `TrainingArguments`, which sets up the process group: then all ranks get the
-    same checkpoint. Whatever a killed trainer left on this node is uploaded first, for at most `drain_timeout_s`. A
-    local file is reused if its checksum matches, and replaced otherwise. Every byte is verified. Blocks.
+    Returns None for a fresh start. Call it on all ranks, after creating `TrainingArguments`, which sets up the process
+    group: then all ranks get the same checkpoint. Whatever a killed trainer left on this node is uploaded first, for at
+    most `drain_timeout_s`. A local file is reused if its checksum matches, and replaced otherwise. Every byte is
+    verified. Blocks.
 
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """

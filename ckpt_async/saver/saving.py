@@ -129,7 +129,7 @@ class Saving:
             ending = self._begin(checkpoint, value, metrics)
         except FencedError:
             raise
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 for `take_failure`; training goes on
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  for `take_failure`; training goes on
             self._failed(checkpoint, error)
         else:
             ending.add_done_callback(partial(self._written, checkpoint))
@@ -180,7 +180,7 @@ class Saving:
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A file that replaces another is fsynced first. The engine fsyncs any other one itself.
+            # `dump` fsyncs a file first if it replaces another; the engine fsyncs this one in any case.
             ckpt.dump(copied, path, overwrite=os.path.lexists(path))
             self._uploader.enqueue(path, step, checkpoint.name, publish_as=published)
             self._uploader.seal(step, metrics=metrics)
@@ -275,8 +275,7 @@ class Saving:
 
     def _failed(self, checkpoint: SavedCheckpoint, error: BaseException) -> None:
         failure = _failure_of(checkpoint, error)
-        # The other ranks need not wait. If this fails (sealed already, closed, fenced), they learn it
-        # otherwise.
+        # The other ranks need not wait. Sealed already, closed or fenced: then they learn it in another way.
         with contextlib.suppress(CkptAsyncError):
             self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
         self._tell(checkpoint, failure)

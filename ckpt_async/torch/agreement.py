@@ -97,8 +97,8 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     try:
         result = fn()
         sent = pickle.dumps((result, None))
-        pickle.loads(sent)  # noqa: S301 else what only this rank can read would fail on the others
-    except BaseException as error:  # noqa: BLE001 an interrupted rank must tell the others, too, or they hang
+        pickle.loads(sent)  # noqa: S301  else what only this rank can read would fail on the others
+    except BaseException as error:  # noqa: BLE001  an interrupted rank must tell the others, too, or they hang
         raised = error
         failure = _Failure(rank, error)
         sent = pickle.dumps((None, failure))

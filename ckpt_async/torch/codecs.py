@@ -45,7 +45,7 @@ class Codec:
     magic: bytes
     modules: tuple[str, ...] = ()
     program: str = ""
-    options: Callable[[Any], Mapping[str, Any]] = lambda module: {}  # noqa: ARG005 for `open` when writing
+    options: Callable[[Any], Mapping[str, Any]] = lambda module: {}  # noqa: ARG005  for `open` when writing
 
     def module(self) -> Any:
         for name in self.modules:
@@ -179,9 +179,8 @@ def _says_damaged(error: Exception) -> bool:
         return error.errno is None  # gzip's and bz2's way
     if isinstance(error, EOFError | lzma.LZMAError | zlib.error):
         return True
-    return (
-        type(error) is RuntimeError or type(error).__name__ == "ZstdError"
-    )  # lz4's error, and zstd's, whose module may not be installed
+    # lz4's error, and that of zstd, whose module may not be installed.
+    return type(error) is RuntimeError or type(error).__name__ == "ZstdError"
 
 
 # --- programs ---------------------------------------------------------------------------------------------------

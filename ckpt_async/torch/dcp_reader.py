@@ -161,9 +161,8 @@ class CkptAsyncReader(StorageReader):
                 f"this reader reads {self.checkpoint.name} and not {os.fspath(checkpoint_id)!r}"
             )
 
-    def read_metadata(
-        self,
-    ) -> Metadata:  # without `kwargs`, torch does not try metadata of single ranks
+    def read_metadata(self) -> Metadata:
+        # The signature has no `kwargs`: so torch does not try to read metadata of single ranks.
         self.open()
         assert self._metadata is not None
         return self._metadata
@@ -218,9 +217,7 @@ class CkptAsyncReader(StorageReader):
             except Exception as error:
                 if self._replicas is None:
                     raise
-                failure = (
-                    error  # raised after the last batch, because the other replicas would wait for this rank
-                )
+                failure = error  # raised after the last batch: other replicas would wait for this rank
         if failure is not None:
             raise failure
         for name, target in targets.items():
@@ -409,9 +406,8 @@ class CkptAsyncReader(StorageReader):
                 planner.commit_tensor(item, target)
 
     def _tensor(self, piece: Piece, view: memoryview) -> torch.Tensor:
-        if (
-            piece.is_optimised and bytes(view[:4]) != b"PK\x03\x04"
-        ):  # ML Flashpoint's own reader does the same
+        # ML Flashpoint's own reader detects torch's form in the same way.
+        if piece.is_optimised and bytes(view[:4]) != b"PK\x03\x04":
             try:
                 return flashpoint_tensor(bytes(view))
             except FormatError as error:
@@ -485,9 +481,8 @@ def damage_of(stream: IO[bytes]) -> str:
         if stream.read(4) != b"PK\x03\x04":
             return f"{NOT_TORCH}: it does not begin as a zip archive"
         with zipfile.ZipFile(stream) as archive:
-            for (
-                each
-            ) in archive.filelist:  # nobody compresses here, and `testzip` compares only one of the two
+            # Nobody compresses here, and `testzip` compares only one of the two sizes.
+            for each in archive.filelist:
                 if each.compress_size != each.file_size:
                     return f"{each.filename[:200]} has two sizes in the archive's directory"
             # 0 means that torch computed none (`torch.serialization.set_crc32_options`): nothing to compare.

@@ -48,9 +48,8 @@ class FolderWriter(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        Path(self.path).mkdir(
-            parents=True, exist_ok=True
-        )  # torch's own method would warn of an old .metadata
+        # torch's own method would warn of an old .metadata.
+        Path(self.path).mkdir(parents=True, exist_ok=True)
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -115,8 +114,7 @@ class CkptAsyncWriter(FolderWriter):
         hand_over(self._uploader, self._step, self._name, files, self._metrics)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # torch sends the writer to the process that saves, which writes files and asks this process for the
-        # rest.
+        # torch sends the writer to the process that saves, which writes and asks this process for the rest.
         assert isinstance(self._uploader, Uploader)
         ours, theirs = multiprocessing.Pipe()
         threading.Thread(

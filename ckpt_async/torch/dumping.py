@@ -103,9 +103,8 @@ def deepspeed_filename(name: str, *, weights_only: bool = False) -> str:
 
 
 def _writable(name: str) -> Format:
-    how = format_of(
-        f"_{name}" if name.startswith(".") else name
-    )  # `.pt` alone would be the name of a hidden file
+    # `.pt` alone would be the name of a hidden file.
+    how = format_of(f"_{name}" if name.startswith(".") else name)
     if how is None:
         raise unknown(name)
     if how.codec is not None:

@@ -348,9 +348,7 @@ class Planner:
         return self._layout(name)
 
     def _add_flat(self, model: dict[str, Whole], file: str) -> dict[str, tuple[int, int]]:
-        """Add this rank's stretches of the parameters, and return where each begins in its parameter, and how long it
-        is.
-        """
+        """Add this rank's stretches of the parameters; return where each begins in its parameter, and its length."""
         layout = self._ranks_file(file)
         found: dict[str, tuple[int, int]] = {}
         try:

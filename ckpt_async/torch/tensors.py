@@ -211,9 +211,8 @@ class _Place:
             raise ValueError(f"{len(self.shape)} dimensions")
         if not all(type(each) is int and each >= 0 for each in (*self.shape, self.begin, self.end)):
             raise ValueError("a size or offset that is no natural number")
-        if (
-            math.prod(max(1, each) for each in self.shape) >= 1 << 63
-        ):  # also beside a 0, where the size reveals nothing
+        # Also checked beside a 0, where the number of bytes reveals nothing.
+        if math.prod(max(1, each) for each in self.shape) >= 1 << 63:
             raise ValueError(f"a shape of {self.shape}")
         if self.end - self.begin != math.prod(self.shape) * self.dtype.itemsize:
             raise ValueError(f"{self.end - self.begin} bytes for {self.dtype} of shape {self.shape}")

@@ -63,8 +63,8 @@ def unshard(
     """Write the whole state of a checkpoint to one file, or into a folder.
 
     It runs in one process, without a process group. It reads DCP (also below `model_and_optim`, as written by OLMo and
-    OLMo-core, and that of ML Flashpoint), OLMo's `torch_legacy` and `local` sharded checkpoints and its unsharded ones,
-    and checkpoints that are one torch or safetensors file. `path` determines what is written:
+    OLMo-core, and that of ML Flashpoint), OLMo's `torch_legacy`, `local` and `olmo_core` sharded checkpoints and its
+    unsharded ones, and checkpoints that are one torch or safetensors file. `path` determines what is written:
 
     - `….pt` (`.pth`, `.bin`, `.ckpt`): the whole state; for OLMo's, rank 0's trainer state is in it as `train`;
     - `….safetensors`: the model's tensors (see `model_state`), or the whole state if it has nothing else;

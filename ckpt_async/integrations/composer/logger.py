@@ -175,7 +175,7 @@ class RemoteUploaderDownloader(LoggerDestination):
                 raise SettingsError("no trainer has run the event INIT of this logger")
             self._plain.put(path, key, overwrite=overwrite)
         except CkptAsyncError as error:
-            logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400 the message suffices
+            logger.error("plain_file_not_uploaded key=%s error=%s", key, error)  # noqa: TRY400  the message suffices
 
     def _key(self, remote_file_name: str) -> str:
         key = format_name_with_dist(
