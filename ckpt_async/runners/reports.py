@@ -64,9 +64,7 @@ class Reports:
             committed_at = forgotten.decided_at if forgotten.was_committed else None
             self._forgotten.append((id_.generation, id_.step, committed_at))
         new = (each for id_, each in engine.outcomes.items() if id_ not in self._told_outcomes)
-        self._decided.extend(
-            replace(each, reason=wire.shortened(each.reason, MAX_DECISION_BYTES)) for each in new
-        )
+        self._decided.extend(map(told, new))
         self._told_outcomes = set(engine.outcomes)
         while engine.failures:
             self._failures.append(wire.failure_fields(engine.failures.popleft()))
@@ -128,6 +126,11 @@ class Reports:
         )
         found = ((id_, engine.missing_ranks(id_)[:MAX_MISSING]) for id_ in itertools.islice(waiting, most))
         return [(id_, ranks) for id_, ranks in found if ranks]
+
+
+def told(decided: Decided) -> Decided:
+    """Return the decision with a reason that fits into a report."""
+    return replace(decided, reason=wire.shortened(decided.reason, MAX_DECISION_BYTES))
 
 
 class _Facts(Observer):

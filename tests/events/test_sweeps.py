@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -171,6 +172,22 @@ def test_a_second_sweeper_with_the_same_queue_still_sweeps_and_says_that_it_does
         first.close()
     assert receiver.raw == []
     assert "events_not_told" in capsys.readouterr().err
+
+
+def test_a_queue_that_could_not_be_opened_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpt_async.errors import JournalError
+    from ckpt_async.local import database
+    from ckpt_async.local.outbox import OwnOutbox
+
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            database, "connect", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("disk"))
+        )
+        with pytest.raises(JournalError):
+            OwnOutbox(tmp_path / "events")
+    OwnOutbox(tmp_path / "events").close()
 
 
 HALF = """

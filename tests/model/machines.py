@@ -180,7 +180,11 @@ class Steady(Protocol):
 
 
 class Reading(Steady):
-    """Begins with a committed checkpoint that a reader has taken a lease of."""
+    """Begins with a committed checkpoint that a reader has taken a lease of. Then only sweepers and engines run."""
+
+    work = None
+    read = None
+    pass_time = None
 
     def arrange(self) -> None:
         self.save_everywhere(num_shards=1)

@@ -1,7 +1,9 @@
 """Where the engine runs must make no difference to a trainer, except when somebody dies: then a process goes on."""
 
+import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +26,7 @@ from ckpt_async import (
     CheckpointAbortedError,
     CommitTimeoutError,
     FencedError,
+    NoSpaceError,
     SettingsError,
     StoreError,
     Uploader,
@@ -36,8 +39,10 @@ from ckpt_async.core.naming import MAX_SHARD_NAME_LENGTH
 from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
+from ckpt_async.runners import child, reports, wire
 from ckpt_async.runners import process as process_module
-from ckpt_async.runners import reports, wire
+from ckpt_async.saver import CheckpointSaver
+from ckpt_async.trainer.start import start_of
 from ckpt_async.transfer.budgets import MAX_SERIES
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
@@ -175,6 +180,70 @@ def test_checkpoints_are_committed_and_counted(runner: str, tmp_path: Path) -> N
         assert uploader.flush(PATIENCE_S).num_committed == 1
     assert json.loads((root / keys.LATEST).read_bytes())["step"] == 4
     assert is_free(tmp_path / "folder")
+
+
+@both
+def test_a_closed_uploader_still_says_what_became_of_a_checkpoint(runner: str, tmp_path: Path) -> None:
+    """A saver tells of its last saves once it has closed its uploader."""
+    committed = []
+    with CheckpointSaver(
+        tmp_path / "folder",
+        f"file://{tmp_path}/store",
+        save_interval="1ba",
+        runner=runner,
+        on_committed=lambda checkpoint: committed.append(checkpoint.name),
+    ) as saver:
+        for batch in (1, 2):
+            saver.step({"value": batch}, batch)
+    assert committed == ["ep0-ba1", "ep0-ba2"]
+    assert saver.uploader.is_committed(2)
+    assert not saver.uploader.is_committed(3)
+
+
+@both
+def test_closing_lets_go_of_the_folder_whatever_fails(
+    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploader = Uploader(tmp_path / "folder", f"file://{tmp_path}/store", runner=runner, **QUICK)
+    end = uploader._engine.end
+
+    def failing() -> None:
+        end()
+        raise MemoryError
+
+    monkeypatch.setattr(uploader._engine, "end", failing)
+    with pytest.raises(MemoryError):
+        uploader.close()
+    assert is_free(tmp_path / "folder")
+
+
+def test_a_runner_says_why_it_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer would wait two minutes for an answer, and then not know why."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise NoSpaceError("the file system is full")
+
+    monkeypatch.setattr(child, "Folder", full)
+    arguments = dict.fromkeys(("kind", "generation", "launch_id", "store_options", "settings_file"))
+    start = start_of(
+        tmp_path / "folder", f"file://{tmp_path}/store", rank=0, world_size=1, settings={}, **arguments
+    )
+
+    async def answers() -> list[Any]:
+        ours, theirs = wire.Channel.pair()
+        ours.socket.settimeout(PATIENCE_S)
+        child._Process().begin(theirs.socket)
+        with (tmp_path / "lock").open("w") as lock:
+            ours.send("start", start, logging.INFO, descriptors=(lock.fileno(),))
+        return [await asyncio.to_thread(ours.receive) for _ in range(3)]
+
+    here, refused, end = asyncio.run(answers())
+    assert (here, end) == (["here", os.getpid()], None)
+    assert refused[0] == "refused"
+    error = wire.error_from(refused[1])
+    assert (type(error), str(error)) == (NoSpaceError, "the file system is full")
+    held = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert str(tmp_path / "lock") not in held
 
 
 @both
@@ -838,7 +907,8 @@ def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
     assert {(each.generation, each.step) for each in Oracle(remote, 2).look()} >= {(1, 1), (2, 3)}
 
 
-def test_the_largest_report_fits_into_a_packet() -> None:
+@pytest.mark.parametrize("letter", ["e", "é", "\N{GRINNING FACE}", "\udce9"])
+def test_the_largest_report_fits_into_a_packet(letter: str) -> None:
     """One that does not would be tried for ever, or be cut short."""
     facts = reports._Facts(lambda: None)
     while len(facts.observed) < reports.MAX_FACTS:  # of series that are cut short at their end
@@ -848,14 +918,16 @@ def test_the_largest_report_fits_into_a_packet() -> None:
     id_ = CheckpointId(999_999, 999_999_999_999)
     report = {
         "observed": list(facts.observed)[: reports.MAX_FACTS],
-        "decided": [Decided(id_, Outcome.ABORT, "n" * 100, "r" * 200)] * reports.MAX_DECIDED,
+        "decided": [reports.told(Decided(id_, Outcome.ABORT, "n" * 100, letter * 2000))]
+        * reports.MAX_DECIDED,
         "failures": [
-            wire.failure_fields(
-                Failure(UploadFailedError("e" * wire.MAX_TEXT), id_, "s" * MAX_SHARD_NAME_LENGTH)
-            )
+            wire.failure_fields(Failure(UploadFailedError(letter * 2000), id_, "s" * MAX_SHARD_NAME_LENGTH))
         ]
         * reports.MAX_FAILURES,
         "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * reports.MAX_FORGOTTEN,
         "missing": [(id_, list(range(1000, 1000 + reports.MAX_MISSING)))] * reports.MAX_MISSING,
     }
-    assert len(wire.encode("report", report)) < wire.MAX_PACKET_BYTES
+    packet = wire.encode("report", report)
+    assert len(packet) < wire.MAX_PACKET_BYTES
+    text = json.loads(packet)[1]["failures"][0]["error"]["text"]
+    assert text[:1] == letter or not letter.isprintable()

@@ -77,6 +77,7 @@ class Answer:
     headers: list[tuple[str, str]] = field(default_factory=list)
     sent_bytes: int | None = None  # then the connection is cut
     is_silent: bool = False  # nothing is said until the peer is closed
+    declares_size: bool = True  # else the end of the connection is that of the body
 
 
 def as_json(status: int, value: object) -> Answer:
@@ -403,7 +404,11 @@ def _handler(peer: GcsPeer) -> type[PeerHandler]:
                 peer.closing.wait()
                 self.close_connection = True
                 return
-            lines = {"Content-Length": str(len(answer.body)), "Date": email.utils.formatdate(usegmt=True)}
+            lines = {"Date": email.utils.formatdate(usegmt=True)}
+            if answer.declares_size:
+                lines["Content-Length"] = str(len(answer.body))
+            else:
+                self.close_connection = True
             told = [*lines.items(), *answer.headers]
             head = "".join(f"{name}: {value}\r\n" for name, value in told)
             whole = f"HTTP/1.1 {answer.status} X\r\n{head}\r\n".encode()

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import time
+import tracemalloc
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -306,6 +307,29 @@ def test_a_byte_that_changes_on_the_way_back_is_found(run, peer):
             peer.meddle = flip
             with pytest.raises(IntegrityError):
                 await store.get("a", max_size_bytes=5)
+
+    run(body())
+
+
+def test_an_object_of_undeclared_size_is_read_within_its_limit(run, peer):
+    """A proxy that sends chunks may send them for ever."""
+    much = bytes(50 * MIB)
+
+    def endless(request, serve):
+        serve()
+        return Answer(200, memoryview(much), declares_size=False)
+
+    async def body():
+        async with opened(peer) as store:
+            await put(store, "a", b"hello")
+            peer.meddle = endless
+            tracemalloc.start()
+            try:
+                with pytest.raises(StoreError):
+                    await store.get("a", max_size_bytes=5)
+                assert tracemalloc.get_traced_memory()[1] < 10 * MIB
+            finally:
+                tracemalloc.stop()
 
     run(body())
 

@@ -1,18 +1,22 @@
 """What training is told of checkpoints that come to nothing, and what it may say of them without being ended."""
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
-from ckpt_async import CheckpointAbortedError, UploadFailedError
+from ckpt_async import CheckpointAbortedError, InvalidShardError, Uploader, UploadFailedError
 from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.records import decode_decision
 from ckpt_async.errors import InvalidNameError
+from ckpt_async.transfer import ahead
 from tests.stores.misbehaving import Meddled
-from tests.trainer.uploads import Open, decisions, wait_until, write
+from tests.trainer.uploads import Open, decisions, save, wait_until, write
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -123,3 +127,86 @@ def test_a_metric_that_is_not_a_number_is_rejected(opened: Open, value: Any) -> 
 def test_an_invalid_step_is_rejected(opened: Open, step: Any) -> None:
     with opened(Meddled()) as uploader, pytest.raises(InvalidNameError, match="must be a whole number"):
         uploader.seal(step)
+
+
+def counter(uploader: Uploader, name: str) -> float:
+    lines = generate_latest(uploader.metrics.registry).decode().splitlines()
+    return sum(float(each.split()[-1]) for each in lines if each.startswith(f"ckpt_async_{name}_total"))
+
+
+def test_a_checkpoint_that_was_given_up_does_not_come_back_with_the_next_enqueue(opened: Open) -> None:
+    """Its trainer may not know yet, and enqueues the rest. It would be uploaded for nothing, and counted twice."""
+
+    class Changing(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if key.endswith("a.pt"):
+                path.write_bytes(b"changed in place")
+
+    store = Changing()
+    with opened(store, on_error="warn") as uploader:
+        path = write(uploader, "step-1/a.pt", b"first")
+        uploader.enqueue(path, 1)
+        view = uploader._engine.view()
+        wait_until(lambda: bool(view.outcomes) and view.num_due == 0, uploader)
+        uploader.enqueue(write(uploader, "step-1/b.pt"), 1)
+        uploader.seal(1)
+        wait_until(lambda: CheckpointId(1, 1) not in uploader._engine.view().local.checkpoints, uploader)
+        with pytest.raises(CheckpointAbortedError, match="changed"):
+            uploader.wait(1, timeout_s=10)
+        save(uploader, 2, "c.pt")
+        uploader.wait(2, timeout_s=10)
+        assert counter(uploader, "checkpoints_aborted") == 1
+        spool = uploader.folder / ".ckpt_async/spool"
+        assert not list(spool.rglob("b.pt"))
+    assert decisions(store) == {CheckpointId(1, 1): "abort", CheckpointId(1, 2): "commit"}
+    assert not [
+        key for _, key in store.asked if key.endswith(("step-1.g1/b.pt", "000001-000000000001/00000.json"))
+    ]
+
+
+def test_a_file_that_is_given_up_while_a_part_is_on_its_way_leaves_nothing(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time the part has arrived, the checkpoint is settled and forgotten."""
+    part_bytes = 5 << 20
+    monkeypatch.setattr(ahead, "PART_BYTES", part_bytes)
+
+    class Slow(Meddled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_arrive = asyncio.Event()
+
+        async def before(self, operation: str, key: str) -> None:
+            if operation == "put_part":
+                await self.may_arrive.wait()
+
+    store = Slow()
+    with opened(store, on_error="warn", part_size_bytes=part_bytes) as uploader:
+        file = uploader.open(1, "big.bin")
+        file.write(b"x" * 2 * part_bytes)
+        file.flush()
+        wait_until(lambda: ("put_part", "ckpt/step-1.g1/big.bin") in store.asked, uploader)
+        file.abandon()
+        uploader.seal(1)  # with no shard: it is given up
+        wait_until(lambda: CheckpointId(1, 1) not in uploader._engine.view().local.checkpoints, uploader)
+        uploader._engine.runner.engine.state.loop.call_soon_threadsafe(store.may_arrive.set)
+        wait_until(lambda: ("abort_multipart", "ckpt/step-1.g1/big.bin") in store.asked, uploader)
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=10)
+        assert counter(uploader, "engine_restarts") == 0
+    assert not store.bucket.uploads
+
+
+@pytest.mark.parametrize("names", [("x", "x/y"), ("x/y", "x"), ("x/y/z", "x/y")])
+def test_a_shard_is_not_the_folder_of_another(opened: Open, names: tuple[str, str]) -> None:
+    with opened(Meddled()) as uploader:
+        for number, name in enumerate(names):
+            folder = uploader.folder / str(number)
+            write(uploader, f"{number}/{name}")
+            if number:
+                with pytest.raises(
+                    InvalidShardError, match=r"'x(/y)?' .* cannot also be the folder of other"
+                ):
+                    uploader.enqueue(folder, 1)
+            else:
+                uploader.enqueue(folder, 1)

@@ -179,3 +179,11 @@ def test_only_what_can_still_become_one_is_held() -> None:
     quiet = Found("quiet", "c", 1, "c", ("c/x",), is_waiting=True)
     assert [is_held(each, 1) for each in (waiting, unmarked, quiet)] == [True, False, False]
     assert [is_held(each, 2) for each in (waiting, unmarked)] == [True, True]
+
+
+def test_what_is_not_ours_among_the_links_is_left_alone(place: Place) -> None:
+    """A tool that copies the state leaves a folder of its own there."""
+    foreign = place.state / "lost+found"
+    foreign.mkdir()
+    place.start()
+    assert foreign.is_dir()
