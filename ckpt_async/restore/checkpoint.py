@@ -101,6 +101,8 @@ class Checkpoint:
         Raises InvalidNameError for an unknown rank, or for a glob that matches none of their files: a typo must not
         look like a success.
         """
+        if isinstance(ranks, int):
+            raise InvalidNameError(f"ranks={ranks} is a single rank: pass a list, [{ranks}]")
         for rank in ranks or ():
             if not 0 <= rank < self.world_size:
                 raise InvalidNameError(

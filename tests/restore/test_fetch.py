@@ -224,6 +224,12 @@ def test_a_flipped_bit_is_detected(any_run: Run, tmp_path: Path) -> None:
     found = restore.fetch_latest(any_run.url, tmp_path / "there")
     assert found is not None
     assert found[0].step == 10
+    (tmp_path / "there").rename(tmp_path / found[0].name)
+    cached = restore.fetch_latest(any_run.url, tmp_path / "there", local_cache=tmp_path)
+    assert cached is not None
+    assert cached[1].bytes_from == {"local": found[0].size_bytes}
+    with pytest.raises(InvalidNameError, match=r"ranks=0 is a single rank: pass a list, \[0\]"):
+        restore.fetch(found[0], tmp_path / "one", ranks=0)  # type: ignore[arg-type]
     assert [each.id.step for each in found[0].rejected] == [20]
     assert is_whole(found[1], files_of(10))
     assert left_in(tmp_path / "there") == sorted(found[0].files)
