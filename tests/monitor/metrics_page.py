@@ -18,26 +18,33 @@ Generated from `ckpt_async/monitor/definitions.py`; do not edit. To regenerate:
 
 ## Uploader
 
-Set `metrics_port` (0: any free port; N: port N + the rank's number on the node,
-from `LOCAL_RANK`, `SLURM_LOCALID` or MPI's variables) and let Prometheus scrape `/metrics` there;
-`/` is [a page for people](page.md).
-A taken port is logged and does not stop training. To use your own server, give it `uploader.metrics.registry`.
-`run` is the URL of the remote. A rank has at most 60 series, with every kind of failure, four more with a
-`CheckpointSaver` and eight more with a watcher (`ckpt-async watch`, `run`), which are absent without one.
+Set `metrics_port` (0: any free port; N: port N + the rank's number on the node, from `LOCAL_RANK`, `SLURM_LOCALID` or
+MPI's variables) and let Prometheus scrape `/metrics` there. `/` is [the live page](page.md).
+
+- A taken port is logged and does not stop training.
+- To use your own server, pass it `uploader.metrics.registry`.
+- `run` is the URL of the remote.
+- A rank has at most 60 series, including every kind of failure. With a `CheckpointSaver` there are four more, with a
+  watcher (`ckpt-async watch`, `run`) eight more.
 
 """
 
 _AFTERWORD = """
-**(N)**: read from the folder's journals, for all ranks of the node. Every port of a node exports the same values, so
-use `max by (run, state)` over a node's ports, not `sum`. A sweeper exports them for its folders, including what killed
-trainers left. While the journal cannot be read they are absent. `checkpoints_retained` may lag by a hundred times the
-time it takes to replay the journal. Everything else is counted by the process itself and starts at 0 with it.
+**(N)** metrics are read from the folder's journals, for all ranks of the node:
+
+- Every port of a node exports the same values, so use `max by (run, state)` over a node's ports, not `sum`.
+- A sweeper exports them for its folders, including the uploads that killed trainers left.
+- They are absent while the journal cannot be read.
+- `ckpt_async_checkpoints_retained` may lag by a hundred times the time it takes to replay the journal.
+
+All other metrics are counted by the process itself and start at 0 with it.
 
 ## Sweeper
 
 `ckpt-async sweep --interval S --metrics-port P` (0: any free port) serves on `metrics_address`; to use your own server,
-take `Sweeper.metrics.registry`. `target` is a folder or the URL of a remote; the log says why it fails. (N) is read
-from the journals of its folders, with a delay of at most a hundred times the time it takes to read them.
+pass it `Sweeper.metrics.registry`. `target` is a folder or the URL of a remote; the log has the reason if it fails. (N)
+metrics are read from the journals of its folders, with a delay of at most a hundred times the time it takes to read
+them.
 
 """
 
@@ -45,10 +52,11 @@ from the journals of its folders, with a delay of at most a hundred times the ti
 _COMMANDS = """
 ## Commands
 
-`drain`, `verify`, `pull`, `prune` and `sweep --once` write a file for the textfile collector of node_exporter with
-`--metrics-file /var/lib/node_exporter/ckpt_async_drain.prom`: at their end, well or not, and as a whole. `target` is
-the folder or the remote. Give each command and target a file of its own. What is in a file is exported until the next
-run: alert on `time() - ckpt_async_command_completed_timestamp_seconds` and on `ckpt_async_command_exit_code != 0`.
+With `--metrics-file /var/lib/node_exporter/ckpt_async_drain.prom`, `drain`, `verify`, `pull`, `prune` and
+`sweep --once` write a file for the textfile collector of node_exporter. They write it atomically when they end, whether
+they succeed or fail. `target` is the folder or the remote. Use a separate file for each command and target. A file is
+exported until the next run: alert on `time() - ckpt_async_command_completed_timestamp_seconds` and on
+`ckpt_async_command_exit_code != 0`.
 
 """
 
@@ -56,15 +64,20 @@ run: alert on `time() - ckpt_async_command_completed_timestamp_seconds` and on `
 _OTEL = """
 ## OpenTelemetry
 
-Where `opentelemetry-api` is installed (extra `opentelemetry`) and your process has set up an SDK before it opens the
-`Uploader`, all metrics of an uploader go there too, under these names; histograms with the same buckets. Without the
-API nothing of it is imported, and without an SDK it does nothing. The sweeper has no part in it.
+If `opentelemetry-api` is installed (extra `opentelemetry`) and your process has set up an SDK before it opens the
+`Uploader`, all metrics of an uploader are also exported there, under these names; histograms have the same buckets.
+Without the API nothing is imported; without an SDK nothing is exported. The sweeper does not support OpenTelemetry.
 
-Traces, on each rank: a span `ckpt_async.checkpoint` from the first shard's `enqueue` to the commit as this rank saw it,
-with `ckpt_async.run`, `ckpt_async.rank`, `ckpt_async.step` and `ckpt_async.outcome` (`committed`, or `given_up` with
-the reason as the error), and in it a span `ckpt_async.upload` for each shard, or each series of small ones
-(`ckpt_async.shards` of them), up to the last 200. They are roots of their own, made when the checkpoint is decided.
-What waits for ranks that never come has no span; a shard that failed has none.
+Traces, on each rank:
+
+- a span `ckpt_async.checkpoint` from the first shard's `enqueue` to the commit as this rank saw it, with
+  `ckpt_async.run`, `ckpt_async.rank`, `ckpt_async.step` and `ckpt_async.outcome` (`committed`, or `given_up` with the
+  reason as the error);
+- in it a span `ckpt_async.upload` for each shard, or each series of small ones (`ckpt_async.shards` of them), up to the
+  last 200.
+
+The checkpoint spans are root spans, created when the checkpoint is decided. A checkpoint that waits for ranks that
+never come has no span, and a failed shard has none.
 """
 
 
