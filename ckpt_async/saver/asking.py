@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import ckpt_async.torch as ckpt
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Asking:
-    """Not thread-safe, but for `ask`, which may also be called by a signal handler."""
+    """For the trainer's thread. Any thread may call `ended` and `ask`; a signal handler may call `ask`."""
 
     def __init__(
         self,
@@ -36,12 +37,15 @@ class Asking:
         self._schedule, self._clock, self._tell_chosen = schedule, clock, chosen
         self._has_clock = schedule.needs_clock and rank == 0
         self._saved_at = {Due.EPHEMERAL: clock(), Due.YES: clock()}
+        self._ended_at: deque[float] = deque()  # what `answer` has not seen yet
 
     def ask(self, kept: Due) -> None:
         self._vote.wish(kept)
 
     def answer(self) -> Due:
         """Once per training step, on all ranks: what was asked for, the same on all."""
+        while self._ended_at:
+            self.meter.save_ended(self._ended_at.popleft())
         if self._has_clock:
             now = self._clock()
             for kept, rules in ((Due.YES, self._schedule.rules), (Due.EPHEMERAL, self._schedule.ephemeral)):
@@ -64,7 +68,7 @@ class Asking:
 
     def ended(self) -> None:
         """A save was committed, or given up. Any thread."""
-        self.meter.save_ended(self._clock())
+        self._ended_at.append(self._clock())
 
     def _interval_s(self, rules: Rules) -> float | None:
         chosen = None if rules.auto is None else self._chosen_s(rules.auto)

@@ -100,7 +100,6 @@ class Meter:
         self._undisturbed_s: deque[float] = deque(maxlen=_STEPS)
         self._costs: deque[Cost] = deque(maxlen=_SAVES)
         self._stepped_at: float | None = None
-        self._was_saving = False
         self._begun_at: float | None = None
         self._blocked_s = self._lost_s = 0.0
 
@@ -127,11 +126,10 @@ class Meter:
         if self._stepped_at is None:
             return
         took_s = now_s - self._stepped_at
-        if self._begun_at is None and not self._was_saving:
+        if self._begun_at is None:
             self._undisturbed_s.append(took_s)
         elif self.step_s is not None:
             self._lost_s += took_s - self.step_s
-        self._was_saving = self._begun_at is not None
 
     def step_began(self, now_s: float) -> None:
         """Training goes on."""
