@@ -323,10 +323,10 @@ class CheckpointSaver:
 
     def _save(self, state: State, now: Timestamp, due: Due, metrics: Mapping[str, float] | None) -> None:
         began_s = time.monotonic()
-        self._asking.began(due)
+        self._asking.began(due, now.step)
         checkpoint = self._saving.save(state, now, due, metrics)
         blocked_s = time.monotonic() - began_s
-        self._asking.meter.blocked(blocked_s)
+        self._asking.meter.save_began(now.step, began_s, blocked_s)
         self._metrics.save_blocked(blocked_s)
         logger.info(
             "checkpoint_taken name=%s step=%d blocked_s=%.3f", checkpoint.name, checkpoint.step, blocked_s

@@ -83,7 +83,7 @@ class Saving:
         files: Files,
         what: What,
         hooks: Hooks,
-        ended: Callable[[], None],
+        ended: Callable[[int], None],
     ) -> None:
         self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
         self._buffers = ckpt.SnapshotBuffers()
@@ -238,7 +238,7 @@ class Saving:
                 self._hooks.committed(each)
             else:
                 self._hooks.failed(each, error)
-            self._ended()
+            self._ended(each.step)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until nothing is being written. Returns whether that is so."""
@@ -264,6 +264,7 @@ class Saving:
         with contextlib.suppress(CkptAsyncError):
             self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
         self._tell(checkpoint, failure)
+        self._ended(checkpoint.step)
 
     def _tell(self, checkpoint: SavedCheckpoint, failure: SaveFailedError) -> None:
         logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, failure.__cause__)
@@ -273,7 +274,6 @@ class Saving:
             self._num_ended += 1
             self._changed.notify_all()
         self._hooks.failed(checkpoint, failure)
-        self._ended()
 
 
 def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailedError:
