@@ -119,6 +119,8 @@ class Saving:
             self._uploader.check_takes(now.step, checkpoint.name)
             ending = self._begin(checkpoint, value, metrics)
         except FencedError:
+            with self._changed:
+                self._count_end()
             raise
         except (Exception, CheckpointException) as error:  # noqa: BLE001  kept: training goes on
             self._failed(checkpoint, error)
@@ -212,8 +214,7 @@ class Saving:
             self.saved.append(checkpoint)
             self.newest_step = checkpoint.step
             self._undecided.append(checkpoint)
-            self._num_ended += 1
-            self._changed.notify_all()
+            self._count_end()
         self._uploader.metrics.save_finished("ok")
         self._hooks.saved(checkpoint)
 
@@ -252,6 +253,11 @@ class Saving:
             before = self._num_begun
             self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
 
+    def _count_end(self) -> None:
+        """Call it with the lock held."""
+        self._num_ended += 1
+        self._changed.notify_all()
+
     def take_failure(self) -> SaveFailedError | None:
         """What was not saved since the last call."""
         with self._lock:
@@ -271,8 +277,7 @@ class Saving:
         self._uploader.metrics.save_finished("failed")
         with self._lock:
             self._failures.append(failure)
-            self._num_ended += 1
-            self._changed.notify_all()
+            self._count_end()
         self._hooks.failed(checkpoint, failure)
 
 

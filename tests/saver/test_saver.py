@@ -17,6 +17,7 @@ from ckpt_async import restore
 from ckpt_async import torch as ckpt
 from ckpt_async.errors import (
     CheckpointConflictError,
+    FencedError,
     FormatError,
     SaveFailedError,
     SettingsError,
@@ -470,6 +471,27 @@ def test_a_save_can_be_asked_for(open_saver: Open, remote: str) -> None:
     saver.close()
     assert steps_of(remote) == [3, 5]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_flush_before_sigterm_does_not_wait_for_saves_that_a_newer_start_has_ended(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fenced(*_: object) -> None:
+        raise FencedError("a newer start")
+
+    saver = open_saver(save_interval="1ba", saves_last=False)
+    monkeypatch.setattr(saver.uploader, "check_takes", fenced)
+    for batch in (1, 2):
+        with pytest.raises(FencedError):
+            saver.step(dict, batch)
+    flush = threading.Thread(target=saver.uploader.before_sigterm_flush, args=(60.0,), daemon=True)
+    flush.start()
+    flush.join(0.5)
+    assert flush.is_alive()  # it waits for the next save
+    with pytest.raises(FencedError):
+        saver.step(dict, 3)
+    flush.join(10)
+    assert not flush.is_alive()
 
 
 def test_a_saver_goes_on_where_its_state_was(open_saver: Open, tmp_path: Path) -> None:
