@@ -51,6 +51,7 @@ class LocalOnly:
         is_trusted = self.settings.allow_unknown_filesystem
         self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
         self.folder = self._folder.path
+        self.checkpoints_folder = self.folder / self.kind
         self.metrics = Metrics("", self._folder)
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
         self.before_exit: Callable[[float], object] = lambda _: None

@@ -339,6 +339,16 @@ def test_without_a_remote_files_are_kept_linked_and_pruned_here(open_saver: Open
     assert open_saver(remote=None, overwrite=True).load_latest()["batch"] == 7
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_without_a_remote_sharded_checkpoints_are_kept_and_pruned_here(
+    open_saver: Open, tmp_path: Path
+) -> None:
+    with open_saver(remote=None, sharded=True, kind="shards", num_checkpoints_to_keep=1) as saver:
+        Training().run(saver, 1, 4)
+    assert [each.name for each in (tmp_path / "local/shards").iterdir()] == ["ep0-ba4"]
+    assert (tmp_path / "local/latest-shards-rank0.pt/.metadata").is_file()
+
+
 def test_a_damaged_checkpoint_is_passed_over(open_saver: Open, tmp_path: Path, remote: str) -> None:
     with open_saver() as saver:
         Training().run(saver, 1, 4)
