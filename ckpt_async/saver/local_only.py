@@ -12,7 +12,7 @@ from ckpt_async.core import arguments, keys, launch, naming, retention
 from ckpt_async.core.model import CheckpointId, FileIdentity
 from ckpt_async.core.retention import Candidate
 from ckpt_async.errors import CommitTimeoutError, SealedError, SettingsError
-from ckpt_async.local.durable import fsync_path, point_symlink
+from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.links import identity_of
 from ckpt_async.local.settings_file import load_settings
@@ -86,8 +86,10 @@ class LocalOnly:
         """Durable on return."""
         self.check_takes(step, name)
         paths = [self.folder / source for source, _ in self._files.setdefault(step, [])]
-        for each in {*paths, *(path.parent for path in paths)}:
-            fsync_path(each)
+        for path in paths:
+            fsync_path(path)
+        for folder in with_those_above({str(path.parent) for path in paths}, str(self.folder)):
+            fsync_path(folder)
         id_ = CheckpointId(0, arguments.whole(step, "step", 0, keys.MAX_STEP))
         self._sealed[step] = Candidate(id_, naming.checkpoint_name(name, step), metrics=dict(metrics or {}))
         if paths and self.settings.latest_filename:
