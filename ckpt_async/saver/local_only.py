@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class LocalOnly:
         world_size: int | None = None,
         settings_file: str | os.PathLike[str] | None = None,
         launch_id: str | None = None,  # noqa: ARG002  no start has to be told from another
+        clock: Callable[[], float] = time.time,
         **settings: Any,
     ) -> None:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
@@ -55,11 +57,13 @@ class LocalOnly:
         self.metrics = Metrics("", self._folder)
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
         self.before_exit: Callable[[float], object] = lambda _: None
-        self._kept = retention.keep_local(
+        self._clock = clock
+        self._policy = retention.keep_local(
             self.settings.num_checkpoints_to_keep, self.settings.local_retention
         )
         self._files: dict[int, list[tuple[str, FileIdentity]]] = {}
-        self._sealed: dict[int, Candidate] = {}
+        self._sealed: set[int] = set()
+        self._kept: dict[CheckpointId, Candidate] = {}  # what was sealed and is not pruned
 
     def check_takes(self, step: int, name: str | None = None) -> None:
         naming.checkpoint_name(name, step)
@@ -91,7 +95,9 @@ class LocalOnly:
         for folder in with_those_above({str(path.parent) for path in paths}, str(self.folder)):
             fsync_path(folder)
         id_ = CheckpointId(0, arguments.whole(step, "step", 0, keys.MAX_STEP))
-        self._sealed[step] = Candidate(id_, naming.checkpoint_name(name, step), metrics=dict(metrics or {}))
+        self._sealed.add(step)
+        name, values = naming.checkpoint_name(name, step), dict(metrics or {})
+        self._kept[id_] = Candidate(id_, name, committed_at=self._clock(), metrics=values)
         if paths and self.settings.latest_filename:
             link = self.folder / naming.fill(self.settings.latest_filename, rank=self.rank)
             point_symlink(link, paths[0] if len(paths) == 1 else paths[0].parent, self._folder.private)
@@ -101,10 +107,11 @@ class LocalOnly:
         """Nobody waits for it."""
 
     def _prune(self) -> None:
-        kept = self._kept.keep(sorted(self._sealed.values(), key=lambda each: each.id))
-        for step in [step for step, each in self._sealed.items() if each.id not in kept]:
-            for source, identity in self._files.pop(step, []):
+        kept = self._policy.keep([self._kept[id_] for id_ in sorted(self._kept)])
+        for id_ in self._kept.keys() - kept.keys():
+            for source, identity in self._files[id_.step]:
                 self._folder.remove_source(source, identity)
+            del self._kept[id_], self._files[id_.step]
             self.metrics.checkpoint_pruned("local")
 
     def is_committed(self, step: int) -> bool:
