@@ -169,6 +169,8 @@ class CheckpointSaver:
     ) -> None:
         self._metrics = self.uploader.metrics
         self._resuming = Resuming(files, self.uploader, store_options)
+        if self._past.decided is not None and self._past.decided.batch > 0:
+            self._resuming.continue_run()
         self._asking = Asking(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
         self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
         self._metrics.saver_opened()
@@ -301,6 +303,7 @@ class CheckpointSaver:
             )
         if state["timestamp"] is not None:
             self._past = Past(decided=Timestamp.from_state_dict(state["timestamp"]))
+        self._resuming.continue_run()
         self._saving.saved = [SavedCheckpoint.from_state_dict(each) for each in state["saved_checkpoints"]]
 
     def __enter__(self) -> Self:

@@ -339,6 +339,31 @@ def test_without_a_remote_files_are_kept_linked_and_pruned_here(open_saver: Open
     assert open_saver(remote=None, overwrite=True).load_latest()["batch"] == 7
 
 
+@pytest.mark.parametrize(
+    ("way", "left"),
+    [
+        ("resume_from", [5, 6]),
+        ("load_latest", [5, 6]),
+        ("load_state_dict", [5, 6]),
+        ("none", [3, 4, 5, 6]),  # as far as anybody knows, it is another run
+    ],
+)
+def test_without_a_remote_a_run_prunes_what_it_saved_before_a_restart(
+    open_saver: Open, tmp_path: Path, way: str, left: list[int]
+) -> None:
+    options: dict[str, Any] = {"remote": None, "num_checkpoints_to_keep": 2, "save_interval": "1ba"}
+    with open_saver(**options) as first:
+        Training().run(first, 1, 4)
+    options |= {"resume_from": 4} if way == "resume_from" else {"overwrite": True}
+    with open_saver(**options) as second:
+        if way == "load_latest":
+            assert second.load_latest()["batch"] == 4
+        elif way == "load_state_dict":
+            second.load_state_dict(first.state_dict())
+        Training().run(second, 5, 6)
+    assert sorted(int(each.name[6:-9]) for each in (tmp_path / "local").glob("ep*")) == left
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_without_a_remote_sharded_checkpoints_are_kept_and_pruned_here(
     open_saver: Open, tmp_path: Path
