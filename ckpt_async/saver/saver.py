@@ -45,9 +45,9 @@ class CheckpointSaver:
 
         saver = CheckpointSaver("{run_name}/checkpoints", "s3://bucket/{run_name}", run_name="llm-7b",
                                 save_interval="500ba", num_checkpoints_to_keep=3)
-        for batch in loader:
-            train(batch)
-            saver.step(lambda: {"model": model.state_dict(), …}, Timestamp(epoch=1, batch=42))
+        for batch, data in enumerate(loader, start=1):
+            train(data)
+            saver.step(lambda: {"model": model.state_dict(), "batch": batch}, batch)
         saver.close()
 
     Every rank makes one, with the same arguments, and calls `step` after every training step. The first rank writes
