@@ -11,7 +11,7 @@ from ckpt_async.core.local_state import LocalCheckpoint, LocalShard
 from ckpt_async.core.model import Failed, MadeDurable
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason
-from ckpt_async.local.durable import fsync_path, is_final, write_durably
+from ckpt_async.local.durable import fsync_path, is_final, with_those_above, write_durably
 
 
 async def make_durable(state: State, action: decide.MakeDurable) -> None:
@@ -41,7 +41,7 @@ async def make_durable(state: State, action: decide.MakeDurable) -> None:
 
 def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[LocalShard]) -> list[Failed]:
     """Fsync the shards, and every folder on the way to them and to their links. Returns the shards that are lost."""
-    failed, top = [], str(state.folder.path)
+    failed = []
     folders = {f"{state.folder.private}/{keys.spool_checkpoint(checkpoint.id, state.rank)}"}
     for each in shards:
         path = state.path(checkpoint, each)
@@ -57,11 +57,7 @@ def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[Loc
             failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
         folders.add(path.rpartition("/")[0])
         folders.add(state.users_path(each).rpartition("/")[0])
-    for folder in folders.copy():
-        above = folder
-        while len(above) > len(top) and (above := above.rpartition("/")[0]) not in folders:
-            folders.add(above)
-    for folder in folders:
+    for folder in with_those_above(folders, str(state.folder.path)):
         with contextlib.suppress(FileNotFoundError):
             fsync_path(folder)
     return failed

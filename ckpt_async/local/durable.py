@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt_async.errors import InvalidNameError
@@ -35,6 +36,18 @@ def fsync_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     except OSError as error:
         raise FsyncError(error.errno, f"fsync failed ({error.strerror})", os.fspath(path)) from error
+
+
+def with_those_above(folders: Iterable[str], top: str) -> set[str]:
+    """These folders, which are in `top`, and every folder on the way to them, `top` included. All of them must be
+    fsynced, or power loss may take a new folder with everything in it.
+    """
+    found = set(folders)
+    for folder in found.copy():
+        above = folder
+        while len(above) > len(top) and (above := above.rpartition("/")[0]) not in found:
+            found.add(above)
+    return found
 
 
 def write_durably(path: Path, data: bytes) -> None:

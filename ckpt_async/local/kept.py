@@ -43,14 +43,14 @@ def drop(folder: Folder, rank: int, checkpoint: CheckpointId) -> None:
 
 def drop_gone(folder: Folder, rank: int) -> None:
     """Drop the checkpoints none of whose files exists any more, for trainers that rotate files themselves."""
-    for id_, enqueued, _ in _manifests(folder.private, rank):
+    for id_, enqueued, _ in manifests(folder.private / keys.kept_rank(rank)):
         if not any(folder.is_same(each.shard.source, each.shard.identity) for each in enqueued):
             drop(folder, rank, id_)
 
 
 def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event]]]:
     """Yield what the journal knew of each checkpoint when it was set aside, the oldest first."""
-    for id_, enqueued, sealed in _manifests(folder.private, rank):
+    for id_, enqueued, sealed in manifests(folder.private / keys.kept_rank(rank)):
         committed = Decided(id_, Outcome.COMMIT, sealed.name if sealed else f"step-{id_.step}")
         yield id_, [*enqueued, *([sealed] if sealed else []), committed, Released(id_)]
 
@@ -58,13 +58,12 @@ def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event
 def sources(private: Path) -> Iterator[tuple[str, FileIdentity]]:
     """Yield the files of the checkpoints that any rank has set aside."""
     for place in private.glob("kept/rank-*"):
-        rank = place.name.removeprefix("rank-")
-        for _, enqueued, _ in _manifests(private, int(rank)) if rank.isdecimal() else ():
+        for _, enqueued, _ in manifests(place):
             yield from ((each.shard.source, each.shard.identity) for each in enqueued)
 
 
-def _manifests(private: Path, rank: int) -> Iterator[tuple[CheckpointId, list[Enqueued], Sealed | None]]:
-    place = private / keys.kept_rank(rank)
+def manifests(place: Path) -> Iterator[tuple[CheckpointId, list[Enqueued], Sealed | None]]:
+    """Those in a folder, the oldest first. What cannot be understood is logged and left out."""
     try:
         names = sorted(os.listdir(place))
     except FileNotFoundError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import ckpt_async.torch as ckpt
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 class Asking:
     """Decides, together with the other ranks, whether a save was asked for.
 
-    Not thread-safe, except for `ask`, which may also be called from a signal handler.
+    Belongs to the trainer's thread, except for `ended` and `ask`, which any thread may call; a signal handler may call
+    `ask`.
     """
 
     def __init__(
@@ -39,46 +41,55 @@ class Asking:
             ckpt.require_vote(self._vote, world_size, "a save by the clock")
         self._schedule, self._clock, self._tell_chosen = schedule, clock, chosen
         self._has_clock = schedule.needs_clock and rank == 0
-        self._saved_at = {Due.EPHEMERAL: clock(), Due.YES: clock()}
+        # Of the last save: when it began, and its step (None: there was none).
+        self._last: dict[Due, tuple[float, int | None]] = dict.fromkeys(
+            (Due.EPHEMERAL, Due.YES), (clock(), None)
+        )
+        self._ends: deque[tuple[int, float]] = deque()  # step and time, which `answer` has not seen yet
 
     def ask(self, kept: Due) -> None:
         self._vote.wish(kept)
 
     def answer(self) -> Due:
         """Return what was asked for, which is the same on all ranks. Call it once per training step, on all ranks."""
+        while self._ends:
+            self.meter.save_ended(*self._ends.popleft())
         if self._has_clock:
             now = self._clock()
             for kept, rules in ((Due.YES, self._schedule.rules), (Due.EPHEMERAL, self._schedule.ephemeral)):
-                interval_s = self._interval_s(rules)
-                if interval_s is not None and now - self._saved_at[kept] >= interval_s:
+                saved_at, step = self._last[kept]
+                interval_s = self._interval_s(rules, is_open=self.meter.is_open(step))
+                if interval_s is not None and now - saved_at >= interval_s:
                     self._vote.wish(kept)
         return Due(self._vote.step())
 
-    def began(self, kept: Due) -> None:
+    def began(self, kept: Due, step: int) -> None:
         """Record that all ranks save now, which fulfils what was asked for."""
         now = self._clock()
         for each in (Due.EPHEMERAL, kept):
-            self._saved_at[each] = now
+            self._last[each] = (now, step)
         self._vote.withdraw(kept)
-        self.meter.save_began(now)
 
     def leave(self) -> None:
         """Tell the other ranks that this one takes no more steps."""
         self._vote.leave()
 
-    def ended(self) -> None:
-        """Record that a save was committed or given up. May be called from any thread."""
-        self.meter.save_ended(self._clock())
+    def ended(self, step: int) -> None:
+        """Record that the save of this step was committed or given up. May be called from any thread."""
+        self._ends.append((step, self._clock()))
 
-    def _interval_s(self, rules: Rules) -> float | None:
-        chosen = None if rules.auto is None else self._chosen_s(rules.auto)
+    def _interval_s(self, rules: Rules, *, is_open: bool) -> float | None:
+        chosen = None if rules.auto is None else self._chosen_s(rules.auto, is_open=is_open)
         given = [each for each in (rules.clock_s, chosen) if each is not None]
         return min(given, default=None)
 
-    def _chosen_s(self, auto: Auto) -> float:
+    def _chosen_s(self, auto: Auto, *, is_open: bool) -> float:
+        """`is_open`: the last save is still on its way. It takes longer than it has taken so far, so nobody knows yet
+        how long the interval must be.
+        """
         choice = choose(auto, self.meter.cost)
         if choice != self.interval:
             logger.info("save_interval interval_s=%.1f reason=%r", choice.interval_s, choice.reason)
             self.interval = choice
             self._tell_chosen(choice.interval_s)
-        return choice.interval_s
+        return auto.max_s if is_open else choice.interval_s

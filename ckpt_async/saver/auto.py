@@ -29,7 +29,8 @@ class Auto:
 
     `mtbf_s` is the mean time between failures of the whole job; if it is given, training saves no more often than pays
     off. The first save comes `first_s` after the start and tells what a save costs. The interval stays between `min_s`
-    and `max_s`, and is never shorter than an upload takes.
+    and `max_s`, and is never shorter than an upload takes: no save begins while the last one is on its way, unless
+    that takes longer than `max_s`.
     """
 
     overhead: float = 0.01
@@ -93,6 +94,15 @@ def choose(auto: Auto, cost: Cost | None) -> Choice:
     return longest
 
 
+@dataclass(slots=True)
+class _Open:
+    """A save that is on its way."""
+
+    began_at: float
+    blocked_s: float
+    lost_s: float = 0.0  # by slower steps
+
+
 class Meter:
     """Measures what saves cost from the times at which training steps begin and end.
 
@@ -103,9 +113,7 @@ class Meter:
         self._undisturbed_s: deque[float] = deque(maxlen=_STEPS)
         self._costs: deque[Cost] = deque(maxlen=_SAVES)
         self._stepped_at: float | None = None
-        self._was_saving = False
-        self._begun_at: float | None = None
-        self._blocked_s = self._lost_s = 0.0
+        self._open: dict[int, _Open] = {}  # by step, the newest last
 
     @property
     def cost(self) -> Cost | None:
@@ -130,27 +138,26 @@ class Meter:
         if self._stepped_at is None:
             return
         took_s = now_s - self._stepped_at
-        if self._begun_at is None and not self._was_saving:
+        if not self._open:
             self._undisturbed_s.append(took_s)
         elif self.step_s is not None:
-            self._lost_s += took_s - self.step_s
-        self._was_saving = self._begun_at is not None
+            newest = next(reversed(self._open.values()))  # what training loses is counted once
+            newest.lost_s += took_s - self.step_s
 
     def step_began(self, now_s: float) -> None:
         """Record that training goes on."""
         self._stepped_at = now_s
 
-    def save_began(self, now_s: float) -> None:
-        if self._begun_at is not None:  # the previous save is not decided yet
-            self.save_ended(now_s)
-        self._begun_at, self._blocked_s, self._lost_s = now_s, 0.0, 0.0
+    def save_began(self, step: int, began_at_s: float, blocked_s: float) -> None:
+        """Record that the save of this step is on its way; it blocked training for `blocked_s`."""
+        self._open[step] = _Open(began_at_s, blocked_s)
 
-    def blocked(self, duration_s: float) -> None:
-        self._blocked_s += duration_s
+    def is_open(self, step: int | None) -> bool:
+        """Whether the save of this step is on its way."""
+        return step in self._open
 
-    def save_ended(self, now_s: float) -> None:
-        """Record that the save was committed or given up."""
-        if self._begun_at is not None:
-            total_s = now_s - self._begun_at
-            self._costs.append(Cost(self._blocked_s, max(0.0, self._lost_s), total_s))
-            self._begun_at = None
+    def save_ended(self, step: int, now_s: float) -> None:
+        """Record that the save of this step was committed or given up."""
+        save = self._open.pop(step, None)
+        if save is not None:
+            self._costs.append(Cost(save.blocked_s, max(0.0, save.lost_s), now_s - save.began_at))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import arguments, keys, launch, naming, retention
-from ckpt_async.core.model import CheckpointId, FileIdentity
+from ckpt_async.core.model import CheckpointId, Sealed, Shard
 from ckpt_async.core.retention import Candidate
 from ckpt_async.errors import CommitTimeoutError, SealedError, SettingsError
-from ckpt_async.local.durable import fsync_path, point_symlink
+from ckpt_async.local import sealed
+from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.links import identity_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.metrics import Metrics
+from ckpt_async.trainer.checkpoints import metric_values
 from ckpt_async.trainer.closing import FlushReport
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class LocalOnly:
         world_size: int | None = None,
         settings_file: str | os.PathLike[str] | None = None,
         launch_id: str | None = None,  # noqa: ARG002  starts need not be told apart
+        clock: Callable[[], float] = time.time,
         **settings: Any,
     ) -> None:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
@@ -53,14 +57,25 @@ class LocalOnly:
         is_trusted = self.settings.allow_unknown_filesystem
         self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
         self.folder = self._folder.path
+        self.checkpoints_folder = self.folder / self.kind
         self.metrics = Metrics("", self._folder)
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
         self.before_exit: Callable[[float], object] = lambda _: None
-        self._kept = retention.keep_local(
+        self._clock = clock
+        self._policy = retention.keep_local(
             self.settings.num_checkpoints_to_keep, self.settings.local_retention
         )
-        self._files: dict[int, list[tuple[str, FileIdentity]]] = {}
-        self._sealed: dict[int, Candidate] = {}
+        self._shards: dict[int, list[Shard]] = {}  # of the steps that are not sealed yet
+        self._sealed: set[int] = set()
+        self._kept: dict[CheckpointId, tuple[Sealed, list[Shard]]] = {}  # what was sealed and is not pruned
+        self._earlier = {each[0].checkpoint: each for each in sealed.read(self._folder, self.rank)}
+        # Counts launches, so that a step that is saved again is newer than what an earlier launch saved.
+        self._generation = max((each.generation for each in self._earlier), default=0) + 1
+
+    def continue_run(self) -> None:
+        """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
+        self._kept.update(self._earlier)
+        self._earlier = {}
 
     def check_takes(self, step: int, name: str | None = None) -> None:
         naming.checkpoint_name(name, step)
@@ -81,16 +96,24 @@ class LocalOnly:
         sources = self._folder.walk(*([f"{root}/{each}" for each in files] or [root]))
         for source in sources:
             facts = os.stat(self.folder / source, follow_symlinks=False)
-            self._files.setdefault(step, []).append((source, identity_of(facts)))
+            shard = Shard(source, source, identity_of(facts), is_linked=False)
+            self._shards.setdefault(step, []).append(shard)
 
     def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Fsync the files of the step; they are durable on return."""
         self.check_takes(step, name)
-        paths = [self.folder / source for source, _ in self._files.setdefault(step, [])]
-        for each in {*paths, *(path.parent for path in paths)}:
-            fsync_path(each)
-        id_ = CheckpointId(0, arguments.whole(step, "step", 0, keys.MAX_STEP))
-        self._sealed[step] = Candidate(id_, naming.checkpoint_name(name, step), metrics=dict(metrics or {}))
+        id_ = CheckpointId(self._generation, arguments.whole(step, "step", 0, keys.MAX_STEP))
+        values = metric_values(metrics or {}, step)
+        shards = self._shards.get(step, [])
+        paths = [self.folder / each.source for each in shards]
+        for path in paths:
+            fsync_path(path)
+        for folder in with_those_above({str(path.parent) for path in paths}, str(self.folder)):
+            fsync_path(folder)
+        self._sealed.add(step)
+        self._shards.pop(step, None)
+        name = naming.checkpoint_name(name, step)
+        self._note(Sealed(id_, name, self.world_size, values, sealed_at=self._clock()), shards)
         if paths and self.settings.latest_filename:
             link = self.folder / naming.fill(self.settings.latest_filename, rank=self.rank)
             point_symlink(link, paths[0] if len(paths) == 1 else paths[0].parent, self._folder.private)
@@ -99,12 +122,41 @@ class LocalOnly:
     def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
         """Do nothing: no other rank waits for this one."""
 
+    def _note(self, checkpoint: Sealed, shards: list[Shard]) -> None:
+        """Note what is sealed, for later launches. Where that fails, on a full disk for example, the checkpoint is good
+        all the same, and later launches leave its files alone.
+        """
+        for id_ in self._earlier:  # `continue_run` was not called: they are another run's, and stay for good
+            sealed.drop(self._folder, self.rank, id_)
+        self._earlier = {}
+        self._kept[checkpoint.checkpoint] = (checkpoint, shards)
+        if shards:
+            try:
+                sealed.put(self._folder, self.rank, checkpoint, shards)
+            except OSError as error:
+                told = "not_noted name=%s error=%s; no later launch will prune it"
+                logger.warning(told, checkpoint.name, error)
+
     def _prune(self) -> None:
-        kept = self._kept.keep(sorted(self._sealed.values(), key=lambda each: each.id))
-        for step in [step for step, each in self._sealed.items() if each.id not in kept]:
-            for source, identity in self._files.pop(step, []):
-                self._folder.remove_source(source, identity)
+        for id_, (_, shards) in list(self._kept.items()):
+            if not any(self._folder.is_same(each.source, each.identity) for each in shards):
+                self._forget(id_)  # deleted by the user, or replaced by a save of the same name
+        candidates = [_candidate(self._kept[id_][0]) for id_ in sorted(self._kept)]
+        chosen = self._policy.keep(candidates)
+        in_use = {(each.source, each.identity) for id_ in chosen for each in self._kept[id_][1]}
+        for id_ in sorted(self._kept.keys() - chosen.keys()):
+            # This launch will come to that step again, and may just have made an empty folder for it.
+            is_ahead = id_.generation < self._generation and id_.step >= max(self._sealed)
+            for each in self._kept[id_][1]:
+                if (each.source, each.identity) not in in_use:
+                    self._folder.remove_source(each.source, each.identity, keeps_folders=is_ahead)
+            self._forget(id_)
             self.metrics.checkpoint_pruned("local")
+
+    def _forget(self, id_: CheckpointId) -> None:
+        """Called when its files are gone. A kill before this leaves a note of nothing, which is forgotten later."""
+        del self._kept[id_]
+        sealed.drop(self._folder, self.rank, id_)
 
     def is_committed(self, step: int) -> bool:
         return step in self._sealed
@@ -121,3 +173,8 @@ class LocalOnly:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Do nothing: nothing is open."""
+
+
+def _candidate(checkpoint: Sealed) -> Candidate:
+    sealed_at = checkpoint.sealed_at or 0.0
+    return Candidate(checkpoint.checkpoint, checkpoint.name, sealed_at, dict(checkpoint.metrics))

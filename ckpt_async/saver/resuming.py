@@ -26,6 +26,11 @@ class Resuming:
     ) -> None:
         self._files, self._uploader, self._store_options = files, uploader, store_options
 
+    def continue_run(self) -> None:
+        """This launch goes on where earlier ones were, so what they have saved is its own."""
+        if isinstance(self._uploader, LocalOnly):
+            self._uploader.continue_run()
+
     def find(self, passing_over: Collection[CheckpointId] = (), **options: Any) -> Checkpoint | None:
         if not self._files.remote:
             return None
@@ -54,7 +59,9 @@ class Resuming:
         link = self._files.folder / self._files.latest_filename
         if not self._files.latest_filename or not link.exists():
             return None
-        return ckpt.load(link, **options)
+        state = ckpt.load(link, **options)
+        self.continue_run()
+        return state
 
     def _file_in(self, checkpoint: Checkpoint) -> str:
         """Return the name of this rank's file in the checkpoint, or of its only file."""

@@ -46,9 +46,9 @@ class CheckpointSaver:
 
         saver = CheckpointSaver("{run_name}/checkpoints", "s3://bucket/{run_name}", run_name="llm-7b",
                                 save_interval="500ba", num_checkpoints_to_keep=3)
-        for batch in loader:
-            train(batch)
-            saver.step(lambda: {"model": model.state_dict(), …}, Timestamp(epoch=1, batch=42))
+        for batch, data in enumerate(loader, start=1):
+            train(data)
+            saver.step(lambda: {"model": model.state_dict(), "batch": batch}, batch)
         saver.close()
 
     Every rank creates a saver with the same arguments and calls `step` after every training step. The first rank writes
@@ -171,6 +171,8 @@ class CheckpointSaver:
     ) -> None:
         self._metrics = self.uploader.metrics
         self._resuming = Resuming(files, self.uploader, store_options)
+        if self._past.decided is not None and self._past.decided.batch > 0:
+            self._resuming.continue_run()
         self._asking = Asking(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
         self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
         self._metrics.saver_opened()
@@ -319,6 +321,7 @@ class CheckpointSaver:
             )
         if state["timestamp"] is not None:
             self._past = Past(decided=Timestamp.from_state_dict(state["timestamp"]))
+        self._resuming.continue_run()
         self._saving.saved = [SavedCheckpoint.from_state_dict(each) for each in state["saved_checkpoints"]]
 
     def __enter__(self) -> Self:
@@ -341,10 +344,10 @@ class CheckpointSaver:
 
     def _save(self, state: State, now: Timestamp, due: Due, metrics: Mapping[str, float] | None) -> None:
         began_s = time.monotonic()
-        self._asking.began(due)
+        self._asking.began(due, now.step)
         checkpoint = self._saving.save(state, now, due, metrics)
         blocked_s = time.monotonic() - began_s
-        self._asking.meter.blocked(blocked_s)
+        self._asking.meter.save_began(now.step, began_s, blocked_s)
         self._metrics.save_blocked(blocked_s)
         logger.info(
             "checkpoint_taken name=%s step=%d blocked_s=%.3f", checkpoint.name, checkpoint.step, blocked_s

@@ -90,7 +90,7 @@ class Saving:
         files: Files,
         what: What,
         hooks: Hooks,
-        ended: Callable[[], None],
+        ended: Callable[[int], None],
     ) -> None:
         self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
         self._buffers = ckpt.SnapshotBuffers()
@@ -128,6 +128,8 @@ class Saving:
             self._uploader.check_takes(now.step, checkpoint.name)
             ending = self._begin(checkpoint, value, metrics)
         except FencedError:
+            with self._changed:
+                self._count_end()
             raise
         except (Exception, CheckpointException) as error:  # noqa: BLE001  for `take_failure`; training goes on
             self._failed(checkpoint, error)
@@ -223,8 +225,7 @@ class Saving:
             self.saved.append(checkpoint)
             self.newest_step = checkpoint.step
             self._undecided.append(checkpoint)
-            self._num_ended += 1
-            self._changed.notify_all()
+            self._count_end()
         self._uploader.metrics.save_finished("ok")
         self._hooks.saved(checkpoint)
 
@@ -252,7 +253,7 @@ class Saving:
                 self._hooks.committed(each)
             else:
                 self._hooks.failed(each, error)
-            self._ended()
+            self._ended(each.step)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until nothing is being written, at most `timeout_s`. Return whether that was reached."""
@@ -267,6 +268,11 @@ class Saving:
             before = self._num_begun
             self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
 
+    def _count_end(self) -> None:
+        """Call it with the lock held."""
+        self._num_ended += 1
+        self._changed.notify_all()
+
     def take_failure(self) -> SaveFailedError | None:
         """Return the first save that has failed since the last call, or None."""
         with self._lock:
@@ -279,16 +285,15 @@ class Saving:
         with contextlib.suppress(CkptAsyncError):
             self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
         self._tell(checkpoint, failure)
+        self._ended(checkpoint.step)
 
     def _tell(self, checkpoint: SavedCheckpoint, failure: SaveFailedError) -> None:
         logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, failure.__cause__)
         self._uploader.metrics.save_finished("failed")
         with self._lock:
             self._failures.append(failure)
-            self._num_ended += 1
-            self._changed.notify_all()
+            self._count_end()
         self._hooks.failed(checkpoint, failure)
-        self._ended()
 
 
 def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailedError:

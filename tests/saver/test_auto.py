@@ -73,21 +73,33 @@ def test_what_a_save_costs_is_what_blocks_and_what_slows_steps_beside_it() -> No
         train(1.0)
         meter.step_began(now)
     assert meter.cost is None
-    meter.save_began(now)
+    meter.save_began(10, now, blocked_s=0.5)
     now += 0.5
-    meter.blocked(0.5)
     meter.step_began(now)
     for _ in range(4):
         train(1.25)
         meter.step_began(now)
-    meter.save_ended(now)
+    meter.save_ended(10, now)
     assert meter.cost == Cost(blocked_s=0.5, slowed_s=1.0, total_s=5.5)
 
 
 def test_one_slow_save_of_several_does_not_change_the_cost() -> None:
     meter = Meter()
     for place, blocked_s in enumerate((1.0, 1.0, 60.0, 1.0, 1.0)):
-        meter.save_began(place * 100.0)
-        meter.blocked(blocked_s)
-        meter.save_ended(place * 100.0 + 10)
+        meter.save_began(place, place * 100.0, blocked_s)
+        meter.save_ended(place, place * 100.0 + 10)
     assert meter.cost == Cost(1.0, 0.0, 10.0)
+
+
+def test_saves_that_overlap_are_each_measured_from_their_own_begin() -> None:
+    meter = Meter()
+    meter.save_began(1, 0.0, 0.5)
+    meter.save_began(2, 25.0, 0.5)
+    meter.save_ended(7, 30.0)  # nobody has begun it
+    assert meter.cost is None
+    meter.save_ended(1, 40.0)
+    assert meter.cost == Cost(0.5, 0.0, 40.0)
+    assert not meter.is_open(1)
+    assert meter.is_open(2)
+    meter.save_ended(2, 85.0)
+    assert meter.cost == Cost(0.5, 0.0, 50.0)  # of 40 s and 60 s

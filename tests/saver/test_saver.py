@@ -17,6 +17,7 @@ from ckpt_async import restore
 from ckpt_async import torch as ckpt
 from ckpt_async.errors import (
     CheckpointConflictError,
+    FencedError,
     FormatError,
     SaveFailedError,
     SettingsError,
@@ -338,6 +339,41 @@ def test_without_a_remote_files_are_kept_linked_and_pruned_here(open_saver: Open
     assert open_saver(remote=None, overwrite=True).load_latest()["batch"] == 7
 
 
+@pytest.mark.parametrize(
+    ("way", "left"),
+    [
+        ("resume_from", [5, 6]),
+        ("load_latest", [5, 6]),
+        ("load_state_dict", [5, 6]),
+        ("none", [3, 4, 5, 6]),  # as far as anybody knows, it is another run
+    ],
+)
+def test_without_a_remote_a_run_prunes_what_it_saved_before_a_restart(
+    open_saver: Open, tmp_path: Path, way: str, left: list[int]
+) -> None:
+    options: dict[str, Any] = {"remote": None, "num_checkpoints_to_keep": 2, "save_interval": "1ba"}
+    with open_saver(**options) as first:
+        Training().run(first, 1, 4)
+    options |= {"resume_from": 4} if way == "resume_from" else {"overwrite": True}
+    with open_saver(**options) as second:
+        if way == "load_latest":
+            assert second.load_latest()["batch"] == 4
+        elif way == "load_state_dict":
+            second.load_state_dict(first.state_dict())
+        Training().run(second, 5, 6)
+    assert sorted(int(each.name[6:-9]) for each in (tmp_path / "local").glob("ep*")) == left
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_without_a_remote_sharded_checkpoints_are_kept_and_pruned_here(
+    open_saver: Open, tmp_path: Path
+) -> None:
+    with open_saver(remote=None, sharded=True, kind="shards", num_checkpoints_to_keep=1) as saver:
+        Training().run(saver, 1, 4)
+    assert [each.name for each in (tmp_path / "local/shards").iterdir()] == ["ep0-ba4"]
+    assert (tmp_path / "local/latest-shards-rank0.pt/.metadata").is_file()
+
+
 def test_a_damaged_checkpoint_is_passed_over(open_saver: Open, tmp_path: Path, remote: str) -> None:
     with open_saver() as saver:
         Training().run(saver, 1, 4)
@@ -470,6 +506,27 @@ def test_a_save_can_be_asked_for(open_saver: Open, remote: str) -> None:
     saver.close()
     assert steps_of(remote) == [3, 5]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_flush_before_sigterm_does_not_wait_for_saves_that_a_newer_start_has_ended(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fenced(*_: object) -> None:
+        raise FencedError("a newer start")
+
+    saver = open_saver(save_interval="1ba", saves_last=False)
+    monkeypatch.setattr(saver.uploader, "check_takes", fenced)
+    for batch in (1, 2):
+        with pytest.raises(FencedError):
+            saver.step(dict, batch)
+    flush = threading.Thread(target=saver.uploader.before_sigterm_flush, args=(60.0,), daemon=True)
+    flush.start()
+    flush.join(0.5)
+    assert flush.is_alive()  # it waits for the next save
+    with pytest.raises(FencedError):
+        saver.step(dict, 3)
+    flush.join(10)
+    assert not flush.is_alive()
 
 
 def test_a_saver_goes_on_where_its_state_was(open_saver: Open, tmp_path: Path) -> None:
