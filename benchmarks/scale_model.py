@@ -131,6 +131,8 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     """The last of N uploads ends after `spread_s`, the others evenly before it. Whoever is done looks at once (fencing,
     receipts), and then now and then at the decision and, while there is none, the receipts.
     """
+    if num_writers == 1:  # looks for nobody, and knows what its receipt says
+        return Commit(writes=3, lists=1, gets=2, to_commit_s=2 * latency_s)
     waits = [spread_s * (number + 0.5) / num_writers for number in range(num_writers)]
     waves = math.ceil(num_writers / CONTROL_REQUESTS)
     pages = math.ceil((num_writers + 1) / PAGE)
@@ -388,7 +390,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
 def check(simulated: Simulated, paper: Commit, num_writers: int) -> None:
     """Raise unless paper and simulation agree: exactly on what is fixed, and within 30% on what is left to chance."""
     once = {"PUT receipts": num_writers}
-    once["GET receipts"] = simulated.num_committers * num_writers
+    once["GET receipts"] = simulated.num_committers * num_writers if num_writers > 1 else 0
     once["PUT decisions"] = simulated.num_committers
     for kind, count in once.items():
         if not simulated.num_throttled and simulated.kinds[kind] != count:

@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_async.core.local_state import Local, LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Latest, Outcome, Receipt
+from ckpt_async.core.model import CheckpointId, Latest, Outcome
 from ckpt_async.core.retention import Candidate, KeepLocal
-from ckpt_async.core.units import few
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
@@ -306,6 +305,8 @@ def _towards_decision(
         yield StoreReceipt(checkpoint.id)
         return
     receipts = watch.receipts
+    if receipts is None and is_alone(checkpoint):
+        receipts = Receipts((local.rank,))  # there are no others to look for
     if (
         receipts is not None
         and is_complete(checkpoint, receipts)
@@ -421,6 +422,11 @@ def is_loadable(checkpoint: LocalCheckpoint) -> bool:
     return checkpoint.decision is not None and checkpoint.decision.outcome is Outcome.COMMIT
 
 
+def is_alone(checkpoint: LocalCheckpoint) -> bool:
+    """Return whether no other rank has a part of the checkpoint."""
+    return checkpoint.sealed is not None and checkpoint.sealed.world_size == 1
+
+
 def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
     """Return whether there are receipts of all ranks of *this generation's* world size (R5)."""
     num_ranks = 0 if checkpoint.sealed is None else checkpoint.sealed.world_size
@@ -470,60 +476,6 @@ def turn_s(receipts: Receipts, rank: int) -> float:
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:
     """Return whether `latest` may move to `checkpoint` (R6)."""
     return latest is None or checkpoint > latest.checkpoint
-
-
-def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | None:
-    """Return why these receipts must not be committed together, or None if they may be (R5).
-
-    They are the receipts found under the checkpoint's own keys; decoding has checked that each belongs there.
-    """
-    by_rank = sorted(receipts, key=lambda receipt: receipt.rank)
-    if not by_rank:
-        return "there are no receipts"
-    first = by_rank[0]
-    for receipt in by_rank:
-        if receipt.checkpoint != checkpoint:
-            return f"rank {receipt.rank}'s receipt is of {receipt.checkpoint}"
-        if receipt.world_size != first.world_size:
-            sizes = f"{receipt.world_size}, rank {first.rank} says {first.world_size}"
-            return f"rank {receipt.rank} says world size {sizes}"
-        if receipt.shards and receipt.name != name_of(by_rank):
-            return f"rank {receipt.rank} calls it {receipt.name!r}, another rank {name_of(by_rank)!r}"
-    if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
-        return f"receipts of ranks {[receipt.rank for receipt in by_rank]} for world size {first.world_size}"
-    if not any(receipt.shards for receipt in by_rank):
-        return "no rank enqueued a shard"
-    owners: dict[str, tuple[int, object]] = {}
-    for receipt in by_rank:
-        for shard in receipt.shards:
-            content = (shard.size_bytes, shard.checksum)
-            rank, other = owners.setdefault(shard.key, (receipt.rank, content))
-            if other != content:
-                return f"ranks {rank} and {receipt.rank} both wrote {shard.key}, with different content"
-    return _lacking(by_rank)
-
-
-def _lacking(receipts: Iterable[Receipt]) -> str | None:
-    """Return a message if some rank expects files that no rank has, else None."""
-    there = {shard.name for receipt in receipts for shard in receipt.shards}
-    for receipt in receipts:
-        if lacking := sorted({*receipt.expected} - there):
-            return f"rank {receipt.rank} expects {few(lacking)}, which no rank has"
-    return None
-
-
-def name_of(receipts: Iterable[Receipt]) -> str:
-    """Return the checkpoint's name, as the lowest rank with shards has it (a rank without any need not know it)."""
-    by_rank = sorted(receipts, key=lambda receipt: (not receipt.shards, receipt.rank))
-    return by_rank[0].name
-
-
-def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]:
-    """Return the metrics given at `seal`; where ranks differ, the lowest rank's value counts."""
-    merged: dict[str, float] = {}
-    for receipt in sorted(receipts, key=lambda receipt: receipt.rank, reverse=True):
-        merged.update(receipt.metrics)
-    return tuple(sorted(merged.items()))
 
 
 def candidate(checkpoint: LocalCheckpoint) -> Candidate:

@@ -47,6 +47,8 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
         await abort(state, checkpoint, "another process wrote a different receipt for this rank")
         return
     state.record(ReceiptStored(checkpoint.id))
+    if decide.is_alone(checkpoint):
+        state.receipts[checkpoint.id] = data
 
 
 async def look(state: State, action: decide.Look) -> None:
@@ -161,12 +163,16 @@ def _watch(state: State, id_: CheckpointId, watch: decide.Watch) -> None:
 async def commit(state: State, action: decide.Commit) -> None:
     checkpoint = state.checkpoint(action.checkpoint)
     assert checkpoint.sealed is not None
+    own = state.receipts.pop(checkpoint.id, None)
     settled = await steps.settle(
         state.store,
         checkpoint.id,
         world_size=checkpoint.sealed.world_size,
         by=f"rank {state.rank}",
         now=state.clock(),
+        known={} if own is None else {state.rank: own},
+        # A newer start may have begun since the first look, however long ago that was.
+        alongside=lambda: look_for_successor(state),
     )
     if settled is None:
         # Receipts vanish only after an abort: look again, and the decision will say so.
@@ -176,7 +182,6 @@ async def commit(state: State, action: decide.Commit) -> None:
         )
         return
     decision, is_ours = settled
-    await look_for_successor(state)  # one may have started since the first look, which may be long ago
     if is_ours and decision.outcome is Outcome.COMMIT:
         _publish(state, checkpoint.id)
     _learn(state, checkpoint, decision)

@@ -70,6 +70,8 @@ class State:
         self.absent_ranks: list[int] | None = None
         self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # begun before they were enqueued
         self.sent_bytes: dict[decide.Upload, int] = {}
+        # Receipts, as they are in the store, of checkpoints that this rank commits next because it is the only one.
+        self.receipts: dict[CheckpointId, bytes] = {}
         self.is_progress_new = False
         self._noted_link: KnownLink | None = None
         self.is_hurried = False

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from typing import Any
 
-from ckpt_async.core import decide, keys, records
+from ckpt_async.core import agreement, decide, keys, records
 from ckpt_async.core.model import (
     Boundary,
     CheckpointId,
@@ -28,9 +30,12 @@ from ckpt_async.protocol.cas import advance, create_once, if_readable, read, rea
 from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.together import all_or_none
+from ckpt_async.transfer.together import all_or_none, both
 
 logger = logging.getLogger(__name__)
+
+Alongside = Callable[[], Coroutine[Any, Any, None]]
+_NONE_KNOWN: Mapping[int, bytes] = {}
 
 
 def new_decision(
@@ -56,22 +61,30 @@ def new_decision(
 
 
 async def settle(
-    store: PatientStore, checkpoint: CheckpointId, *, world_size: int, by: str, now: float
+    store: PatientStore,
+    checkpoint: CheckpointId,
+    *,
+    world_size: int,
+    by: str,
+    now: float,
+    known: Mapping[int, bytes] = _NONE_KNOWN,
+    alongside: Alongside | None = None,
 ) -> tuple[Decision, bool] | None:
     """Read every rank's receipt, check them against each other, and decide: commit, or abort if they contradict.
 
-    Returns what was decided, by us or by another, and whether it was us; None if a receipt is missing.
+    `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
+    was decided, by us or by another, and whether it was us; None if a receipt is missing.
     """
-    raw = await read_receipts(store, checkpoint, world_size)
+    raw = await read_receipts(store, checkpoint, world_size, known)
     if raw is None:
         return None
     receipts = [_receipt(data, checkpoint, rank) for rank, data in enumerate(raw)]
-    obstacle = decide.obstacle(checkpoint, receipts)
+    obstacle = agreement.obstacle(checkpoint, receipts)
     outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
     wanted = new_decision(
         checkpoint,
         outcome,
-        name=decide.name_of(receipts),
+        name=agreement.name_of(receipts),
         world_size=world_size,
         by=by,
         now=now,
@@ -83,19 +96,23 @@ async def settle(
             receipts=tuple(_checksum(store, data) for data in raw),
             num_shards=sum(len(receipt.shards) for receipt in receipts),
             size_bytes=sum(receipt.size_bytes for receipt in receipts),
-            metrics=decide.merged_metrics(receipts),
+            metrics=agreement.merged_metrics(receipts),
         )
-    return await decide_once(store, wanted)
+    return await decide_once(store, wanted, alongside)
 
 
-async def read_receipts(store: PatientStore, checkpoint: CheckpointId, world_size: int) -> list[bytes] | None:
-    """Read the receipts of ranks 0..N-1, in parallel; None if one is missing."""
+async def read_receipts(
+    store: PatientStore, checkpoint: CheckpointId, world_size: int, known: Mapping[int, bytes]
+) -> list[bytes] | None:
+    """Return the receipts of ranks 0..N-1, reading in parallel those that are not `known`; None if one is missing."""
+    missing = [rank for rank in range(world_size) if rank not in known]
     found = await all_or_none(
         read(store, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
-        for rank in range(world_size)
+        for rank in missing
     )
-    there = [data[0] for data in found if data is not None]
-    return there if len(there) == world_size else None
+    there = {rank: data[0] for rank, data in zip(missing, found, strict=True) if data is not None}
+    there |= known
+    return [there[rank] for rank in range(world_size)] if len(there) == world_size else None
 
 
 def _receipt(data: bytes, checkpoint: CheckpointId, rank: int) -> Receipt:
@@ -120,9 +137,12 @@ async def bound_receipt(store: PatientStore, decision: Decision, rank: int) -> R
     return _receipt(there[0], id_, rank)
 
 
-async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, bool]:
+async def decide_once(
+    store: PatientStore, wanted: Decision, alongside: Alongside | None = None
+) -> tuple[Decision, bool]:
     """Create the decision unless there is one (rule R4). Returns the decision that holds now, and whether it is ours.
 
+    `alongside` is called once the decision is in the store, and awaited while the boundary is read.
     A decision below the boundary is void: an older one was collected, so the checkpoint was settled long ago.
     """
     id_, key, data = wanted.checkpoint, keys.decision_key(wanted.checkpoint), records.encode_decision(wanted)
@@ -132,7 +152,8 @@ async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, 
         decision = records.decode_decision(there, id_)
     except InvalidRecordError as error:
         raise error.at(key) from None
-    decision = await _unless_void(store, decision)
+    settled = _unless_void(store, decision)
+    decision = await settled if alongside is None else (await both(settled, alongside()))[0]
     is_ours = is_ours and decision.outcome is wanted.outcome
     if is_ours and decision.outcome is Outcome.COMMIT:
         logger.info(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.decide import obstacle
+from ckpt_async.core.agreement import obstacle
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, StoredShard
 from ckpt_async.errors import FailureReason, InvalidRecordError, ObjectNotFoundError, StoreError
 from ckpt_async.protocol import steps, sweep_plan

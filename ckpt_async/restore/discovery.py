@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ckpt_async import threads
 from ckpt_async.core import arguments, keys, naming
-from ckpt_async.core.decide import obstacle
+from ckpt_async.core.agreement import obstacle
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.errors import (
     CkptAsyncError,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from ckpt_async.core import decide, keys, records, retention
+from ckpt_async.core import agreement, decide, keys, records, retention
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import Latest, MadeDurable, Outcome
 from ckpt_async.engine import durable, settling
@@ -29,24 +29,24 @@ def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 def commits_what_has_no_shards() -> contextlib.AbstractContextManager[None]:
     """An empty checkpoint would be the newest one, and retention would remove the last that is not."""
-    real = decide.obstacle
+    real = agreement.obstacle
 
     def obstacle(*arguments: Any) -> str | None:
         found = real(*arguments)
         return None if found == "no rank enqueued a shard" else found
 
-    return patched((decide, "obstacle", obstacle))
+    return patched((agreement, "obstacle", obstacle))
 
 
 def commits_without_what_is_expected() -> contextlib.AbstractContextManager[None]:
     """R5: a file that the writer's mark names is on a node that nobody looked at."""
-    return patched((decide, "_lacking", lambda *_: None))
+    return patched((agreement, "_lacking", lambda *_: None))
 
 
 def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     """R1: whoever is first commits what is there."""
 
-    async def read_receipts(store: Any, checkpoint: Any, world_size: int) -> list[bytes]:
+    async def read_receipts(store: Any, checkpoint: Any, world_size: int, _: Any) -> list[bytes]:
         found = [await cas.read(store, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)]
         return [each[0] for each in found if each is not None]
 
@@ -57,7 +57,7 @@ def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     real = records.decode_receipt
     return patched(
         (decide, "is_complete", lambda *_: True),
-        (decide, "obstacle", lambda *_: None),
+        (agreement, "obstacle", lambda *_: None),
         (steps, "read_receipts", read_receipts),
         (steps.records, "decode_receipt", decode_receipt),
     )
@@ -94,7 +94,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
         (keys, "receipts_prefix", receipts_prefix),
         (cas, "create_once", create_once),
         (settling, "list_receipts", list_receipts),
-        (decide, "obstacle", lambda *_: None),
+        (agreement, "obstacle", lambda *_: None),
         (steps, "records", _with(records, decode_receipt=decode_receipt)),
     )
 
@@ -181,7 +181,7 @@ def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
 def skips_read_back() -> contextlib.AbstractContextManager[None]:
     """R13: a 412 is taken as 'somebody else gave it up'; it was our own PUT, whose reply was lost."""
 
-    async def decide_once(store: Any, wanted: Any) -> Any:
+    async def decide_once(store: Any, wanted: Any, _: Any = None) -> Any:
         data = records.encode_decision(wanted)
         try:
             await store.put(keys.decision_key(wanted.checkpoint), data, cas.Create())

@@ -92,7 +92,12 @@ def pause() -> Iterator[None]:
 
 
 async def in_turn(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    return [await each for each in coroutines]
+    given = list(coroutines)
+    try:
+        return [await each for each in given]
+    finally:
+        for each in given:
+            each.close()
 
 
 class Task:
@@ -536,6 +541,7 @@ class World:
         patch(mock.patch.object(sending, "Source", Source))
         for module in (steps, settling, publishing, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
+        patch(mock.patch.object(steps, "both", lambda *both: in_turn(both)))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
         self._patches.callback(logger.setLevel, logger.level)

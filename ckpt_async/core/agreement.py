@@ -1,0 +1,62 @@
+"""What the receipts of a checkpoint's ranks must agree on before they are committed together (rule R5). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckpt_async.core.model import CheckpointId, Receipt
+from ckpt_async.core.units import few
+
+
+def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | None:
+    """Return why these receipts must not be committed together, or None if they may be (R5).
+
+    They are the receipts found under the checkpoint's own keys; decoding has checked that each belongs there.
+    """
+    by_rank = sorted(receipts, key=lambda receipt: receipt.rank)
+    if not by_rank:
+        return "there are no receipts"
+    first = by_rank[0]
+    for receipt in by_rank:
+        if receipt.checkpoint != checkpoint:
+            return f"rank {receipt.rank}'s receipt is of {receipt.checkpoint}"
+        if receipt.world_size != first.world_size:
+            sizes = f"{receipt.world_size}, rank {first.rank} says {first.world_size}"
+            return f"rank {receipt.rank} says world size {sizes}"
+        if receipt.shards and receipt.name != name_of(by_rank):
+            return f"rank {receipt.rank} calls it {receipt.name!r}, another rank {name_of(by_rank)!r}"
+    if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
+        return f"receipts of ranks {[receipt.rank for receipt in by_rank]} for world size {first.world_size}"
+    if not any(receipt.shards for receipt in by_rank):
+        return "no rank enqueued a shard"
+    owners: dict[str, tuple[int, object]] = {}
+    for receipt in by_rank:
+        for shard in receipt.shards:
+            content = (shard.size_bytes, shard.checksum)
+            rank, other = owners.setdefault(shard.key, (receipt.rank, content))
+            if other != content:
+                return f"ranks {rank} and {receipt.rank} both wrote {shard.key}, with different content"
+    return _lacking(by_rank)
+
+
+def _lacking(receipts: Iterable[Receipt]) -> str | None:
+    """Return a message if some rank expects files that no rank has, else None."""
+    there = {shard.name for receipt in receipts for shard in receipt.shards}
+    for receipt in receipts:
+        if lacking := sorted({*receipt.expected} - there):
+            return f"rank {receipt.rank} expects {few(lacking)}, which no rank has"
+    return None
+
+
+def name_of(receipts: Iterable[Receipt]) -> str:
+    """Return the checkpoint's name, as the lowest rank with shards has it (a rank without any need not know it)."""
+    by_rank = sorted(receipts, key=lambda receipt: (not receipt.shards, receipt.rank))
+    return by_rank[0].name
+
+
+def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]:
+    """Return the metrics given at `seal`; where ranks differ, the lowest rank's value counts."""
+    merged: dict[str, float] = {}
+    for receipt in sorted(receipts, key=lambda receipt: receipt.rank, reverse=True):
+        merged.update(receipt.metrics)
+    return tuple(sorted(merged.items()))
