@@ -1,4 +1,4 @@
-"""Commands as a script calls them."""
+"""Fixtures that run commands as a script would."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Names and records made to do harm, for every test that hands them in."""
+"""Malicious names and records, shared by every test that feeds them in."""
 
 BOMBS = {
     "empty": b"",

@@ -1,4 +1,4 @@
-"""Every key is read back as what it was made from, and nothing else is taken for one of ours."""
+"""Keys: each one parses back to what it was made from, and no foreign key is mistaken for one of ours."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ PARSERS: list[Callable[[str], Any]] = [
 
 @given(ids, ranks)
 def test_keys_round_trip(id_: CheckpointId, rank: int) -> None:
-    """A key that is not read back is an object that nobody ever finds, or deletes."""
+    """An object whose key cannot be parsed back is never found and never deleted."""
     assert id_ == keys.parse_checkpoint_tag(keys.checkpoint_tag(id_))
     assert id_ == keys.parse_decision_key(keys.decision_key(id_))
     assert (id_, rank) == keys.parse_receipt_key(keys.receipt_key(id_, rank))
@@ -40,7 +40,7 @@ def test_keys_round_trip(id_: CheckpointId, rank: int) -> None:
 
 @given(ids, ids)
 def test_decision_keys_sort_in_checkpoint_order(one: CheckpointId, two: CheckpointId) -> None:
-    """Readers take the last decision of a listing for the newest (R3)."""
+    """Readers take the last decision in a listing as the newest (R3)."""
     assert (one < two) == (keys.decision_key(one) < keys.decision_key(two))
     assert (one == two) == (keys.receipts_prefix(one) == keys.receipts_prefix(two))
 
@@ -86,13 +86,13 @@ def test_listing_one_checkpoints_receipts_excludes_all_others(
     ids=ascii,
 )  # fmt: skip
 def test_foreign_keys_are_not_parsed_as_ours(parse: Callable[[str], Any], key: str) -> None:
-    """What is not ours is never deleted."""
+    """Only keys that we recognise may be deleted; everything else belongs to someone else."""
     assert parse(key) is None
 
 
 @given(ids, ranks)
 def test_spool_folders_of_checkpoints_do_not_nest(id_: CheckpointId, rank: int) -> None:
-    """Links are removed by folder."""
+    """Links are removed a whole folder at a time, so a nested folder would go with its parent."""
     folder = keys.spool_checkpoint(id_, rank)
     assert keys.spool_manifest(id_, rank) == f"{folder}.json"
     assert folder.startswith(f"{keys.spool_rank(rank)}/")

@@ -1,4 +1,4 @@
-"""Which rank, of how many, of which start: as launchers say it by the environment."""
+"""How rank, world size and launch key are derived from the environment that launchers set."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def key(environment: dict[str, str], parent: str = "p") -> str | None:
 
 
 def test_all_ranks_of_a_start_derive_the_same_launch_key() -> None:
-    """If they differed, they would join different generations and no checkpoint would ever be whole."""
+    """If the keys differed, the ranks would join different generations and no checkpoint would ever be complete."""
     for environment in (ONE_NODE, TWO_NODES, SLURM):
         ranks = [{**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(8)]
         assert len({key(each) for each in ranks}) == 1
@@ -32,7 +32,7 @@ def test_all_ranks_of_a_start_derive_the_same_launch_key() -> None:
 
 
 def test_two_starts_derive_different_launch_keys() -> None:
-    """If they were equal, receipts of two incarnations could be taken for one (R5)."""
+    """If the keys were equal, receipts of two incarnations could be mistaken for one (R5)."""
     assert key(ONE_NODE, "first") != key(ONE_NODE, "second")
     assert key(ONE_NODE) != key({**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert key(SLURM) != key({**SLURM, "SLURM_RESTART_COUNT": "2"})
@@ -41,15 +41,15 @@ def test_two_starts_derive_different_launch_keys() -> None:
 
 
 def test_explicit_launch_id_takes_precedence_and_no_launcher_gives_none() -> None:
-    """The operator knows; and where nobody knows, guessing would mix two starts."""
+    """The operator knows best; and where no launcher identifies the start, guessing would mix two starts."""
     assert key({**ONE_NODE, **SLURM, "CKPT_ASYNC_LAUNCH_ID": "x"}) == "id=x"
     assert key({}) is None
     assert key({"WORLD_SIZE": "8", "RANK": "0"}) is None
 
 
 def test_a_parent_that_restarts_ranks_itself_does_not_identify_a_start() -> None:
-    """Ray's raylet is the parent of every start of a gang, so every start had the same key. torchrun's agent says which
-    restart it is, also where it was given no id.
+    """Ray's raylet is the parent process of every start of a gang, so every start used to get the same key. torchrun's
+    agent says which restart it is, even if it was given no id.
     """
     assert key({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) is None
     plain = {**ONE_NODE, "TORCHELASTIC_RUN_ID": "none"}
@@ -77,7 +77,7 @@ def test_a_parent_that_restarts_ranks_itself_does_not_identify_a_start() -> None
 def test_impossible_rank_is_refused(
     environment: dict[str, str], rank: int | None, world_size: int | None
 ) -> None:
-    """Two processes that both take themselves for rank 0 would each commit half."""
+    """Two processes that both believe they are rank 0 would each commit half a checkpoint."""
     with pytest.raises(SettingsError):
         launch.rank_and_world_size(environment, rank, world_size)
 
@@ -118,7 +118,7 @@ def test_impossible_rank_is_refused(
 def test_incomplete_launcher_variables_are_rejected(
     environment: dict[str, str], rank: int | None, world_size: int | None, message: str
 ) -> None:
-    """Each of N processes would take itself for the only one, and commit its part as the whole."""
+    """Each of the N processes would believe it is the only one, and commit its part as the whole checkpoint."""
     with pytest.raises(SettingsError, match=message):
         launch.rank_and_world_size(environment, rank, world_size)
 
@@ -138,14 +138,14 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}
     ],
 )
 def test_rank_and_world_size_come_from_srun_and_mpirun(environment: dict[str, str]) -> None:
-    """They set no RANK and WORLD_SIZE."""
+    """These launchers do not set RANK and WORLD_SIZE."""
     assert launch.rank_and_world_size(environment, None, None) == (2, 4)
-    torchrun = {**environment, "RANK": "5", "WORLD_SIZE": "8"}  # one for each of the tasks
+    torchrun = {**environment, "RANK": "5", "WORLD_SIZE": "8"}  # one torchrun per task
     assert launch.rank_and_world_size(torchrun, None, None) == (5, 8)
 
 
 def test_contradicting_launcher_variables_are_rejected() -> None:
-    """mpirun starts a daemon on each node by srun, and that the ranks: the step's numbers are the daemons'."""
+    """mpirun uses srun to start one daemon per node, and those start the ranks: the step's numbers are the daemons'."""
     with pytest.raises(SettingsError, match=r"OMPI_COMM_WORLD_RANK=2 of .*=4 and SLURM_PROCID=1 of .*=4"):
         launch.rank_and_world_size({**SRUN, **MPIRUN, "SLURM_PROCID": "1"}, None, None)
 
@@ -154,16 +154,16 @@ def test_contradicting_launcher_variables_are_rejected() -> None:
     "environment", [{"RANK": "1", "WORLD_SIZE": "2"}, {**SRUN, "SLURM_PROCID": "1"}, MPIRUN]
 )
 def test_a_rank_above_0_in_a_world_of_one_is_rejected(environment: dict[str, str]) -> None:
-    """accelerate on CPU under torchrun: every process is 0 of 1, and begins a run of its own at the same remote."""
+    """With accelerate on CPU under torchrun, every process is 0 of 1 and starts its own run at the same remote."""
     with pytest.raises(SettingsError, match=r"world_size=1 was given, but .* that this is rank \d of \d"):
         launch.rank_and_world_size(environment, 0, 1)
     first = {name: "0" if name in ("RANK", "SLURM_PROCID") else each for name, each in environment.items()}
-    if first != environment:  # where rank 0 saves for all, it alone uploads
+    if first != environment:  # where rank 0 saves for all ranks, it alone uploads
         assert launch.rank_and_world_size(first, 0, 1) == (0, 1)
 
 
 def test_arguments_take_precedence_over_the_launcher() -> None:
-    """A pipeline stage may number its ranks otherwise."""
+    """A pipeline stage may number its ranks differently from the launcher."""
     assert launch.rank_and_world_size({"RANK": "0", "WORLD_SIZE": "2"}, 1, 4) == (1, 4)
     assert launch.rank_and_world_size({"RANK": "1"}, None, 4) == (1, 4)
     assert launch.rank_and_world_size({"LOCAL_RANK": "1", "PMI_SIZE": "4"}, 0, 1) == (0, 1)
@@ -171,7 +171,7 @@ def test_arguments_take_precedence_over_the_launcher() -> None:
 
 @pytest.mark.parametrize("environment", [{"LOCAL_RANK": "-1"}, {"LOCAL_RANK": ""}, {"LOCAL_WORLD_SIZE": ""}])
 def test_an_environment_without_launcher_variables_is_a_single_process(environment: dict[str, str]) -> None:
-    """-1 is transformers' and old torch's "not distributed"."""
+    """transformers and old versions of torch use -1 for "not distributed"."""
     assert launch.rank_and_world_size(environment, None, None) == (0, 1)
 
 
@@ -186,13 +186,13 @@ def test_an_environment_without_launcher_variables_is_a_single_process(environme
     ],
 )
 def test_a_single_process_needs_no_rank_or_world_size(environment: dict[str, str]) -> None:
-    """A notebook; one process of an allocation for more."""
+    """Examples are a notebook, and a single process in an allocation for more."""
     assert launch.rank_and_world_size(environment, None, None) == (0, 1)
 
 
 @pytest.mark.parametrize("launch_id", ["", " "])
 def test_a_blank_launch_id_is_rejected(launch_id: str) -> None:
-    """Of a variable that was not set, say. The launcher's word for it would be another one than was meant."""
+    """A blank id may come from an unset variable; silently using the launcher's key is not what the user meant."""
     with pytest.raises(SettingsError, match="CKPT_ASYNC_LAUNCH_ID"):
         key({**ONE_NODE, "CKPT_ASYNC_LAUNCH_ID": launch_id})
 
@@ -223,6 +223,8 @@ def test_a_node_that_cannot_be_is_refused() -> None:
 
 
 def test_a_process_that_is_no_rank_has_none_of_their_variables() -> None:
-    """`Uploader(rank=0, world_size=1)` is refused where the launcher says otherwise."""
+    """`Uploader(rank=0, world_size=1)` is refused where the launcher says otherwise, so these variables must be
+    removed.
+    """
     environment = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "SLURM_PROCID": "1", "HOME": "/x"}
     assert launch.without_rank(environment) == {"HOME": "/x"}

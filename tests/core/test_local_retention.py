@@ -1,4 +1,4 @@
-"""Local retention by `decide`, and what may be given up for newer checkpoints: from journal events to actions, pure."""
+"""Local retention by `decide` and superseding, tested as pure functions from journal events to actions."""
 
 from collections.abc import Iterable
 
@@ -45,7 +45,7 @@ def decided(step: int, outcome: Outcome = Outcome.COMMIT) -> list[Event]:
 
 
 def local(*events: Iterable[Event]) -> Local:
-    """One event each second."""
+    """Build the local state from events that happen one second apart."""
     rows = [Opened(1, 1), *(event for each in events for event in each)]
     return fold(
         [JournalRow(number, 0, float(number), event) for number, event in enumerate(rows, 1)], Local(0)
@@ -53,7 +53,7 @@ def local(*events: Iterable[Event]) -> Local:
 
 
 def removed(state: Local, count: int, text: str, linked: int) -> list[int]:
-    """Steps whose local files go, once the symlink leads to `linked`."""
+    """Return the steps whose local files are removed once the symlink points to `linked`."""
     policy = Policy(local_retention=retention.keep_local(count, text))
     remote = decide.Remote(local_latest=id_of(linked))
     actions = decide.decide(state, remote, policy, now=0.0)
@@ -96,7 +96,7 @@ def test_every_removal_has_a_reason() -> None:
 
 
 def test_only_committed_checkpoints_count_and_are_removed() -> None:
-    """R7, R8: two that are on their way do not push out the last one that is safe; an aborted one is the user's."""
+    """R7, R8: checkpoints still uploading must not push out the last safe one; an aborted one belongs to the user."""
     state = local([*saved(10), *decided(10)], [*saved(20), *decided(20, Outcome.ABORT)], saved(30), saved(40))
     policy = Policy(local_retention=retention.keep_local(1, "every-steps=20"))
     actions = decide.decide(state, decide.Remote(local_latest=id_of(10)), policy, now=0.0)
@@ -105,8 +105,9 @@ def test_only_committed_checkpoints_count_and_are_removed() -> None:
 
 
 def test_checkpoints_kept_for_good_leave_the_journal() -> None:
-    """The journal need not know it for ever, and a later start that keeps fewer has to. The newest stays: latest and
-    the symlink go by it.
+    """The journal need not remember them forever, and a later start that keeps fewer checkpoints must not remove them.
+
+    The newest stays in the journal, because `latest` and the symlink depend on it.
     """
     state = local(
         [*saved(10), *decided(10)], [*saved(20), *decided(20)], [*saved(30), *decided(30, Outcome.ABORT)]
@@ -116,7 +117,7 @@ def test_checkpoints_kept_for_good_leave_the_journal() -> None:
 
 
 def test_the_symlink_moves_before_its_target_is_removed() -> None:
-    """R2, locally: with 0 and a policy, the newest one that the policy keeps."""
+    """R2, locally: with a count of 0 and a policy, the symlink moves to the newest checkpoint that the policy keeps."""
     policy = Policy(local_retention=retention.keep_local(0, "best=1:loss"))
     actions = decide.decide(committed(LOSSES), decide.Remote(local_latest=id_of(50)), policy, now=0.0)
     assert [each for each in actions if isinstance(each, MoveLocalLatest)] == [MoveLocalLatest(id_of(20))]
@@ -148,7 +149,7 @@ def test_every_sealed_checkpoint_but_the_newest_may_be_superseded() -> None:
     ids=["aborted", "superseded", "lost"],
 )
 def test_an_aborted_or_doomed_newest_checkpoint_protects_no_other(end: list[Event]) -> None:
-    """Counted as the newest it would let the one before it go: then nothing new would be left at all."""
+    """If it counted as the newest, the one before it could be dropped too, and no recent checkpoint would be left."""
     state = local(saved(10), saved(20), saved(30), end)
     assert steps(supersedable(state, retention.parse("last=1"))) == [10]
 
@@ -164,7 +165,7 @@ def test_a_newer_pruned_checkpoint_does_not_count() -> None:
 
 
 def test_an_unsealed_checkpoint_is_never_superseded() -> None:
-    """The trainer is still writing it."""
+    """The trainer is still writing this checkpoint."""
     state = local(saved(10), saved(20), saved(30)[:1])
     assert steps(supersedable(state, retention.parse("last=1"))) == [10]
 
@@ -182,7 +183,9 @@ def test_an_unsealed_checkpoint_is_never_superseded() -> None:
 def test_files_superseded_by_another_rank_are_removed_if_this_rank_supersedes_too(
     count: int, may_supersede: bool, is_superseded: bool, is_removed: bool
 ) -> None:
-    """One decision, one policy: its files are as useless here. R7: never without the user's word."""
+    """A superseding decision applies to all ranks, so the files are useless here too. R7: never without the user's
+    consent.
+    """
     end = Decided(id_of(10), Outcome.ABORT, "step-10", "rank 1: superseded by newer ones", is_superseded)
     state = local([*saved(10), end, Released(id_of(10))], saved(20))
     policy = Policy(local_retention=retention.keep_local(count, ""), may_supersede=may_supersede)

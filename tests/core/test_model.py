@@ -1,4 +1,4 @@
-"""Replay: the same journal must always give the same state, however it is cut (rule R10)."""
+"""Replay of the journal: the same rows must always give the same state, however they are split (rule R10)."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def stored(name: str) -> StoredShard:
 
 
 def life(id_: CheckpointId, names: list[str], outcome: Outcome, is_lost: bool) -> list[Event]:
-    """Everything that can happen to a checkpoint, in an order in which it can."""
+    """Return everything that can happen to a checkpoint, in a possible order."""
     events: list[Event] = [Enqueued(id_, "x", shard(name)) for name in names]
     events += [Sealed(id_, "x", 2), MadeDurable(id_, tuple(names), is_sealed=True)]
     for name in names:
@@ -58,7 +58,7 @@ def life(id_: CheckpointId, names: list[str], outcome: Outcome, is_lost: bool) -
 
 @st.composite
 def journals(draw: st.DrawFn) -> list[JournalRow]:
-    """Several lives, each cut somewhere, interleaved; restarts in between."""
+    """Generate several lives, each truncated somewhere and all interleaved, with restarts in between."""
     queues: list[list[Event]] = []
     for number in range(draw(st.integers(0, 4))):
         id_ = CheckpointId(1 + number % 2, number)
@@ -75,7 +75,7 @@ def journals(draw: st.DrawFn) -> list[JournalRow]:
 
 @given(journals(), st.data())
 def test_folding_a_prefix_twice_changes_nothing(rows: list[JournalRow], data: st.DataObject) -> None:
-    """A reader that polls may see rows again; a shard that is in the store must stay there."""
+    """A polling reader may see rows again, and a shard that is already in the store must stay there."""
     prefix = rows[: data.draw(st.integers(0, len(rows)))]
     once = fold(prefix, Local(0))
     assert fold(prefix, once) == once
@@ -84,7 +84,7 @@ def test_folding_a_prefix_twice_changes_nothing(rows: list[JournalRow], data: st
 
 @given(journals(), st.lists(st.integers(1, 5)))
 def test_folding_in_chunks_is_folding_at_once(rows: list[JournalRow], sizes: list[int]) -> None:
-    """The engine folds what is new, a restart folds everything: both must know the same."""
+    """The engine folds only new rows while a restart folds all of them; both must arrive at the same state."""
     whole, rest, state = fold(rows, Local(0)), list(rows), Local(0)
     for size in sizes:
         chunk, rest = rest[:size], rest[size:]
@@ -94,7 +94,7 @@ def test_folding_in_chunks_is_folding_at_once(rows: list[JournalRow], sizes: lis
 
 @given(journals())
 def test_fold_does_not_modify_its_input(rows: list[JournalRow]) -> None:
-    """Other threads read the old snapshot while the new one is made."""
+    """Other threads read the old snapshot while the new one is being built."""
     middle = len(rows) // 2
     start = fold(rows[:middle], Local(0))
     before = repr(start)
@@ -104,12 +104,12 @@ def test_fold_does_not_modify_its_input(rows: list[JournalRow]) -> None:
 
 @given(journals())
 def test_rows_of_other_ranks_are_ignored(rows: list[JournalRow]) -> None:
-    """One journal serves all ranks of a node."""
+    """One journal holds the rows of several ranks, so each rank must skip those of the others."""
     assert Local(1) == fold(rows, Local(1))
 
 
 def test_events_of_an_unknown_checkpoint_are_ignored() -> None:
-    """A straggling task may write after the checkpoint was forgotten: it must not come back half."""
+    """A straggling task may write after its checkpoint was forgotten; that must not bring back half of it."""
     id_ = CheckpointId(1, 1)
     events = life(id_, ["a"], Outcome.COMMIT, is_lost=False)[2:-1]
     rows = [JournalRow(number, 0, 1.0, event) for number, event in enumerate(events, 1)]
@@ -118,7 +118,7 @@ def test_events_of_an_unknown_checkpoint_are_ignored() -> None:
 
 
 def test_a_restart_retries_what_failed_but_not_what_is_lost() -> None:
-    """An outage longer than the timeout heals with the next start; bytes that are gone do not come back."""
+    """An outage longer than the timeout is retried after a restart; bytes that are gone do not come back."""
     id_ = CheckpointId(1, 1)
 
     def state(reason: FailureReason) -> Local:
@@ -130,7 +130,7 @@ def test_a_restart_retries_what_failed_but_not_what_is_lost() -> None:
 
 
 def test_an_event_of_a_shard_leaves_its_other_fields() -> None:
-    """An outage in the middle costs neither the parts that were sent nor what was fsynced."""
+    """An outage in the middle must lose neither the parts already sent nor the record of what was fsynced."""
     id_ = CheckpointId(1, 1)
     multipart = MultipartOpened(id_, "a", "upload", 5)
     failed = Failed(id_, "a", FailureReason.TIMEOUT, "slow")
@@ -150,7 +150,7 @@ def test_an_event_of_a_shard_leaves_its_other_fields() -> None:
 
 
 def test_newest_committed_survives_forgetting() -> None:
-    """Fencing and metrics ask for it long after the rows are gone."""
+    """Fencing and metrics ask for the newest committed checkpoint long after its rows are gone."""
     id_ = CheckpointId(2, 7)
     rows = [
         JournalRow(number, 0, 5.0, event)
@@ -163,7 +163,9 @@ def test_newest_committed_survives_forgetting() -> None:
 
 
 def test_shard_enqueued_after_a_restart_is_not_lost() -> None:
-    """A restart in the middle of one replay: what comes after it belongs to the new state, not to the old one."""
+    """With a restart in the middle of a replay, later rows belong to the new state and must not be lost with the old
+    one.
+    """
     id_ = CheckpointId(1, 1)
     events: list[Event] = [
         Enqueued(id_, "x", shard("a")),

@@ -1,4 +1,4 @@
-"""Names that lead outside, or that two stores read differently, are refused before anything is done with them (I10)."""
+"""Names that escape the folder, or that two stores read differently, are refused before they are used (I10)."""
 
 import os
 import posixpath
@@ -25,14 +25,14 @@ def test_hostile_path_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if "/" in name or len(name) < 201], ids=ascii)
 def test_hostile_checkpoint_name_is_refused(name: str) -> None:
-    """It becomes part of every key."""
+    """The name becomes part of every key."""
     with pytest.raises(InvalidNameError):
         naming.checkpoint_name(name, 1)
 
 
 @given(st.text(alphabet=st.sampled_from("abA0._-=+@,/\\\0\n\u202e~: "), max_size=40) | st.text(max_size=40))
 def test_accepted_path_never_escapes(path: str) -> None:
-    """What is accepted means the same to POSIX, to S3 and to us."""
+    """An accepted path means the same to POSIX, to S3 and to us."""
     try:
         accepted = naming.check_relative(path, "path")
     except InvalidNameError:
@@ -48,7 +48,7 @@ def test_accepted_path_never_escapes(path: str) -> None:
     | st.lists(st.integers(1, 201)).map(lambda n: "/".join(map("a".__mul__, n)))
 )
 def test_a_path_is_valid_if_and_only_if_its_components_are(path: str) -> None:
-    """All at once is the fast way for 10,000 names; it must not be another rule."""
+    """Checking a whole path at once is a fast path for 10,000 names; it must apply exactly the same rule."""
 
     def is_accepted(check: Callable[[], object]) -> bool:
         try:
@@ -65,7 +65,7 @@ def test_a_path_is_valid_if_and_only_if_its_components_are(path: str) -> None:
 
 @given(st.text(alphabet="ab.-g01", min_size=1, max_size=12), st.integers(0, 200), st.integers(0, 200))
 def test_two_steps_never_share_a_name(name: str, step: int, other: int) -> None:
-    """They would share keys, and the second would overwrite the first (R11)."""
+    """If two steps shared keys, the second would overwrite the first (R11)."""
     try:
         names = naming.checkpoint_name(name, step), naming.checkpoint_name(name, other)
     except InvalidNameError:
@@ -75,7 +75,7 @@ def test_two_steps_never_share_a_name(name: str, step: int, other: int) -> None:
 
 @given(st.none() | st.from_regex(r"[a-z0-9.=-]{1,40}", fullmatch=True), st.integers(0, keys.MAX_STEP))
 def test_step_can_be_read_from_the_name(name: str | None, step: int) -> None:
-    """The sweeper finds the checkpoint of an object by its key alone; what it cannot read stays for ever."""
+    """The sweeper identifies an object's checkpoint by its key alone; an object with an unreadable key stays."""
     try:
         full = naming.checkpoint_name(name, step)
     except InvalidNameError:
@@ -98,18 +98,18 @@ def test_step_can_be_read_from_the_name(name: str | None, step: int) -> None:
     ],
 )
 def test_name_ends_in_its_step(name: str | None, step: int, expected: str) -> None:
-    """Composer's and Lightning's own names stay as they are."""
+    """The names that Composer and Lightning choose are kept as they are."""
     assert expected == naming.checkpoint_name(name, step)
 
 
 def test_name_that_grows_too_long_is_refused() -> None:
-    """Before anything is linked, not when S3 refuses the key."""
+    """The error must come before anything is linked, not when S3 refuses the key."""
     with pytest.raises(InvalidNameError, match="200"):
         naming.checkpoint_name("a" * 199, 100)
 
 
 def test_a_key_one_byte_too_long_is_rejected() -> None:
-    """S3 takes 1,024 bytes, not one more."""
+    """S3 allows keys of at most 1,024 bytes."""
     root = "s3://bucket/" + "p" * 600
     naming.check_key_length(root, "k" * (1024 - len(root) - 1))
     with pytest.raises(InvalidNameError, match=r"1025 bytes .* more than 1024"):
@@ -118,14 +118,14 @@ def test_a_key_one_byte_too_long_is_rejected() -> None:
 
 @pytest.mark.parametrize("wrong", [5, None, b"a", Path("a"), ["a"]])
 def test_a_name_must_be_a_string(wrong: object) -> None:
-    """As an error of the caller's, not of a regular expression."""
+    """The caller must see an error about the argument, not one from a regular expression."""
     for check in (naming.check_relative, naming.check_component):
         with pytest.raises(InvalidNameError, match="must be a string"):
             check(wrong, "shard")  # type: ignore[operator]
 
 
 def test_a_string_is_not_accepted_as_a_collection_of_names() -> None:
-    """`files="model.pt"` is what everybody writes once; Python takes it for eight names."""
+    """Everybody writes `files="model.pt"` once, and Python would take it for eight names."""
     assert naming.several(["a", "b"], "files") == naming.several(iter("ab"), "files") == ("a", "b")
     for wrong in ("model.pt", b"model.pt", ""):
         with pytest.raises(InvalidNameError, match=r"^files=.* \(give files=\[.*\]\)$"):
@@ -156,6 +156,6 @@ def test_unsafe_template_is_rejected(template: str) -> None:
 
 
 def test_template_is_filled() -> None:
-    """Composer's default."""
+    """Composer's default template must work."""
     assert naming.fill("latest-rank{rank}.pt", rank=3) == "latest-rank3.pt"
     assert naming.fill("", rank=3) == ""

@@ -1,4 +1,4 @@
-"""What Composer's pointer names, and who writes it."""
+"""What Composer's pointer file names as its target, and which rank writes it."""
 
 import pytest
 
@@ -19,9 +19,9 @@ DATA = "ckpt/step-7.g2"
     [
         (0, [A], 1, True, f"{DATA}/a.pt"),
         (3, [A], 1, True, f"{DATA}/a.pt"),
-        (0, [], 1, True, DATA),  # another rank's one file: which, rank 0 does not know
+        (0, [], 1, True, DATA),  # the one file is another rank's: rank 0 does not know which
         (0, [A, B], 2, True, DATA),
-        (3, [A, B], 2, True, DATA),  # the others have nothing
+        (3, [A, B], 2, True, DATA),  # the other ranks have nothing
         (0, [A], 2, True, DATA),
         (1, [B], 2, True, None),
         (0, [shard("a.pt", "x/a")], 1, False, "x/a"),
@@ -31,7 +31,7 @@ DATA = "ckpt/step-7.g2"
         (0, [shard("a.pt", "x/a-rank0")], 2, False, "x"),
         (0, [shard("a", "x/y/a"), shard("b", "x/z/b")], 3, True, "x"),
         (0, [shard("a", "a"), shard("b", "b")], 2, True, ""),
-        (0, [shard("a", "x/a"), B], 2, True, DATA),  # not all of it is published
+        (0, [shard("a", "x/a"), B], 2, True, DATA),  # only some of it is published
     ],
 )
 def test_target(rank: int, shards: list[Shard], num_shards: int, has_own: bool, target: str | None) -> None:

@@ -1,4 +1,6 @@
-"""What another machine wrote is input: read back exactly, or refused quickly with one error (table row F28)."""
+"""Records written by other machines are untrusted input: read back exactly, or refused quickly with one error (row
+F28).
+"""
 
 import contextlib
 import json
@@ -76,7 +78,9 @@ def decisions(draw: st.DrawFn) -> Decision:
 
 @given(receipts())
 def test_receipt_round_trips(receipt: Receipt) -> None:
-    """The decision binds its very bytes: the same receipt must always be the same bytes."""
+    """The decision contains the checksum of each receipt's bytes, so encoding a receipt must always give the same
+    bytes.
+    """
     data = records.encode_receipt(receipt)
     assert receipt == records.decode_receipt(data, receipt.checkpoint, receipt.rank)
     assert data == records.encode_receipt(records.decode_receipt(data, receipt.checkpoint, receipt.rank))
@@ -84,7 +88,7 @@ def test_receipt_round_trips(receipt: Receipt) -> None:
 
 @given(decisions())
 def test_decision_round_trips(decision: Decision) -> None:
-    """A swap to `pruning` must lose nothing of what was committed."""
+    """Swapping a decision to `pruning` must lose nothing of what was committed."""
     assert decision == records.decode_decision(records.encode_decision(decision), decision.checkpoint)
 
 
@@ -92,14 +96,14 @@ def test_decision_round_trips(decision: Decision) -> None:
 def test_boundary_round_trips(
     upto: CheckpointId, kept: frozenset[CheckpointId], number: int, nonce: str
 ) -> None:
-    """What it forgets would come back to life."""
+    """A checkpoint that the boundary record loses would come back to life."""
     boundary = Boundary(upto, kept, number, nonce)
     assert boundary == records.decode_boundary(records.encode_boundary(boundary))
 
 
 @given(ids, components, numbers, st.integers(1, 1000), st.text(max_size=5))
 def test_small_records_round_trip(id_: CheckpointId, name: str, number: float, count: int, text: str) -> None:
-    """Leases, latest, generations, members, beats."""
+    """This covers leases, `latest`, generations, members, claims and beats."""
     lease = Lease(id_, text, number)
     assert lease == records.decode_lease(records.encode_lease(lease))
     latest = Latest(id_, name, keys.data_prefix(name, id_.generation), count, text)
@@ -118,7 +122,7 @@ def test_small_records_round_trip(id_: CheckpointId, name: str, number: float, c
 def test_manifest_round_trips(
     id_: CheckpointId, name: str, names: list[str], is_sealed: bool, values: tuple[tuple[str, float], ...]
 ) -> None:
-    """It rebuilds the journal (R10): whatever it loses is not uploaded."""
+    """The journal is rebuilt from the manifest (R10): a shard missing from it is not uploaded."""
     shards = [
         Shard(
             each,
@@ -135,7 +139,7 @@ def test_manifest_round_trips(
 
 
 def test_records_where_nothing_is_published_are_as_earlier_versions_write_them() -> None:
-    """Two ranks of different versions must not write different receipts; and neither reads the other's any worse."""
+    """Ranks of different versions must not write different receipts, and each must read the other's equally well."""
     assert b"publish_as" not in records.encode_receipt(RECEIPT)
     assert b"expected" not in records.encode_receipt(RECEIPT) + records.encode_manifest(ID, "x-300", [], None)
     assert b"publish_as" not in records.encode_manifest(ID, "step-300", [SHARD], None)
@@ -147,7 +151,7 @@ def test_records_where_nothing_is_published_are_as_earlier_versions_write_them()
 
 @pytest.mark.parametrize("key", ["", "/etc/x", "../x", "ckpt/step-1.g1/a", ".ckpt_async/latest.json", 7])
 def test_a_receipt_cannot_have_other_objects_deleted(key: object) -> None:
-    """Whoever prunes deletes what a receipt names."""
+    """Pruning deletes whatever a receipt names."""
     fields = json.loads(records.encode_receipt(RECEIPT))
     fields["shards"][0]["publish_as"] = key
     with pytest.raises(InvalidRecordError):
@@ -199,7 +203,7 @@ every_kind = pytest.mark.parametrize("kind", DECODERS)
 
 
 def field_with(kind: str, name: str, text: str) -> bytes:
-    """A good record with one field's value replaced by raw JSON."""
+    """Return a valid record in which one field's value is replaced by raw JSON."""
     document = json.loads(DECODERS[kind][0])
     document[name] = "PLACE"
     return json.dumps(document).replace('"PLACE"', text).encode()
@@ -208,9 +212,9 @@ def field_with(kind: str, name: str, text: str) -> bytes:
 @every_kind
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_oversized_or_deeply_nested_record_is_rejected(kind: str, bomb: str) -> None:
-    """One object in a shared bucket must not take down every reader of it."""
+    """A single object in a shared bucket must not take down every reader of it."""
     durations = []
-    for _ in range(3):  # the quickest: another process on the machine is no property of ours
+    for _ in range(3):  # take the fastest of three: load from other processes is not our property
         started = time.process_time()
         with pytest.raises(InvalidRecordError) as caught:
             DECODERS[kind][1](BOMBS[bomb])
@@ -220,7 +224,7 @@ def test_oversized_or_deeply_nested_record_is_rejected(kind: str, bomb: str) -> 
 
 
 def test_rejecting_a_bomb_takes_little_memory() -> None:
-    """256 MiB is what the sweeper's container has."""
+    """The sweeper's container has only 256 MiB."""
     for bomb in BOMBS.values():
         tracemalloc.start()
         with pytest.raises(InvalidRecordError):
@@ -237,7 +241,7 @@ WRONG += ["[" * depth + "]" * depth for depth in (200, 900, 950, 970, 980, 990, 
 @every_kind
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: value[:12] + str(len(value)))
 def test_wrong_field_type_is_rejected_or_harmless(kind: str, value: str) -> None:
-    """Nothing but InvalidRecordError: any other exception would stop the engine as a bug."""
+    """Only InvalidRecordError may be raised: any other exception would stop the engine as a bug."""
     good, decode = DECODERS[kind]
     for name in json.loads(good):
         with contextlib.suppress(InvalidRecordError):
@@ -246,7 +250,7 @@ def test_wrong_field_type_is_rejected_or_harmless(kind: str, value: str) -> None
 
 @every_kind
 def test_missing_field_is_refused(kind: str) -> None:
-    """Half a record decides nothing."""
+    """Half a record must decide nothing."""
     good, decode = DECODERS[kind]
     decode(good)
     for name in set(json.loads(good)) - {"rank"} | {"format"}:
@@ -261,7 +265,7 @@ def test_missing_field_is_refused(kind: str) -> None:
 @every_kind
 @given(data=st.data())
 def test_any_corruption_is_rejected_or_harmless(kind: str, data: st.DataObject) -> None:
-    """A flipped byte may give another valid record, never another exception."""
+    """A flipped byte may give another valid record, but must never cause any other exception."""
     good, decode = DECODERS[kind]
     damaged = bytearray(good)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -272,7 +276,7 @@ def test_any_corruption_is_rejected_or_harmless(kind: str, data: st.DataObject) 
 
 @every_kind
 def test_other_version_is_refused_with_a_hint(kind: str) -> None:
-    """A newer program's record must not be half understood."""
+    """A record of a newer version must not be half understood."""
     good, decode = DECODERS[kind]
     with pytest.raises(InvalidRecordError, match="upgrade"):
         decode(good.replace(b'"version":1', b'"version":2'))
@@ -282,7 +286,7 @@ def test_other_version_is_refused_with_a_hint(kind: str) -> None:
 
 
 def test_record_under_another_key_is_refused() -> None:
-    """R5: a receipt of another checkpoint, generation or rank would mix checkpoints with every checksum valid."""
+    """R5: a receipt of another checkpoint, generation or rank would mix checkpoints, with every checksum valid."""
     data = records.encode_receipt(RECEIPT)
     for other, rank in ((CheckpointId(2, 300), 1), (CheckpointId(3, 301), 1), (ID, 0)):
         with pytest.raises(InvalidRecordError, match=r"found under|is not that of"):
@@ -308,7 +312,7 @@ def test_record_under_another_key_is_refused() -> None:
     ],
 )
 def test_shard_outside_its_checkpoint_is_refused(name: str, key: str) -> None:
-    """The sweeper deletes what receipts list: a forged one must not name another's objects (I10)."""
+    """The sweeper deletes what receipts list, so a forged one must not name another checkpoint's objects (I10)."""
     document = json.loads(records.encode_receipt(RECEIPT))
     document["shards"][0] |= {"name": name, "key": key}
     with pytest.raises(InvalidRecordError):
@@ -316,7 +320,7 @@ def test_shard_outside_its_checkpoint_is_refused(name: str, key: str) -> None:
 
 
 def test_commit_without_all_receipts_is_refused() -> None:
-    """R5: whatever wrote it, it is not a commit."""
+    """R5: without all receipts it is not a commit, whoever wrote it."""
     document = json.loads(records.encode_decision(DECISION))
     document["world_size"] = 2
     with pytest.raises(InvalidRecordError, match="1 receipts for world size 2"):
@@ -324,14 +328,14 @@ def test_commit_without_all_receipts_is_refused() -> None:
 
 
 def test_nan_is_never_written() -> None:
-    """A metric that is not a number would make a record that no one can read."""
+    """A NaN metric would make a record that no reader can parse."""
     broken: Any = Receipt(ID, "step-300", 1, 2, (), (("loss", float("nan")),))
     with pytest.raises(ValueError, match="not JSON compliant"):
         records.encode_receipt(broken)
 
 
 def test_largest_documented_receipt_is_read() -> None:
-    """The caps must refuse bombs only: 20,000 shards with the shortest names."""
+    """The limits must refuse only bombs: 20,000 shards with the shortest names are legitimate."""
     shards = tuple(
         StoredShard(str(number), keys.data_key("s-300", 3, str(number)), 1, Checksum("crc32c", "AAAAAA=="))
         for number in range(20_000)
@@ -349,14 +353,14 @@ def test_largest_documented_receipt_is_read() -> None:
 @every_kind
 @pytest.mark.parametrize("extra", [b'"format":"x",', b'"z":' + b"9" * 25 + b","], ids=["twice", "huge"])
 def test_valid_record_with_an_invalid_addition_is_rejected(kind: str, extra: bytes) -> None:
-    """Two readers may take different ones of two equal names; a huge integer costs quadratic time to read."""
+    """Readers may disagree about which of two equal names counts, and a huge integer takes quadratic time to parse."""
     good, decode = DECODERS[kind]
     with pytest.raises(InvalidRecordError):
         decode(good.replace(b"{", b"{" + extra, 1))
 
 
 def test_a_latest_with_another_prefix_is_rejected() -> None:
-    """Tools that know nothing of us follow the prefix."""
+    """Tools that know nothing of our format follow the prefix."""
     good = Latest(ID, "step-300", "ckpt/step-300.g3/", 1, "n")
     assert records.decode_latest(records.encode_latest(good)) == good
     for prefix in ("ckpt/step-300.g2/", "ckpt/step-300.g3", "../other/ckpt/step-300.g3/", ""):

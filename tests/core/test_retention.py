@@ -1,4 +1,4 @@
-"""Retention: what is chosen to go is gone for ever, so what stays is a property and not an example (rule R8)."""
+"""Retention: deletion is final, so what must stay is tested as a property and not only by examples (rule R8)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ policies |= st.builds(AnyOf, st.lists(policies, min_size=1, max_size=3).map(tupl
 
 @given(policies, candidates)
 def test_newest_and_pinned_always_stay(policy: retention.RetentionPolicy, found: list[Candidate]) -> None:
-    """No policy can take the one that training would resume from."""
+    """No policy may remove the checkpoint that training would resume from."""
     kept = retention.apply(policy, found)
     assert kept.keys() <= {each.id for each in found}
     assert {each.id for each in found if each.is_pinned} <= kept.keys()
@@ -60,7 +60,7 @@ def test_newest_and_pinned_always_stay(policy: retention.RetentionPolicy, found:
 def test_order_of_the_listing_does_not_matter(
     policy: retention.RetentionPolicy, found: list[Candidate]
 ) -> None:
-    """Stores list by key, memory by arrival."""
+    """Stores list by key, memory lists by arrival."""
     assert retention.apply(policy, found) == retention.apply(policy, reversed(found))
 
 
@@ -68,7 +68,7 @@ def test_order_of_the_listing_does_not_matter(
 def test_applying_twice_removes_nothing_more(
     policy: retention.RetentionPolicy, found: list[Candidate]
 ) -> None:
-    """Two sweepers one after the other: the second finds nothing to do."""
+    """When two sweepers run one after the other, the second must find nothing to do."""
     kept = retention.apply(policy, found)
     assert kept.keys() == retention.apply(policy, [each for each in found if each.id in kept]).keys()
 
@@ -92,7 +92,7 @@ def test_last_picks_the_newest(count: int, expected: list[int]) -> None:
 
 
 def test_newest_is_by_generation_before_step() -> None:
-    """A run restarted from step 10: its step 20 is newer than step 90 of the start before."""
+    """After a restart from step 10, the new start's step 20 is newer than step 90 of the previous start."""
     found = [made(80), made(90), made(10, 2), made(20, 2)]
     assert set(KeepLast(2).keep(found)) == {CheckpointId(2, 10), CheckpointId(2, 20)}
     assert set(retention.apply(KeepNamed(frozenset({"step-80"})), found)) == {
@@ -102,20 +102,20 @@ def test_newest_is_by_generation_before_step() -> None:
 
 
 def test_every_n_steps_picks_multiples() -> None:
-    """Step 0 is a multiple too; one that was saved a step late is not."""
+    """Step 0 is a multiple as well; a checkpoint saved one step late is not."""
     found = [made(step) for step in (0, 500, 999, 1000, 1001, 1500, 2000)]
     assert steps(KeepEveryNSteps(1000).keep(found)) == [0, 1000, 2000]
 
 
 def test_every_seconds_counts_from_the_one_kept_before() -> None:
-    """Not on a grid of the clock: a late one moves those after it, and there is never less time between two."""
+    """Intervals are not on a clock grid: a late checkpoint shifts those after it, and intervals are never too short."""
     times = {1: 50.0, 2: 60.0, 3: 149.9, 4: 150.0, 5: 249.0, 6: 251.0, 7: 1000.0}
     found = [made(step, committed_at=at) for step, at in times.items()]
     assert steps(KeepEverySeconds(100.0).keep(found)) == [1, 4, 6, 7]
 
 
 def test_every_seconds_goes_by_time_and_not_by_step() -> None:
-    """Of a run that was set back: what was committed first counts first."""
+    """When a run was set back to an earlier step, the checkpoint committed first still counts first."""
     found = [made(5, 1, committed_at=500.0), made(1, 2, committed_at=100.0), made(2, 2, committed_at=550.0)]
     assert set(KeepEverySeconds(100.0).keep(found)) == {CheckpointId(2, 1), CheckpointId(1, 5)}
 
@@ -131,7 +131,7 @@ def test_every_seconds_goes_by_time_and_not_by_step() -> None:
     ],
 )
 def test_best_picks_by_the_metric(mode: str, count: int, expected: list[int]) -> None:
-    """Checkpoints without the metric (step 40) are neither good nor bad."""
+    """A checkpoint without the metric (step 40) is neither good nor bad."""
     losses = {10: 9.0, 20: 5.0, 30: 1.0, 40: None, 50: 2.0}
     found = [made(step, metrics={} if loss is None else {"loss": loss}) for step, loss in losses.items()]
     assert steps(KeepBest(count, "loss", mode).keep(found)) == expected
@@ -149,7 +149,7 @@ def test_best_prefers_the_newer_of_equal_checkpoints(mode: str) -> None:
 
 
 def test_named_picks_by_name_or_step() -> None:
-    """The whole name: `step-1` is no prefix of anything here."""
+    """The whole name must match: `step-1` must not select `step-10`."""
     found = [made(1), made(10), made(11, name="best-11"), made(12)]
     assert steps(KeepNamed(frozenset({"step-1"})).keep(found)) == [1]
     assert steps(KeepNamed(frozenset({"best-11", "12"})).keep(found)) == [11, 12]
@@ -166,7 +166,7 @@ def test_any_of_keeps_the_union_with_the_first_reason() -> None:
 
 
 def test_reasons_distinguish_pinned_and_newest_from_the_policys_choice() -> None:
-    """Each kept one has its reason: an operator asks why the bucket does not shrink."""
+    """Each kept checkpoint has a reason, because operators ask why the bucket does not shrink."""
     found = [made(10, is_pinned=True), made(20), made(30)]
     kept = retention.apply(KeepEveryNSteps(20), found)
     assert {id_.step: reason for id_, reason in kept.items()} == {
@@ -180,7 +180,7 @@ def test_reasons_distinguish_pinned_and_newest_from_the_policys_choice() -> None
     "policy", [KeepBest(3, "los"), KeepNamed(frozenset({"step-7"})), KeepEveryNSteps(1000)]
 )
 def test_a_policy_that_matches_nothing_is_detected(policy: retention.RetentionPolicy) -> None:
-    """A metric or a name that was mistyped would otherwise leave the newest one only."""
+    """With a mistyped metric or name, only the newest checkpoint would be left."""
     found = [made(step, metrics={"loss": 1.0}) for step in (10, 20)]
     assert retention.would_keep_nothing(policy, found)
     assert not retention.would_keep_nothing(AnyOf((policy, KeepLast(1))), found)
@@ -188,7 +188,7 @@ def test_a_policy_that_matches_nothing_is_detected(policy: retention.RetentionPo
 
 
 def test_policies_that_could_keep_nothing_cannot_be_constructed() -> None:
-    """Zero never means 'delete all'."""
+    """Zero must never mean "delete all", so it is an error."""
     for make in (
         lambda: KeepLast(0),
         lambda: KeepBest(0, "loss"),
@@ -202,7 +202,7 @@ def test_policies_that_could_keep_nothing_cannot_be_constructed() -> None:
 
 
 class _KeepNone:
-    """A policy of the user's own, and a bad one."""
+    """A faulty custom policy, as a user might write it."""
 
     def keep(self, candidates: Sequence[Candidate]) -> retention.Kept:
         return {}
@@ -217,7 +217,7 @@ def test_a_custom_policy_cannot_remove_the_newest_or_pinned() -> None:
 @pytest.mark.parametrize("text", ["0", "last=0", "-1", "best=0:loss", "none"])
 @pytest.mark.parametrize("name", ["remote_retention", "local_retention"])
 def test_no_setting_means_delete_all(name: str, text: str) -> None:
-    """As an argument, from the environment, from a file, or to a sweeper; and the number 0 is no policy either."""
+    """This covers arguments, the environment, files and the sweeper; the number 0 is not a policy either."""
     with pytest.raises(SettingsError, match=name):
         settings.Settings(**{name: text})
     with pytest.raises(SettingsError, match=name):
@@ -233,7 +233,7 @@ def test_no_setting_means_delete_all(name: str, text: str) -> None:
 
 @given(candidates, st.integers(-1, 5))
 def test_local_keeps_the_newest(found: list[Candidate], count: int) -> None:
-    """Composer's meaning of save_num_checkpoints_to_keep: -1 all, 0 none."""
+    """This follows Composer's `save_num_checkpoints_to_keep`: -1 keeps all, 0 keeps none."""
     ordered = sorted(found, key=lambda each: each.id)
     kept = retention.keep_local(count, "").keep(ordered)
     assert [each.id for each in ordered][-count if count > 0 else 0 if count else len(ordered) :] == sorted(
@@ -255,7 +255,7 @@ def test_local_number_and_policy_keep_what_either_keeps(
 def test_local_policy_alone_also_keeps_the_newest(
     found: list[Candidate], policy: retention.RetentionPolicy
 ) -> None:
-    """-1 leaves the choice to the policy; the one to resume from stays."""
+    """With -1 the policy alone chooses, but the checkpoint to resume from still stays."""
     kept = KeepLocal(-1, policy)
     assert kept.keep(sorted(found, key=lambda each: each.id)) == retention.apply(policy, found)
     assert kept.is_all == retention.keeps_all(policy)
@@ -270,7 +270,9 @@ def test_local_policy_has_the_syntax_of_the_remote_policy() -> None:
 
 
 def test_any_of_keeps_all_if_one_policy_does() -> None:
-    """Beside it the others choose nothing: `prune` refuses it, and locally nothing is looked at."""
+    """If one policy keeps everything, the others have no effect: `prune` refuses it, and local retention skips its
+    work.
+    """
     assert retention.keeps_all(retention.parse("last=1,all"))
     assert retention.keep_local(2, "all,last=1").is_all
     assert not retention.keeps_all(retention.parse("last=1,every-steps=2"))
@@ -296,7 +298,7 @@ def test_any_of_keeps_all_if_one_policy_does() -> None:
     ],
 )
 def test_policy_text_is_parsed(text: str, policy: object) -> None:
-    """What is written in a unit file is what happens."""
+    """What a unit file says must be what happens."""
     assert policy == retention.parse(text)
 
 
@@ -307,6 +309,6 @@ def test_policy_text_is_parsed(text: str, policy: object) -> None:
      "0", "-1", "none"],
 )  # fmt: skip
 def test_policy_text_that_could_mean_delete_all_is_rejected(text: str) -> None:
-    """A typing mistake must not delete a training run."""
+    """A typo must not delete a training run."""
     with pytest.raises(SettingsError, match="retention"):
         retention.parse(text)

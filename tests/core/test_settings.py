@@ -1,4 +1,4 @@
-"""Settings: where a value comes from, and that one that cannot work is refused by its name at the start."""
+"""Where a setting's value comes from, and that an unusable one is refused by name at the start."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ NUMBERS = [name for name, field in FIELDS.items() if field.metadata["low"] is no
 
 
 def test_arguments_override_environment_override_file_override_default() -> None:
-    """One order, everywhere the same."""
+    """The order of precedence is the same everywhere."""
     name, toml = "num_concurrent_uploads", "num_concurrent_uploads = 3"
     variable = {ENVIRONMENT_PREFIX + name.upper(): "4"}
     assert Settings().num_concurrent_uploads == load({}, {}).num_concurrent_uploads
@@ -24,7 +24,7 @@ def test_arguments_override_environment_override_file_override_default() -> None
 
 
 def test_file_may_be_a_pyproject() -> None:
-    """`[tool.ckpt_async]` of a project counts; the rest of it is not ours."""
+    """Only the project's `[tool.ckpt_async]` table is read; the rest of the file is not ours."""
     assert load({}, {}, "[tool.ckpt_async]\nmetrics_port = 9\n[tool.ruff]\nx = 1").metrics_port == 9
     assert load({}, {}, "[project]\nname = 'x'") == Settings()
 
@@ -47,7 +47,7 @@ def wrong_values(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_invalid_value_is_rejected_with_its_name(name: str) -> None:
-    """At the start, with the name and what is allowed, not hours later in a thread."""
+    """The error comes at the start with the name and the allowed values, not hours later in a thread."""
     for value in wrong_values(name):
         with pytest.raises(SettingsError, match=name) as caught:
             Settings(**{name: value})
@@ -59,7 +59,7 @@ def test_invalid_value_is_rejected_with_its_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_environment_values_are_validated(name: str) -> None:
-    """It names the variable, which is what the operator can see."""
+    """The error names the environment variable, because that is what the operator sees."""
     variable = ENVIRONMENT_PREFIX + name.upper()
     for text in ("", "x", "nan", "1e400", "9" * 5000):
         with pytest.raises(SettingsError, match=variable):
@@ -68,7 +68,7 @@ def test_environment_values_are_validated(name: str) -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_bounds_are_inclusive(name: str) -> None:
-    """Off by one would refuse what the page promises."""
+    """An off-by-one error would refuse a value that the documentation allows."""
     low, high = FIELDS[name].metadata["low"], FIELDS[name].metadata["high"]
     others = {"retry_initial_s": {"retry_max_s": 3600.0}, "decision_poll_s": {"decision_poll_max_s": 3600.0}}
     lows = {"retry_max_s": {"retry_initial_s": 0.001}, "decision_poll_max_s": {"decision_poll_s": 0.01}}
@@ -77,13 +77,13 @@ def test_bounds_are_inclusive(name: str) -> None:
 
 
 def test_an_empty_metrics_address_is_rejected() -> None:
-    """An empty one, of a variable that is not set, would serve them to the whole network."""
+    """An empty address, such as from an unset variable, would expose the metrics to the whole network."""
     with pytest.raises(SettingsError, match=r"metrics_address is ''.* 0\.0\.0\.0"):
         load({}, {"CKPT_ASYNC_METRICS_ADDRESS": ""})
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
-    """A typing mistake must not silently keep the default."""
+    """A typo must not silently keep the default."""
     with pytest.raises(SettingsError, match="num_concurrent_uploads"):
         load({"num_concurent_uploads": 3}, {})
     with pytest.raises(SettingsError, match=r"settings file: .*did you mean metrics_port"):
@@ -91,7 +91,9 @@ def test_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_misspelt_variable_is_rejected_and_unrelated_ones_are_ignored() -> None:
-    """It would silently keep the default. Kubernetes makes CKPT_ASYNC_SERVICE_HOST of a service called ckpt-async."""
+    """A misspelt variable would silently keep the default. But Kubernetes sets CKPT_ASYNC_SERVICE_HOST for a service
+    called ckpt-async.
+    """
     with pytest.raises(SettingsError, match="did you mean CKPT_ASYNC_NUM_CHECKPOINTS_TO_KEEP"):
         load({}, {"CKPT_ASYNC_NUM_CHECKPOINT_TO_KEEP": "3"})
     others = (
@@ -113,14 +115,14 @@ def test_misspelt_variable_is_rejected_and_unrelated_ones_are_ignored() -> None:
     ids=range(10),
 )
 def test_invalid_settings_file_is_rejected(toml: str) -> None:
-    """Said as our error, with the file as its place."""
+    """The user must see our error, naming the settings file."""
     with pytest.raises(SettingsError, match=r"^settings file") as caught:
         load({}, {}, toml)
     assert len(str(caught.value)) < 300
 
 
 def test_maximum_backoff_must_not_be_below_the_initial_one() -> None:
-    """Back-off that shrinks hammers a store that is down."""
+    """Back-off that shrinks would hammer a store that is down."""
     with pytest.raises(SettingsError, match="retry_max_s"):
         Settings(retry_initial_s=5.0, retry_max_s=1.0)
     with pytest.raises(SettingsError, match="decision_poll_max_s"):

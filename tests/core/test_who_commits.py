@@ -1,4 +1,4 @@
-"""Which ranks look for the receipts of all, and which of them commit: few at a time, and never nobody."""
+"""Which ranks look for all receipts, and which of them commit: few at a time, but never none."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ ID = CheckpointId(1, 10)
 
 
 def waiting(num_ranks: int) -> LocalCheckpoint:
-    """Of a rank that has done its part, which has no shards."""
+    """Return the checkpoint of a rank without shards that has done its part."""
     sealed = Sealed(ID, "step-10", num_ranks)
     return LocalCheckpoint(ID, "step-10", sealed=sealed, is_seal_durable=True, has_receipt=True)
 
@@ -26,8 +26,10 @@ def commits(rank: int, receipts: decide.Receipts, num_ranks: int, **policy: bool
 
 @pytest.mark.parametrize("num_ranks", [1, 8, 9, 100])
 def test_newest_receipts_commit_first_and_others_follow_in_groups(num_ranks: int) -> None:
-    """Whole nodes die: the newest eight may be one. Were it everybody's turn then, they would read N x N receipts; were
-    each group as small as the first, the oldest ranks, should only they live, would wait for hours.
+    """Whole nodes die, and the newest eight receipts may all come from one node.
+
+    If every rank then took its turn at once, they would read N x N receipts. If every group were as small as the first,
+    the oldest ranks, if only they survived, would wait for hours.
     """
     oldest_first = tuple(reversed(range(num_ranks)))
     group_s = decide.COMMIT_S + num_ranks * decide.COMMIT_S_PER_RANK
@@ -42,7 +44,7 @@ def test_newest_receipts_commit_first_and_others_follow_in_groups(num_ranks: int
 
 
 def test_fewer_ranks_commit_at_once_in_a_large_world() -> None:
-    """Each reads all receipts."""
+    """Each committing rank reads all receipts."""
     receipts = decide.Receipts(tuple(range(decide.MANY_RANKS + 1)))
     at_once = [rank for rank in receipts.ranks if decide.turn_s(receipts, rank) == 0.0]
     assert at_once == list(receipts.ranks[-decide.NUM_COMMITTERS // 2 :])
@@ -53,7 +55,7 @@ def test_nobody_commits_an_incomplete_checkpoint() -> None:
 
 
 def test_a_sole_decider_does_not_wait_for_a_turn() -> None:
-    """Stores without conditional PUT: whoever was the newest."""
+    """On stores without conditional PUT only one rank decides, no matter whose receipt is the newest."""
     receipts = decide.Receipts(tuple(range(100)))
     assert commits(0, receipts, 100, decides_alone=True)
     assert not commits(99, receipts, 100, may_decide=False)
@@ -61,7 +63,7 @@ def test_a_sole_decider_does_not_wait_for_a_turn() -> None:
 
 @given(st.sets(st.integers(0, 30)), st.integers(1, 31))
 def test_a_gap_in_the_listing_shows_that_a_receipt_is_missing(ranks: set[int], page: int) -> None:
-    """And it is never said of a listing that begins with all of them."""
+    """A gap must never be reported for a listing that starts with all receipts."""
     listed = sorted(ranks)[:page]
     missing = sorted({*range(max(listed, default=0))} - ranks)
     assert decide.has_gap(listed) == bool(missing)

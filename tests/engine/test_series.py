@@ -1,4 +1,6 @@
-"""Many small shards in one go: each arrives whole and once; what does not is left to who is patient."""
+"""Many small shards sent as one series: each arrives complete and once; what fails is left to single uploads that
+retry.
+"""
 
 import asyncio
 import functools
@@ -54,7 +56,7 @@ def folder(tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def shards(folder: Folder) -> list[SmallShard]:
-    """Files as they are when they are enqueued."""
+    """Return the shards as they are when they are enqueued."""
     linked = folder.link([(name, name) for name in NAMES], "spool")
 
     def opened(name: str, identity: Any) -> Source:
@@ -89,7 +91,7 @@ def send(run: Any, shards: list[SmallShard], observer: Counted) -> Callable[[Any
 
 
 class Refusing(Meddled):
-    """Refuses one object."""
+    """A store that refuses one object."""
 
     async def before(self, operation: str, key: str) -> None:
         if (operation, key) == ("put", "ckpt/c"):
@@ -97,7 +99,7 @@ class Refusing(Meddled):
 
 
 class Saying(Meddled):
-    """Says this of the checksum of what it has stored; None: nothing."""
+    """A store that reports the given checksum for what it has stored; None reports no checksum."""
 
     def __init__(self, said: Any) -> None:
         super().__init__()
@@ -110,7 +112,7 @@ class Saying(Meddled):
 def test_each_shard_is_read_on_its_turn_and_sent_as_read(
     send: Any, folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits takes no memory; what changes after it was read is not looked at again."""
+    """Waiting shards take no memory, and what changes in a file after it was read does not matter."""
     events: list[str] = []
     read = Source.read
 
@@ -142,7 +144,7 @@ def test_a_series_uploads_all_its_shards(send: Any, observer: Counted) -> None:
 
 
 def test_shards_before_the_first_refusal_count_as_sent(send: Any, observer: Counted) -> None:
-    """The rest is not even tried: the store may be busy, or gone."""
+    """The rest is not even tried, since the store may be busy or unavailable."""
     store = Refusing()
     assert send(store) == [right("a"), right("b"), None, None, None]
     assert sorted(store.bucket.objects) == ["ckpt/a", "ckpt/b"]
@@ -152,7 +154,7 @@ def test_shards_before_the_first_refusal_count_as_sent(send: Any, observer: Coun
 
 
 def test_unconfirmed_shards_are_looked_up(send: Any) -> None:
-    """Rule R1: sent is not stored."""
+    """Rule R1: sent does not mean stored."""
     store = Saying(None)
     assert send(store) == [right(name) for name in NAMES]
     assert [store.asked["head", f"ckpt/{name}"] for name in NAMES] == [1] * 5
@@ -176,7 +178,7 @@ def test_a_shard_whose_lookup_fails_does_not_count_as_sent(send: Any, reason: Fa
 def test_a_replaced_file_is_left_out_of_the_series(
     send: Any, folder: Folder, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are sent; of it, nothing."""
+    """The other files are sent, and nothing of the replaced one."""
     path = folder.path / "b"
     match how:
         case "overwritten":
@@ -217,7 +219,7 @@ def test_a_file_that_changes_while_it_is_read_is_left_out_of_the_series(
 def test_disk_errors_are_left_to_the_single_upload_with_retries(
     send: Any, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """It must not pass for a bug, which would stop the engine."""
+    """A disk error must not be mistaken for a bug, which would stop the engine."""
     open_source = Folder.open_source
 
     def meddled(folder: Folder, source: str, *rest: Any) -> int:
@@ -250,7 +252,7 @@ def test_a_cancelled_series_sends_no_more(run: Any, shards: list[SmallShard]) ->
             await sending
         store.go.set()
         assert not store.bucket.objects
-        again = await asyncio.wait_for(upload_many(patient, shards), 10)  # the place is free again
+        again = await asyncio.wait_for(upload_many(patient, shards), 10)  # the slot is free again
         assert again == [right(name) for name in NAMES]
 
     run(main())
@@ -264,7 +266,7 @@ LOTS = [f"{number:03d}.pt" for number in range(100)]
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """`with opened(store, **settings) as uploader`, two places for uploads."""
+    """Provide `with opened(store, **settings) as uploader`, with two upload slots."""
     monkeypatch.setattr(book, "RETRY_ACTION_S", 0.05)
     settings = QUICK | {"num_concurrent_uploads": 2, "max_concurrent_uploads": 2}
 
@@ -284,7 +286,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 @pytest.fixture
 def series(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The keys of every series that is begun."""
+    """Collect the keys of every series that is started."""
     found: list[list[str]] = []
 
     async def noting(store: PatientStore, shards: list[SmallShard]) -> Any:
@@ -296,7 +298,7 @@ def series(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def save(uploader: Uploader, step: int, names: list[str] = LOTS) -> None:
-    """All at once, so that they are due at once."""
+    """Write and enqueue all files together, so that they are due at the same time."""
     folder = uploader.folder / f"step-{step}"
     for name in names:
         write(uploader, f"step-{step}/{name}", f"{step} {name}".encode())
@@ -305,7 +307,7 @@ def save(uploader: Uploader, step: int, names: list[str] = LOTS) -> None:
 
 
 def test_many_small_shards_of_a_checkpoint_are_sent_in_series(opened: Open, series: list[list[str]]) -> None:
-    """In series that end at the same time; each shard once; recorded by few appends."""
+    """The series end at about the same time, each shard is sent once, and few appends record them all."""
     store, appends = Meddled(), []
     append = Journal.append
 
@@ -324,7 +326,7 @@ def test_many_small_shards_of_a_checkpoint_are_sent_in_series(opened: Open, seri
         ) == len(LOTS)
     sent = {key: num for (operation, key), num in store.asked.items() if key.startswith("ckpt/")}
     assert sent == {f"ckpt/step-1.g1/{name}": 1 for name in LOTS}
-    assert sum(map(len, series)) > 90  # the last ones go alone
+    assert sum(map(len, series)) > 90  # the last ones are sent singly
     assert max(map(len, series)) == 32
     assert sum(appends) == len(LOTS)
     assert len([each for each in appends if each]) <= len(series) + 10
@@ -332,7 +334,7 @@ def test_many_small_shards_of_a_checkpoint_are_sent_in_series(opened: Open, seri
 
 
 def labels(uploader: Uploader) -> dict[str, str]:
-    """Those that all of its metrics have."""
+    """Return the labels that all of the uploader's metrics share."""
     sample = next(
         each
         for metric in uploader.metrics.registry.collect()
@@ -361,7 +363,7 @@ def test_large_shards_are_not_sent_in_series(opened: Open, series: list[list[str
 def test_shards_a_series_could_not_send_are_uploaded_singly_within_limits(
     opened: Open, series: list[list[str]]
 ) -> None:
-    """An outage must not make of two places sixty that wait with their files open."""
+    """In an outage, two upload slots must not turn into sixty uploads that wait with their files open."""
     num_open = most_open = 0
 
     class Away(Meddled):
@@ -390,10 +392,10 @@ def test_shards_a_series_could_not_send_are_uploaded_singly_within_limits(
         wait_until(lambda: max(store.asked.values(), default=0) > 5, uploader)
         assert 0 < most_open <= 2
         num_series = len(series)
-        assert num_series <= 2  # not one after the other without a pause
+        assert num_series <= 2  # they are not retried one after the other without a pause
         store.is_away = False
         uploader.wait(1, timeout_s=30)
-    assert len(series) > num_series  # back to series when it is over
+    assert len(series) > num_series  # back to series after the outage
     assert decisions(store) == {CheckpointId(1, 1): "commit"}
 
 
@@ -433,7 +435,7 @@ def test_a_shard_that_changed_fails_its_checkpoint_only(opened: Open) -> None:
 
 
 def test_superseding_a_checkpoint_in_the_middle_of_a_series(opened: Open, series: list[list[str]]) -> None:
-    """Its series stop, and only its own: another checkpoint's are never among them."""
+    """Only the series of the superseded checkpoint stop: a series never mixes checkpoints."""
     store = Slow()
     settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "remote_retention": "last=1"}
     with opened(store, **settings) as uploader:
@@ -452,7 +454,7 @@ def test_superseding_a_checkpoint_in_the_middle_of_a_series(opened: Open, series
 
 
 def test_an_engine_stopped_in_the_middle_of_a_series_resumes(opened: Open) -> None:
-    """What was sent and not recorded is asked for, not sent again."""
+    """What was sent but not recorded is looked up in the store, not sent again."""
 
     class Stopping(Slow):
         async def before(self, operation: str, key: str) -> None:
@@ -475,7 +477,7 @@ def test_an_engine_stopped_in_the_middle_of_a_series_resumes(opened: Open) -> No
 
 
 def test_a_full_journal_disk_loses_no_shard(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could not be recorded is sent again, later."""
+    """What could not be recorded is sent again later."""
     append, is_full = Journal.append, threading.Event()
 
     def refusing(journal: Journal, events: Any) -> None:
@@ -499,7 +501,7 @@ def test_a_full_journal_disk_loses_no_shard(opened: Open, monkeypatch: pytest.Mo
 
 
 def test_a_backlog_of_checkpoints_with_shards_of_the_same_names_is_looked_up_quickly() -> None:
-    """Through an outage each round would compare every checkpoint with every other."""
+    """With colliding hashes, every round during an outage would compare every checkpoint with every other."""
     uploads = [decide.Upload(CheckpointId(1, step), "rank0.pt") for step in range(0, 100_000, 100)]
     assert len({hash(each) for each in uploads}) > 990
 
@@ -507,7 +509,7 @@ def test_a_backlog_of_checkpoints_with_shards_of_the_same_names_is_looked_up_qui
 def test_a_stopping_engine_begins_no_single_uploads_after_a_series(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would go on after the rank's lock was released."""
+    """Such an upload would continue after the rank's lock was released."""
     perform, work = Engine._perform_series, Engine.run
     left: list[int] = []
     ended = threading.Event()
@@ -515,7 +517,7 @@ def test_a_stopping_engine_begins_no_single_uploads_after_a_series(
     async def stopping(engine: Engine, actions: Any) -> None:
         await perform(engine, actions)
         engine.state.is_stopping = True
-        engine._woken.set()  # it stops before it hears of the end of this series
+        engine._woken.set()  # stop it before it learns that this series has ended
 
     async def noting(engine: Engine) -> None:
         try:

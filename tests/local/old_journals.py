@@ -1,5 +1,5 @@
-"""Journals as earlier versions left them: one file for all ranks of a folder. By version, the schema and
-the rows, to the letter.
+"""Journals as earlier versions left them: one file for all ranks of a folder, with each version's exact schema and
+rows.
 """
 
 import contextlib
@@ -36,7 +36,10 @@ _INSERT = "INSERT INTO events (rank, generation, step, written_at, kind, body) V
 
 
 def write(private: Path, version: int, events: Mapping[int, Iterable[Event]], *, at: float = 5.0) -> Path:
-    """Events by rank. Version 1 had a row and a JSON object for every event; 2 a row for many shards."""
+    """Write a journal of `version` with the events of each rank.
+
+    Version 1 had one row with a JSON object per event; version 2 has one row for many shards.
+    """
     path = private / keys.SHARED_JOURNAL
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMAS[version])

@@ -1,4 +1,4 @@
-"""The folder, on a real file system: nothing outside it is touched, and what is not the same file is found out."""
+"""The checkpoint folder on a real file system: nothing outside it is touched, and a changed file is detected."""
 
 import errno
 import fcntl
@@ -42,7 +42,7 @@ def write(folder: Folder, name: str, content: bytes = b"content") -> Path:
 
 
 def link(folder: Folder, source: str, spool: str) -> tuple[FileIdentity, bool]:
-    """One file, to a path below `.ckpt_async/`."""
+    """Link one file to a path below `.ckpt_async/`."""
     below, _, name = spool.rpartition("/")
     [linked] = folder.link([(source, name)], below)
     return linked
@@ -53,7 +53,7 @@ def link(folder: Folder, source: str, spool: str) -> tuple[FileIdentity, bool]:
 
 @pytest.mark.parametrize("kind", ["symlink", "folder symlink", "fifo", "socket", "device"])
 def test_only_regular_files_are_walked_and_linked(folder: Folder, tmp_path: Path, kind: str) -> None:
-    """A symlink leads to /etc/shadow, a FIFO hangs the trainer (table row F27)."""
+    """A symlink could lead to /etc/shadow, and a FIFO would hang the trainer (table row F27)."""
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "x").write_bytes(b"secret")
@@ -81,7 +81,7 @@ def test_only_regular_files_are_walked_and_linked(folder: Folder, tmp_path: Path
 
 
 def test_symlink_on_the_way_is_not_followed(folder: Folder, tmp_path: Path) -> None:
-    """Somebody swaps a folder for a symlink between the check and the use (I10)."""
+    """Someone may replace a folder with a symlink between the check and the use (I10)."""
     outside = tmp_path / "outside"
     outside.mkdir()
     victim = outside / "a"
@@ -104,14 +104,14 @@ def test_symlink_on_the_way_is_not_followed(folder: Folder, tmp_path: Path) -> N
 def test_path_outside_the_folder_is_refused(
     folder: Folder, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also our own private files: a checkpoint of the journal would be a loop."""
+    """This includes our own private files: a checkpoint that contained the journal would be a loop."""
     monkeypatch.chdir(folder.path)
     with pytest.raises((InvalidShardError, InvalidNameError)):
         folder.relative(path)
 
 
 def test_path_through_a_symlink_to_the_folder_is_inside(folder: Folder, tmp_path: Path) -> None:
-    """Clusters give scratch space by a symlink."""
+    """Clusters often provide scratch space through a symlink."""
     (tmp_path / "alias").symlink_to(folder.path)
     write(folder, "step-1/a")
     assert folder.relative(tmp_path / "alias" / "step-1" / "a") == "step-1/a"
@@ -119,7 +119,7 @@ def test_path_through_a_symlink_to_the_folder_is_inside(folder: Folder, tmp_path
 
 @pytest.mark.parametrize("path", ["sub/../x/a", "x//a", "x/./a", "./x/a", "x/a/"])
 def test_paths_are_normalized(folder: Folder, path: str) -> None:
-    """`os.path.join(folder, "../run-a/x")` is what configurations are made of."""
+    """Configurations commonly build paths like `os.path.join(folder, "../run-a/x")`."""
     assert folder.relative(f"{folder.path}/{path}") == "x/a"
     assert folder.relative(os.path.relpath(f"{folder.path}/{path}")) == "x/a"
     assert folder.relative(f"{folder.path}/../checkpoints/{path}") == "x/a"
@@ -142,7 +142,7 @@ def test_walk_finds_every_file_in_order(folder: Folder) -> None:
 
 
 def test_hard_link_survives_deletion_of_the_original(folder: Folder) -> None:
-    """transformers rotates before `on_save`: the bytes must still be there."""
+    """transformers rotates checkpoints before `on_save`, so the bytes must still be there."""
     path = write(folder, "step-1/a", b"bytes")
     identity, is_linked = link(folder, "step-1/a", "spool/rank-00000/x/a")
     assert is_linked
@@ -153,7 +153,7 @@ def test_hard_link_survives_deletion_of_the_original(folder: Folder) -> None:
 
 
 def test_many_files_are_linked(folder: Folder) -> None:
-    """Files of several folders in one go, each under its own name."""
+    """Files from several folders are linked in one call, each under its own name."""
     files = [(f"s/{name}", name) for name in ("a", "b/c", "b/d", "e")]
     for source, name in files:
         write(folder, source, name.encode())
@@ -166,7 +166,7 @@ def test_many_files_are_linked(folder: Folder) -> None:
 
 @pytest.mark.parametrize("trouble", ["symlink", "missing", "folder", "folder is a symlink"])
 def test_linking_is_all_or_nothing(folder: Folder, tmp_path: Path, trouble: str) -> None:
-    """What `enqueue` refuses holds no space, and links made before it stay."""
+    """A refused `enqueue` must hold no disk space, and links made before it must stay."""
     write(folder, "s/a")
     link(folder, "s/a", "spool/x/before")
     (tmp_path / "outside").mkdir()
@@ -190,7 +190,9 @@ def test_linking_is_all_or_nothing(folder: Folder, tmp_path: Path, trouble: str)
 
 
 def test_leftover_link_is_replaced(folder: Folder) -> None:
-    """A crash between link and journal row leaves one behind: the next save must not fail, nor read the old one."""
+    """A crash between the link and the journal row leaves a link behind: the next save must neither fail nor read the
+    old file.
+    """
     write(folder, "old", b"old")
     link(folder, "old", "spool/a")
     write(folder, "new", b"new")
@@ -200,7 +202,7 @@ def test_leftover_link_is_replaced(folder: Folder) -> None:
 
 @pytest.mark.parametrize("how", ["overwrite", "truncate", "append", "same size", "replace", "delete"])
 def test_changed_file_is_detected(folder: Folder, how: str) -> None:
-    """A hard link does not protect from writing in place; mixed bytes must never be committed."""
+    """A hard link does not protect against in-place writes, and mixed bytes must never be committed."""
     path = write(folder, "a", b"content")
     os.utime(path, ns=(10**18, 10**18))
     identity, _ = link(folder, "a", "spool/a")
@@ -232,7 +234,7 @@ def test_changed_file_is_detected(folder: Folder, how: str) -> None:
 
 
 def test_remove_source_leaves_another_file_at_the_same_path(folder: Folder) -> None:
-    """The trainer saved the same step again after a restart: that file is not ours to delete."""
+    """After a restart the trainer may have saved the same step again, and that file is not ours to delete."""
     path = write(folder, "step-1/a")
     identity, _ = link(folder, "step-1/a", "spool/a")
     path.unlink()
@@ -245,7 +247,7 @@ def test_remove_source_leaves_another_file_at_the_same_path(folder: Folder) -> N
 def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Retention of an older start meets a trainer that was restarted and saves the same step again."""
+    """Retention of an older start may run just as a restarted trainer saves the same step again."""
     path = write(folder, "step-1/a", b"old")
     identity, _ = link(folder, "step-1/a", "spool/1/a")
     move, make_link = os.rename, os.link
@@ -281,7 +283,7 @@ def test_remove_source_can_keep_the_folder_for_a_restarted_trainer(folder: Folde
 
 
 def test_remove_source_removes_empty_folders_only(folder: Folder) -> None:
-    """Other ranks may still have files there; the folder itself stays in any case."""
+    """Other ranks may still have files there; the checkpoint folder itself always stays."""
     write(folder, "step-1/r0/a")
     write(folder, "step-1/r1/b")
     one, _ = link(folder, "step-1/r0/a", "spool/a")
@@ -299,7 +301,7 @@ def test_remove_source_removes_empty_folders_only(folder: Folder) -> None:
 def test_without_links_the_original_is_kept(
     folder: Folder, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another mount inside the folder, or a file system without hard links: weaker, not broken."""
+    """With another mount inside the folder, or without hard links, protection is weaker but uploads still work."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -314,7 +316,7 @@ def test_without_links_the_original_is_kept(
 
 
 def test_remove_spool_leaves_the_user_s_files(folder: Folder) -> None:
-    """It removes names, not bytes; and may be cut short and done again."""
+    """Only our links are removed, never the data, and an interrupted removal can be repeated."""
     path = write(folder, "a")
     link(folder, "a", "spool/x/sub/a")
     folder.remove_spool("spool/x")
@@ -326,8 +328,10 @@ def test_remove_spool_leaves_the_user_s_files(folder: Folder) -> None:
 def test_a_file_moved_aside_and_put_back_is_still_walked(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retention takes a new file for the old one, looks, and puts it back: a trainer that enqueues the folder in this
-    moment would leave the shard out, and the checkpoint would be committed without it.
+    """Retention may mistake a new file for the old one: it moves the file aside, checks it, and puts it back.
+
+    A trainer that enqueues the folder at that moment would miss the shard, and the checkpoint would be committed
+    without it.
     """
     path = write(folder, "step-1/a", b"old")
     write(folder, "step-1/b")
@@ -341,7 +345,7 @@ def test_a_file_moved_aside_and_put_back_is_still_walked(
         (folder.path / "new").replace(path)
         move(*arguments, **more)
         trainer.start()
-        trainer.join(0.3)  # it ends only when the file is back
+        trainer.join(0.3)  # returns only once the file is back
 
     monkeypatch.setattr(os, "rename", racing)
     assert not folder.remove_source("step-1/a", identity)
@@ -353,7 +357,7 @@ def test_a_file_moved_aside_and_put_back_is_still_walked(
 def test_a_lock_held_by_a_fork_of_a_killed_process_only_delays(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dataloader worker that was forked in the middle of a removal outlives its trainer."""
+    """A dataloader worker that was forked during a removal may outlive its trainer."""
     path = write(folder, "step-1/a")
     identity, _ = link(folder, "step-1/a", "spool/1/a")
     monkeypatch.setattr(files, "REMOVAL_S", 0.05)
@@ -363,7 +367,7 @@ def test_a_lock_held_by_a_fork_of_a_killed_process_only_delays(
         assert folder.walk("step-1") == ["step-1/a"]
         began = time.monotonic()
         assert folder.walk(*["step-1/a"] * 100, "step-1") == ["step-1/a"]
-        assert time.monotonic() - began < 100 * files.REMOVAL_S  # once for all of them
+        assert time.monotonic() - began < 100 * files.REMOVAL_S  # one wait for all of them
         assert folder.remove_source("step-1/a", identity)
     finally:
         os.close(descriptor)
@@ -374,7 +378,7 @@ def test_a_lock_held_by_a_fork_of_a_killed_process_only_delays(
 
 
 def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
-    """Table row F20: remove and link again leaves a moment in which a restart finds no checkpoint."""
+    """Table row F20: removing and recreating the symlink leaves a moment in which a restart finds no checkpoint."""
     targets = [write(folder, f"step-{number}/a").parent for number in range(2)]
     latest = folder.path / "latest"
     point_symlink(latest, targets[0], folder.private)
@@ -402,7 +406,7 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
 
 
 def test_old_leftovers_of_killed_processes_are_removed(folder: Folder) -> None:
-    """A probe and a half-made symlink per kill add up; a young one may be another rank's."""
+    """Every kill may leave a probe and a half-made symlink, which add up; a recent one may belong to another rank."""
     for name in ("probe-1-a", "probe-1-a.link", "latest.1.tmp"):
         (folder.private / name).symlink_to("gone")
         os.utime(folder.private / name, (0, 0), follow_symlinks=False)
@@ -413,7 +417,7 @@ def test_old_leftovers_of_killed_processes_are_removed(folder: Folder) -> None:
 
 
 def test_symlink_never_replaces_a_file(folder: Folder) -> None:
-    """A user's own `latest` is the user's."""
+    """A file that the user calls `latest` belongs to the user."""
     path = write(folder, "latest")
     with pytest.raises(InvalidNameError, match="not a symlink"):
         point_symlink(path, folder.path / "step-1", folder.private)
@@ -426,7 +430,7 @@ def test_symlink_never_replaces_a_file(folder: Folder) -> None:
 def test_durable_write_leaves_nothing_behind_when_it_fails(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old content stays whole, and no temporary file fills a full disk further."""
+    """The old content stays complete, and no temporary file takes more space on a full disk."""
     path = write(folder, "m", b"old")
 
     def fail(_: int) -> None:
@@ -473,7 +477,7 @@ MOUNTS = [
     ],
 )
 def test_file_system_of_a_path_is_its_deepest_mount(path: str, kind: str) -> None:
-    """Otherwise a journal on NFS goes unnoticed until two nodes tear it apart (table row F21)."""
+    """Otherwise a journal on NFS goes unnoticed until two nodes corrupt it (table row F21)."""
     assert kind == parse_mountinfo(path, MOUNTS)
 
 
@@ -511,7 +515,7 @@ def test_an_overlay_counts_as_its_upper_layer(path: str, kind: str) -> None:
 def test_an_unknown_file_system_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """WAL needs one kernel's shared memory: better a clear error than a torn journal."""
+    """WAL needs memory shared within one kernel, and a clear error is better than a corrupt journal."""
     monkeypatch.setattr(files, "filesystem_of", lambda *_: kind)
     folder = tmp_path / "x"
     with pytest.raises(
@@ -520,7 +524,7 @@ def test_an_unknown_file_system_is_rejected(
         Folder(folder)
     assert not folder.exists(), "nothing was changed"
     Folder(folder, allows_unknown_filesystem=True)
-    Folder(folder)  # `drain` and the sweeper know no settings
+    Folder(folder)  # `drain` and the sweeper have no settings, but must still work
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", ""])
@@ -532,12 +536,12 @@ def test_a_local_file_system_is_accepted(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_in_use_by_another_machine_is_rejected_and_a_stale_one_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks do not reach as far as a file system that several machines mount."""
+    """File locks do not work across machines that mount the same file system."""
     ours = Folder(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(host_mark, "WATCH_S", 0.3)
         patch.setattr(files, "boot_id", lambda: "of another machine")
-        theirs = Folder(tmp_path)  # takes it over: nobody renews ours
+        theirs = Folder(tmp_path)  # takes over the folder, as nobody renews our mark
     is_over = threading.Event()
 
     def renew() -> None:
@@ -555,12 +559,12 @@ def test_a_folder_in_use_by_another_machine_is_rejected_and_a_stale_one_taken_ov
     monkeypatch.setattr(host_mark, "WATCH_S", 0.3)
     Folder(tmp_path)
     ours.tend()
-    (tmp_path / ".ckpt_async" / "host.json").write_text("[" * 100_000)  # of no use, but no harm
+    (tmp_path / ".ckpt_async" / "host.json").write_text("[" * 100_000)  # useless content must do no harm
     Folder(tmp_path)
 
 
 def test_an_impossible_folder_is_rejected(tmp_path: Path) -> None:
-    """At the start, with the reason."""
+    """The error must come at the start, with the reason."""
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(JournalError):
         Folder(tmp_path / "file")
@@ -569,7 +573,7 @@ def test_an_impossible_folder_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
-    """The message of a checkpoint that is given up for it goes to whoever has to look after the disk."""
+    """When a checkpoint is given up because of this error, the operator must see which disk is affected."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:

@@ -1,4 +1,4 @@
-"""The journal, on a real disk and with real processes: what was acknowledged is there after SIGKILL (I4)."""
+"""The journal on a real disk with real processes: acknowledged rows must survive SIGKILL (I4)."""
 
 import contextlib
 import errno
@@ -97,7 +97,7 @@ def journal(folder: Folder) -> Iterator[Journal]:
 
 
 def python(code: str, *arguments: object) -> subprocess.Popen[bytes]:
-    """A process of its own, that runs this code; its output is what it acknowledged."""
+    """Run this code in a separate process, which prints what the journal has acknowledged."""
     prelude = """
         import os, sys
         from ckpt_async.local.folder import Folder
@@ -113,7 +113,7 @@ def python(code: str, *arguments: object) -> subprocess.Popen[bytes]:
 
 
 def test_every_kind_of_event_round_trips(folder: Folder, journal: Journal) -> None:
-    """An event that comes back otherwise is another history after every restart."""
+    """An event that is read back differently would change history after every restart."""
     assert set(KINDS.values()) == {type(event) for event in EVENTS}, "a new kind needs an example here"
     journal.append(EVENTS)
     assert [row.event for row in journal.rows()] == EVENTS
@@ -123,7 +123,7 @@ def test_every_kind_of_event_round_trips(folder: Folder, journal: Journal) -> No
 
 
 def many(num_shards: int) -> list[Event]:
-    """A folder of small shards, and what the store answered."""
+    """Return the events of a folder of small shards and of the store's answers."""
     names = [f"a/{number}" for number in range(num_shards)]
     shards = [
         Shard(name, f"x/{name}", FileIdentity(1, number, 3, 4), is_linked=number % 2 == 0)
@@ -145,7 +145,7 @@ def num_rows_of(folder: Folder) -> int:
 
 
 def test_many_shards_share_few_rows(folder: Folder, journal: Journal) -> None:
-    """10,000 small shards must not cost 20,000 inserts and selects; each is what it was."""
+    """10,000 small shards must not cost 20,000 inserts and selects, and each must be read back unchanged."""
     events = many(2 * ROW_SHARDS + 1)
     journal.append(events)
     assert [row.event for row in journal.rows()] == events
@@ -155,7 +155,7 @@ def test_many_shards_share_few_rows(folder: Folder, journal: Journal) -> None:
 
 
 def test_each_rank_has_its_own_journal(folder: Folder) -> None:
-    """Nobody waits for another rank's lock, nor can hurt its rows; whoever looks sees all."""
+    """No rank waits for another rank's lock or can damage its rows, and a reader sees the rows of all ranks."""
     with contextlib.closing(Node(folder)) as node:
         for rank in (0, 12, 0):
             node.append(rank, [Sealed(ID, f"{rank}", 2)])
@@ -182,9 +182,9 @@ def test_each_rank_has_its_own_journal(folder: Folder) -> None:
 @pytest.mark.parametrize("body", ["[]", '["x","a","b",1,2,3,4]', '["x",["a"]]', "[1", "1"])
 @pytest.mark.parametrize("kind", ["Enqueued", "Verified", "Sealed"])
 def test_truncated_row_is_rejected(folder: Folder, journal: Journal, kind: str, body: str) -> None:
-    """A shard that is left out would never be uploaded."""
+    """A shard missing from the journal would never be uploaded."""
     if (kind, body) == ("Verified", "[]"):
-        return  # nothing, and whole
+        return  # an empty list is a complete row
     with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
         connection.execute("INSERT INTO events VALUES (1, 1, 1, 0.0, ?, ?)", (kind, body))
         connection.commit()
@@ -194,14 +194,14 @@ def test_truncated_row_is_rejected(folder: Folder, journal: Journal, kind: str, 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_shared_journal_of_an_earlier_version_is_migrated(folder: Folder, version: int) -> None:
-    """An upgrade must not lose what was queued, nor do anything twice; whoever looks meanwhile sees all of it."""
+    """An upgrade must neither lose what was queued nor do anything twice, and a reader during it must see all rows."""
     events = {0: EVENTS, 1: many(5), 7: [Sealed(ID, "x", 8)]}
     path = old_journals.write(folder.private, version, events)
     before = path.read_bytes()
     assert seen(folder) == events
     assert path.read_bytes() == before, "who only looks changes nothing"
     for rank in (1, 7, 0):
-        for more in ([], [ReceiptStored(ID)]):  # opened twice
+        for more in ([], [ReceiptStored(ID)]):  # each rank opens it twice
             with contextlib.closing(Journal(folder, rank)) as journal:
                 assert [row.event for row in journal.rows()] == events[rank]
                 assert journals.read(folder.path)[rank].progress == {(CheckpointId(1, 1), "a"): rank}
@@ -212,7 +212,7 @@ def test_the_shared_journal_of_an_earlier_version_is_migrated(folder: Folder, ve
 
 
 def test_a_shared_journal_that_others_have_open_is_kept(folder: Folder) -> None:
-    """A trainer of the earlier version that still runs keeps its rows, and its file."""
+    """A trainer that still runs the earlier version keeps its rows and its file."""
     path = old_journals.write(folder.private, 2, {0: many(2), 1: many(3)})
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         assert other.execute("SELECT count(*) FROM events WHERE rank = 1").fetchone() == (5,)
@@ -225,7 +225,7 @@ def test_a_shared_journal_that_others_have_open_is_kept(folder: Folder) -> None:
 
 @pytest.mark.parametrize("at", range(6))
 def test_a_crash_during_the_migration_loses_and_duplicates_nothing(folder: Folder, at: int) -> None:
-    """SIGKILL at any statement: the rank's rows are in the one file or in the other, for whoever looks."""
+    """After SIGKILL at any statement, a reader finds each of the rank's rows in exactly one of the two files."""
     events = {0: many(3), 1: many(2)}
     old_journals.write(folder.private, 2, events)
     code = """
@@ -258,8 +258,9 @@ def test_a_crash_during_the_migration_loses_and_duplicates_nothing(folder: Folde
 def test_a_damaged_shared_journal_blocks_nobody(
     folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No start may wait for what nobody can read: each rank begins anew, from its manifests, and with the last one it
-    is moved aside, never deleted.
+    """No start may be blocked by a file that nobody can read.
+
+    Each rank starts afresh from its manifests; the last one moves the damaged file aside, and it is never deleted.
     """
     path = old_journals.write(folder.private, 2, {0: many(2), 1: many(3)})
     for rank in (0, 1):
@@ -300,7 +301,7 @@ def seen(folder: Folder) -> dict[int, list[Event]]:
 
 
 def test_append_is_all_or_nothing(journal: Journal) -> None:
-    """Half a folder of shards must not be enqueued."""
+    """A folder must not be left with only half of its shards enqueued."""
 
     def events() -> Iterator[Event]:
         yield EVENTS[3]
@@ -333,7 +334,7 @@ def test_no_acknowledged_row_is_lost_by_sigkill(folder: Folder) -> None:
 
 
 def test_eight_processes_open_and_append_at_once(folder: Folder) -> None:
-    """All ranks of a node start in the same moment, on a folder that has no journal yet."""
+    """All ranks of a node start at the same moment in a folder that has no journal yet."""
     code = """
         journal = Journal(Folder(sys.argv[1]), int(sys.argv[2]))
         for step in range(100):
@@ -350,7 +351,7 @@ def test_eight_processes_open_and_append_at_once(folder: Folder) -> None:
 
 
 def test_forget_leaves_a_single_row(journal: Journal) -> None:
-    """The journal of a year of training stays as small as that of a day."""
+    """The journal must stay as small after a year of training as after a day."""
     for step in (1, 3, 2):
         id_ = CheckpointId(1, step)
         journal.append([Sealed(id_, "x", 1), ReceiptStored(id_)])
@@ -363,7 +364,7 @@ def test_forget_leaves_a_single_row(journal: Journal) -> None:
 
 
 def test_sequence_numbers_are_never_reused(journal: Journal) -> None:
-    """The engine asks for what is new by number: a reused one would be overlooked."""
+    """The engine asks for new rows by sequence number, so a row with a reused number would be missed."""
     journal.append([ReceiptStored(ID)])
     newest = journal.rows()[-1].sequence
     journal.forget(Forgotten(ID, None))
@@ -379,7 +380,7 @@ def test_open_rank_leaves_one_row(journal: Journal) -> None:
 
 
 def test_wal_is_checkpointed_into_the_main_file(folder: Folder, journal: Journal) -> None:
-    """Automatic checkpoints are off: without `compact` the WAL grows for ever."""
+    """Automatic WAL checkpoints are off, so without `compact` the WAL would grow forever."""
     for _ in range(60):
         journal.append([Sealed(ID, "x" * 200, 1)] * 1000)
     journal.compact()
@@ -393,11 +394,11 @@ def test_wal_is_checkpointed_into_the_main_file(folder: Folder, journal: Journal
 
 
 def test_many_rows_are_one_transaction(folder: Folder, journal: Journal) -> None:
-    """A refusal, or a kill, between two rows of one append leaves none of them."""
+    """An error or a kill between two rows of one append must leave none of them."""
     with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
         connection.execute(
             "CREATE TRIGGER refuse BEFORE INSERT ON events WHEN NEW.kind = 'Released'"
-            " BEGIN SELECT RAISE(FAIL, 'by the test'); END"  # undoes this statement alone
+            " BEGIN SELECT RAISE(FAIL, 'by the test'); END"  # undoes only this statement
         )
         connection.commit()
     with pytest.raises(JournalError, match="by the test"):
@@ -410,7 +411,7 @@ def test_many_rows_are_one_transaction(folder: Folder, journal: Journal) -> None
 def test_no_append_waits_for_the_disk(
     folder: Folder, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither while the WAL is synced nor while it is moved into the main file."""
+    """An append must wait neither for the WAL to be synced nor for it to be moved into the main file."""
     for _ in range(60):
         journal.append([Sealed(ID, "x" * 200, 1)] * 100)
     at_disk, go_on = threading.Event(), threading.Event()
@@ -436,7 +437,7 @@ def test_no_append_waits_for_the_disk(
 
 
 def test_a_forked_child_never_closes_the_journal(folder: Folder) -> None:
-    """Not by the garbage collector, nor when its interpreter ends, which could take the parent's WAL away."""
+    """Closing it there, by garbage collection or at interpreter exit, could remove the parent's WAL."""
     code = """
         import gc, sqlite3
         class Told(sqlite3.Connection):
@@ -463,7 +464,7 @@ def test_a_forked_child_never_closes_the_journal(folder: Folder) -> None:
 
 
 def test_a_deleted_wal_is_reported(folder: Folder, journal: Journal) -> None:
-    """Nothing that is appended from then on would be found again."""
+    """Nothing appended after that could ever be found again."""
     journal.append([ReceiptStored(ID)])
     (folder.private / f"{keys.journal_name(0)}-wal").unlink()
     with pytest.raises(JournalError, match="was deleted while this process was using it"):
@@ -474,7 +475,7 @@ def test_a_deleted_wal_is_reported(folder: Folder, journal: Journal) -> None:
 def test_a_wal_that_failed_to_sync_is_checkpointed_into_the_main_file(
     folder: Folder, journal: Journal, monkeypatch: pytest.MonkeyPatch, num_failures: int
 ) -> None:
-    """Which of its frames are on the disk cannot be told: nothing is called durable before none of them is needed."""
+    """Nobody can tell which frames reached the disk, so nothing counts as durable until the WAL is no longer needed."""
     journal.append([ReceiptStored(ID)])
     fsync, checkpoint = os.fsync, Journal._checkpoint
     failures: list[str] = []
@@ -516,7 +517,7 @@ def fill(path: Path) -> None:
 
 
 def test_full_disk_is_reported_and_recovers(tmp_path: Path) -> None:
-    """Table row F5: nothing half written, and the next append works once there is space."""
+    """Table row F5: nothing is half written, and the next append works once there is space."""
     mount = tmp_path / "small"
     mount.mkdir()
     mounted = subprocess.run(
@@ -560,8 +561,9 @@ def test_full_disk_is_reported_and_recovers(tmp_path: Path) -> None:
 def test_a_damaged_journal_is_moved_aside_and_recreated(
     folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is a cache: training starts, and the engine fills it from the manifests. Nothing of it is deleted, and who
-    only looks changes nothing.
+    """The journal is only a cache: training starts, and the engine refills it from the manifests.
+
+    Nothing is deleted, and a reader changes nothing.
     """
     path = folder.private / keys.journal_name(0)
     with contextlib.closing(Journal(folder, 0)) as journal:
@@ -595,7 +597,7 @@ def test_a_damaged_journal_is_moved_aside_and_recreated(
 
 
 def test_other_format_version_is_rejected(folder: Folder) -> None:
-    """A newer program's journal must not be half understood."""
+    """A journal written by a newer version must not be half understood."""
     with contextlib.closing(sqlite3.connect(folder.private / keys.journal_name(0))) as connection:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(JournalError, match="format 99"):
@@ -606,7 +608,7 @@ def test_other_format_version_is_rejected(folder: Folder) -> None:
 
 
 def test_second_owner_is_rejected_and_the_first_is_named(folder: Folder) -> None:
-    """Two engines for one rank would both upload, and both delete."""
+    """Two engines for one rank would both upload and both delete."""
     lock, other = RankLock(folder, 0), RankLock(folder, 0)
     lock.acquire()
     with pytest.raises(FolderInUseError, match=f"process {os.getpid()}"):
@@ -619,7 +621,7 @@ def test_second_owner_is_rejected_and_the_first_is_named(folder: Folder) -> None
 
 
 def test_a_forked_child_does_not_keep_a_dead_parents_lock(folder: Folder) -> None:
-    """A dataloader worker outlives a killed trainer: its restart must not be locked out."""
+    """A dataloader worker may outlive a killed trainer, and must not lock out its restart."""
     code = """
         import signal
         lock = RankLock(Folder(sys.argv[1]), 0)
@@ -638,7 +640,7 @@ def test_a_forked_child_does_not_keep_a_dead_parents_lock(folder: Folder) -> Non
             RankLock(folder, 0).acquire()
         process.kill()
         process.wait()
-        os.kill(child, 0)  # it is alive
+        os.kill(child, 0)  # the child is alive
         lock = RankLock(folder, 0)
         lock.acquire()
         lock.release()
@@ -648,7 +650,7 @@ def test_a_forked_child_does_not_keep_a_dead_parents_lock(folder: Folder) -> Non
 
 
 def test_use_in_a_forked_child_raises_and_harms_nothing(folder: Folder) -> None:
-    """SQLite across a fork corrupts the database: a clear error instead, and the parent goes on."""
+    """Using SQLite across a fork corrupts the database, so the child gets a clear error and the parent continues."""
     code = """
         journal = Journal(Folder(sys.argv[1]), 0)
         journal.append([ReceiptStored(CheckpointId(1, 1))])
@@ -670,8 +672,8 @@ def test_use_in_a_forked_child_raises_and_harms_nothing(folder: Folder) -> None:
 
 
 def test_a_forked_child_does_not_reopen_the_journal(folder: Folder) -> None:
-    """Not even when its parent has closed it: SQLite would use the index of the parent's WAL, which is deleted, while
-    the runner process of the child's uploader makes another one.
+    """This holds even after the parent has closed it: SQLite would use the index of the parent's deleted WAL, while the
+    runner process of the child's uploader creates a new one.
     """
     code = """
         folder = Folder(sys.argv[1])

@@ -1,4 +1,4 @@
-"""What one process has found out about the link, for the next: advice that may be missing, old or broken."""
+"""What one process has learned about the link and saves for the next: advice that may be missing, old or corrupt."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
-"""Copies under one exact key: the orders in which two checkpoints, and who prunes one, can come to it.
+"""Copies under one exact key: the orders in which two checkpoints and a pruner can reach it.
 
-A coroutine is cut at each request, and interleavings are played, from the beginning each time.
+Coroutines are suspended at each request, and interleavings are played, each from the beginning.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ Work = Coroutine[Any, Any, Any]
 
 
 class Direct:
-    """A PatientStore without patience: every request is one attempt."""
+    """A PatientStore that does not retry: every request is one attempt."""
 
     def __init__(self, bucket: MemoryBucket) -> None:
         self._store = MemoryStore(bucket)
@@ -41,7 +41,7 @@ class Direct:
 
 
 class World:
-    """Two committed checkpoints with one file each."""
+    """Committed checkpoints with one file each."""
 
     def __init__(self, *contents: bytes) -> None:
         self.bucket = MemoryBucket()
@@ -60,12 +60,12 @@ class World:
         return copies.retract(self.store, self.ids[number], self.shards[number])
 
     async def prune(self, number: int) -> None:
-        """As `steps.finish_prune`."""
+        """Prune as `steps.finish_prune` does."""
         await self.store.delete([self.shards[number].key])
         await self.retract(number)
 
     async def publish_and_look(self, number: int) -> None:
-        """As the engine of a checkpoint that is being pruned."""
+        """Publish as the engine does for a checkpoint that is being pruned at the same time."""
         with contextlib.suppress(ObjectNotFoundError):
             await self.publish(number)
         await self.retract(number)
@@ -80,7 +80,7 @@ class World:
 
 
 def step(work: Work) -> bool:
-    """One request; whether that was the last."""
+    """Run one request and return whether it was the last."""
     try:
         work.send(None)
     except StopIteration:
@@ -96,12 +96,14 @@ def finish(work: Work) -> Any:
             return end.value
 
 
-# What goes wrong needs few changes from one to the other (Musuvathi and Qadeer, "Iterative context bounding").
+# Most concurrency bugs need only a few context switches (Musuvathi and Qadeer, "Iterative context bounding").
 MAX_SWITCHES = 4
 
 
 def played(begin: Callable[[], tuple[World, list[Work]]]) -> Iterator[World]:
-    """The world after every interleaving of what `begin` returns that leaves off one for another so often at most."""
+    """Yield the world after every interleaving of the coroutines from `begin` that has at most MAX_SWITCHES
+    preemptions.
+    """
     _, works = begin()
     todo: list[tuple[list[int], int]] = [([number], 0) for number in range(len(works))]
     for work in works:
@@ -137,7 +139,7 @@ def test_the_newest_wins_in_every_order() -> None:
 
 @pytest.mark.parametrize("contents", [(b"old", b"newer"), (b"same", b"same")])
 def test_pruning_the_older_leaves_the_newer_in_every_order(contents: tuple[bytes, bytes]) -> None:
-    """Also where their bytes are the same, so that neither ETag nor checksum tells them apart."""
+    """This must hold even if their bytes are the same, so that neither ETag nor checksum tells them apart."""
 
     def begin() -> tuple[World, list[Work]]:
         world = World(*contents)

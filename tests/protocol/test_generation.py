@@ -1,4 +1,4 @@
-"""Agreeing on a generation, one thing at a time; all orders of it are in `core/test_starts`."""
+"""Agreement on a generation, one behaviour at a time; `core/test_starts` covers all orders of events."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ def patient(store: Any) -> PatientStore:
 
 
 async def open_(store: Any, rank: int, **more: Any) -> int:
-    """As a rank does that lives; whoever claims beats."""
+    """Join as a live rank does; the rank that claims the generation also sends a heartbeat."""
     arguments = {"world_size": WORLD_SIZE, "launch_key": "k", "explicit": None, "now": 0.0, **more}
     return await agree(patient(store), rank=rank, **arguments)
 
@@ -37,7 +37,7 @@ async def count_beats(store: MemoryStore, number: int) -> int:
 
 
 def test_joining_an_older_generation_is_rejected() -> None:
-    """It was given to a start that another has overtaken: what it saves would be newer than nothing."""
+    """The generation belongs to a start that another one has overtaken, so its checkpoints would never be the newest."""
 
     async def main() -> None:
         store = MemoryStore()
@@ -54,14 +54,14 @@ def test_joining_an_older_generation_is_rejected() -> None:
 
 
 def test_a_creator_sends_heartbeats_until_all_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nobody needs to know any more, and a start costs no request from then on."""
+    """After that nobody needs the heartbeat any more, so a start stops costing requests."""
     monkeypatch.setattr(generations, "BEAT_S", 0.01)
 
     async def main() -> None:
         store = MemoryStore()
         assert await open_(store, 1) == 1
         beating = asyncio.ensure_future(beat(patient(store), 1, rank=1, world_size=WORLD_SIZE))
-        await beat(patient(store), 1, rank=0, world_size=WORLD_SIZE)  # another rank's business
+        await beat(patient(store), 1, rank=0, world_size=WORLD_SIZE)  # not this rank's job: returns at once
         assert await asyncio.gather(open_(store, 0), open_(store, 2)) == [1, 1]
         await asyncio.wait_for(beating, 30)
         assert await count_beats(store, 1) >= 1 + generations.NUM_SIGNS
@@ -87,7 +87,7 @@ def test_waiting_for_a_missing_rank_costs_few_requests() -> None:
 
 
 def test_waiting_for_a_silent_creator_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is dead, and its rank does not come again before ours."""
+    """The creator is dead, and its rank will not come back before ours."""
     monkeypatch.setattr(generations, "PATIENCE_S", 0.3)
 
     async def main() -> None:
@@ -101,12 +101,14 @@ def test_waiting_for_a_silent_creator_is_bounded(monkeypatch: pytest.MonkeyPatch
 def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """F32: also for the next one, where an earlier start has left a free place; and it joins nobody's."""
+    """F32: this also holds for the next start when an earlier one left a free place; rank 0 never joins an existing
+    one.
+    """
     monkeypatch.setattr(generations, "CLAIM_POLL_S", 0.01)
 
     async def main() -> None:
         store = MemoryStore(capabilities=replace(CAPABILITIES, conditional_put=False))
-        assert await open_(store, 0) == 1  # and it dies
+        assert await open_(store, 0) == 1  # then rank 0 dies
         waiting = [asyncio.ensure_future(open_(store, rank)) for rank in (1, 2)]
         done, _ = await asyncio.wait(waiting, timeout=0.3)
         assert not done
@@ -118,7 +120,7 @@ def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
 
 
 def test_a_single_rank_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its place in the newest generation is free, for it died in between."""
+    """This holds even if its place in the newest generation is free because it died in between."""
     monkeypatch.setattr(generations, "PATIENCE_S", 1e9)
 
     async def main() -> None:
@@ -132,13 +134,15 @@ def test_a_single_rank_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_process_that_takes_over_for_a_trainer_finds_its_place() -> None:
-    """A runner that was killed while it started is started again. Who had claimed goes on to beat."""
+    """A runner that was killed while starting is started again; if it had claimed the generation, it resumes the
+    heartbeat.
+    """
 
     async def main() -> None:
         store = MemoryStore()
         assert await open_(store, 0, member="a") == 1
         assert await asyncio.wait_for(open_(store, 0, member="a"), 30) == 1
-        await store.delete([keys.beat_key(1)])  # it was killed before the first
+        await store.delete([keys.beat_key(1)])  # it was killed before its first heartbeat
         assert await asyncio.wait_for(open_(store, 0, member="a"), 30) == 1
         assert await count_beats(store, 1) == 1
         assert await asyncio.wait_for(open_(store, 0, member="b"), 30) == 2
@@ -147,7 +151,7 @@ def test_a_process_that_takes_over_for_a_trainer_finds_its_place() -> None:
 
 
 class Down(Meddled):
-    """Answers nothing from 1 s until `until_s`."""
+    """A store that does not answer from 1 s until `until_s`."""
 
     def __init__(self, until_s: float) -> None:
         super().__init__()
@@ -160,8 +164,8 @@ class Down(Meddled):
 
 @pytest.mark.parametrize("down_s", [14, 60])
 def test_an_outage_does_not_split_a_start(down_s: int) -> None:
-    """The creator's beat was in a long back-off when the others could ask again: they took it for dead, and nothing of
-    the start was ever committed.
+    """The creator's heartbeat used to be in a long back-off when the others could ask again. They took it for dead, and
+    nothing of that start was ever committed.
     """
 
     async def main() -> int:

@@ -1,4 +1,4 @@
-"""Which kinds of checkpoints there are below a run, found by few requests."""
+"""Finding the kinds of checkpoints below a run with few requests."""
 
 import asyncio
 from typing import Any
@@ -39,7 +39,7 @@ def holding(*names: str) -> Meddled:
 def test_each_costs_one_list_however_many_objects_it_has() -> None:
     many = [f"ckpt/step-{number}.g1/a" for number in range(5 * PAGE_KEYS)]
     begun = keys.generation_key(1)
-    # In the order of keys: '-' and '.' come before '/', digits and letters after it.
+    # In key order '-' and '.' come before '/', and digits and letters after it.
     kinds = ("a", "a-b", "a0", "weights")
     store = holding(
         *(f"kinds/{kind}/{key}" for kind in kinds for key in (begun, *many)),
@@ -57,7 +57,7 @@ def test_each_costs_one_list_however_many_objects_it_has() -> None:
     [
         ((), "weights", False),
         ((), "", False),
-        (("kinds/ema/GENERATION",), "weights", False),  # begun, and nothing was decided
+        (("kinds/ema/GENERATION",), "weights", False),  # started, but nothing was decided
         (("kinds/ema/GENERATION", "kinds/ema/DECISION"), "weights", True),
         (("kinds/ema/GENERATION", "kinds/ema/DECISION"), "", True),
         (("kinds/ema/GENERATION", "kinds/ema/DECISION", "GENERATION"), "", False),

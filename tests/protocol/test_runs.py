@@ -1,4 +1,4 @@
-"""Which runs are below a prefix, found by few requests."""
+"""Finding the runs below a prefix with few requests."""
 
 import asyncio
 from typing import Any
@@ -24,7 +24,7 @@ def test_a_run_is_known_by_its_records() -> None:
 
 def test_each_costs_one_list_however_many_objects_it_has() -> None:
     many = [f"ckpt/step-{number}.g1/a" for number in range(3 * PAGE_KEYS)]
-    # In the order of keys: '-' and '.' come before '/', digits and letters after it.
+    # In key order '-' and '.' come before '/', and digits and letters after it.
     runs = ("a", "a-b", "a0", "team/b")
     store = Meddled()
 

@@ -1,4 +1,4 @@
-"""What a sweep decides, from views of a store to actions: pure, each rule at its edge."""
+"""What a sweep decides, as a pure function from a view of the store to actions: each rule at its boundary values."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +19,7 @@ OLD, NEW = CheckpointId(1, 5), CheckpointId(2, 5)
 
 
 def view(**facts: Any) -> View:
-    """Generation 2 is the newest, of two ranks."""
+    """Return a view in which generation 2 is the newest and has two ranks."""
     empty: dict[str, Any] = {name: {} for name in ("decisions", "decided_at", "receipts", "data", "names")}
     return View(**{"server_time": NOW, "newest_generation": 2, "world_sizes": {1: 2, 2: 2}, **empty, **facts})
 
@@ -52,7 +52,7 @@ def planned(seen: View, kind: type[sweep_plan.Planned]) -> list[Any]:
 def test_a_checkpoint_that_still_makes_progress_is_not_given_up(
     id_: CheckpointId, youngest_s: float, is_given_up: bool, is_receipt: bool
 ) -> None:
-    """However old the first of it is: its age is that of the newest object, shard or receipt."""
+    """However old its first object is, a checkpoint's age is that of its newest object, shard or receipt."""
     data = (shard(id_, 9999.0), *([] if is_receipt else [shard(id_, youngest_s, "b.pt")]))
     there = receipts(id_, youngest_s) if is_receipt else receipts(id_, 9999.0)
     seen = view(data={id_: data}, receipts={id_: there})
@@ -80,7 +80,7 @@ def test_a_complete_checkpoint_is_left_to_its_engines_at_first(
     ],
 )
 def test_a_lease_holds_for_its_term_plus_a_margin_and_at_most_a_day(ttl_s: float, lasts_s: float) -> None:
-    """Clocks drift and answers dawdle; and no object of anybody's may keep a checkpoint for ever."""
+    """Clocks drift and answers are delayed, so there is a margin; but nobody's lease may keep a checkpoint forever."""
     lease, pruning = Lease(OLD, "reader", ttl_s), {OLD: decision(OLD, Outcome.PRUNING)}
     for age_s, is_held in ((lasts_s - 1, True), (lasts_s, False)):
         key = keys.lease_key(OLD, "reader")
@@ -129,7 +129,7 @@ def test_settled_and_removed_checkpoints_are_collected() -> None:
     ids=["data-left", "receipts-left", "young", "newest", "commit", "pruning"],
 )
 def test_unsettled_checkpoints_are_not_collected(seen: View) -> None:
-    """Without its decision, what is left of it would look undecided, and a straggler could commit it."""
+    """Without its decision, the remains of a checkpoint would look undecided, and a straggler could commit it."""
     assert collected(seen) == []
 
 
@@ -144,21 +144,21 @@ def test_unsettled_checkpoints_are_not_collected(seen: View) -> None:
     ids=["data", "receipts", "unreadable"],
 )
 def test_the_boundary_keeps_an_undecided_checkpoint_below_it(facts: dict[str, Any]) -> None:
-    """Its ranks may still be at it: voided, what they commit would be swept away."""
+    """Its ranks may still be working on it: if it were voided, what they commit would be swept away."""
     (action,) = collected(settled_view(OLD, **facts))
     assert action.kept == {CheckpointId(1, 3)}
     assert action.object_keys == (keys.decision_key(OLD),)
 
 
 def test_a_few_old_decisions_are_not_collected() -> None:
-    """The boundary moves seldom."""
+    """The boundary is only moved once enough decisions have accumulated."""
     ids = [CheckpointId(1, step) for step in range(sweep_plan.COLLECT_AT_LEAST)]
     assert collected(settled_view(*ids[1:])) == []
     assert len(collected(settled_view(*ids))[0].object_keys) == sweep_plan.COLLECT_AT_LEAST
 
 
 def test_a_decision_that_reappears_below_the_boundary_is_removed_again() -> None:
-    """A straggler's decision is void, and is no reason to move the boundary; nor does its data make it valid again."""
+    """A straggler's decision is void: it neither moves the boundary nor becomes valid again through its data."""
     boundary = Boundary(CheckpointId(1, 9), frozenset({CheckpointId(1, 3)}), 1, "nonce")
     void = CheckpointId(1, 4)
     data = {void: (shard(void, 1.0),)}
@@ -169,7 +169,7 @@ def test_a_decision_that_reappears_below_the_boundary_is_removed_again() -> None
 
 
 def test_an_unreadable_boundary_protects_what_it_may_cover() -> None:
-    """Only the newest generation is sure to be above it."""
+    """Only the newest generation is certain to be above an unreadable boundary."""
 
     def acted_on(seen: View) -> set[CheckpointId]:
         actions: Iterable[Any] = sweep_plan.plan(seen, KeepAll(), AGES)

@@ -1,4 +1,4 @@
-"""How many requests go at once: as many as fill the link, found within seconds; fewer when the store asks."""
+"""How many requests run at once: enough to fill the link, found within seconds; fewer when the store asks for it."""
 
 import random
 import statistics
@@ -26,7 +26,7 @@ TICK_S = 0.1
 
 @dataclass
 class Link:
-    """Moves `each` bytes/s for a connection, `together` for all; one that was just added takes `ramp_s` for that."""
+    """A link that moves `each` bytes/s per connection, `together` at most; new connections need `ramp_s` for that."""
 
     each: float
     together: float = 1e15
@@ -38,7 +38,7 @@ class Link:
     def play(
         self, state: Concurrency, duration_s: float, *, is_full: bool = True, busy_cores: float = 0.0
     ) -> tuple[Concurrency, list[int]]:
-        """The state, and the limits that it had, one for each tick."""
+        """Return the final state and the limit at each tick."""
         limits, grown_at_s, slower = [], self.now_s, state.limit
         for _ in range(round(duration_s / TICK_S)):
             if limits and state.limit > limits[-1]:
@@ -65,15 +65,15 @@ def test_a_link_is_full_from_the_third_second_on_and_not_by_too_many_connections
     needed = together / each
     _, limits = Link(each * MIB, together * MIB).play(Concurrency(limit=8, most=128), 60)
     assert min(limits[30:]) >= needed
-    assert max(limits[30:]) <= max(8, 1.25 * 1.2 * needed)  # while it tries a step more
+    assert max(limits[30:]) <= max(8, 1.25 * 1.2 * needed)  # while it tries one step more
     assert sorted(limits[30:])[len(limits[30:]) // 2] <= max(8, 1.2 * needed)
 
 
 def test_concurrency_does_not_grow_without_a_gain() -> None:
-    """A core that is busy with checksums or encryption, say."""
+    """A busy core may be the bottleneck, for example with checksums or encryption."""
     _, limits = Link(1e9, 8 * MIB).play(Concurrency(limit=8, most=64), 300)
     assert limits[-1] == 8
-    assert sum(limit > 8 for limit in limits) * TICK_S <= 10  # ever more seldom
+    assert sum(limit > 8 for limit in limits) * TICK_S <= 10  # tries become rarer and rarer
 
 
 def test_what_a_link_far_away_needs_is_found_though_its_connections_are_slow_to_start() -> None:
@@ -83,8 +83,8 @@ def test_what_a_link_far_away_needs_is_found_though_its_connections_are_slow_to_
 
 
 def test_slow_connections_are_made_more_at_once() -> None:
-    """Four times as many where each is slow, eight times where each mostly waits for answers; twice as many, as the
-    link needs few, where each is fast.
+    """The step is fourfold where connections are slow and eightfold where they mostly wait for answers. Where they are
+    fast it is twofold, because such a link needs few.
     """
     _, waiting = Link(MIB).play(Concurrency(limit=8, most=128), 3)
     _, slow = Link(20 * MIB).play(Concurrency(limit=8, most=128), 3)
@@ -95,14 +95,14 @@ def test_slow_connections_are_made_more_at_once() -> None:
 
 
 def test_a_link_that_begins_to_fill_is_not_tried_with_four_times_as_many() -> None:
-    """Else a step that has nearly paid in full would be followed by one far too many."""
+    """Otherwise a step that has almost fully paid off would be followed by one that is far too large."""
     _, limits = Link(20 * MIB, 500 * MIB).play(Concurrency(limit=8, most=128), 4)
     assert max(limits) == 64
     assert limits[-1] == 32
 
 
 def test_a_first_look_that_sees_the_cores_at_their_limit_goes_back_to_as_few_as_load_them() -> None:
-    """And stays there, if these bring as much, else searches: it may have been a fast link."""
+    """It stays there if that moves as much, and searches otherwise, because the link may simply have been fast."""
     _, loopback = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=3), 3, busy_cores=1.1)
     assert loopback[3] == 3
     assert max(loopback[3:]) <= 4  # one more is tried now and then
@@ -136,7 +136,7 @@ def test_nothing_is_learnt_before_the_first_answer() -> None:
 def test_eight_engines_on_a_link_share_it_and_none_grows_at_the_others_expense(
     each: int, together: int, began_within_s: float
 ) -> None:
-    """By their own rates alone they would have 128 each: on a full link, more connections are a larger share."""
+    """Judging only by their own rates, each would grow to 128: on a full link, more connections take a larger share."""
     chance = random.Random(1)
     states = [Concurrency(limit=8, most=128) for _ in range(8)]
     begin_s = [chance.random() * began_within_s for _ in states]
@@ -175,7 +175,7 @@ def test_a_link_that_changes_is_found_again() -> None:
 
 
 def _found(link: Link) -> Concurrency:
-    """What a process has found out about a link, as the next one begins."""
+    """Return the state with which the next process starts, given what this one has learned about the link."""
     before, _ = link.play(Concurrency(limit=8, most=128), 20)
     assert before.is_known
     return remembered(Concurrency(limit=8, most=128), before.limit, before.connection_bytes_per_s)
@@ -185,20 +185,20 @@ def _found(link: Link) -> Concurrency:
 def test_the_next_process_fills_the_link_from_the_beginning(each: int, together: int) -> None:
     link = Link(each * MIB, together * MIB)
     begun, needed = _found(link), min(together / each, 128)
-    state, limits = link.play(begun, 2)  # then it tries a step more, as always
+    state, limits = link.play(begun, 2)  # after this it tries one step more, as always
     assert [min(limits), max(limits)] == [begun.limit] * 2
     assert needed <= begun.limit <= max(8, 1.2 * needed)
     assert state.is_known
 
 
 def test_the_next_process_goes_on_where_the_requests_of_a_search_ran_out() -> None:
-    """One shard of few parts does not fill what is tried."""
+    """A single shard with few parts does not fill the concurrency being tried."""
     link = Link(5 * MIB)
     state, _ = link.play(Concurrency(limit=8, most=128), 0.5)
     state, _ = link.play(state, 1, is_full=False)
     assert (state.limit, state.is_known) == (32, True)
     begun = remembered(Concurrency(limit=8, most=128), state.limit, state.connection_bytes_per_s)
-    assert not begun.is_known  # an old file would be renewed for ever
+    assert not begun.is_known  # otherwise an old file would be renewed forever
     assert min(link.play(begun, 2)[1]) == 32
 
 
@@ -212,7 +212,7 @@ def test_a_link_that_has_become_narrower_between_two_processes_is_found_from_the
 
 
 def test_a_link_that_has_become_wider_between_two_processes_is_found_at_once() -> None:
-    """Or fewer processes share it now."""
+    """The same happens when fewer processes share the link."""
     begun = _found(Link(5 * MIB, 20 * MIB))
     _, limits = Link(5 * MIB, 400 * MIB).play(begun, 4)
     assert begun.limit == 8
@@ -242,7 +242,7 @@ def test_a_pause_between_checkpoints_says_nothing_of_the_link() -> None:
 
 
 def test_a_store_that_closes_does_not_pass_for_a_slower_link() -> None:
-    """Ranks share a limit, and one ends: what it has moved is not counted any more."""
+    """Ranks share a limit; when one of them ends, the bytes it moved are no longer counted."""
     link = Link(5 * MIB, 300 * MIB)
     state, _ = link.play(Concurrency(limit=8, most=128), 3)
     link.moved = 0.0
@@ -274,7 +274,7 @@ def test_concurrency_recovers_after_a_slow_down() -> None:
 
 
 def test_a_store_that_goes_on_refusing_is_tried_ever_more_seldom() -> None:
-    """Or a tenth of all requests would be told to slow down, again and again."""
+    """Otherwise a tenth of all requests would be throttled again and again."""
     link, refused_at, state = Link(MIB), [], Concurrency(limit=8, most=128)
     for _ in range(3000):
         state, _ = link.play(state, TICK_S)
@@ -308,11 +308,11 @@ def _request(rate_mib_s: float, took_s: float, size_mib: int = 32) -> Request:
 def test_a_connection_far_slower_than_usual_is_told_from_the_others() -> None:
     others = [_request(10, 2) for _ in range(8)]
     assert stragglers([*others, _request(1, 2)], 10 * MIB) == [8]
-    assert stragglers([_request(1, 2)] * 3, 10 * MIB) == [0, 1, 2]  # the last ones of a shard
+    assert stragglers([_request(1, 2)] * 3, 10 * MIB) == [0, 1, 2]  # the last requests of a shard
     assert stragglers([*others, _request(6, 2)], 10 * MIB) == []
-    assert stragglers([*others, _request(1, 1.5)], 10 * MIB) == []  # it has only begun
+    assert stragglers([*others, _request(1, 1.5)], 10 * MIB) == []  # it has only just started
     assert stragglers([*others, _request(0.0, 30)], 10 * MIB) == [8]
-    assert stragglers([_request(1, 2)], 0.0) == []  # nobody knows what is usual
+    assert stragglers([_request(1, 2)], 0.0) == []  # the usual rate is unknown
 
 
 def test_a_slow_connection_is_seen_though_buffers_have_swallowed_much_at_once() -> None:
@@ -338,11 +338,13 @@ def test_a_link_or_a_store_that_has_become_slow_makes_no_stragglers() -> None:
 
 
 def test_where_nobody_has_seen_the_link_most_requests_say_what_is_usual() -> None:
-    """Those that have ended, and those under way long enough: what buffers have swallowed is no rate."""
+    """The usual rate comes from finished requests and those running long enough: filling buffers says nothing about the
+    rate.
+    """
     swallowed = Request(16 * MIB, 4 * MIB, 0.1, 40 * MIB)
     assert usual_rate([*[_request(6, 1)] * 7, _request(2, 1), *[swallowed] * 20], []) == 6 * MIB
-    assert usual_rate([_request(2, 3)], [6 * MIB] * 7) == 6 * MIB  # the last one
-    assert usual_rate([_request(2, 3)], [6 * MIB] * 2) == 0.0  # too few to say
+    assert usual_rate([_request(2, 3)], [6 * MIB] * 7) == 6 * MIB  # the last request
+    assert usual_rate([_request(2, 3)], [6 * MIB] * 2) == 0.0  # too few to judge
 
 
 def _part_mib(size_mib: int, link: Concurrency | None) -> int:
@@ -368,7 +370,7 @@ def test_a_shard_can_fill_64_connections_before_anybody_has_seen_the_link() -> N
 
 
 def test_a_part_takes_no_longer_than_a_few_seconds() -> None:
-    """Whatever a connection was seen to bring; but the setting and the store's limits come first."""
+    """A part is sized by what a connection was seen to move, but the setting and the store's limits take precedence."""
     slow, fast = Link(5 * MIB, 50 * MIB), Link(60 * MIB, 300 * MIB)
     found = [link.play(Concurrency(limit=8, most=128), 20)[0] for link in (slow, fast)]
     assert 20 <= _part_mib(8192, found[0]) <= 25

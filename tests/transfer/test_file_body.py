@@ -1,4 +1,4 @@
-"""A shard as a request body: what reaches the socket is the file, or the attempt fails and says why."""
+"""A shard as a request body: exactly the file reaches the socket, or the attempt fails and says why."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ PATIENCE_S = 30.0
 
 
 class Moves:
-    """A `Progress` that only takes notes."""
+    """A `Progress` that only records calls."""
 
     def __init__(self) -> None:
         self.lasts: list[bool] = []
@@ -74,7 +74,7 @@ def contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 class Link:
-    """A connection over TCP with small buffers, so that sending has to wait for the reader many times."""
+    """A TCP connection with small buffers, so that the sender has to wait for the reader many times."""
 
     def __init__(self, contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -104,13 +104,13 @@ class Link:
         return bytes(found)
 
     def finish(self, sending: "Future[Any]") -> None:
-        """Receive all of it, and answer."""
+        """Receive the whole body and send the answer."""
         self.receive(len(HEAD) + SIZE - OFFSET)
         self.far.sendall(DONE)
         sending.result(PATIENCE_S)
 
     def drain(self) -> None:
-        """So that nobody waits for the reader any more."""
+        """Keep reading, so that the sender never has to wait for the reader again."""
         self._pool.submit(self.receive, SIZE)
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ def link(request: pytest.FixtureRequest, contexts: Any) -> Iterator[Link]:
 
 
 class Kernel:
-    """`os.sendfile` that may refuse, from a call on or for one only."""
+    """`os.sendfile` that may fail, from a given call on or for a single call."""
 
     def __init__(self) -> None:
         self.num_calls = self.num_sent = 0
@@ -174,8 +174,8 @@ def test_a_range_arrives_at_any_read_speed(
 def test_a_part_begins_with_slices_as_large_as_the_last_one_came_to_unless_that_failed(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With each call training in the same interpreter loses a moment."""
-    monkeypatch.setattr(source_module, "FAST_S", PATIENCE_S)  # fast, whatever this machine does
+    """Training in the same interpreter loses a moment with each call."""
+    monkeypatch.setattr(source_module, "FAST_S", PATIENCE_S)  # fast, whatever the speed of this machine
 
     def num_calls(*, is_broken: bool = False) -> int:
         before = kernel.num_calls
@@ -202,7 +202,7 @@ def test_a_part_begins_with_slices_as_large_as_the_last_one_came_to_unless_that_
 def test_slices_are_sent_where_sendfile_is_unsupported(
     path: Path, source: Source, link: Link, kernel: Kernel, number: int, first_refused: int
 ) -> None:
-    """From the beginning, or all of a sudden: what was sent is not sent again."""
+    """Whether sendfile fails from the start or midway, what was already sent must not be sent again."""
     kernel.refuses = lambda call: number if call >= first_refused else 0
     sending = link.send(source)
     assert link.receive(len(HEAD) + SIZE - OFFSET) == HEAD + path.read_bytes()[OFFSET:]
@@ -217,7 +217,7 @@ def test_slices_are_sent_where_sendfile_is_unsupported(
 def test_disk_errors_are_distinguished_from_network_errors(
     source: Source, link: Link, kernel: Kernel, number: int, is_of_the_disk: bool
 ) -> None:
-    """One system call does both."""
+    """One system call covers both disk and network."""
     kernel.refuses = lambda call: number if call == 2 else 0
     sending = link.send(source)
     link.drain()
@@ -263,8 +263,8 @@ def test_a_peer_that_disconnects_is_a_connection_error(
 def test_progress_is_reported_often_on_a_slow_link(
     source: Source, link: Link, kernel: Kernel, refused: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watchdog must see bytes move: who hears of 4 MiB at a time takes 100 KB/s for a stall."""
-    monkeypatch.setattr(source_module, "FAST_S", 0.0)  # every call takes longer than that
+    """The watchdog must see bytes move: if it heard only of 4 MiB at a time, it would take 100 KB/s for a stall."""
+    monkeypatch.setattr(source_module, "FAST_S", 0.0)  # every call takes longer than this
     kernel.refuses = lambda _: refused
     told_of: list[int] = []
 
@@ -286,7 +286,7 @@ def test_progress_is_reported_often_on_a_slow_link(
 def test_few_system_calls_on_a_fast_link(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than that
+    monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than this
     link.finish(link.send(source))
     assert kernel.num_calls < 20
 
@@ -294,8 +294,8 @@ def test_few_system_calls_on_a_fast_link(
 def test_one_part_begins_where_the_last_one_ended(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also while another is under way; after a failure nobody knows how fast the link is."""
-    monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than that
+    """This holds even while another part is under way; after a failure the speed of the link is unknown again."""
+    monkeypatch.setattr(source_module, "FAST_S", 1000.0)  # no call takes longer than this
     link.finish(link.send(source))
     assert source.send_bytes > 2 * MIB
     reached, kernel.num_calls = source.send_bytes, 0
@@ -312,7 +312,7 @@ def test_one_part_begins_where_the_last_one_ended(
 def test_nobody_listens_on_a_fast_link(
     source: Source, link: Link, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each look takes the interpreter's lock from training."""
+    """Each check takes the GIL from training."""
     monkeypatch.setattr(uploads, "LISTEN_S", 1000.0)
     monkeypatch.setattr(uploads, "has_unread", lambda _: pytest.fail("it has listened"))
     link.finish(link.send(source))
@@ -323,7 +323,7 @@ def test_nobody_listens_on_a_fast_link(
 
 
 class Reader:
-    """Reads a range of a shard in a thread, and holds it at its first slice until it is let go."""
+    """Reads a range of a shard in a thread, and blocks at its first slice until released."""
 
     def __init__(self, pool: ThreadPoolExecutor, source: Source, offset: int = 0) -> None:
         self.has_some, self.goes_on = threading.Event(), threading.Event()
@@ -371,7 +371,7 @@ def test_a_range_is_read_before_it_is_sent(path: Path, readers: Callable[[], Rea
 
 
 def test_few_ranges_of_a_shard_are_read_at_once(path: Path, readers: Callable[[], Reader]) -> None:
-    """Who waits for its turn may be told to stop."""
+    """A reader that waits for its turn may be told to stop."""
     first, second = readers(), readers()
     assert first.has_some.wait(PATIENCE_S)
     assert second.has_some.wait(PATIENCE_S)
@@ -388,7 +388,7 @@ def test_few_ranges_of_a_shard_are_read_at_once(path: Path, readers: Callable[[]
     third.reading.result(PATIENCE_S)
     assert third.received == path.read_bytes()[OFFSET:]
     fifth = readers()
-    assert fifth.has_some.wait(PATIENCE_S)  # who has stopped has left no turn taken
+    assert fifth.has_some.wait(PATIENCE_S)  # the stopped reader has given up its turn
 
 
 def test_who_waits_for_its_turn_has_not_stalled_while_others_get_on(source: Source) -> None:
@@ -427,7 +427,7 @@ def test_a_reader_that_nobody_wants_stops_after_a_slice(readers: Callable[[], Re
 
 
 def test_buffers_are_kept_but_not_all(readers: Callable[[], Reader]) -> None:
-    """And are the process's own: a fork shares none."""
+    """The kept buffers belong to one process: a fork shares none of them."""
     for _ in range(2):
         both = [readers() for _ in range(source_module.CHECKSUMS_AT_ONCE)]
         for each in both:

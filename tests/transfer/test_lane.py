@@ -1,4 +1,4 @@
-"""Admission of requests that carry bytes: adaptive, and fair between those who share it."""
+"""Admission of requests that carry bytes: adaptive, and fair among the owners that share a lane."""
 
 import asyncio
 from collections import Counter
@@ -21,7 +21,7 @@ from tests.virtual_time import run
 
 
 def test_owners_take_turns() -> None:
-    """A rank with many shards must not keep the others of its node waiting."""
+    """A rank with many shards must not keep the other ranks of its node waiting."""
 
     async def main() -> None:
         lane, order = Lane(1, 1), []
@@ -48,8 +48,8 @@ def test_a_cancelled_waiter_leaves_the_queue() -> None:
 
         tasks = [asyncio.create_task(work(name)) for name in "abcd"]
         await asyncio.sleep(0.5)
-        tasks[0].cancel()  # has its turn
-        tasks[1].cancel()  # still waits, and would be next
+        tasks[0].cancel()  # is running
+        tasks[1].cancel()  # is waiting, and would be next
         await asyncio.gather(*tasks, return_exceptions=True)
         assert done == ["c", "d"]
 
@@ -67,7 +67,7 @@ def test_a_waiter_cancelled_on_its_turn_passes_it_on() -> None:
         async with lane.hold(0):
             first, second = asyncio.create_task(work("first")), asyncio.create_task(work("second"))
             await asyncio.sleep(0)
-            asyncio.get_running_loop().call_soon(first.cancel)  # in the same step in which it is admitted
+            asyncio.get_running_loop().call_soon(first.cancel)  # in the same step that admits it
         await asyncio.gather(first, second, return_exceptions=True)
         assert done == ["second"]
 
@@ -75,7 +75,7 @@ def test_a_waiter_cancelled_on_its_turn_passes_it_on() -> None:
 
 
 def test_concurrency_follows_what_the_stores_say_has_moved() -> None:
-    """Two share the lane, a third cannot tell."""
+    """Two stores share the lane; a third cannot tell what it has moved."""
 
     async def main() -> None:
         lane, limits, looks = Lane(8, 64), [], []
@@ -99,13 +99,13 @@ def test_concurrency_follows_what_the_stores_say_has_moved() -> None:
         num_looks = len(looks)
         assert num_looks <= 2 * (loop.time() - began_s) / LOOK_S + 2
         await asyncio.sleep(10)
-        assert len(looks) <= num_looks + 2  # an idle lane looks at nothing
+        assert len(looks) <= num_looks + 2  # an idle lane does not look
 
     run(main())
 
 
 def test_the_last_few_are_let_in_with_the_first_that_ends() -> None:
-    """They would run alone when all others have ended. Not at the beginning, nor while there is more to come."""
+    """Otherwise they would run alone once all others have ended. Not at the beginning, nor while more is to come."""
 
     async def most_at_once(
         num_requests: int, most: int = 64, *, has_more: bool = False, is_for_many: bool = False
@@ -122,15 +122,15 @@ def test_the_last_few_are_let_in_with_the_first_that_ends() -> None:
         await asyncio.gather(*(work(number) for number in range(num_requests)))
         return max(counts)
 
-    assert run(most_at_once(8 + 8 + 5)) == 11  # 8; one by one 8 more; when 4 are left, all of them
+    assert run(most_at_once(8 + 8 + 5)) == 11  # 8; then 8 more one by one; the last 4 all at once
     assert run(most_at_once(8 + 4)) == 11
     assert run(most_at_once(8 + 4, most=9)) == 9
     assert run(most_at_once(8 + 4, has_more=True)) == 8
-    assert run(most_at_once(8 + 4, is_for_many=True)) == 8  # each would go on as long as there is something
+    assert run(most_at_once(8 + 4, is_for_many=True)) == 8  # each would go on as long as there is work
 
 
 def test_who_makes_as_many_requests_as_there_may_be_learns_of_the_link_too() -> None:
-    """Then none waits, and yet it is the limit that bounds the rate."""
+    """No request waits then, and yet the limit is what bounds the rate."""
 
     async def main() -> None:
         lane = Lane(8, 8, few=2)
@@ -180,7 +180,7 @@ def test_a_series_is_as_long_as_the_store_is_near() -> None:
 
 
 def test_who_waits_far_away_for_answers_to_small_requests_lets_in_many_at_once() -> None:
-    """Without the steps of a search, each of which takes longer than all of them might."""
+    """They are admitted without the steps of a search, each of which might take longer than all of the requests."""
 
     async def main() -> None:
         lane, asked_at = Lane(8, 128), list[int]()
@@ -196,11 +196,11 @@ def test_who_waits_far_away_for_answers_to_small_requests_lets_in_many_at_once()
     ("small_s", "small_bytes", "others", "limit"),
     [
         (0.02, 4 << 10, (), 50),
-        (0.05, 256 << 10, (), 32),  # more at once could fill the link
+        (0.05, 256 << 10, (), 32),  # more could fill the link
         (0.05, 1 << 20, (), 8),
         (0.0101, 4 << 10, (), 26),
-        (0.0099, 4 << 10, (), 8),  # near
-        (0.05, 4 << 10, (8,), 8),  # each of many processes would
+        (0.0099, 4 << 10, (), 8),  # the store is near
+        (0.05, 4 << 10, (8,), 8),  # each of many processes would do the same
     ],
 )
 def test_as_many_small_requests_are_right_at_once_as_no_link_notices(
@@ -218,10 +218,12 @@ def test_as_many_small_requests_are_right_at_once_as_no_link_notices(
 async def moving(
     store: PatientStore, num: int, size_bytes: int, rate: Callable[[int, int], int]
 ) -> Counter[int]:
-    """`num` requests at once, each at a rate by its number and attempt, in bytes/s; how many attempts each took."""
+    """Run `num` requests at once, each at the bytes/s that `rate` gives for its number and attempt; count their
+    attempts.
+    """
     moved, attempts = 0, Counter[int]()
     store._budgets.bulk.movers.append(lambda: Moved(moved, 0.0))
-    store._budgets.bulk._node = None  # whose clock is not the test's
+    store._budgets.bulk._node = None  # its clock is not the test's
 
     async def request(number: int) -> None:
         async def attempt(_: Store, progress: Progress) -> None:
@@ -240,7 +242,7 @@ async def moving(
 
 
 def test_a_slow_connection_is_seen_though_no_request_has_to_wait() -> None:
-    """Eight parts on eight connections: the link is not searched for, and what is usual is what the others have."""
+    """With eight parts on eight connections the link is not probed, so the other connections' rate is the usual one."""
 
     async def main() -> None:
         store = PatientStore(MemoryStore(), Settings())
@@ -255,7 +257,7 @@ def test_a_slow_connection_is_seen_though_no_request_has_to_wait() -> None:
 
 
 def test_slow_down_halves_the_concurrency() -> None:
-    """Sixteen requests that are all told to slow down are one reason to, not sixteen."""
+    """Sixteen requests throttled at the same time are one reason to slow down, not sixteen."""
 
     async def main() -> None:
         settings = Settings(num_concurrent_uploads=16, retry_initial_s=1.0)
@@ -288,7 +290,7 @@ def test_slow_down_halves_the_concurrency() -> None:
 
 
 def test_a_request_on_a_slow_connection_begins_again_and_no_other_does() -> None:
-    """At once, and twice at most; it is no attempt that failed."""
+    """It restarts at once, at most twice, and this does not count as a failed attempt."""
 
     async def main() -> None:
         failed: list[FailureReason] = []

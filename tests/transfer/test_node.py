@@ -1,4 +1,4 @@
-"""The page in which the processes of a node tell each other what they move over the link."""
+"""The shared page in which the processes of a node tell each other what they move over the link."""
 
 import fcntl
 import os
@@ -49,7 +49,7 @@ def test_what_has_moved_never_becomes_less_when_processes_come_and_go(there: dic
     killed.tell(100, 8, NOW_S)
     assert killed._file is not None
     os.close(killed._file)
-    killed._file = None  # as after SIGKILL: it takes no leave
+    killed._file = None  # as after SIGKILL: it does not sign off
     later_s = NOW_S + 2 * ABANDONED_S
     nodes = [Node("up", there) for _ in range(400)]
     totals = [node.tell(1, 1, later_s)[0] for node in nodes[:150]]
@@ -60,7 +60,7 @@ def test_what_has_moved_never_becomes_less_when_processes_come_and_go(there: dic
 
 
 def test_without_a_place_of_its_own_each_looks_at_itself(there: dict[str, str], tmp_path: Path) -> None:
-    """All taken; no such folder; another kind of file, as somebody else may have put there."""
+    """The page may be full, its folder may not exist, or someone may have put another kind of file there."""
     held = [Node("up", there) for _ in range(171)]
     assert [node.tell(1, 1, NOW_S)[0] for node in held][-2:] == [170, 1]
     assert Node("up", {"XDG_RUNTIME_DIR": str(tmp_path / "none")}).tell(3, 1, NOW_S) == (3, [])
@@ -83,14 +83,14 @@ def test_nobody_waits_for_a_process_that_stopped_while_it_joined(
 
 @pytest.mark.parametrize("how", ["full", "truncated", "closed beneath it"])
 def test_a_file_that_cannot_be_used_does_no_harm(there: dict[str, str], tmp_path: Path, how: str) -> None:
-    """A full /dev/shm of a container, say: what is mapped there ends the trainer with SIGBUS."""
+    """For example, if a container's /dev/shm is full, touching the mapped page kills the trainer with SIGBUS."""
     path = tmp_path / f"ckpt-async-{os.getuid()}-up"
     a, b = Node("up", there), Node("up", there)
     assert a.tell(10, 8, NOW_S) == (10, [])
     match how:
         case "full":
             path.unlink()
-            path.symlink_to("/dev/full")  # is followed by nobody; what is written there raises ENOSPC
+            path.symlink_to("/dev/full")  # nobody follows the link; writing to it raises ENOSPC
             assert b.tell(5, 3, NOW_S) == (5, [])
             os.dup2(os.open("/dev/full", os.O_RDWR), a._file or -1)
         case "truncated":

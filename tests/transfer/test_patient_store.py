@@ -1,4 +1,4 @@
-"""How requests are admitted, timed and retried: an hour of trouble in virtual time."""
+"""How requests are admitted, timed and retried, with up to an hour of failures in virtual time."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ def make(store: Store | None = None, **settings: float) -> PatientStore:
 
 
 class Gauge:
-    """An attempt that takes a second, and how many and how much of them is under way."""
+    """Attempts of one second each, recording how many requests and bytes are in flight at once."""
 
     def __init__(self) -> None:
         self.now = self.most = self.bytes_now = self.most_bytes = 0
@@ -66,7 +66,7 @@ def test_bulk_requests_are_bounded_by_number() -> None:
 
 
 def test_bulk_requests_are_bounded_by_bytes_and_an_oversized_one_still_runs() -> None:
-    """What is on the wire is bounded in bytes whatever the shards' sizes; no size may wait for ever."""
+    """Bytes in flight are bounded whatever the sizes of the shards, but none may wait forever because of its size."""
 
     async def main() -> None:
         gauge, store = Gauge(), make(num_concurrent_uploads=8, max_inflight_bytes=10 * MIB)
@@ -84,7 +84,7 @@ def test_bulk_requests_are_bounded_by_bytes_and_an_oversized_one_still_runs() ->
 
 
 def test_a_cancelled_bulk_request_gives_its_bytes_back() -> None:
-    """A budget that leaks would stop all uploads after a while."""
+    """A leaking budget would stop all uploads after a while."""
 
     async def main() -> None:
         store = make(max_inflight_bytes=MIB, stall_timeout_s=3600, request_timeout_s=3600)
@@ -102,7 +102,7 @@ def test_a_cancelled_bulk_request_gives_its_bytes_back() -> None:
 
 
 def test_control_requests_never_wait_behind_bulk() -> None:
-    """A receipt behind a terabyte of shards would keep every other rank waiting."""
+    """A receipt that waits behind a terabyte of shards would keep every other rank waiting."""
 
     async def main() -> None:
         store = make(num_concurrent_uploads=1, max_inflight_bytes=MIB, stall_timeout_s=600)
@@ -119,7 +119,7 @@ def test_control_requests_never_wait_behind_bulk() -> None:
 
 
 def test_a_series_takes_one_slot_and_counts_each_request() -> None:
-    """Else small shards would be sent 32 at a time per place, or their requests be missing in the metrics."""
+    """Otherwise each slot would send 32 small shards at a time, or their requests would be missing from the metrics."""
 
     async def main() -> None:
         gauge, store = Gauge(), make(num_concurrent_uploads=3, max_concurrent_uploads=3)
@@ -140,7 +140,7 @@ def test_a_series_takes_one_slot_and_counts_each_request() -> None:
 
 @pytest.mark.parametrize("reason", FailureReason)
 def test_a_series_is_attempted_once_and_its_failure_counted(reason: FailureReason) -> None:
-    """Who asked makes the rest by requests of their own, which are patient; a store that is busy gets less to do."""
+    """The caller sends the rest as single requests, which are retried; a busy store gets less to do."""
 
     async def main() -> None:
         store, num_attempts = make(num_concurrent_uploads=8), 0
@@ -157,7 +157,7 @@ def test_a_series_is_attempted_once_and_its_failure_counted(reason: FailureReaso
             await store.series("put", 5, 1, attempt)
         assert caught.value.reason is reason
         assert num_attempts == 1
-        assert store._observer.finished == ["put"] * 3  # the refused one is one
+        assert store._observer.finished == ["put"] * 3  # the refused request counts as one
         is_answer = reason in (FailureReason.PRECONDITION, FailureReason.NOT_FOUND)
         assert store._observer.failures == ([] if is_answer else [reason])
         assert store.concurrency == (4 if reason is FailureReason.THROTTLED else 8)
@@ -170,7 +170,7 @@ def test_a_series_that_never_began_counts_nothing() -> None:
         store = make()
 
         async def attempt(*_: object) -> None:
-            raise trouble(FailureReason.DISK)  # in reading what is to be sent
+            raise trouble(FailureReason.DISK)  # while reading the file to be sent
 
         with pytest.raises(StoreError):
             await store.series("put", 5, 1, attempt)
@@ -180,7 +180,9 @@ def test_a_series_that_never_began_counts_nothing() -> None:
 
 
 def test_each_request_of_a_series_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that takes ten seconds for each of ten is slow, not silent; silence ends it all the same (rule R14)."""
+    """A store that takes ten seconds for each of ten requests is slow, not silent; but silence ends the series (rule
+    R14).
+    """
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -206,8 +208,9 @@ def test_each_request_of_a_series_has_its_own_deadline(monkeypatch: pytest.Monke
 
 
 def test_a_thread_reports_progress_without_waking_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each awakening takes the interpreter's lock from training. The watchdog hears of it all the same, and of the
-    last: then it waits longer.
+    """Each wake-up takes the GIL from training.
+
+    The watchdog still learns of progress, and of the last byte, after which it waits longer.
     """
 
     async def main() -> None:
@@ -220,7 +223,7 @@ def test_a_thread_reports_progress_without_waking_the_event_loop(monkeypatch: py
             for number in range(1, 31):
                 await asyncio.sleep(1)
                 progress.moved_in_thread(is_last=ends and number == 30)
-            await asyncio.sleep(10)  # the store's answer
+            await asyncio.sleep(10)  # the store is preparing its answer
 
         await store.bulk("put", 1, lambda *each: attempt(*each, True))
         assert (loop.time(), woken) == (40, [])
@@ -239,7 +242,7 @@ async def _moving(progress: Progress, bytes_per_s: int, size_bytes: int) -> None
 
 
 def test_on_a_thin_link_a_request_that_gets_on_is_not_begun_again() -> None:
-    """Eight parts of 16 MiB share 2 MiB/s. They were all ended at their deadline, and begun again, for ever."""
+    """Eight parts of 16 MiB share 2 MiB/s: previously all hit their deadline and were restarted, forever."""
 
     async def main() -> None:
         loop, store, num_attempts = asyncio.get_running_loop(), make(), 0
@@ -306,7 +309,7 @@ def test_a_request_that_got_on_once_but_hardly_does_any_more_ends() -> None:
         loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
 
         async def attempt(_: Store, progress: Progress) -> None:
-            await _moving(progress, MIB // 4, 8 * MIB)  # in 32 s
+            await _moving(progress, MIB // 4, 8 * MIB)  # takes 32 s
             progress.moved_bytes += MIB
             while True:
                 await asyncio.sleep(1)
@@ -322,7 +325,7 @@ def test_a_request_that_got_on_once_but_hardly_does_any_more_ends() -> None:
 
 
 def test_who_has_moved_nothing_at_all_says_nothing_of_the_link() -> None:
-    """It was reading from a slow disk, say."""
+    """It may have been reading from a slow disk, for example."""
 
     async def main() -> None:
         loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
@@ -341,7 +344,7 @@ def test_who_has_moved_nothing_at_all_says_nothing_of_the_link() -> None:
 
 @pytest.mark.parametrize(("takes_s", "is_in_time"), [(40, True), (60, False)])
 def test_the_store_has_time_to_answer_after_the_last_byte(takes_s: float, is_in_time: bool) -> None:
-    """What the kernel has taken may still be on its way for long."""
+    """Bytes that the kernel has accepted may still be in transit for a long time."""
 
     async def main() -> None:
         loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1, stall_timeout_s=3600)
@@ -365,13 +368,13 @@ def test_the_store_has_time_to_answer_after_the_last_byte(takes_s: float, is_in_
 @pytest.mark.parametrize(
     ("bytes_per_s", "ends_s"),
     [
-        (MIB // 4, 64.0),  # it goes on, and is answered
-        (MIB // 64, 46.0),  # less than an eighth of it in the time for all
-        (0, 20.0 + 20.0),  # seen after 20 s, and nothing has arrived 20 s later
+        (MIB // 4, 64.0),  # it continues, and is answered
+        (MIB // 64, 46.0),  # less than an eighth of it within the deadline
+        (0, 20.0 + 20.0),  # seen after 20 s; nothing has arrived 20 s later
     ],
 )
 def test_what_the_kernel_has_taken_is_watched_until_it_has_arrived(bytes_per_s: int, ends_s: float) -> None:
-    """A link that many requests share empties the buffers of each of them in minutes."""
+    """On a link that many requests share, the buffers of each take minutes to empty."""
 
     async def main() -> None:
         loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
@@ -396,7 +399,7 @@ def test_what_the_kernel_has_taken_is_watched_until_it_has_arrived(bytes_per_s: 
 
 
 def test_the_store_has_time_to_answer_once_all_has_arrived() -> None:
-    """However long it took to arrive; and no longer than that."""
+    """It has this time however long the bytes took to arrive, but no more than this."""
 
     async def main() -> None:
         loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1)
@@ -409,13 +412,13 @@ def test_the_store_has_time_to_answer_once_all_has_arrived() -> None:
 
         with pytest.raises(StoreError, match="no answer"):
             await store.bulk("put", 16 * MIB, attempt)
-        assert 64 + 46 <= loop.time() <= 64 + 46 + 5  # it is looked at every five seconds
+        assert 64 + 46 <= loop.time() <= 64 + 46 + 5  # it is checked every five seconds
 
     run(main())
 
 
 def test_a_thread_that_goes_on_after_the_last_byte_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A range is read again, say: the timer that was put off until the deadline is set anew, by the event loop."""
+    """When a range is read again, for example, the event loop must re-arm the timer put off until the deadline."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -439,7 +442,7 @@ def test_a_thread_that_goes_on_after_the_last_byte_is_watched_again(monkeypatch:
 def test_a_thread_reads_the_clock_by_which_its_deadline_is_kept(
     is_simulated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """uvloop's stands still while it sleeps, until long after a byte has moved; a simulated one leaps ahead."""
+    """uvloop's clock stands still while it sleeps, until long after a byte has moved; a simulated clock leaps ahead."""
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -457,7 +460,7 @@ def test_a_thread_reads_the_clock_by_which_its_deadline_is_kept(
 @pytest.mark.parametrize("reason", FailureReason)
 @pytest.mark.parametrize("lane", ["control", "bulk"])
 def test_retries_depend_on_the_class_of_error(reason: FailureReason, lane: str) -> None:
-    """What another attempt may heal is tried again; what it cannot heal is told at once."""
+    """Errors that another attempt may fix are retried; all others are reported at once."""
 
     async def main() -> None:
         store, num_attempts = make(), 0
@@ -483,7 +486,9 @@ def test_retries_depend_on_the_class_of_error(reason: FailureReason, lane: str) 
 
 
 def test_an_hour_of_outage_costs_few_requests_and_is_then_reported() -> None:
-    """Back-off is capped, jittered and ends at `upload_timeout_s`: no storm, and no retrying for ever."""
+    """Back-off is capped and jittered and ends at `upload_timeout_s`: there is no request storm, and no endless
+    retrying.
+    """
 
     async def main() -> None:
         store, num_attempts = make(upload_timeout_s=3600, retry_max_s=20), 0
@@ -502,7 +507,7 @@ def test_an_hour_of_outage_costs_few_requests_and_is_then_reported() -> None:
 
 
 def test_a_wrong_checksum_is_given_up_after_a_few_attempts() -> None:
-    """Sending a terabyte for an hour because the client computes nonsense helps nobody."""
+    """If the client computes wrong checksums, sending a terabyte for an hour helps nobody."""
 
     async def main() -> None:
         store, num_attempts = make(), 0
@@ -523,7 +528,7 @@ def test_a_wrong_checksum_is_given_up_after_a_few_attempts() -> None:
 def test_a_store_unavailable_at_the_start_is_reported_at_once(
     away_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With what to do about it, for it may be a typing error; but a store that restarts must not end a job."""
+    """The report has a hint, because the cause may be a typo; but a store that merely restarts must not end a job."""
     warned_at: list[float] = []
 
     class Away(MemoryStore):
@@ -554,7 +559,7 @@ def test_a_store_unavailable_at_the_start_is_reported_at_once(
 
 @pytest.mark.parametrize("lane", ["control", "bulk"])
 def test_an_unanswered_attempt_ends_at_its_deadline(lane: str) -> None:
-    """R14: the SDK's own timeouts are not armed while a body is sent; ours always are."""
+    """R14: the SDK's own timeouts do not run while a body is being sent; ours always do."""
 
     async def main() -> None:
         settings = {"request_timeout_s": 30, "stall_timeout_s": 20, "upload_timeout_s": 1}
@@ -573,7 +578,7 @@ def test_an_unanswered_attempt_ends_at_its_deadline(lane: str) -> None:
 
 
 def test_slow_but_steady_transfers_may_use_the_whole_deadline() -> None:
-    """The watchdog asks whether bytes move, not whether they are fast; a trickle still ends some time."""
+    """The watchdog checks whether bytes move, not how fast; but even a trickle must end eventually."""
 
     async def main() -> None:
         store = make(
@@ -587,7 +592,7 @@ def test_slow_but_steady_transfers_may_use_the_whole_deadline() -> None:
                 progress.moved()
             return "sent"
 
-        # 1000 MiB at 1 MiB/s: 1030 s are granted.
+        # 1000 MiB at 1 MiB/s: the deadline is 1030 s.
         assert await store.bulk("put", 1000 * MIB, lambda _, progress: trickle(progress, 54)) == "sent"
         started = loop.time()
         with pytest.raises(StoreError):
@@ -598,7 +603,7 @@ def test_slow_but_steady_transfers_may_use_the_whole_deadline() -> None:
 
 
 def test_bytes_that_move_set_no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes the interpreter's lock from training, and the stall deadline moves with every slice."""
+    """Each timer takes the GIL from training, and the stall deadline moves with every slice."""
 
     async def main() -> None:
         store, loop = make(stall_timeout_s=20, upload_timeout_s=1), asyncio.get_running_loop()
@@ -622,7 +627,7 @@ def test_bytes_that_move_set_no_timers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_store_has_time_to_respond_after_the_last_byte() -> None:
-    """A store that checksums a large body takes a while; only the deadline counts then."""
+    """A store needs a while to checksum a large body; during that time only the deadline counts."""
 
     async def main() -> None:
         store = make(request_timeout_s=30, stall_timeout_s=5, upload_timeout_s=1)
@@ -638,7 +643,7 @@ def test_the_store_has_time_to_respond_after_the_last_byte() -> None:
 
 
 def test_an_outage_is_one_warning_and_one_line_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    """A minute without S3 is not worth a thousand lines, nor none."""
+    """A minute without S3 deserves neither a thousand log lines nor none."""
 
     async def main() -> None:
         store, loop = make(retry_max_s=2), asyncio.get_running_loop()
@@ -659,7 +664,7 @@ def test_an_outage_is_one_warning_and_one_line_at_its_end(caplog: pytest.LogCapt
 
 
 def test_a_short_hiccup_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """503 SlowDown is everyday life of S3."""
+    """503 SlowDown is routine for S3."""
 
     async def main() -> None:
         store, loop = make(retry_max_s=1), asyncio.get_running_loop()
@@ -676,7 +681,7 @@ def test_a_short_hiccup_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_conditional_write_with_a_lost_reply_is_recognised_as_ours() -> None:
-    """R13: the retry of our own success reads like a defeat."""
+    """R13: the retry of our own successful write looks as if someone else had won."""
 
     async def main() -> None:
         store = Ambiguous()
@@ -691,7 +696,7 @@ def test_a_conditional_write_with_a_lost_reply_is_recognised_as_ours() -> None:
 
 
 def test_a_lost_conditional_write_returns_the_winner() -> None:
-    """The same answer, the other truth: a competitor wrote between our two attempts."""
+    """The answer is the same, but here a competitor really wrote between our two attempts."""
 
     class Raced(Meddled):
         async def before(self, operation: str, key: str) -> None:
@@ -719,7 +724,7 @@ def test_a_lost_conditional_write_returns_the_winner() -> None:
 
 
 def test_a_cancelled_request_returns_its_reserved_bandwidth() -> None:
-    """A superseded checkpoint that stops uploading must not hold up the one it made room for."""
+    """A superseded checkpoint that stops uploading must not delay the one it made room for."""
 
     async def main() -> None:
         store = make(max_bytes_per_s=MIB, stall_timeout_s=3600, request_timeout_s=3600)
@@ -738,14 +743,14 @@ def test_a_cancelled_request_returns_its_reserved_bandwidth() -> None:
 
 
 def test_no_moment_counts_twice_where_clocks_differ() -> None:
-    """Each request's thread keeps the loop's time by itself, a few milliseconds off."""
+    """Each request's thread tracks the loop's time itself, and may be off by a few milliseconds."""
     bandwidth = Bandwidth(1000.0)
     waits = [bandwidth.reserve(10, now) for now in [1.0, 0.95] * 100]
     assert waits[-1] == pytest.approx((200 * 10 - 100) / 1000)
 
 
 def test_a_thread_that_is_held_back_does_not_stall() -> None:
-    """Nor does it pay for what it does not send after all."""
+    """Nor is it charged for bytes that it does not send in the end."""
 
     async def main() -> None:
         store = make(max_bytes_per_s=MIB, stall_timeout_s=2, request_timeout_s=5)
@@ -777,7 +782,7 @@ def test_a_thread_that_is_held_back_does_not_stall() -> None:
 
 @pytest.mark.parametrize("outage_s", [60, 3])
 def test_when_the_store_answers_again_nobody_sits_out_the_rest_of_a_pause(outage_s: float) -> None:
-    """A part that failed now and then, while others went through, keeps its pause."""
+    """A part that fails now and then while others succeed keeps its pause."""
 
     async def main() -> list[float]:
         loop = asyncio.get_running_loop()
@@ -810,7 +815,7 @@ def test_when_the_store_answers_again_nobody_sits_out_the_rest_of_a_pause(outage
     "reason", [FailureReason.AUTH, FailureReason.THROTTLED, FailureReason.TRANSIENT, None]
 )
 def test_a_request_without_progress_ends_with_the_retry_budget(reason: FailureReason | None) -> None:
-    """Refused, throttled, broken, silent: after a minute, not after the hour that an upload may take."""
+    """Refused, throttled, broken or silent, it ends after a minute, not after the hour that an upload may take."""
 
     async def main() -> None:
         store = PatientStore(MemoryStore(), Settings(), silence_s=60)
@@ -831,7 +836,7 @@ def test_a_request_without_progress_ends_with_the_retry_budget(reason: FailureRe
 
 
 def test_progress_renews_the_retry_budget() -> None:
-    """An attempt that brings something and then breaks is no silence; the hour bounds it all the same."""
+    """An attempt that moves some bytes and then breaks is not silence; the hour limits it nevertheless."""
 
     async def main() -> None:
         store = PatientStore(MemoryStore(), Settings(), silence_s=60)
@@ -851,7 +856,7 @@ def test_progress_renews_the_retry_budget() -> None:
 
 @pytest.mark.parametrize("reason", [FailureReason.THROTTLED, FailureReason.AUTH])
 def test_the_retry_budget_with_a_store_busy_with_others(reason: FailureReason) -> None:
-    """It comes to this one too. One that refuses this one will not."""
+    """A store busy with others will get to this request too, but one that refuses this request will not."""
 
     async def main() -> None:
         store = PatientStore(MemoryStore(), Settings(), silence_s=60)

@@ -1,4 +1,4 @@
-"""A store that keeps no checksum is read back: what it holds must have the bytes that were sent, and no others."""
+"""Objects in a store that keeps no checksums are read back, and must hold exactly the bytes that were sent."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ DATA = b"weights" * 1000
 
 
 class KeepsNoChecksum(MemoryStore):
-    """And what it has stored it changes by `spoil`."""
+    """A store without checksums that changes what it stores by `spoilt`."""
 
     spoilt: Any = staticmethod(lambda data: data)
 
@@ -80,7 +80,7 @@ def test_objects_are_read_back_from_a_store_without_checksums(
 
 
 class AnswersForNothing(KeepsNoChecksum):
-    """The first time it says that it has stored what it has not, as a proxy in its place may."""
+    """A store that at first reports an object as stored without storing it, as a proxy in front of it might."""
 
     num_puts = 0
 
