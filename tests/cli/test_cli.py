@@ -1,4 +1,4 @@
-"""The command line as a shell sees it: exit codes, one line of error, JSON that scripts may rely on."""
+"""The command line as a shell sees it: exit codes, one-line errors, and JSON that scripts may rely on."""
 
 import asyncio
 import json
@@ -105,7 +105,7 @@ def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> Json:
 
 
 def test_read_only_commands_import_nothing_heavy(folder: Path, remote: str) -> None:
-    """`status` is what a person types when something is wrong: it must answer at once."""
+    """`status` is what people type when something is wrong, so it must answer at once."""
     train(folder, remote, 1)
     for arguments in (["status", str(folder)], ["version"], ["--help"], ["status", str(folder / "no")]):
         code = (
@@ -131,7 +131,7 @@ def test_status_starts_with_what_would_be_lost(folder: Path, remote: str) -> Non
 def test_status_as_json_has_the_documented_fields(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Scripts rely on them, so docs/cli.md names every one."""
+    """Scripts rely on these fields, so docs/cli.md names every one."""
     train(folder, remote, 100)
     found = json_of(capsys, "status", folder)
     documented = (ROOT / "docs/cli.md").read_text()
@@ -181,7 +181,7 @@ def test_ls_shows_committed_checkpoints_and_marks_the_latest(folder: Path, remot
 def test_ls_reads_the_decisions_not_the_latest_pointer(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rule R3: a stale pointer never hides a good checkpoint; one that is pruned is not shown as good."""
+    """Rule R3: a stale pointer must never hide a good checkpoint, and a pruned one must not be shown as good."""
     train(folder, remote, 1, 2, 3)
 
     async def act(store: PatientStore) -> None:
@@ -201,7 +201,7 @@ def test_ls_reads_the_decisions_not_the_latest_pointer(
 def test_ls_omits_decisions_voided_by_the_boundary(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rule R4: a commit below the boundary that is not kept was written by a straggler; its shards are gone."""
+    """Rule R4: a straggler wrote a commit that lies below the boundary and is not kept, and its shards are gone."""
     train(folder, remote, 1, 2, 3)
     boundary = Boundary(CheckpointId(1, 2), frozenset({CheckpointId(1, 1)}), 1, "nonce")
     on_store(remote, lambda store: store.put(keys.BOUNDARY, encode_boundary(boundary)))
@@ -211,7 +211,7 @@ def test_ls_omits_decisions_voided_by_the_boundary(
 def test_ls_shows_readable_checkpoints_beside_unreadable_records(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A record that cannot be read hides itself, not the others, and is named; `pin` finds the others too."""
+    """An unreadable record hides only itself and is named in the error; `pin` still finds the others."""
     train(folder, remote, 1, 2, 3)
     root = Path(remote.removeprefix("file://"))
     bad = keys.decision_key(CheckpointId(1, 2)), keys.BOUNDARY
@@ -226,7 +226,7 @@ def test_ls_shows_readable_checkpoints_beside_unreadable_records(
 
 
 def test_ls_writes_nothing(folder: Path, remote: str, tmp_path: Path) -> None:
-    """It runs with keys that may only read, and a typo in a URL makes no folder."""
+    """`ls` works with read-only credentials, and a typo in a URL creates no folder."""
     train(folder, remote, 1)
     root = Path(remote.removeprefix("file://"))
 
@@ -249,7 +249,7 @@ def test_ls_of_a_run_without_a_checkpoint_is_not_an_error(folder: Path, remote: 
 def test_ls_works_on_s3(
     folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is written there either, not even a probe: keys that may only read suffice."""
+    """On S3 nothing is written either, not even a probe, so read-only credentials suffice."""
     train(folder, s3_url, 1, 2)
 
     async def refuse(*_: object, **__: object) -> None:
@@ -266,7 +266,7 @@ def test_ls_works_on_s3(
 def test_ls_counts_aborted_checkpoints_and_all_shows_the_reasons(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The journal soon forgets them: this is where one looks for a checkpoint that never came."""
+    """The journal soon forgets aborted checkpoints, so this is where users look for one that never arrived."""
     train(folder, remote, 1)
     wanted = new_decision(
         CheckpointId(1, 2),
@@ -303,7 +303,7 @@ def test_status_shows_a_hint_for_each_failure(
     is_running: bool,
     hint: str,
 ) -> None:
-    """What the store refused is sent again by itself; an abort is for good (rule R4): there is nothing to retry."""
+    """Refused shards are retried automatically; an abort is final (rule R4), so there is nothing to retry."""
     id_, opened = CheckpointId(1, 7), Folder(folder)
     events: list[Any] = [
         Enqueued(id_, "step-7", Shard("a", "step-7/a", FileIdentity(1, 1, 10, 1), True)),
@@ -345,7 +345,7 @@ def test_wrong_credentials_fail_at_once_and_name_the_full_url(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A trainer waits for credentials to be rotated in; a person has mistyped them, and must not wait 20 s for it."""
+    """A trainer waits for rotated credentials, but a person who mistyped them must not wait 20 s."""
     asked: list[str] = []
     for name in ("list", "get"):
         real = getattr(S3Store, name)
@@ -371,7 +371,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Silence looks like a program that hangs. But not within the seconds that a store far away may take."""
+    """A silent program looks hung, but a message must not appear within the seconds a remote store may need."""
     assert f"after {SILENCE_S:.0f} s a message on stderr says so" in (ROOT / "docs/cli.md").read_text()
     assert SILENCE_S == 5
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
@@ -459,7 +459,7 @@ def test_a_corrupt_decision_is_not_shown_as_a_checkpoint(folder: Path, remote: s
 
 
 def test_ctrl_c_exits_without_a_traceback(folder: Path) -> None:
-    """Against a server that takes the connection and says nothing."""
+    """The server in this test accepts the connection and then says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         process = subprocess.Popen(
@@ -492,7 +492,8 @@ def test_a_broken_pipe_is_not_reported_as_an_error(arguments: list[str]) -> None
     done = subprocess.run(
         command(*arguments),
         cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": ""},  # the output is still in a buffer when it turns out
+        # The output is still buffered when it turns out that the pipe is broken.
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
@@ -527,7 +528,7 @@ def test_unwritable_output_is_reported(arguments: list[str], unbuffered: str) ->
 def test_output_that_is_cut_short_is_one_error(
     tmp_path: Path, as_json: tuple[str, ...], unbuffered: str
 ) -> None:
-    """Also where more is printed than a buffer has, so that the command itself meets it."""
+    """This also covers output larger than a buffer, where the command itself sees the error."""
     with Uploader(tmp_path / "f", f"file://{tmp_path}/run", rank=0, world_size=1) as uploader:
         for step in range(60):
             name = "n" * 150 + f"-{step}"
@@ -553,14 +554,14 @@ def test_output_that_is_cut_short_is_one_error(
     [
         (">&-", ["version"], 0, ""),
         (">&-", ["bogus", "--json"], 2, ""),
-        ("2>&-", ["bogus"], 2, ""),  # what is told of an error is not printed to stdout instead
+        ("2>&-", ["bogus"], 2, ""),  # error messages do not go to stdout instead
         (">&- 2>&-", ["bogus"], 2, ""),
     ],
 )
 def test_a_closed_standard_stream_is_not_an_error(
     closed: str, arguments: list[str], code: int, out: str
 ) -> None:
-    """As cron and daemons start their children: the work is done, and the exit code is of the work."""
+    """Cron and daemons start their children like this: the work is done, and the exit code reflects the work."""
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)],
         cwd=ROOT,
@@ -583,7 +584,7 @@ def test_a_name_that_the_terminal_cannot_encode_is_shown_escaped(tmp_path: Path)
 def test_verbose_logs_to_stderr_and_leaves_no_handler(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """stdout stays one JSON object; a second call does not log twice."""
+    """stdout stays a single JSON object, and a second call does not log twice."""
     train(folder, remote, 1)
     logger = logging.getLogger("ckpt_async")
     before = (list(logger.handlers), logger.level)

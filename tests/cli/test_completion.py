@@ -1,4 +1,4 @@
-"""Completion as real shells do it, and manual pages as man(1) and mandoc read them."""
+"""Completion as real shells perform it, and manual pages as man(1) and mandoc read them."""
 
 import os
 import pty
@@ -40,7 +40,7 @@ def written(script: Path, shell: str, capsys: pytest.CaptureFixture[str]) -> Pat
     return script
 
 
-# (what is typed, some that must be offered, some that must not)
+# (what is typed, some words that must be offered, some that must not)
 TYPED = [
     ("", {"status", "ls", "diff"}, {"--json", "bash"}),
     ("st", {"status"}, {"ls"}),
@@ -58,7 +58,7 @@ TYPED = [
 ]
 
 
-# Where bash breaks words.
+# Bash splits words at "=".
 BY_BASH = [
     ("status --log-format = ", {"text", "json"}, {"status"}),
     ("ls --log-format = j", {"json"}, {"text"}),
@@ -105,7 +105,7 @@ def test_fish_completes(
 
 
 def test_zsh_completes(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Typed into a terminal, with the tabulator: zsh completes nowhere else."""
+    """The test types Tab into a terminal, because zsh completes nowhere else."""
     shell = needs("zsh")
     written(script, "zsh", capsys)
     process, terminal = pty.fork()
@@ -140,7 +140,7 @@ def asked(terminal: int, typed: str, awaited: str) -> str:
 
 
 def test_every_command_and_option_is_known_everywhere() -> None:
-    """Completion and manual pages come from the parser, so nothing is left out."""
+    """Completion and manual pages are generated from the parser, so nothing may be missing."""
     whole = program()
     assert {each.name for each in whole.commands} == {name for name, *_ in cli._COMMANDS}
     for command in whole.commands:

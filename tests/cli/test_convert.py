@@ -1,4 +1,6 @@
-"""`ckpt-async convert`: whole files out of checkpoints anywhere, and one sentence where that cannot be."""
+"""`ckpt-async convert`: whole files from checkpoints stored anywhere, and a one-sentence error where that is
+impossible.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,7 @@ STATE: dict[str, Any] = {
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Of OLMo-core, on this node."""
+    """Provide an OLMo-core run on this node."""
     for step in (10, 20):
         foreign_files.olmo_core(tmp_path / "run" / f"step{step}", STATE, {0: {"global_step": step}})
     return tmp_path / "run"

@@ -1,4 +1,4 @@
-"""`--log-format json`: every line of stderr is an object."""
+"""`--log-format json`: every line of stderr is a JSON object."""
 
 import json
 import warnings

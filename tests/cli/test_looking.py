@@ -31,7 +31,7 @@ def text(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
 
 
 def save(folder: Path, remote: str, step: int, files: dict[str, bytes], **more: Any) -> None:
-    """One checkpoint of these files, committed by a start of its own."""
+    """Save one checkpoint with these files, committed by its own start."""
     with Uploader(folder, remote, rank=0, world_size=1, **more) as uploader:
         for name, data in files.items():
             path = folder / f"step-{step}-{more.get('generation', 0)}" / name
@@ -48,7 +48,7 @@ def save(folder: Path, remote: str, step: int, files: dict[str, bytes], **more: 
 def test_a_long_search_for_runs_is_no_store_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`ls` of a huge folder."""
+    """Searching for runs takes long when `ls` is given a huge folder."""
     said: list[str] = []
     is_told = threading.Event()
     search = looking.runs_below
@@ -205,7 +205,7 @@ def test_du_accounts_for_every_object(tmp_path: Path, remote: str, call: Call, t
     assert sizes["checkpoint", "weights", 1, "committed"]["size_bytes"] == 70
     assert sizes["checkpoint", None, 9, "not committed"]["objects"] == 1
     assert sizes["others", None, None, None]["size_bytes"] == 7
-    lock = store / ".ckpt_async/tmp/lock"  # of the store itself
+    lock = store / ".ckpt_async/tmp/lock"  # belongs to the store itself
     files = [each for each in store.rglob("*") if each.is_file() and each != lock]
     assert told["size_bytes"] == sum(each.stat().st_size for each in files)
     assert sum(each["objects"] for each in run["used"]) == len(files)

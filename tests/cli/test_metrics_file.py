@@ -1,4 +1,4 @@
-"""`--metrics-file`: read back by Prometheus' own parser, whatever became of the command."""
+"""`--metrics-file`: the file is readable by Prometheus' own parser, whether the command succeeded or failed."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.sweep.trainers import Trainers
 
 
 def read(*paths: Path) -> dict[str, float]:
-    """Values of all series, `name{label values}`; a series in two files would be refused by the collector."""
+    """Return the value of each series, `name{label values}`; the collector would refuse a series found in two files."""
     found: dict[str, float] = {}
     for path in paths:
         for family in text_string_to_metric_families(path.read_text()):

@@ -1,4 +1,4 @@
-"""`status` of several folders and of remotes, and again and again, on terminals of any width or none."""
+"""`status` of several folders and remotes, once or repeatedly, on terminals of any width or without a terminal."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def remote(tmp_path: Path) -> str:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[Uploader]]:
-    """Three ranks on two nodes: step 1 is committed, and of step 2 rank 1 and rank 2 are missing."""
+    """Provide three ranks on two nodes: step 1 is committed, and step 2 lacks rank 1 and rank 2."""
     with lacking_ranks(tmp_path, tmp_path / "store/run-a", (0, 0, 1), (1,)) as opened:
         yield opened
 
@@ -76,7 +76,7 @@ def test_a_remote_of_which_all_is_damaged_is_no_fresh_run(
         save(uploader, 5)
     [shard] = (tmp_path / "store/ckpt").glob("*/*")
     shard.unlink()
-    assert cli.main(["pull", remote, str(tmp_path / "here")]) != 0  # marks it
+    assert cli.main(["pull", remote, str(tmp_path / "here")]) != 0  # marks it as damaged
     capsys.readouterr()
     cli.main(["status", remote])
     assert capsys.readouterr().out.startswith(
@@ -100,7 +100,7 @@ def test_a_remote_with_kinds_and_one_without_a_run(
 def test_several_at_once_have_the_shape_of_the_page(
     tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that cannot be looked at hides no other."""
+    """A target that cannot be read hides no other."""
     nodes = [tmp_path / "node-0", tmp_path / "none", tmp_path / "node-1"]
     assert cli.main(["status", *map(str, nodes), remote, "--json"]) == 3
     out, err = capsys.readouterr()

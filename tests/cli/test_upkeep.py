@@ -69,7 +69,7 @@ def steps(call: Call, remote: str) -> list[int]:
 def test_sweep_finishes_a_folder_and_prunes_its_remote(
     trainers: Trainers, call: Call, folder: Path, remote: str
 ) -> None:
-    """What a cron job runs. JSON says what was done and why."""
+    """This is what a cron job runs; the JSON says what was done and why."""
     trainers.die(folder, remote, 1, 2, 3)
     code, told = call("sweep", folder, "--once", "--keep", "last=2")
     assert (code, told["is_dry_run"], told["is_clean"]) == (0, False, True)
@@ -119,7 +119,7 @@ def test_sweep_dry_run_touches_nothing(
 def test_sweep_without_targets_is_a_usage_error_and_an_unreachable_remote_fails(
     call: Call, tmp_path: Path, remote: str
 ) -> None:
-    """A unit file with a forgotten variable must not look healthy for ever."""
+    """A unit file with a missing variable must not look healthy forever."""
     code, told = call("sweep")
     assert (code, told["error"]["kind"]) == (2, "SettingsError")
     code, told = call("sweep", "--remote", remote, "--keep", "last=0")
@@ -133,7 +133,7 @@ def test_sweep_without_targets_is_a_usage_error_and_an_unreachable_remote_fails(
 
 @contextlib.contextmanager
 def sweeping(*arguments: object, log: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A sweeper of its own process; stopped by SIGTERM at the end, which it must take for no failure."""
+    """Run a sweeper in its own process and stop it with SIGTERM, which it must not treat as a failure."""
     with open(log or os.devnull, "w", encoding="utf-8") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "ckpt_async", "sweep", *map(str, arguments)],
@@ -158,7 +158,7 @@ def told_by(process: subprocess.Popen[str]) -> Json:
 
 
 def scraped(log: Path) -> dict[str, float]:
-    """What Prometheus would see, where the log says that it is."""
+    """Return what Prometheus would see at the address given in the log."""
     (url,) = re.findall(r"metrics_served url=(\S+)", log.read_text(encoding="utf-8"))
     with urllib.request.urlopen(url, timeout=30) as reply:
         families = text_string_to_metric_families(reply.read().decode())
@@ -172,7 +172,7 @@ def scraped(log: Path) -> dict[str, float]:
 def test_sweep_serves_metrics_and_continues_while_the_store_is_unavailable(
     trainers: Trainers, folder: Path, remote: str, stored: Path, tmp_path: Path
 ) -> None:
-    """An outage is logged and counted and ends by itself: the next sweep does what this one could not."""
+    """An outage is logged, counted and temporary: the next sweep does what this one could not."""
     trainers.die(folder, remote, 1, 2, 3)
     away, log = stored.with_name("away"), tmp_path / "log"
     options = ["--interval", "0.05", "--metrics-port", "0", "--keep", "last=1", "--json", "--verify", "-v"]
@@ -221,7 +221,7 @@ def test_a_taken_metrics_port_does_not_stop_a_sweep(folder: Path, remote: str) -
 def test_a_bug_in_one_sweep_is_reported_and_the_next_sweep_runs(
     folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process that dies of what it meets would meet it again at every start, and clean up nothing else."""
+    """A process that died of such a bug would hit it again at every start, and clean up nothing else."""
     train(folder, remote, 1)
     sweep, num_sweeps = Sweeper.sweep, 0
 
@@ -246,7 +246,7 @@ def test_a_bug_in_one_sweep_is_reported_and_the_next_sweep_runs(
 def test_sweep_finds_folders_by_pattern(
     trainers: Trainers, call: Call, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    """One unit file for all runs of a node; what is no trainer's folder is passed over."""
+    """One unit file serves all runs of a node; folders that no trainer has used are skipped."""
     trainers.die(folder / "a", f"{remote}-a", 1)
     trainers.die(folder / "[b]", f"{remote}-b", 1)
     (folder / "lost+found").mkdir()
@@ -277,7 +277,7 @@ def test_an_unreadable_journal_does_not_stop_other_folders(
 
 
 def test_sigterm_ends_a_repeating_sweep(folder: Path, remote: str) -> None:
-    """systemd stops it with SIGTERM: between sweeps, within the interval, with exit code 0."""
+    """systemd stops a sweeper with SIGTERM: it exits between sweeps, within the interval, with exit code 0."""
     train(folder, remote, 1, 2)
     with sweeping(folder, "--keep", "last=1", "--interval", "0.05", "--json") as sweeper:
         told = [told_by(sweeper) for _ in range(3)]
@@ -288,7 +288,7 @@ def test_sigterm_ends_a_repeating_sweep(folder: Path, remote: str) -> None:
 def test_sigterm_during_a_sweep_ends_it_and_frees_the_folder(
     trainers: Trainers, call: Call, folder: Path, remote: str
 ) -> None:
-    """A sweep that takes hours is no reason to wait for SIGKILL: the next one goes on."""
+    """Even a sweep that takes hours must not wait for SIGKILL, because the next one continues its work."""
     trainers.die(folder, remote, 1)
     code = (
         "import sys\nfrom ckpt_async import cli\nfrom ckpt_async.engine.loop import Engine\n"
@@ -357,7 +357,7 @@ def test_prune_rejects_policies_that_keep_all_or_could_mean_delete_all(
 def test_prune_takes_its_policy_from_the_environment(
     call: Call, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The setting `remote_retention`, as the sweeper on the node has it."""
+    """The policy is the setting `remote_retention`, the same one that the sweeper on the node uses."""
     train(folder, remote, 1, 2, 3)
     monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1,best=1:loss:max")
     assert call("prune", remote, "--yes")[0] == 0
@@ -368,7 +368,7 @@ def test_prune_takes_its_policy_from_the_environment(
 def test_a_policy_that_matches_nothing_prunes_nothing(
     call: Call, folder: Path, remote: str, keep: str
 ) -> None:
-    """The metric's name has a typing mistake: all but the newest would be gone."""
+    """A typo in the metric's name would otherwise delete all but the newest checkpoint."""
     train(folder, remote, 1, 2, 3)
     code, told = call("prune", remote, "--keep", keep, "--yes")
     assert (code, steps(call, remote)) == (0, [1, 2, 3])
@@ -384,7 +384,7 @@ def test_a_policy_that_matches_nothing_prunes_nothing(
 def test_a_pin_holds_until_it_is_removed(
     call: Call, folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By step or by name, whichever the user knows."""
+    """A checkpoint is selected by step or by name, whichever the user knows."""
     train(folder, remote, 1, 2, 3, 4)
     assert call("pin", remote, "1") == (0, {"generation": 1, "step": 1, "is_pinned": True})
     assert call("pin", remote, "ep1-ba2") == (0, {"generation": 1, "step": 2, "is_pinned": True})
@@ -402,7 +402,7 @@ def test_a_pin_holds_until_it_is_removed(
 
 
 def test_a_step_of_one_generation_can_be_selected(call: Call, stored: Path, tmp_path: Path) -> None:
-    """A run that was started again saves the same steps again; of the older ones nothing else has the step alone."""
+    """A restarted run saves the same steps again, so a step alone never selects a checkpoint of an older generation."""
     remote = f"file://{stored}"
     for number in (1, 2):
         train(tmp_path / f"start-{number}", remote, 100)
@@ -490,7 +490,7 @@ def lose_a_receipt(stored: Path) -> str:
 
 
 def swap_a_receipt(stored: Path) -> str:
-    """A well-formed receipt with other content than what was decided on."""
+    """Store a well-formed receipt whose content differs from what was decided on."""
     key = keys.receipt_key(CheckpointId(1, 2), 0)
     receipt = records.decode_receipt((stored / key).read_bytes(), CheckpointId(1, 2), 0)
     (stored / key).unlink()
@@ -499,7 +499,7 @@ def swap_a_receipt(stored: Path) -> str:
 
 
 def forge_a_decision(stored: Path) -> str:
-    """A commit of a checkpoint of which no rank ever said that it is done."""
+    """Store a commit for a checkpoint that no rank ever reported as done."""
     id_ = CheckpointId(1, 9)
     real = records.decode_decision(
         (stored / keys.decision_key(CheckpointId(1, 2))).read_bytes(), CheckpointId(1, 2)
@@ -550,7 +550,7 @@ def store_object(stored: Path, key: str, data: bytes) -> None:
 def test_verify_finds_damage(
     call: Call, folder: Path, remote: str, stored: Path, damage: Callable[[Path], str]
 ) -> None:
-    """Exit code 4, the rule that is broken, and the object at fault."""
+    """The user gets exit code 4, the broken rule, and the object at fault."""
     train(folder, remote, 1, 2)
     assert call("verify", remote, "--read-data", 100)[0] == 0
     rule = damage(stored)
@@ -561,7 +561,7 @@ def test_verify_finds_damage(
 
 
 def test_a_remote_without_a_run_exits_with_not_found(call: Call, tmp_path: Path) -> None:
-    """A typo in the prefix must not look like a sound, empty run; and looking must not create it."""
+    """A typo in the prefix must not look like an intact but empty run, and looking must not create it."""
     (tmp_path / "empty").mkdir()
     for name in ("empty", "missing"):
         code, told = call("verify", f"file://{tmp_path}/{name}")
@@ -588,13 +588,13 @@ def test_a_remote_without_a_run_exits_with_not_found(call: Call, tmp_path: Path)
 def test_a_number_out_of_range_is_rejected_with_the_option_name(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """101 % would verify as 100 does, and an interval of 0 would ask the store without a pause."""
+    """101% would verify the same as 100%, and an interval of 0 would query the store without a pause."""
     assert cli.main(arguments) == 2
     assert f"argument {arguments[-2]}" in capsys.readouterr().err
 
 
 def test_sweep_reports_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It may come later, so it is no error; but a typing mistake must not read like a folder that is done."""
+    """The folder may appear later, so this is no error; but a typo must not look like a finished folder."""
     assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
     assert "nope: no trainer has run here yet\n" in capsys.readouterr().out
     (tmp_path / ".nope.ckpt_async/.ckpt_async").mkdir(parents=True)
