@@ -1,4 +1,6 @@
-"""Answers that two readers take differently, so that a part of one may pass for the next (RFC 9112, 11.2)."""
+"""HTTP responses that two readers interpret differently, so that part of one may be taken for the next (RFC 9112,
+11.2).
+"""
 
 AMBIGUOUS = {
     name: b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\nok"

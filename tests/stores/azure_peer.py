@@ -1,6 +1,6 @@
-"""Azure Blob Storage as its REST reference describes it, in memory: what Azurite cannot do (CRC64, Put Block From URL).
+"""An in-memory Azure Blob Storage built from its REST reference, for what Azurite lacks (CRC64, Put Block From URL).
 
-Nobody has compared this with Azure. A key's signature is not checked (Azurite does that), but that there is one.
+It has never been compared with Azure. It requires a signature but does not verify it, because Azurite does that.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Blob:
 
 @dataclass
 class Account:
-    """What is stored. `blocks` are uncommitted ones, by blob and id."""
+    """What the peer stores; `blocks` are the uncommitted blocks, by blob and id."""
 
     page_size: int = 400
-    is_kept: bool = True  # else bodies are compared and forgotten
+    is_kept: bool = True  # otherwise bodies are checked and discarded
     blobs: dict[str, Blob] = field(default_factory=dict)
     blocks: dict[str, dict[str, Data]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -51,7 +51,7 @@ _ZEROS = memoryview(bytes(64 << 20))
 
 
 class Zeros:
-    """What was received and dropped, for who measures speed: it reads as zeros."""
+    """A body that was received and discarded, for measuring speed; it reads as zeros."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -73,7 +73,7 @@ class RefusedError(Exception):
 
 
 class AzurePeer:
-    """Context manager."""
+    """The server, as a context manager."""
 
     def __init__(self, **options: Any) -> None:
         self.account = Account(**options)
@@ -90,7 +90,7 @@ class AzurePeer:
         }
 
     def forget_blocks(self) -> None:
-        """As after a week."""
+        """Forget uncommitted blocks, as Azure does after a week."""
         with self.account.lock:
             self.account.blocks.clear()
 
@@ -307,7 +307,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply = status, headers or {}, body
 
     def _send(self) -> None:
-        """Outside of the lock."""
+        """Send the reply; called without holding the lock."""
         status, headers, body = self._reply
         self.send_response_only(status)
         self.send_header("Date", formatdate(time.time(), usegmt=True))

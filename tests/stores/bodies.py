@@ -1,4 +1,4 @@
-"""Bodies for tests of stores."""
+"""Request bodies for store tests."""
 
 from ckpt_async.errors import FailureReason, SourceError
 from ckpt_async.stores.checksums import checksum_of
@@ -10,13 +10,13 @@ def crc(data: bytes):
 
 
 async def put(store, key: str, data: bytes, **condition):
-    """Put a small object with its right checksum."""
+    """Put a small object with its correct checksum."""
     checksum = checksum_of(data, store.capabilities.checksum_algorithm)
     return await store.put(key, BytesBody(data), checksum, **condition)
 
 
 class ReusingBody:
-    """Like a body over a file: hands out one buffer again and again, and spoils it in between."""
+    """A body that, like one read from a file, reuses a single buffer and overwrites it between slices."""
 
     def __init__(self, data: bytes, slice_bytes: int) -> None:
         self.data = data
@@ -36,7 +36,7 @@ class ReusingBody:
 
 
 class ChangedBody:
-    """A body whose file turns out to be another one after `good_bytes`."""
+    """A body whose file turns out to have been replaced after `good_bytes`."""
 
     def __init__(self, size_bytes: int, good_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -49,7 +49,7 @@ class ChangedBody:
 
 
 class ShortBody(BytesBody):
-    """Promises one byte more than it has."""
+    """A body that promises one byte more than it has."""
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What every test of a store over TLS needs: an authority, and a certificate for this machine."""
+"""Fixtures for tests of stores over TLS: a certificate authority, and a certificate for this machine."""
 
 import ssl
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
-"""The XML documents by which S3 answers, made by hand: what is in them is up to the test."""
+"""Hand-made XML documents as S3 returns them, with whatever content the test wants."""
 
 from xml.sax.saxutils import escape
 
 
 def document(name: str, *, extra: str = "", **fields: object) -> bytes:
-    """`fields` in their order, but those that are None; then `extra` as it is."""
+    """Return a document with `fields` in their order, except those that are None, followed by `extra` verbatim."""
     inner = "".join(f"<{each}>{_text(value)}</{each}>" for each, value in fields.items() if value is not None)
     return f'<{name} xmlns="http://s3.amazonaws.com/doc/2006-03-01/">{inner}{extra}</{name}>'.encode()
 
@@ -21,13 +21,13 @@ def contents(*keys: str) -> str:
 
 
 def objects(*keys: str, prefix: str = "run/", extra: str = "", **fields: object) -> bytes:
-    """A page of ListObjectsV2."""
+    """Return a page of ListObjectsV2."""
     fields = {"Name": "bucket", "Prefix": prefix, "IsTruncated": False, **fields}
     return document("ListBucketResult", extra=contents(*keys) + extra, **fields)
 
 
 def parts(*numbers: int, extra: str = "", **fields: object) -> bytes:
-    """A page of ListParts of the upload "u" of run/a."""
+    """Return a page of ListParts for the upload "u" of run/a."""
     fields = {"Bucket": "bucket", "Key": "run/a", "UploadId": "u", "IsTruncated": False, **fields}
     each = {"LastModified": "2026-11-21T04:00:00Z", "ETag": '"e"', "Size": 5}
     items = "".join(item("Part", PartNumber=number, **each) for number in numbers)
@@ -35,7 +35,7 @@ def parts(*numbers: int, extra: str = "", **fields: object) -> bytes:
 
 
 def uploads(*keys: str, prefix: str = "run/", extra: str = "", **fields: object) -> bytes:
-    """A page of ListMultipartUploads."""
+    """Return a page of ListMultipartUploads."""
     fields = {"Bucket": "bucket", "Prefix": prefix, "IsTruncated": False, **fields}
     items = "".join(item("Upload", Key=key, UploadId="u", Initiated="2026-11-21T04:00:00Z") for key in keys)
     return document("ListMultipartUploadsResult", extra=items + extra, **fields)

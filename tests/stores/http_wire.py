@@ -1,4 +1,4 @@
-"""Servers and clients of one scheme, and what servers may answer to a body."""
+"""Servers and clients of one scheme, and possible answers of servers to a body."""
 
 import contextlib
 import random
@@ -23,7 +23,7 @@ MIB = 1 << 20
 DATA = random.Random(1).randbytes(3 * MIB + 17)
 
 
-LONG = DATA * 8  # more than a connection on loopback takes before it is read
+LONG = DATA * 8  # more than a loopback connection buffers before anyone reads
 
 
 DONE = b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 2\r\n\r\nok'
@@ -39,7 +39,7 @@ BROKEN = (OSError, http_bodies.http.client.HTTPException)
 
 
 class Slices:
-    """A body of one reused buffer, that tells where it is."""
+    """A body with one reused buffer that records whether, and in which threads, it is being sent."""
 
     def __init__(self, data: bytes = DATA, good_bytes: int | None = None, slice_bytes: int = 1 << 16) -> None:
         self._data, self._good_bytes = data, len(data) if good_bytes is None else good_bytes
@@ -63,7 +63,7 @@ class Slices:
 
 
 class Wire:
-    """Servers and clients of one scheme."""
+    """Servers and clients that share a scheme."""
 
     def __init__(self, scheme: str, tls: ssl.SSLContext, ca_file: str) -> None:
         self._scheme, self._tls, self._ca_file = scheme, tls if scheme == "https" else None, ca_file
@@ -97,13 +97,13 @@ def receive(near: socket.socket, size_bytes: int) -> bytes:
 
 
 def say_last(near: socket.socket, answer: bytes) -> None:
-    """To be closed at once: what were still waiting for an acknowledgement would be lost by that."""
+    """Send the answer before an immediate close, which would lose bytes still waiting for an acknowledgement."""
     near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     near.sendall(answer)
 
 
 def takes_all(received: list[bytes], num_times: int = 100, answer: bytes = DONE) -> Talk:
-    """This many bodies on each connection; then it is closed without a word."""
+    """Accept this many bodies on each connection, then close it silently."""
 
     def talk(near: socket.socket) -> None:
         for _ in range(num_times):

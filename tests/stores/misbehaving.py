@@ -1,4 +1,4 @@
-"""Stores that misbehave on purpose: a MemoryStore, and what a test wants to happen around its requests."""
+"""Stores that misbehave on purpose: a MemoryStore plus whatever a test wants to happen around its requests."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 
 
 class Meddled:
-    """Every request passes `before` and `after`, which may wait or raise. Counts what was asked for."""
+    """A store whose every request passes `before` and `after`, which may wait or raise; it counts requests."""
 
     def __init__(
         self, bucket: MemoryBucket | None = None, *, capabilities: Capabilities = CAPABILITIES
@@ -54,7 +54,7 @@ class Meddled:
 
 
 class Faulty(Meddled):
-    """Fails requests whose key starts like this, `times` times, before they have any effect."""
+    """A store that fails the first `times` puts of keys that start with `start`, before they have any effect."""
 
     start, times, error = "", 0, BaseException()
 
@@ -65,7 +65,7 @@ class Faulty(Meddled):
 
 
 class Ambiguous(Meddled):
-    """Loses the answer to the first PUT of each key: it was stored, and nobody was told."""
+    """A store that loses the answer to the first PUT of each key, although the object was stored."""
 
     async def after(self, operation: str, key: str) -> None:
         if operation == "put" and self.asked[operation, key] == 1:
@@ -73,7 +73,7 @@ class Ambiguous(Meddled):
 
 
 class Slow(Meddled):
-    """Holds PUTs whose key starts like this until `go` is set. Counts how many are held at most."""
+    """A store that holds PUTs of keys that start with `start` until `go` is set, and counts how many it holds."""
 
     start = "ckpt/"
 

@@ -1,4 +1,4 @@
-"""What is under a remote, read past this package: with boto3's plain calls, or the file system's."""
+"""Reading what is under a remote without this package: with plain boto3 calls, or through the file system."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import botocore.session
 
 
 def objects(remote: str, *, put: dict[str, bytes] | None = None) -> dict[str, bytes]:
-    """Every object below the remote, by key relative to it; those of `put` are stored before."""
+    """Return every object below the remote, by relative key, after storing the objects in `put`."""
     parts = urlsplit(remote)
     if parts.scheme == "file":
         root = Path(parts.path)

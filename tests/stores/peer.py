@@ -1,4 +1,4 @@
-"""A scripted HTTP server on loopback: what a real S3 server cannot be made to do."""
+"""A scripted HTTP server on loopback, for what a real S3 server cannot be made to do."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ class Request:
 
 
 def answer(status: int, code: str = "", headers: dict[str, str] | None = None, body: bytes = b"") -> bytes:
-    """An HTTP answer; with `code` an S3 error body."""
+    """Return an HTTP answer, with an S3 error body if `code` is given."""
     if code:
         body = f"<Error><Code>{code}</Code><Message>because</Message></Error>".encode()
     lines = {"Content-Length": str(len(body)), "Date": "Sat, 21 Nov 2026 04:00:00 GMT", **(headers or {})}
@@ -30,8 +30,9 @@ SILENCE = b"silence"
 
 @dataclass
 class Peer:
-    """Answers with `respond(request)`: bytes to send, RESET or SILENCE. After `stop_after` bytes of a body it
-    reads no more and responds. With `tls` it speaks HTTPS.
+    """A server that answers with `respond(request)`: bytes to send, RESET or SILENCE.
+
+    After `stop_after` bytes of a body it stops reading and responds. With `tls` it speaks HTTPS.
     """
 
     respond: Callable[[Request], bytes]
@@ -98,5 +99,5 @@ class Peer:
         writer.write(data)
         await writer.drain()
         if self.stop_after is not None:
-            await asyncio.Event().wait()  # keeps the connection and reads nothing more of it
+            await asyncio.Event().wait()  # keeps the connection open but reads nothing more
         return b"Connection: close" not in data

@@ -1,4 +1,4 @@
-"""Every call of an S3Store, against a scripted server."""
+"""Every call of an S3Store, run against a scripted server."""
 
 import contextlib
 
@@ -29,7 +29,7 @@ def credentials(monkeypatch, tmp_path):
 
 @contextlib.asynccontextmanager
 async def connected(peer: Peer, **options):
-    """A store that speaks to `peer` without having probed it."""
+    """Yield a store that talks to `peer` without having probed it."""
     async with peer.serve() as url:
         store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url, **options))
         await store._session.open()

@@ -1,9 +1,9 @@
-"""Amazon S3 as its API reference says it behaves, over HTTP, in memory: what SeaweedFS does not look at.
+"""An in-memory Amazon S3 over HTTP that follows its API reference, for what SeaweedFS does not check.
 
-It refuses a request whose signature (version 4, in headers or the query) is wrong or leaves out a header of S3's, that
-does not say who pays, or that lacks the customer's key which an object was stored with. A bucket that is called
-`name--zone--x-s3` is a directory bucket (S3 Express One Zone): sessions, CRC32C only, listings of folders in no order.
-Written from https://docs.aws.amazon.com/AmazonS3/latest/API, never from Amazon's own answers.
+It refuses a request whose signature (version 4, in headers or the query) is wrong or omits a header of S3's, that does
+not say who pays, or that lacks the customer key with which an object was stored. A bucket called `name--zone--x-s3` is
+a directory bucket (S3 Express One Zone): sessions, CRC32C only, listings of folders in no order. Written from
+https://docs.aws.amazon.com/AmazonS3/latest/API, never from Amazon's own answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE = 1000
 ACCESS_KEY, SECRET_KEY = "AKPEER", "secret-of-the-peer"
 PAYER = "x-amz-request-payer"
 SSE_C = "x-amz-server-side-encryption-customer-"
-# "Authorizing Zonal endpoint API operations with CreateSession": all of them but these.
+# "Authorizing Zonal endpoint API operations with CreateSession": all operations except these need a session.
 _WITHOUT_SESSION = ("CreateSession", "CopyObject", "UploadPartCopy", "HeadBucket")
 COPY_SSE_C = "x-amz-copy-source-server-side-encryption-customer-"
 
@@ -39,9 +39,9 @@ COPY_SSE_C = "x-amz-copy-source-server-side-encryption-customer-"
 class Stored:
     data: bytes
     etag: str
-    checksum: tuple[str, str] | None  # name and value
+    checksum: tuple[str, str] | None  # header name and value
     modified: dt.datetime
-    key_md5: str  # of the customer's key, "" without one
+    key_md5: str  # MD5 of the customer's key, or "" without one
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """As the API reference calls the operation."""
+        """Return the operation's name in the API reference."""
         has, is_object = self.query.keys(), unquote(self.path).strip("/").count("/") > 0
         copies = "Copy" if "x-amz-copy-source" in self.headers else ""
         match self.method, is_object:
@@ -107,7 +107,7 @@ def iso(at: dt.datetime) -> str:
 
 
 class S3Peer(ThreadedPeer):
-    """Serves `bucket`; a context manager. `wants_payer`: who does not pay is refused."""
+    """A context manager that serves `bucket`; with `wants_payer` it refuses requests that do not pay."""
 
     def __init__(
         self, bucket: str = "ckpt", *, tls: ssl.SSLContext | None = None, wants_payer: bool = False
@@ -155,7 +155,9 @@ class S3Peer(ThreadedPeer):
     # --- who asks ------------------------------------------------------------------------------------------
 
     def _check_signature(self, request: Request) -> None:
-        """https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html, and of queries."""
+        """Check as in https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html, and as for
+        queries.
+        """
         told = request.headers.get("authorization", "")
         found = re.fullmatch(
             r"AWS4-HMAC-SHA256 Credential=(.+), SignedHeaders=([a-z0-9;-]+), Signature=([0-9a-f]{64})", told
@@ -205,7 +207,7 @@ class S3Peer(ThreadedPeer):
         return as_xml("CreateSessionResult", f"<Credentials>{told}</Credentials>")
 
     def _customers(self, request: Request, prefix: str = SSE_C) -> str:
-        """The MD5 of the customer's key, "" without one."""
+        """Return the MD5 of the customer's key, or "" without one."""
         names = [f"{prefix}{each}" for each in ("algorithm", "key", "key-md5")]
         told = [request.headers.get(name) for name in names]
         if told == [None] * 3:
@@ -228,13 +230,13 @@ class S3Peer(ThreadedPeer):
         return found
 
     def _head_bucket(self, request: Request) -> Answer:
-        """The SDK asks after a refusal: may it have been the wrong region's?"""
+        """Answer what the SDK asks after a refusal: whether it used the wrong region."""
         return Answer(200, b"", {"x-amz-bucket-region": "us-west-2"})
 
     # --- objects -------------------------------------------------------------------------------------------
 
     def _stored(self, request: Request, data: bytes) -> Stored:
-        """Raises unless the bytes have the checksum that came with them."""
+        """Return the object to store; raise unless the bytes match the checksum that came with them."""
         told = {
             name: value
             for name, value in request.headers.items()
@@ -328,7 +330,7 @@ class S3Peer(ThreadedPeer):
     # --- listings ------------------------------------------------------------------------------------------
 
     def _page(self, request: Request, names: list[str], mark: str) -> tuple[str, list[str], str]:
-        """The prefix, the names on this page, and where the next one begins."""
+        """Return the prefix, the names on this page, and where the next page begins."""
         prefix = request.query.get("prefix", "")
         if self.is_directory and ((prefix and not prefix.endswith("/")) or "start-after" in request.query):
             raise RefusedError(400, "InvalidRequest", "directory buckets list folders, from their beginning")
@@ -450,7 +452,7 @@ class S3Peer(ThreadedPeer):
 
 
 def _unchunked(data: bytes) -> tuple[bytes, dict[str, str]]:
-    """Of aws-chunked, unsigned: the bytes and the trailer."""
+    """Decode an unsigned aws-chunked body and return its bytes and trailer."""
     found = bytearray()
     while True:
         size, _, data = data.partition(b"\r\n")

@@ -1,4 +1,4 @@
-"""Which account an Azure URL means, and by what right requests are made."""
+"""Which account an Azure URL means, and how requests are authorised."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ STRING = "AZURE_STORAGE_CONNECTION_STRING"
     ],
 )
 def test_the_account_of_a_url(url, env, endpoint_url):
-    """What a journal keeps leads there from another environment too, and has no secret."""
+    """The address in a journal must lead to the same account from another environment, and must contain no secret."""
     location = parse_url(url)
     assert (location.bucket, location.prefix) == ("box", "run")
     address = address_of(url, None, env=env)
@@ -66,7 +66,7 @@ def test_a_url_that_names_no_container_or_account_is_refused(url, hint):
 
 
 def test_a_signature_of_ones_own_is_enough(azurite: AzuriteServer, azure_url, run):
-    """AZURE_STORAGE_SAS_TOKEN, with or without its question mark; one that has expired is refused, and says why."""
+    """AZURE_STORAGE_SAS_TOKEN works with or without its question mark; an expired one is refused with the reason."""
 
     async def attempt(expires_in_s: float) -> None:
         sas = signed(azurite.account, azurite.container, azurite.key, time.time() + expires_in_s)
@@ -85,8 +85,9 @@ def test_a_signature_of_ones_own_is_enough(azurite: AzuriteServer, azure_url, ru
 
 
 def test_a_managed_identity_gives_tokens(monkeypatch, run):
-    """azure-identity itself, against a server that answers as App Service's endpoint is documented to. A token that is
-    about to expire, or was refused, is asked for again.
+    """azure-identity itself runs against a server that answers as App Service's endpoint is documented to.
+
+    A token that is about to expire, or was refused, is requested again.
     """
     lives_s, given = [60, 3600, 3600], []
 
@@ -113,7 +114,7 @@ def test_a_managed_identity_gives_tokens(monkeypatch, run):
 
 
 def test_who_gives_up_on_a_silent_identity_leaves_its_thread_to_the_next(monkeypatch, run):
-    """Threads that wait for it would soon be all that the loop has."""
+    """Otherwise waiting threads would soon use up all that the event loop has."""
 
     async def body():
         peer = Peer(lambda _: SILENCE)

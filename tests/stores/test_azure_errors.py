@@ -1,4 +1,4 @@
-"""What AzureStore makes of answers that a healthy server does not give, over real sockets."""
+"""How AzureStore handles answers that a healthy server does not give, over real sockets."""
 
 import contextlib
 
@@ -44,7 +44,7 @@ CALLS = {
     "abort_multipart": lambda store: store.abort_multipart("a", UPLOAD),
     "list_multiparts": lambda store: store.list_multiparts(""),
 }
-# aiohttp itself repeats what has no body, once, when no answer came.
+# aiohttp itself repeats a request without a body once if no answer came.
 REPEATED = {"get", "head", "list", "delete", "delete_if", "list_parts", "abort_multipart", "list_multiparts"}
 
 
@@ -54,7 +54,7 @@ def said(status: int, code: str = "", headers: dict[str, str] | None = None, bod
 
 @contextlib.asynccontextmanager
 async def connected(peer: Peer, **options):
-    """A store that speaks to `peer` without having probed it."""
+    """Yield a store that talks to `peer` without having probed it."""
     async with peer.serve() as url:
         env = {
             "AZURE_STORAGE_CONNECTION_STRING": f"AccountName=account;AccountKey={SECRET};BlobEndpoint={url}/account"
@@ -76,7 +76,7 @@ async def connected(peer: Peer, **options):
         (said(503, "ServerBusy"), FailureReason.THROTTLED),
         (said(429), FailureReason.THROTTLED),
         (said(403, "AuthenticationFailed"), FailureReason.AUTH),
-        (answer(404), FailureReason.TRANSIENT),  # whoever says so is not Azure
+        (answer(404), FailureReason.TRANSIENT),  # this answer is not from Azure
         (answer(400, body=b"<html>Bad Request</html>"), FailureReason.TRANSIENT),
         (answer(407, body=b"<html>Log in</html>"), FailureReason.TRANSIENT),
         (answer(200, body=b"<html>log in</html>"), FailureReason.TRANSIENT),
@@ -99,7 +99,7 @@ async def connected(peer: Peer, **options):
     ],
 )
 def test_each_call_makes_one_attempt(run, call, reply, reason):
-    """Retries belong to the engine. Nothing that is not understood reads as success, or as "nothing there"."""
+    """Retries are up to the engine; an answer that is not understood means neither success nor "nothing there"."""
 
     async def body():
         peer = Peer(lambda _: reply)
@@ -134,7 +134,7 @@ def test_each_call_makes_one_attempt(run, call, reply, reason):
 )
 @pytest.mark.parametrize("condition", [Create(), Match('"e"')], ids=["create", "match"])
 def test_refusals_of_a_conditional_put(run, status, code, error, condition):
-    """Only what is about our condition is a lost race."""
+    """Only an answer about our condition means that a race was lost."""
 
     async def body():
         async with connected(Peer(lambda _: said(status, code))) as store:
@@ -148,7 +148,7 @@ def test_refusals_of_a_conditional_put(run, status, code, error, condition):
 
 
 def test_what_arrived_with_another_crc64_is_refused(run):
-    """The service repeats what it has computed."""
+    """The service returns the CRC64 that it computed over the bytes it received."""
     other = {"ETag": '"e"', "x-ms-content-crc64": "AAAAAAAAAAA="}
 
     async def body():
@@ -178,11 +178,11 @@ BLOB = "<Blob><Name>{}</Name><Properties><Content-Length>1</Content-Length><Etag
 @pytest.mark.parametrize(
     ("text", "headers"),
     [
-        (LISTING.format("run/", BLOB.format("run/a"), ""), {}),  # does not say how it goes on
+        (LISTING.format("run/", BLOB.format("run/a"), ""), {}),  # does not say where the listing continues
         (LISTING.format("other/", "", "<NextMarker/>"), {}),
         (LISTING.format("run/", BLOB.format("other/a"), "<NextMarker/>"), {}),
         (LISTING.format("run/", "<Else/>", "<NextMarker/>"), {}),
-        (LISTING.format("run/", "", "<NextMarker>m</NextMarker>"), {}),  # again and again
+        (LISTING.format("run/", "", "<NextMarker>m</NextMarker>"), {}),  # the same marker again and again
         (LISTING.format("run/", "", "<NextMarker/>"), {"Age": "60"}),
         (LISTING.format("run/", "", "<NextMarker/>"), {"Date": "yesterday"}),
         (LISTING.format("run/", "", "<NextMarker/>")[:-9], {}),
@@ -190,7 +190,7 @@ BLOB = "<Blob><Name>{}</Name><Properties><Content-Length>1</Content-Length><Etag
     ],
 )
 def test_a_listing_that_may_not_be_whole_is_not_believed(run, text, headers):
-    """Rule R8."""
+    """Rule R8: what a listing omits might otherwise be treated as gone."""
 
     async def body():
         async with connected(Peer(lambda _: said(200, headers=headers, body=text.encode()))) as store:

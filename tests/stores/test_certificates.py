@@ -1,4 +1,4 @@
-"""A certificate that is trusted, but is another host's: nothing is sent, by none of the ways to a store."""
+"""A trusted certificate that belongs to another host: no client of any store sends anything."""
 
 import contextlib
 import ssl
@@ -94,7 +94,7 @@ def test_a_wrong_host_certificate_is_rejected_by_the_store(run, authority, ca_fi
 
 
 def test_a_bundle_that_is_replaced_is_read_again(run, authority, tmp_path, monkeypatch):
-    """By all ways to a store: after a rotation a run goes on without a new start."""
+    """After a rotation of certificates, all clients of a store must carry on without a restart."""
     bundle, other = tmp_path / "ca.pem", trustme.CA()
     other.cert_pem.write_to_path(str(bundle))
     monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
@@ -125,7 +125,7 @@ def test_a_bundle_that_is_replaced_is_read_again(run, authority, tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["gs", "az"])
 def test_a_replaced_bundle_is_read_again_by_small_requests(run, authority, tmp_path, monkeypatch, kind):
-    """Which are made by an HTTP client that is kept."""
+    """Small requests are made by an HTTP client that is kept between requests."""
     bundle, other = tmp_path / "ca.pem", trustme.CA()
     other.cert_pem.write_to_path(str(bundle))
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(bundle))
@@ -135,7 +135,7 @@ def test_a_replaced_bundle_is_read_again_by_small_requests(run, authority, tmp_p
         async with server_called("127.0.0.1", authority) as (peer, url):
             if kind == "gs":
                 session = open_store("gs://bucket/run", StoreOptions(endpoint_url=url))._session
-                session._connect()  # what finds credentials would look for them on the network
+                session._connect()  # looking for credentials would use the network
                 asking = partial(session.request, "get", "a", "GET", f"{url}/a")
             else:
                 session = open_store("az://bucket/run", StoreOptions(endpoint_url=f"{url}/account"))._session
@@ -145,7 +145,7 @@ def test_a_replaced_bundle_is_read_again_by_small_requests(run, authority, tmp_p
                 await asking()
             assert not peer.requests
             authority.cert_pem.write_to_path(str(bundle), append=True)
-            with contextlib.suppress(StoreError):  # what it answers does not matter
+            with contextlib.suppress(StoreError):  # its answer does not matter
                 await asking()
             assert len(peer.requests) == 1
             await session.close()

@@ -1,4 +1,4 @@
-"""Every promise of `store.py`, kept by every store. SeaweedFS stands for S3, always."""
+"""Every promise of `store.py`, tested against every store, with SeaweedFS always standing in for S3."""
 
 import asyncio
 import functools
@@ -73,7 +73,7 @@ async def keys(store, prefix: str = "", **options) -> list[str]:
 
 
 class StoreTests:
-    """What holds for every store."""
+    """Promises that every store keeps."""
 
     odd_key = ODD_KEY
     algorithm = "crc64nvme"
@@ -85,7 +85,7 @@ class StoreTests:
 
     @with_store
     async def test_objects_read_back_as_written(self, store):
-        """put, get, head and list tell one story."""
+        """put, get, head and list must agree."""
         stored = await put(store, "a/b", b"hello")
         data, got = await store.get("a/b", max_size_bytes=5)
         headed = await store.head("a/b")
@@ -114,7 +114,7 @@ class StoreTests:
 
     @with_store
     async def test_a_body_may_reuse_one_buffer_for_its_slices(self, store):
-        """A slice that is still referred to when the next is asked for would be sent spoiled."""
+        """A store that still referred to a slice when it asked for the next would send corrupted bytes."""
         data = random.Random(1).randbytes(24 * MIB + 7)
         stored = await store.put("big", ReusingBody(data, MIB), self.crc(data))
         assert stored.size_bytes == len(data)
@@ -132,7 +132,7 @@ class StoreTests:
 
     @pytest.mark.parametrize(("offset", "size_bytes"), [(5, 1), (0, 6), (3, 3)])
     def test_range_beyond_the_end_is_refused(self, make_store, run, offset, size_bytes):
-        """Half an answer must not pass for a whole one."""
+        """A partial answer must not be taken for a complete one."""
 
         async def body(_, store):
             await put(store, "a", b"hello")
@@ -179,7 +179,7 @@ class StoreTests:
     @with_store
     async def test_a_copy_replaces_what_is_there_and_nothing_else(self, store):
         one, two = await put(store, "one", b"1"), await put(store, "two", b"22")
-        for source in (one, two, two):  # the second time it is there already
+        for source in (one, two, two):  # the second time it is already there
             await store.copy(source.key, source.etag, "to")
         assert (await store.get("to", max_size_bytes=2))[0] == b"22"
         assert (await store.get("one", max_size_bytes=2))[0] == b"1"
@@ -246,7 +246,7 @@ class StoreTests:
 
     @pytest.mark.parametrize("key", UNSAFE_KEYS)
     def test_unsafe_key_is_refused(self, make_store, run, key):
-        """No key outside the prefix can be named (I10)."""
+        """No key may name anything outside the prefix (I10)."""
 
         async def body(_, store):
             await put(store, "kept", b"1")
@@ -273,7 +273,7 @@ class StoreTests:
 
     @with_store
     async def test_put_many_writes_small_objects(self, store):
-        """As by `put`, told of in their order; nothing at all is fine too."""
+        """Each is stored as by `put` and reported in order; an empty series is fine too."""
         many = {"a/1": b"one", self.odd_key: b"odd", "empty": b"", "a/0": os.urandom(70_000)}
         stored = []
         await store.put_many([], stored.append)
@@ -291,7 +291,7 @@ class StoreTests:
 
     @with_store
     async def test_put_many_stops_at_the_first_failure(self, store):
-        """What was stored before it is told of, what is behind it is not begun."""
+        """What was stored before the failure is reported, and what follows it is never started."""
         good = [SmallPut(f"good/{number}", b"%d" % number, self.crc(b"%d" % number)) for number in range(4)]
         for error, bad in (
             (IntegrityError, SmallPut("bad", b"hello", self.crc(b"other"))),
@@ -306,7 +306,7 @@ class StoreTests:
 
     @with_store
     async def test_get_many_reads_in_order(self, store):
-        """Whole; nothing at all is fine too. More than a store takes in one go."""
+        """All arrive whole, even more than a store takes at once; an empty series is fine too."""
         many = {"a/1": b"one", self.odd_key: b"odd", "large": os.urandom(256 << 10), "a/0": b"x"}
         many |= {f"b/{number}": b"%d" % number for number in range(17)}
         await store.put_many(
@@ -348,7 +348,7 @@ class StoreTests:
         ids=repr,
     )
     def test_get_many_raises_the_receivers_error(self, make_store, run, error):
-        """The very same, and it is called no more."""
+        """The error is raised unchanged, and the receiver is not called again."""
 
         async def body(_, store):
             gets, found = [SmallGet(key, 5) for key in ("a", "b", "c")], []
@@ -369,7 +369,7 @@ class StoreTests:
 
     @with_store
     async def test_get_many_reports_nothing_after_cancellation(self, store):
-        """The call ends when its receiver has: what that writes to is closed next."""
+        """The call must not return before its receiver has, because what it writes to is closed next."""
         gets = [SmallGet(f"{number:02}", 5) for number in range(20)]
         await store.put_many(
             [SmallPut(get.key, b"hello", self.crc(b"hello")) for get in gets], lambda _: None
@@ -378,7 +378,7 @@ class StoreTests:
 
         def got(get, data):
             inside.set()
-            # One that is called in the loop cannot be cancelled meanwhile.
+            # A receiver that runs in the event loop cannot be cancelled while it runs.
             assert threading.current_thread() is threading.main_thread() or leave.wait(30)
             found.append((get, bytes(data)))
 
@@ -401,7 +401,7 @@ class StoreTests:
 
     @with_store
     async def test_wrong_checksum_is_refused(self, store):
-        """And nothing is visible, nor is what was there before touched."""
+        """Nothing becomes visible, and an existing object stays untouched."""
         await put(store, "old", b"old")
         for key in ("new", "old"):
             with pytest.raises(IntegrityError):
@@ -428,7 +428,7 @@ class StoreTests:
 
     @with_store
     async def test_cancelled_put_leaves_nothing(self, store):
-        """Cut before every step of the body: nothing is visible, and the store goes on working."""
+        """Nothing is visible after a cancellation in the middle of the body, and the store keeps working."""
         data = bytes(4 * MIB)
 
         class Stopping(ReusingBody):
@@ -451,7 +451,7 @@ class StoreTests:
 
     @with_stores(4)
     async def test_create_once_has_exactly_one_winner(self, *stores):
-        """16 concurrent writers, 2 rounds (rule R4)."""
+        """16 writers compete in each of 2 rounds (rule R4)."""
         for attempt in range(2):
             key = f"decisions/{attempt}"
             outcomes = await asyncio.gather(
@@ -466,7 +466,7 @@ class StoreTests:
 
     @with_stores(4)
     async def test_compare_and_swap_loses_no_update(self, *stores):
-        """8 writers add 5 each."""
+        """8 writers add 5 each, and none of these updates may be lost."""
         await put(stores[0], "counter", b"0")
 
         async def add(store):
@@ -498,7 +498,7 @@ class StoreTests:
 
     @with_store
     async def test_listing_is_in_key_order(self, store):
-        """In the order of the whole key: a walk folder by folder would put a/z before a-b."""
+        """The order is that of the whole key: walking folder by folder would put a/z before a-b."""
         names = ["a-b", "a.b/c", "a/z-1/x", "a/z/1", "a0", "b", "é"]
         for name in reversed(names):
             await put(store, name, b"1")
@@ -533,7 +533,7 @@ class StoreTests:
 
     @with_store
     async def test_listing_spans_pages(self, store):
-        """S3 lists and deletes 1,000 at a time."""
+        """S3 lists and deletes 1,000 keys at a time."""
         names = [f"r/{i:05d}" for i in range(1203)]
         for start in range(0, len(names), 32):
             await asyncio.gather(*(put(store, name, b"") for name in names[start : start + 32]))
@@ -576,9 +576,9 @@ class StoreTests:
 
 
 class MultipartTests(StoreTests):
-    """What holds for stores with multipart uploads."""
+    """Promises that every store with multipart uploads keeps."""
 
-    BIG = bytes(range(256)) * (5 * 4096)  # 5 MiB, the smallest part that is not the last
+    BIG = bytes(range(256)) * (5 * 4096)  # 5 MiB, the minimum for any part but the last
     SMALL = b"the last part may be small"
 
     async def put_parts(self, store, key: str):
@@ -593,7 +593,7 @@ class MultipartTests(StoreTests):
 
     @with_stores(2)
     async def test_life_of_a_multipart_upload(self, store, after_restart):
-        """Parts in any order, invisible until completed, by whoever knows the id."""
+        """Parts may arrive in any order, and stay invisible until someone who knows the id completes the upload."""
         upload_id, parts = await self.put_parts(store, "a/b")
         assert [part.size_bytes for part in parts] == [len(self.BIG), len(self.SMALL)]
         assert await keys(store) == []
@@ -637,7 +637,7 @@ class MultipartTests(StoreTests):
 
     @with_store
     async def test_a_wrong_full_object_checksum_is_rejected(self, store):
-        """Right parts in a wrong order, or another file's: the checksum of the whole finds out."""
+        """The checksum of the whole detects correct parts in a wrong order, and parts of another file."""
         upload_id, parts = await self.put_parts(store, "a")
         with pytest.raises(IntegrityError):
             await store.complete_multipart("a", upload_id, parts, self.crc(b"other"), len(self.whole))
@@ -645,7 +645,7 @@ class MultipartTests(StoreTests):
 
     @with_store
     async def test_completing_an_upload_twice(self, store):
-        """A lost reply makes us ask again."""
+        """A lost reply makes the client ask again."""
         upload_id, parts = await self.put_parts(store, "a")
         first = await store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole))
         second = await store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole))
@@ -695,7 +695,7 @@ class MultipartTests(StoreTests):
 
     @with_store
     async def test_parts_of_another_object(self, store):
-        """They are copied within the store, and the checksum of the whole is compared as ever."""
+        """They are copied within the store, and the checksum of the whole is still verified."""
         whole = random.Random(4).randbytes(11 * MIB + 5)
         source = await store.put("from", BytesBody(whole), self.crc(whole))
         upload_id = await store.create_multipart("to")
@@ -741,7 +741,7 @@ class TestDirectoryStore(StoreTests):
 
 
 class FsspecTests(StoreTests):
-    """What no write has a condition on: rank 0 alone decides there."""
+    """Tests for stores without conditional writes, where rank 0 alone decides."""
 
     test_create_once_has_exactly_one_winner = test_compare_and_swap_loses_no_update = None
     test_listing_spans_pages = None  # there are no pages
@@ -767,7 +767,7 @@ class TestSftpStore(FsspecTests):
 
     @with_store
     async def test_failed_conditions_are_reported(self, store):
-        """Looked at just before. SFTP tells versions apart by size and second."""
+        """Conditions are checked just before writing; SFTP distinguishes versions by size and modification second."""
         first = await put(store, "a", b"1")
         second = await put(store, "a", b"22", condition=Match(first.etag))
         for condition in (Create(), Match(first.etag)):
@@ -787,7 +787,7 @@ class TestSftpStore(FsspecTests):
 
 class TestWebdavStore(FsspecTests):
     kind = "webdav"
-    odd_key = "run=1/step=10+rank@0,a b/é~(1).distcp"  # webdav4 puts '%', '?' and '#' into URLs as they are
+    odd_key = "run=1/step=10+rank@0,a b/é~(1).distcp"  # webdav4 puts '%', '?' and '#' into URLs unescaped
 
 
 class TestS3Store(MultipartTests):
@@ -797,7 +797,7 @@ class TestS3Store(MultipartTests):
 
 
 class TestS3Express(MultipartTests):
-    """Against the tests' own peer: sessions, CRC32C only, listings of folders in no order."""
+    """Runs against the tests' own peer: sessions, CRC32C only, listings of folders in no order."""
 
     algorithm = "crc32c"
 
@@ -810,11 +810,11 @@ class TestS3Express(MultipartTests):
 
 
 class AzureTests(MultipartTests):
-    """Uploads are nothing of Azure's own, so two promises read differently."""
+    """Azure has no uploads of its own, so two promises differ."""
 
     @with_store
     async def test_aborting_an_upload(self, store):
-        """A part that comes later is taken, and completing refused."""
+        """A part that arrives later is accepted, but completing is refused."""
         upload_id, parts = await self.put_parts(store, "a")
         await store.abort_multipart("a", upload_id)
         await store.abort_multipart("a", upload_id)
@@ -832,7 +832,7 @@ class AzureTests(MultipartTests):
 
     @with_store
     async def test_a_part_that_is_too_small_is_rejected(self, store):
-        """No part is."""
+        """On Azure no part is too small."""
         upload_id = await store.create_multipart("a")
         parts = [
             await store.put_part("a", upload_id, number, BytesBody(b"tiny"), self.crc(b"tiny"))
@@ -842,7 +842,7 @@ class AzureTests(MultipartTests):
         assert await read(store, "a", 0, 8) == b"tinytiny"
 
     def test_a_store_opened_to_be_read_may_write_its_lease(self, make_store, run):
-        """Nothing was probed then, and a server that knows no CRC64 must take it all the same."""
+        """Nothing was probed in that case, and a server without CRC64 must accept it nevertheless."""
 
         async def body():
             store = make_store()
@@ -859,7 +859,7 @@ class AzureTests(MultipartTests):
 
 
 class TestAzureStore(AzureTests):
-    """Azurite stands for Azure."""
+    """Runs against Azurite, which stands in for Azure."""
 
     # Azurite has no Put Block From URL.
     test_parts_of_another_object = test_a_part_of_another_object_that_has_changed_is_refused = None
@@ -870,7 +870,7 @@ class TestAzureStore(AzureTests):
 
 
 class TestAzureAsDocumented(AzureTests):
-    """With CRC64, pages, and copies of parts."""
+    """Runs against the tests' own peer, with CRC64, pages, and copies of parts."""
 
     @pytest.fixture
     def make_store(self):
@@ -890,7 +890,7 @@ def azurite_over_tls(authority, tmp_path_factory):
 
 
 class TestAzureOverTls:
-    """Azurite with a certificate of the tests' authority: the same bytes through the other kind of socket."""
+    """Runs against Azurite with the tests' own certificate: the same bytes pass through the other kind of socket."""
 
     algorithm, crc, odd_key = "crc64nvme", StoreTests.crc, ODD_KEY
     BIG, SMALL = MultipartTests.BIG, MultipartTests.SMALL
@@ -929,10 +929,10 @@ class TestAzureOverTls:
 
 
 class TestGcsStore(MultipartTests):
-    """Against the tests' own peer, which does what Google's documentation says."""
+    """Runs against the tests' own peer, which does what Google's documentation says."""
 
     algorithm = "crc32c"
-    # Google's XML API has no copies of parts: `copy` takes objects of any size.
+    # Google's XML API cannot copy parts, but `copy` takes objects of any size.
     test_parts_of_another_object = test_a_part_of_another_object_that_has_changed_is_refused = None
 
     @pytest.fixture
@@ -949,10 +949,10 @@ class TestGcsStore(MultipartTests):
 
 
 class TestGcsEmulator(StoreTests):
-    """Against fake-gcs-server, as people run it in their own tests."""
+    """Runs against fake-gcs-server, which people use in their own tests."""
 
     algorithm = "crc32c"
-    # It compares no checksum before it replaces an object, nor the generation before it copies one.
+    # It checks neither the checksum before it replaces an object nor the generation before it copies one.
     test_wrong_checksum_is_refused = test_an_object_that_has_changed_or_is_gone_is_not_copied = None
 
     @pytest.fixture
@@ -978,9 +978,9 @@ def tls_proxy(s3_server, tmp_path_factory):
 
 
 class TestS3OverTls(MultipartTests):
-    """HTTPS is what real endpoints speak; there bodies pass through another transport than over plain HTTP."""
+    """Real endpoints speak HTTPS, where bodies pass through a different transport than over plain HTTP."""
 
-    # Slow, and no matter of the transport.
+    # These are slow and do not depend on the transport.
     test_create_once_has_exactly_one_winner = test_compare_and_swap_loses_no_update = (
         test_listing_spans_pages
     ) = None

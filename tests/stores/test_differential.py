@@ -1,8 +1,8 @@
-"""The memory store, in which the protocol is proven, does what a real S3 and a real folder do, operation by operation.
+"""The memory store, on which the protocol is proven, behaves like a real S3 and a real folder, operation by operation.
 
-Random sequences from a seed are carried out on both and every answer is compared. What is known to differ is in
-`DIFFERENCES`, each with its reason and a script that shows that it still does: a difference that has gone, or a new
-one, fails. `CKPT_ASYNC_SEED` replays a failure.
+Random sequences from a seed are run on both, and every answer is compared. Known differences are in `DIFFERENCES`, each
+with its reason and a script that shows that it still exists: a difference that has disappeared fails, and so does a new
+one. `CKPT_ASYNC_SEED` replays a failure.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Obj
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.bodies import crc, put
 
-# No key is the folder of another: see `folder_and_object`.
+# No key is a folder of another: see `folder_and_object`.
 KEYS = ["a", "b/c", "b/c-d", "b/d", "b/d1", "step-1/x", "step-10/x", "step-1.g1/x", "é/ü +%41", "z/y/x/w"]
 UNSAFE_KEYS = ["", "/a", "a/", "a//b", "../a", "b/./c", "a\\b", "a\nb"]
 PREFIXES = ["", "b", "b/", "b/c", "b/d", "step-1", "step-1/", "step-10/", "é", "no/such", "z/y", "zz"]
-PART_BYTES = 5 << 20  # the smallest that may be followed by another
+PART_BYTES = 5 << 20  # the smallest part that may be followed by another
 CONTENTS = [b"", b"one", b"two!", b"one" * 400]
 
 NUM_SEQUENCES = 24
@@ -35,14 +35,16 @@ NUM_OPERATIONS = 160
 
 @dataclass
 class Sequence:
-    """One random sequence on one store. Everything random is drawn here, from its own seed, so that two stores get the
-    same operations as long as they give the same answers; what only one store knows (an ETag, an upload's id) is
-    named by its place in a list.
+    """One random sequence on one store.
+
+    Everything random is drawn here, from the sequence's own seed, so that two stores get the same operations as long as
+    they give the same answers. Values that only one store knows (an ETag, an upload's id) are named by their place in a
+    list.
     """
 
     store: Store
     rng: random.Random
-    is_s3: bool  # else there are no multipart uploads, and an ETag is of a version, not of a content
+    is_s3: bool  # otherwise no multipart uploads, and an ETag identifies a version, not a content
     etags: list[str] = field(default_factory=list)
     uploads: list[tuple[str, str]] = field(default_factory=list)
     aborted: set[int] = field(default_factory=set)
@@ -50,7 +52,7 @@ class Sequence:
     parts: dict[int, dict[int, tuple[StoredPart, bytes]]] = field(default_factory=dict)
 
     async def next(self) -> tuple[str, Any]:
-        """Carry out one operation; returns what it was and what came of it, in words that all stores share."""
+        """Run one operation and return what it was and its outcome, in terms that all stores share."""
         operations: dict[str, Callable[[], tuple[Any, Awaitable[Any]]]] = {
             "put": self._put,
             "put ": self._put,
@@ -106,7 +108,7 @@ class Sequence:
         return (key, data[:8]), self._store(key, data, Create())
 
     def _put_match(self) -> tuple[Any, Awaitable[Any]]:
-        """Mostly with the ETag that is there."""
+        """Put conditionally, usually with the current ETag."""
         key, data, is_current = self._key(), self.rng.choice(CONTENTS), self.rng.random() < 0.7
         old = self.rng.randrange(len(self.etags)) if self.etags and self.is_s3 else None
 
@@ -197,7 +199,7 @@ class Sequence:
         return key, create()
 
     def _upload(self) -> tuple[int, str, str]:
-        """One that was begun, mostly a late one; or another key's, or one that never was."""
+        """Return a started upload, usually a recent one, or sometimes another key's or one that never existed."""
         if not self.uploads:
             return 0, "a", "no-such-upload"
         number = max(self.rng.randrange(len(self.uploads)) for _ in range(3))
@@ -207,7 +209,7 @@ class Sequence:
     def _part(self) -> tuple[Any, Awaitable[Any]]:
         which, key, upload_id = self._upload()
         number = self.rng.choice([1, 2, 2, 3])
-        data = CONTENTS[1:][(which + number) % 3]  # always the same: see `part_sent_twice`
+        data = CONTENTS[1:][(which + number) % 3]  # always the same data: see `part_sent_twice`
         if number == 1 and which % 3 == 0:
             data = bytes([which % 256]) * PART_BYTES
 
@@ -236,7 +238,7 @@ class Sequence:
         which, key, upload_id = self._upload()
         mistake = self.rng.choice(["", "", "checksum", "checksum", "order", "missing"])
         if which in self.aborted:
-            mistake = ""  # of two mistakes, each store names another
+            mistake = ""  # with two mistakes, stores differ in which one they report
         sent = [each for _, each in sorted(self.parts.get(which, {}).items())]
         if (not sent and self.uploads) or which in self.completed:
             return self._list_parts()  # see `completing_without_parts` and `completing_again`
@@ -273,7 +275,9 @@ class Sequence:
 
 
 def _told(info: ObjectInfo) -> tuple[str, int]:
-    """What every store tells of an object at once; its checksum only `head` must tell (`answers_with_checksum`)."""
+    """Return what every store reports at once about an object; only `head` must report a checksum
+    (`answers_with_checksum`).
+    """
     return info.key, info.size_bytes
 
 
@@ -281,7 +285,7 @@ def _told(info: ObjectInfo) -> tuple[str, int]:
 
 
 async def compare(seeds: Iterable[int], make_other: Callable[[int], Store], *, is_s3: bool) -> Counter[str]:
-    """The same sequences on a memory store and on another; returns how often what came of what."""
+    """Run the same sequences on a memory store and on another, and count each kind of outcome."""
     counts: Counter[str] = Counter()
 
     async def one(seed: int) -> None:
@@ -319,7 +323,7 @@ def seeds() -> list[int]:
 
 
 def check_counts(counts: Counter[str], wanted: Iterable[str]) -> None:
-    """Every kind of answer was really compared."""
+    """Check that every kind of answer was really compared."""
     if "CKPT_ASYNC_SEED" not in os.environ:
         assert {each: counts[each] for each in wanted if counts[each] < 5} == {}
         assert sum(counts.values()) == NUM_SEQUENCES * NUM_OPERATIONS
@@ -339,7 +343,7 @@ MULTIPART_ANSWERS = [
 
 
 def test_memory_store_and_s3_behave_alike(s3_url: str, run: Any) -> None:
-    """SeaweedFS stands for S3."""
+    """SeaweedFS stands in for S3."""
 
     def make(seed: int) -> Store:
         return open_store(f"{s3_url}/differential-{seed}")
@@ -366,13 +370,13 @@ async def _outcome(request: Awaitable[Any]) -> str:
 
 
 async def completing_without_parts(store: Store) -> str:
-    """Nobody does: an empty shard is a plain PUT."""
+    """This does not happen in practice: an empty shard is a plain PUT."""
     upload_id = await store.create_multipart("a")
     return await _outcome(store.complete_multipart("a", upload_id, [], crc(b""), 0))
 
 
 async def completing_again(store: Store) -> str:
-    """With another checksum than the first time. SeaweedFS answers what it had answered; a retry sends the same."""
+    """Complete again with another checksum: SeaweedFS repeats its first answer. A real retry sends the same one."""
     upload_id = await store.create_multipart("a")
     part = await store.put_part("a", upload_id, 1, BytesBody(b"one"), crc(b"one"))
     await store.complete_multipart("a", upload_id, [part], crc(b"one"), 3)
@@ -380,8 +384,9 @@ async def completing_again(store: Store) -> str:
 
 
 async def part_sent_twice(store: Store) -> str:
-    """SeaweedFS lists both, with times in whole seconds: which is the newer cannot be told. A part that is taken over
-    is compared with the shard first.
+    """SeaweedFS lists both, with times in whole seconds, so nobody can tell which is newer.
+
+    A part that is reused is first compared with the shard.
     """
     for number in range(1, 21):
         upload_id = await store.create_multipart(f"a/{number}")
@@ -394,31 +399,31 @@ async def part_sent_twice(store: Store) -> str:
 
 
 async def part_number_zero(store: Store) -> str:
-    """Nobody sends one."""
+    """This does not happen in practice: nobody sends part 0."""
     upload_id = await store.create_multipart("a")
     return await _outcome(store.put_part("a", upload_id, 0, BytesBody(b"one"), crc(b"one")))
 
 
 async def empty_range_beyond_the_end(store: Store) -> str:
-    """HTTP cannot ask for an empty range, so S3 is asked for the object's head."""
+    """HTTP cannot request an empty range, so S3 is asked for the object's head."""
     await put(store, "a", b"one")
     return await _outcome(store.get_range("a", 5, 0, lambda _: None))
 
 
 async def folder_and_object(store: Store) -> str:
-    """A file cannot be a folder too. No key of the layout is the folder of another."""
+    """A file cannot also be a folder, but no key of the layout is a folder of another."""
     await put(store, "a", b"one")
     return await _outcome(put(store, "a/b", b"two"))
 
 
 async def etag_of_content(store: Store) -> bool:
-    """Where an old ETag comes back, A, B, A passes a compare-and-swap: why pointers carry a number (R13)."""
+    """If an old ETag comes back, A, B, A passes a compare-and-swap, which is why pointers carry a number (R13)."""
     first, _, third = [await put(store, "a", data) for data in (b"one", b"two", b"one")]
     return first.etag == third.etag
 
 
 async def listing_with_checksums(store: Store) -> bool:
-    """S3 has none in its listings: `head` is asked."""
+    """S3 lists no checksums, so the store asks with `head`."""
     await put(store, "a", b"one")
     return (await store.list("")).objects[0].checksum is not None
 
@@ -439,7 +444,7 @@ DIFFERENCES: list[tuple[Callable[[Any], Awaitable[Any]], dict[str, Any]]] = [
 def test_known_differences_still_exist(
     script: Callable[[Any], Awaitable[Any]], wanted: dict[str, Any], s3_url: str, tmp_path: Path, run: Any
 ) -> None:
-    """One that has gone is taken off the list, and its case into the random sequences."""
+    """A difference that has disappeared must be removed from the list, and its case added to the random sequences."""
     stores: dict[str, Store] = {
         "memory": MemoryStore(MemoryBucket(), prefix="run"),
         "S3": open_store(f"{s3_url}/run"),

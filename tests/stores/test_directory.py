@@ -1,4 +1,4 @@
-"""What only a folder can get wrong: durability, links, locks, and the errors of disks."""
+"""What only a folder can get wrong: durability, links, locks, and disk errors."""
 
 import asyncio
 import errno
@@ -39,7 +39,7 @@ def files(root: Path) -> set[str]:
 
 
 def test_every_step_of_a_write_is_durable_before_the_next(store, tmp_path, run, monkeypatch):
-    """fsync of the file before its link; of each new folder's parent and of the folder before we return."""
+    """The file is fsynced before its link, and each new folder's parent and the folder itself before we return."""
     steps = []
     real_fsync, real_link = os.fsync, os.link
 
@@ -93,7 +93,7 @@ def test_no_temporary_file_is_left(store, tmp_path, run):
 
 
 def test_symlinks_are_not_followed(store, tmp_path, run):
-    """A link among the folders could lead out of the root (I10)."""
+    """A symlink among the folders could lead outside the root (I10)."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"1")
@@ -160,7 +160,7 @@ def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch):
 
 
 def test_swapped_back_content_has_another_etag(store, run, monkeypatch):
-    """A→B→A must not pass a compare-and-swap, even within one tick of the clock: inode numbers come back."""
+    """A→B→A must not pass a compare-and-swap even within one clock tick, since inode numbers are reused."""
     monkeypatch.setattr(time, "time_ns", lambda: 10**18)
 
     async def body():
@@ -208,7 +208,7 @@ def test_conditional_writes_of_processes_are_mutually_exclusive(store, tmp_path,
 
 
 def test_concurrent_puts_and_deletes_in_one_folder(store, run):
-    """A parent that a delete finds empty may vanish between its making and its use."""
+    """A parent folder that a delete finds empty may vanish between its creation and its use."""
 
     async def body():
         async def churn(name):
@@ -255,7 +255,7 @@ def test_cancelled_put_waits_for_its_running_write(store, tmp_path, run, monkeyp
 
 
 def test_times_come_from_the_file_systems_clock(store, tmp_path, run, monkeypatch):
-    """A machine whose clock is two hours ahead: it must not take a fresh lease for an old one."""
+    """A machine whose clock is two hours ahead must not take a fresh lease for an old one."""
     run(put(store, "a", b"1"))
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 7200)
@@ -276,7 +276,7 @@ def test_times_come_from_the_file_systems_clock(store, tmp_path, run, monkeypatc
 
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_listing_a_vanished_folder_is_an_error(store, tmp_path, run, is_read_only):
-    """Unmounted beneath us, with and without a mount point to be seen: that is no empty listing."""
+    """If the file system was unmounted, with or without a visible mount point, that is not an empty listing."""
     run(put(store, ".ckpt_async/leases/x", b"1"))
     run(store.open(is_read_only=is_read_only))
     (tmp_path / "run").rename(tmp_path / "away")
@@ -293,7 +293,7 @@ def test_listing_a_vanished_folder_is_an_error(store, tmp_path, run, is_read_onl
 
 
 def test_reading_or_writing_in_a_vanished_folder_is_an_error(store, tmp_path, run):
-    """Else what is written now would be in the mount point, out of sight once the file system is back."""
+    """Otherwise new data would go into the mount point, and be hidden once the file system is back."""
     root, away = tmp_path / "run", tmp_path / "away"
     etag = run(put(store, "a", b"1")).etag
     calls = {
@@ -313,14 +313,14 @@ def test_reading_or_writing_in_a_vanished_folder_is_an_error(store, tmp_path, ru
             with pytest.raises(StoreError, match="is no longer the same folder") as raised:
                 run(call())
             assert raised.value.reason is FailureReason.TRANSIENT, name
-    root.rmdir()  # nothing was made in it
+    root.rmdir()  # nothing was created in it
     away.rename(root)
     run(put(store, "b", b"2", condition=Create()))
     assert run(store.get("a", max_size_bytes=9))[0] == b"1"
 
 
 def test_a_reader_can_write_to_a_copied_run_without_our_own_folder(store, tmp_path, run):
-    """A lease, say: `cp` and buckets know no empty folders, and somebody may have tidied up."""
+    """A reader may write a lease, for example: `cp` and buckets drop empty folders, and someone may have tidied up."""
     shutil.rmtree(tmp_path / "run" / OWN)
     reader = DirectoryStore(tmp_path / "run")
     run(reader.open(is_read_only=True))
@@ -373,7 +373,7 @@ asyncio.run(store.delete(["ckpt/step-1.g1/a"]))
 
 
 def test_a_folder_left_empty_by_a_kill_is_removed(store, tmp_path, run):
-    """SIGKILL between the last file's end and its folder's. Nobody else's folder goes, and none that is just made."""
+    """SIGKILL may hit between deleting the last file and its folder. Other people's folders and new ones must stay."""
     root = tmp_path / "run"
     run(put(store, "ckpt/step-1.g1/a", b"1"))
     run(put(store, "ckpt/step-2.g1/a", b"1"))
@@ -383,7 +383,7 @@ def test_a_folder_left_empty_by_a_kill_is_removed(store, tmp_path, run):
     left = root / "ckpt/step-1.g1"
     assert list(left.iterdir()) == []
     run(store.list(""))
-    assert left.is_dir()  # may be a writer's
+    assert left.is_dir()  # may belong to a writer
     for folder in (left, root / "notes"):
         os.utime(folder, (1, 1))
     reading = DirectoryStore(root)
@@ -397,7 +397,7 @@ def test_a_folder_left_empty_by_a_kill_is_removed(store, tmp_path, run):
 
 
 def test_a_listing_reads_no_further_than_is_enough_and_goes_on_from_there(store, tmp_path, run, monkeypatch):
-    """Who looks for runs below a prefix must not walk through all their files: `-` and `.` come before `/`."""
+    """A search for runs below a prefix must not walk all their files, even though `-` and `.` sort before `/`."""
     monkeypatch.setattr("ckpt_async.stores.directory.PAGE_KEYS", 2)
     names = ["a-b", "a.c", "a/1", "a/2/x", "a/2-x", "a0", "b/1", "b/2", "c"]
     for name in names:

@@ -1,4 +1,4 @@
-"""Stores over fsspec when their servers die, hang, refuse and lose what they had; and file systems that lie."""
+"""fsspec stores whose servers die, hang, refuse or lose data, and file systems that misreport what they hold."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
-    """One that may be killed."""
+    """Provide a server that may be killed."""
     with FileServer("sftp", tmp_path / "served") as server:
         for name, options in server.configuration().items():
             monkeypatch.setitem(fsspec.config.conf, name, options)
@@ -41,7 +41,7 @@ async def names(store: Any) -> list[str]:
 
 
 class Interrupting(ReusingBody):
-    """Has something happen when it is half sent."""
+    """A body that runs `act` when it is half sent."""
 
     def __init__(self, data: bytes, act: Any) -> None:
         super().__init__(data, MIB)
@@ -68,7 +68,7 @@ def test_a_server_that_dies_in_the_middle_leaves_nothing_and_is_found_again(
             await store.put("a", Interrupting(data, server.kill), crc(data))
         assert raised.value.reason.is_retryable
         with pytest.raises(StoreError) as raised:
-            await store.head("old")  # nobody there: not the same as nothing there
+            await store.head("old")  # no server is not the same as no object
         assert not isinstance(raised.value, ObjectNotFoundError)
         server.start()
         assert await names(store) == ["old"]
@@ -80,7 +80,7 @@ def test_a_server_that_dies_in_the_middle_leaves_nothing_and_is_found_again(
 
 
 def test_a_server_that_hangs_holds_up_nobody(server: FileServer, run: Any) -> None:
-    """A deadline ends the attempt at once, and with it whatever held the file that was sent."""
+    """A deadline must end the attempt at once, and release whatever held the file being sent."""
 
     async def body() -> None:
         data = bytes(64 * MIB)
@@ -148,7 +148,7 @@ def test_a_key_file_that_is_not_there_is_no_fresh_start(
 
 
 def test_a_folder_that_has_gone_is_not_an_empty_one(server: FileServer, run: Any) -> None:
-    """As when the server's disk was unmounted: no fresh start, and nothing is written beside it."""
+    """If the server's disk was unmounted, that must not look like a fresh start, and nothing may be written instead."""
 
     async def body() -> None:
         store = open_store(f"{server.url}/run")
@@ -172,7 +172,7 @@ def test_a_folder_that_has_gone_is_not_an_empty_one(server: FileServer, run: Any
 def test_a_file_instead_of_a_folder_is_no_fresh_start(server: FileServer) -> None:
     (server.folder / "runs").mkdir(exist_ok=True)
     (server.folder / "runs" / "file").write_bytes(b"1")
-    # WebDAV says 404 of it, as of what is missing.
+    # WebDAV answers 404, as for a missing file.
     below = ["file/run"] if server.url.startswith("sftp") else []
     for name in ("file", *below):
         with pytest.raises(StoreError, match="a file instead of a folder") as raised:
@@ -198,7 +198,7 @@ def test_what_dead_writers_left_is_removed_and_what_is_new_is_not(server: FileSe
 
 
 class OneByOne(LocalFileSystem):
-    """A file system that has nothing of its own but files: no rename, no copy."""
+    """A file system without operations such as rename and copy."""
 
     protocol = "onebyone"
     mv = fsspec.AbstractFileSystem.mv
@@ -215,7 +215,7 @@ class OneByOne(LocalFileSystem):
 
 
 class Spoiling(OneByOne):
-    """Another bit than the one that was sent, once something large was written."""
+    """A file system that flips a bit of a large file after it was written."""
 
     protocol = "onebyone"
 
@@ -263,7 +263,7 @@ def test_a_bit_that_was_stored_otherwise_is_found_by_reading_back(url: str, run:
 
 
 def test_a_folder_that_cannot_be_listed_fails_the_listing(url: str, run: Any) -> None:
-    """fsspec's own walk would pass over it, and half of a listing look like all there is (rule R8)."""
+    """fsspec's own walk would skip it, and half a listing would look complete (rule R8)."""
 
     async def body() -> None:
         store = opened(Forgetful, url)

@@ -1,4 +1,4 @@
-"""What the errors of file systems mean."""
+"""How errors of file systems are classified."""
 
 import paramiko
 

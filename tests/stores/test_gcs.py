@@ -1,5 +1,6 @@
-"""What GcsStore makes of answers that a healthy store does not give, and who it says it is. Over real sockets; against
-the tests' own peer, never against Google.
+"""How GcsStore handles answers that a healthy store does not give, and how it authenticates.
+
+The tests use real sockets and their own peer, never Google.
 """
 
 import contextlib
@@ -71,7 +72,7 @@ CALLS = {
     "abort_multipart": lambda store: store.abort_multipart("a", "u"),
     "list_multiparts": lambda store: store.list_multiparts(""),
 }
-# aiohttp repeats what changes nothing twice, once, when its connection breaks before an answer.
+# aiohttp repeats an idempotent request once when its connection breaks before an answer.
 REPEATED = {"get", "head", "list", "delete", "delete_if", "list_parts", "abort_multipart", "list_multiparts"}
 CUT = Answer(200, sent_bytes=0)
 
@@ -116,7 +117,7 @@ def test_each_call_makes_one_attempt_and_says_why_it_failed(run, peer, call, rep
                 await CALLS[call](store)
         assert raised.value.reason is reason, raised.value
         num_attempts = 2 if reply is CUT and call in REPEATED else 1
-        # A missing object is told from somebody else's 404 by one more request.
+        # One more request distinguishes a missing object from somebody else's 404.
         num_attempts += reply.status == 404 and call in ("get", "get_range", "get_many")
         assert len(peer.requests) == num_attempts
 
@@ -141,14 +142,14 @@ FOREIGN = [
 )
 @pytest.mark.parametrize("content", FOREIGN, ids=range(len(FOREIGN)))
 def test_a_foreign_answer_is_not_read_as_the_stores(run, peer, call, content):
-    """Proxies and login pages say 200 too: nothing is there, or was stored, because they say so."""
+    """Proxies and login pages also answer 200, which does not mean that an object exists or was stored."""
 
     async def body():
         async with opened(peer) as store:
             peer.meddle = lambda *_: Answer(200, content, [("Content-Type", "text/html")])
             with pytest.raises(StoreError) as raised:
                 await CALLS[call](store)
-        # A GET of the bytes is refused for what it lacks, or for not being the range.
+        # A GET of the bytes is refused because it lacks something, or is not the requested range.
         assert raised.value.reason in (FailureReason.TRANSIENT, FailureReason.OTHER)
 
     run(body())
@@ -165,7 +166,7 @@ def test_a_listing_truncated_at_any_byte_is_rejected(run, peer):
                 peer.meddle = lambda *_, size=size: Answer(200, whole.body[:size], whole.headers)
                 with pytest.raises(StoreError):
                     await store.list("a/")
-            # And one that is cut off by the connection.
+            # The same goes for an answer that the connection cuts off.
             for size in (0, 10, 200, len(whole.body)):
                 peer.meddle = lambda *_, size=size: Answer(200, whole.body, whole.headers, sent_bytes=size)
                 with pytest.raises(StoreError):
@@ -181,7 +182,7 @@ def test_a_listing_that_cannot_be_right_is_rejected(run, peer, what):
     headers = []
     match what:
         case "no token to go on":
-            listing["nextPageToken"] = "x"  # the same again and again
+            listing["nextPageToken"] = "x"  # the same token again and again
             listing["items"] = []
         case "a cache":
             headers = [("Age", "3")]
@@ -227,7 +228,7 @@ def test_a_byte_that_changes_on_the_way_is_refused_by_the_store(run, peer):
 
 @pytest.mark.parametrize("call", ["put", "put_many"])
 def test_an_object_with_other_bytes_is_taken_back(run, peer, call):
-    """An emulator that compares nothing stores them: its answer has the checksum of what it has."""
+    """An emulator that compares nothing stores them, but its answer has the checksum of what it holds."""
 
     def spoil(request, serve):
         if request.is_upload:
@@ -248,7 +249,7 @@ def test_an_object_with_other_bytes_is_taken_back(run, peer, call):
 
 @pytest.mark.parametrize("is_last_lost", [False, True])
 def test_a_completed_object_with_other_bytes_is_taken_back(run, peer, is_last_lost):
-    """Completing takes no checksum: what the store has found is looked at afterwards."""
+    """Completing takes no checksum, so what the store then holds is checked afterwards."""
 
     def spoil(request, serve):
         answer = serve()
@@ -267,7 +268,8 @@ def test_a_completed_object_with_other_bytes_is_taken_back(run, peer, is_last_lo
                 await store.complete_multipart("a", upload_id, [part], crc(b"hello"), 5)
             peer.meddle = lambda _, serve: serve()
             if is_last_lost:
-                with pytest.raises(ObjectNotFoundError):  # sent again, it is no upload and not ours
+                # On a retry the upload is gone, and the object is not ours.
+                with pytest.raises(ObjectNotFoundError):
                     await store.complete_multipart("a", upload_id, [part], crc(b"hello"), 5)
             else:
                 assert not peer.objects
@@ -312,7 +314,7 @@ def test_a_byte_that_changes_on_the_way_back_is_found(run, peer):
 
 
 def test_an_object_of_undeclared_size_is_read_within_its_limit(run, peer):
-    """A proxy that sends chunks may send them for ever."""
+    """A proxy that sends chunks may go on forever."""
     much = bytes(50 * MIB)
 
     def endless(request, serve):
@@ -379,7 +381,7 @@ def test_a_silent_store_is_not_waited_for(run, peer, call):
 
 
 def test_the_loser_of_a_lost_reply_is_refused_and_finds_its_own_bytes(run, peer):
-    """What the protocol makes of it is `protocol.cas`'s: the store must not hide it."""
+    """`protocol.cas` decides what this means, so the store must not hide it."""
 
     def lose(request, serve):
         answer = serve()
@@ -409,7 +411,7 @@ def test_the_loser_of_a_lost_reply_is_refused_and_finds_its_own_bytes(run, peer)
 
 
 def test_conditions_of_deletes_are_the_stores_own_where_it_heeds_them(run, peer):
-    """One request, in which nobody can come between. Of a store that ignores them the generation is asked before."""
+    """With one request nobody can interfere. If the store ignores conditions, its generation is asked for first."""
 
     def ignore(request, serve):
         if request.method == "DELETE":
@@ -446,7 +448,7 @@ def private_key() -> str:
 
 @pytest.fixture
 def no_credentials(monkeypatch, tmp_path):
-    """Not of this machine's either."""
+    """Remove all credentials, including those of this machine."""
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_QUOTA_PROJECT", "STORAGE_EMULATOR_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "none"))
@@ -455,7 +457,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 @pytest.fixture
 def secure_peer(no_credentials, tls, ca_file, private_key, tmp_path, monkeypatch):
-    """Over TLS, and the credentials of a service account whose tokens it hands out."""
+    """Provide a peer over TLS, and a service account whose tokens it hands out."""
     with GcsPeer(tls=tls) as peer:
         account = {
             "type": "service_account",
@@ -499,7 +501,7 @@ def test_tokens_come_from_googles_own_chain_and_every_request_has_one(run, secur
     "call", ["put", "put_many", "get", "get_range", "get_many", "list", "create_multipart"]
 )
 def test_a_token_that_is_refused_in_the_middle_is_renewed_once(run, secure_peer, call, monkeypatch):
-    """One attempt says that it may be tried again; the next has a new token. A young one is not asked for again."""
+    """One attempt fails as retryable, and the next uses a new token. A recent token is not replaced."""
 
     async def body():
         async with opened(secure_peer) as store:
@@ -521,7 +523,7 @@ def test_a_token_that_is_refused_in_the_middle_is_renewed_once(run, secure_peer,
 
 
 def test_over_tls_a_part_is_read_once_and_compared_with_what_the_store_answers(run, secure_peer):
-    """Once it was seen to answer with a checksum; which then tells that bytes have changed on the way."""
+    """Once the store has answered with a checksum, that checksum detects bytes that changed in transit."""
 
     def flip(request, serve):
         if request.is_part:
@@ -542,7 +544,7 @@ def test_over_tls_a_part_is_read_once_and_compared_with_what_the_store_answers(r
             secure_peer.meddle = flip
             with pytest.raises(IntegrityError):
                 await store.put_part("a", upload_id, 2, BytesBody(b"hello"), None)
-            with pytest.raises(StoreError):  # what is there now is another part
+            with pytest.raises(StoreError):  # the upload now holds a different part
                 await store.complete_multipart("a", upload_id, [first, second], crc(whole), len(whole))
             secure_peer.meddle = lambda _, serve: serve()
             second = await store.put_part("a", upload_id, 2, BytesBody(b"hello"), None)
@@ -564,7 +566,7 @@ def test_without_credentials_the_error_says_what_to_do(run, no_credentials):
 def test_a_reader_who_names_credentials_that_are_not_there_is_told(
     run, no_credentials, monkeypatch, tmp_path
 ):
-    """Not taken for one who needs none."""
+    """Such a reader must not be treated as one that needs no credentials."""
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
 
     async def body():
@@ -576,7 +578,7 @@ def test_a_reader_who_names_credentials_that_are_not_there_is_told(
 
 
 def test_a_reader_may_do_without_credentials(run, secure_peer, monkeypatch):
-    """Public buckets are read by anybody; what is not public says so."""
+    """Anyone may read a public bucket; one that is not public says so."""
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
     secure_peer.tokens.add("")
 
@@ -706,7 +708,7 @@ def test_another_process_finds_the_same_store():
 
 
 def test_a_copy_may_take_several_requests(run, peer):
-    """Where class or location differ, Google copies part by part and hands out a token."""
+    """If class or location differ, Google copies part by part and returns a token."""
     peer.rewrite_rounds = 3
 
     async def body():
@@ -720,7 +722,7 @@ def test_a_copy_may_take_several_requests(run, peer):
 
 
 def test_a_reader_of_a_store_without_parts_finds_no_unfinished_upload(run, fake_gcs):
-    """A writer has found out that it has none; a reader has not asked."""
+    """A writer has found out that the store has no parts, but a reader has not asked."""
 
     async def body():
         store = open_store(f"gs://{fake_gcs.bucket}/run", StoreOptions(endpoint_url=fake_gcs.url))

@@ -29,7 +29,7 @@ def downloads() -> Iterator[Downloads]:
 def test_a_connection_far_slower_than_usual_is_not_kept(
     downloads: Downloads, num_before: int, moved_bytes: int, took_s: float, is_kept: bool
 ) -> None:
-    """Of a few bytes nobody can say how fast they were, and after a few requests not what is usual."""
+    """A few bytes do not tell how fast a connection is, and a few requests do not tell what is usual."""
     ends = []
 
     def connected() -> http.client.HTTPConnection:

@@ -1,4 +1,4 @@
-"""Ranged GETs past the SDK: connections that are used again, broken, cancelled, encrypted, or not to be used at all."""
+"""Ranged GETs that bypass the SDK, over connections that are reused, broken, cancelled, encrypted or unusable."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ def _answer(size_bytes: int, body: bytes, status: int = 206) -> bytes:
 
 
 def _answers(num_times: int) -> Talk:
-    """This many whole answers of ten bytes on each connection; then it is closed without a word."""
+    """Send this many complete answers of ten bytes on each connection, then close it silently."""
 
     def talk(near: socket.socket) -> None:
         for _ in range(num_times):
@@ -92,7 +92,7 @@ def test_connections_are_reused(run: Any) -> None:
 
 
 def test_each_server_has_its_own_connections(run: Any) -> None:
-    """Two on one machine: nothing that is meant for one goes to the other."""
+    """With two servers on one machine, nothing meant for one may go to the other."""
 
     async def main() -> None:
         with Server(_answers(100)) as first, Server(_answers(100)) as second:
@@ -106,7 +106,7 @@ def test_each_server_has_its_own_connections(run: Any) -> None:
 
 @pytest.mark.parametrize("num_answers", [1, 2])
 def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, num_answers: int) -> None:
-    """Between two requests, without telling: asked again on a fresh one, once."""
+    """If the server silently closes it between two requests, the request is repeated once on a new connection."""
 
     async def main() -> None:
         with Server(_answers(num_answers)) as server:
@@ -119,7 +119,7 @@ def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, num_answe
 
 
 def test_a_server_that_never_responds_is_asked_once(run: Any) -> None:
-    """On a fresh connection a broken one is an error."""
+    """A fresh connection that breaks is an error, not a reason to ask again."""
 
     async def main() -> None:
         with Server(lambda near: None) as server:
@@ -146,17 +146,17 @@ BAD_ANSWERS = {
 
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
 def test_an_invalid_response_is_an_error(run: Any, bad: str) -> None:
-    """And its connection is not used again, for what is left of it would be the next one's answer."""
+    """Its connection is not reused, because the rest of the response would be taken for the next answer."""
     is_first = True
 
     def talk(near: socket.socket) -> None:
         nonlocal is_first
         request_of(near)
-        was_first, is_first = is_first, False  # before the answer: the next request may be here at once
+        was_first, is_first = is_first, False  # before the answer: the next request may arrive at once
         near.sendall(BAD_ANSWERS[bad] if was_first else _answer(10, b"0123456789"))
         if was_first and bad != "cut short":
             near.settimeout(PATIENCE_S)
-            assert near.recv(1) == b""  # it is closed by the client
+            assert near.recv(1) == b""  # the client closes it
 
     async def main() -> None:
         with Server(talk) as server:
@@ -188,7 +188,7 @@ def test_a_connection_close_response_ends_its_connection(run: Any, last: str) ->
         request_of(near)
         near.sendall(LAST_ANSWERS[last])
         near.settimeout(PATIENCE_S)
-        assert near.recv(1) == b""  # it is closed by the client
+        assert near.recv(1) == b""  # the client closes it
 
     run(_get_twice(talk, num_connections=2))
 
@@ -199,7 +199,7 @@ EVIL = _answer(10, b"other text")
 def test_unsolicited_bytes_are_not_read_as_the_next_response(
     run: Any, tls: ssl.SSLContext | None, certificate: Path
 ) -> None:
-    """Bytes that arrive between two requests: smuggled by whoever is in between."""
+    """Bytes that arrive between two requests may have been smuggled in by an intermediary."""
     has_first = threading.Event()
     is_first = True
 
@@ -228,7 +228,7 @@ def test_unsolicited_bytes_are_not_read_as_the_next_response(
 
 
 def test_unsolicited_bytes_already_decrypted_are_detected(run: Any, certificate: Path) -> None:
-    """The end of the body and what follows it are in one record: no socket has anything to read."""
+    """If the end of the body and the extra bytes share a TLS record, the socket itself has nothing left to read."""
     size_bytes = 3 * BUFFER_BYTES
     is_first = True
     context = _serving(certificate)
@@ -251,7 +251,7 @@ def test_unsolicited_bytes_already_decrypted_are_detected(run: Any, certificate:
 
 
 def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> None:
-    """What is in between may have forgotten it, and says nothing."""
+    """An intermediary may have dropped the connection without notice."""
 
     async def main() -> None:
         with Server(_answers(100)) as server:
@@ -266,7 +266,7 @@ def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> Non
 
 
 def test_idle_connections_use_tcp_keepalive(run: Any) -> None:
-    """By the kernel, also where nobody waits."""
+    """The kernel sends the probes, even while nobody waits for an answer."""
 
     async def main() -> None:
         with Server(_answers(1)) as server:
@@ -280,7 +280,7 @@ def test_idle_connections_use_tcp_keepalive(run: Any) -> None:
 
 
 def test_a_response_head_may_arrive_in_pieces(run: Any) -> None:
-    """After an interim answer, which nobody asked for, and with the headers written in another way."""
+    """This includes an unsolicited interim answer, and headers in an unusual spelling."""
     interim = b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
     whole = interim + b"HTTP/1.1 206 X\r\ncontent-length:10\r\nX: :\r\n\r\n0123456789"
 
@@ -299,7 +299,7 @@ def test_an_endless_response_head_is_an_error(run: Any) -> None:
         request_of(near)
         near.sendall(b"HTTP/1.1 206 X\r\n")
         while True:
-            near.sendall(b"X: y\r\n" * 1000)  # until the client has had enough, and closes
+            near.sendall(b"X: y\r\n" * 1000)  # until the client has had enough and closes
 
     async def main() -> None:
         with Server(talk) as server:
@@ -311,7 +311,7 @@ def test_an_endless_response_head_is_an_error(run: Any) -> None:
 
 
 def test_a_refusal_is_returned_as_a_response(run: Any) -> None:
-    """With its body, and the shape in which the SDK would tell it; the sink hears nothing."""
+    """The response has its body and the shape in which the SDK would report it; the sink is not called."""
 
     def talk(near: socket.socket) -> None:
         request_of(near)
@@ -346,7 +346,7 @@ _HEAD = b"HTTP/1.1 206 X\r\nContent-Length: %d\r\n\r\n"
 def test_every_byte_once_and_in_order(
     run: Any, tls: ssl.SSLContext | None, certificate: Path, size_bytes: int, num_with_head: int
 ) -> None:
-    """However much of the body comes in one piece with the head, or only after the client has begun to wait for it."""
+    """This holds however much of the body comes with the head, or only after the client has begun to wait for it."""
     body = content(1, "x", size_bytes)
     has_head = threading.Semaphore(0)
 
@@ -360,7 +360,7 @@ def test_every_byte_once_and_in_order(
     async def main() -> None:
         with Server(talk, tls) as server:
             async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
-                for _ in range(2):  # the second one on the same connection
+                for _ in range(2):  # the second time on the same connection
                     got = await _get(
                         downloads, server, _scheme(tls), size_bytes, check=lambda _: has_head.release()
                     )
@@ -373,7 +373,7 @@ def test_every_byte_once_and_in_order(
 def test_bytes_beyond_the_range_are_not_delivered(
     run: Any, tls: ssl.SSLContext | None, certificate: Path
 ) -> None:
-    """Whatever else a server sends behind it."""
+    """Whatever else the server sends after the range must be ignored."""
     body = content(1, "x", BUFFER_BYTES + 1)
 
     def talk(near: socket.socket) -> None:
@@ -390,7 +390,7 @@ def test_bytes_beyond_the_range_are_not_delivered(
 
 
 def test_a_slow_trickle_of_bytes_succeeds(run: Any, tls: ssl.SSLContext | None, certificate: Path) -> None:
-    """It fills no buffer; whoever watches for stalls hears of it all the same, long before."""
+    """A trickle fills no buffer, but the stall watchdog must hear of it long before the body ends."""
     heard = threading.Event()
 
     def talk(near: socket.socket) -> None:
@@ -418,7 +418,7 @@ def test_a_slow_trickle_of_bytes_succeeds(run: Any, tls: ssl.SSLContext | None, 
 def test_a_server_that_stops_sending_is_an_error(
     run: Any, tls: ssl.SSLContext | None, certificate: Path, num_sent: int
 ) -> None:
-    """In the middle of a body: an error after the read timeout, and never a short one taken for whole."""
+    """If the body stops midway, that is an error after the read timeout; a short body is never taken for whole."""
 
     def talk(near: socket.socket) -> None:
         request_of(near)
@@ -438,7 +438,7 @@ def test_a_server_that_stops_sending_is_an_error(
 def test_over_tls_the_kernel_is_asked_for_many_records_at_once(
     run: Any, monkeypatch: Any, certificate: Path
 ) -> None:
-    """Of 16 KiB each: asking twice for every one of them costs as much as decrypting it."""
+    """Records have 16 KiB, and asking the kernel twice for each costs as much as decrypting it."""
     asked = 0
     take = TlsSocket._take
 
@@ -464,7 +464,7 @@ def test_over_tls_the_kernel_is_asked_for_many_records_at_once(
 
 
 def _half_a_record(near: socket.socket, context: ssl.SSLContext) -> bytes:
-    """After a handshake and the head of an answer."""
+    """Perform a handshake, send the head of an answer, and return half of the next record."""
     arrived, leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
     tls = context.wrap_bio(arrived, leaving, server_side=True)
     request = b""
@@ -482,7 +482,7 @@ def _half_a_record(near: socket.socket, context: ssl.SSLContext) -> bytes:
 
 
 def test_half_a_record_that_trickles_is_no_answer(run: Any, certificate: Path) -> None:
-    """Nothing of it can be decrypted, however long its bytes come."""
+    """Half a record cannot be decrypted, however long its bytes keep coming."""
     is_over = threading.Event()
 
     def talk(near: socket.socket) -> None:
@@ -508,7 +508,7 @@ def test_half_a_record_that_trickles_is_no_answer(run: Any, certificate: Path) -
 def test_a_server_that_speaks_no_tls_is_an_error(
     run: Any, certificate: Path, first: bytes, error: type[Exception]
 ) -> None:
-    """Within the time that a connection may take to be made, if it says nothing."""
+    """If the server says nothing, the error comes within the connect timeout."""
 
     def talk(near: socket.socket) -> None:
         near.sendall(first)
@@ -545,7 +545,7 @@ def _serving(certificate: Path) -> ssl.SSLContext:
 
 
 def _certificate(folder: Path) -> Path:
-    """Self-made, for localhost; key and certificate in one file."""
+    """Create a self-signed certificate for localhost, with key and certificate in one file."""
     made = folder / "made.pem"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
     subprocess.run(
@@ -573,7 +573,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ca_certificates_are_loaded_once_until_they_change(
     run: Any, certificate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By our own connections and by the SDK's, however many stores there are."""
+    """This covers our own connections and the SDK's, however many stores there are."""
     ca_file = tmp_path / "ca.pem"
     ca_file.write_bytes(certificate.with_name("c.pem").read_bytes())
     made: list[str] = []
@@ -629,7 +629,7 @@ def tls(request: pytest.FixtureRequest, certificate: Path) -> Iterator[ssl.SSLCo
 
 
 def test_ranges_over_tls(run: Any, certificate: Path) -> None:
-    """Verified against the CA that is set, and against no other."""
+    """Certificates are verified against the configured CA and no other."""
     context = _serving(certificate)
     ca_file = str(certificate.with_name("c.pem"))
 
@@ -650,8 +650,10 @@ def test_ranges_over_tls(run: Any, certificate: Path) -> None:
 def test_a_cancelled_range_ends_promptly(
     run: Any, tls: ssl.SSLContext | None, certificate: Path, after_bytes: int | None
 ) -> None:
-    """Before the answer, after its head, in the middle of the body: the thread is free, and the sink is left alone, as
-    soon as the cancelled call returns, though the server goes on sending.
+    """This covers cancellation before the answer, after its head, and in the middle of the body.
+
+    As soon as the cancelled call returns, the thread is free and the sink is no longer called, even though the server
+    goes on sending.
     """
     reached = threading.Event()
 
@@ -665,7 +667,7 @@ def test_a_cancelled_range_ends_promptly(
         near.sendall(bytes(after_bytes))
         reached.set()
         if after_bytes:
-            near.settimeout(2)  # a closed window tells nobody that the client has gone
+            near.settimeout(2)  # with a closed window, the server cannot tell that the client is gone
             while True:
                 near.sendall(bytes(1 << 16))
         near.recv(1)
@@ -683,7 +685,7 @@ def test_a_cancelled_range_ends_promptly(
                     pieces += 1
 
                 url = f"{_scheme(tls)}://localhost:{server.port}/x"
-                for _ in range(3):  # with one thread: it must be free again
+                for _ in range(3):  # there is one thread, which must be free again
                     reached.clear()
                     task = asyncio.ensure_future(downloads.get_range(url, 0, 1 << 30, sink, lambda _: None))
                     await asyncio.to_thread(reached.wait, PATIENCE_S)
@@ -703,7 +705,7 @@ def test_a_cancelled_range_ends_promptly(
 
 
 def test_cancelling_waits_for_a_working_sink(run: Any) -> None:
-    """The call does not return before the sink has: what it writes to is closed next."""
+    """The call must not return before the sink does, because what it writes to is closed next."""
     inside, leave, over = threading.Event(), threading.Event(), threading.Event()
 
     def talk(near: socket.socket) -> None:
@@ -734,7 +736,7 @@ def test_cancelling_waits_for_a_working_sink(run: Any) -> None:
 
 
 def test_cancelling_while_waiting_for_a_thread(run: Any) -> None:
-    """It does not wait for those before it; nor does one that is still connecting."""
+    """A cancelled call does not wait for those ahead of it, even for one that is still connecting."""
     asked = threading.Event()
 
     def talk(near: socket.socket) -> None:
@@ -783,13 +785,13 @@ def test_an_error_of_the_sink_is_raised(run: Any) -> None:
 def _many(
     downloads: Downloads, server: Server, num: int, got: Callable[[int, memoryview], None]
 ) -> asyncio.Task[tuple[int, Response] | None]:
-    """Objects 0 to `num` - 1, of ten bytes."""
+    """Request objects 0 to `num` - 1, each of ten bytes."""
     gets = [(f"http://localhost:{server.port}/{number}?signed=1", 10) for number in range(num)]
     return asyncio.ensure_future(downloads.get_many(gets, lambda *_: None, got))
 
 
 def _numbered(asked: list[int], **instead: bytes) -> Talk:
-    """Object 7 is ten times "7"; `_7` is sent instead of its answer, and then the connection is closed."""
+    """Object 7 is "7" ten times; `_7` replaces its answer, after which the connection is closed."""
 
     def talk(near: socket.socket) -> None:
         while True:
@@ -804,7 +806,7 @@ def _numbered(asked: list[int], **instead: bytes) -> Talk:
 
 
 def test_a_series_arrives_on_one_connection(run: Any) -> None:
-    """One after the other, each looked at before its bytes are handed over."""
+    """The objects come one after the other, and each answer is checked before its bytes are passed on."""
     told: list[tuple[int, str | bytes]] = []
 
     async def main() -> None:
@@ -826,7 +828,7 @@ def test_a_series_arrives_on_one_connection(run: Any) -> None:
 
 @pytest.mark.parametrize("bad", ["refused", "broken", "cut short", "of another length"])
 def test_a_series_ends_where_the_connection_breaks(run: Any, bad: str) -> None:
-    """A refusal names its number; what is behind it is not asked for. What follows gets a connection that is whole."""
+    """A refusal names its object, later objects are not requested, and the next series gets a working connection."""
     asked: list[int] = []
     found: list[int] = []
     body = b"<Error><Code>SlowDown</Code></Error>"
@@ -849,7 +851,7 @@ def test_a_series_ends_where_the_connection_breaks(run: Any, bad: str) -> None:
                     with pytest.raises((http_ranges.http.client.HTTPException, OSError)):
                         await _many(downloads, server, 6, got)
                 assert found == [0, 1, 2]
-                # What does not even begin to be an answer looks like an idle connection that was closed.
+                # Bytes that do not even begin like an answer look like an idle connection that was closed.
                 assert asked == ([0, 1, 2, 3, 3] if bad == "broken" else [0, 1, 2, 3])
                 assert await _many(downloads, server, 3, got) is None
                 assert found == [0, 1, 2, 0, 1, 2]
@@ -871,7 +873,7 @@ def test_a_series_survives_a_closed_idle_connection(run: Any) -> None:
 
 
 def test_cancelling_a_series_while_its_receiver_works(run: Any) -> None:
-    """The call does not return before it has, and it is not called again."""
+    """The call does not return before the receiver has, and does not call it again."""
     inside, leave = threading.Event(), threading.Event()
     asked: list[int] = []
     found: list[int] = []
@@ -902,7 +904,7 @@ def test_cancelling_a_series_while_its_receiver_works(run: Any) -> None:
 
 
 def test_cancelling_a_series_while_the_server_is_silent(run: Any) -> None:
-    """At once, and the thread is free."""
+    """The call returns at once, and its thread is free."""
     reached = threading.Event()
     found: list[int] = []
 
@@ -931,7 +933,7 @@ def test_cancelling_a_series_while_the_server_is_silent(run: Any) -> None:
 
 
 def test_cancelling_a_series_before_it_begins(run: Any) -> None:
-    """They do not wait for the thread that they would have got, and nothing of them is asked for."""
+    """Such a call does not wait for a thread, and requests none of its objects."""
     reached = threading.Event()
     asked: list[bytes] = []
 
@@ -964,7 +966,7 @@ def test_cancelling_a_series_before_it_begins(run: Any) -> None:
 def test_through_a_proxy_the_sdk_makes_the_requests(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment says so: then the way past the SDK, which knows no proxies, is not taken."""
+    """If the environment names a proxy, requests do not bypass the SDK, because that path knows no proxies."""
     run = Run(s3_url)
     run.commit(10)
     past_the_sdk: list[str] = []
@@ -982,7 +984,7 @@ def test_through_a_proxy_the_sdk_makes_the_requests(
     asked: list[bytes] = []
 
     def forward(near: socket.socket) -> None:
-        """As a proxy does: the target is a whole URL."""
+        """Forward requests as a proxy does: their target is a whole URL."""
         while True:
             head = request_of(near)
             asked.append(head.split(b" ")[1])
@@ -1016,7 +1018,7 @@ def test_through_a_proxy_the_sdk_makes_the_requests(
 def test_ranges_of_an_object_share_one_signature(
     s3_url: str, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a minute; and anew at once when the store refuses, for the credentials may have been replaced."""
+    """The signature lasts a minute, but is renewed at once on a refusal, since the credentials may have changed."""
     now_s, spoil = 1000.0, False
     signed: list[str] = []
     monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: now_s, time=time.time))
@@ -1059,7 +1061,7 @@ def test_ranges_of_an_object_share_one_signature(
 
 
 def test_a_range_beyond_the_end_is_refused_by_the_store(s3_url: str, run: Any) -> None:
-    """Not a failure to try again; and a missing object is one."""
+    """This must not be reported as a failure to retry, and a missing object must be reported as missing."""
 
     async def main() -> None:
         store = open_store(s3_url)

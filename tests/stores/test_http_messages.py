@@ -1,4 +1,4 @@
-"""HTTP's messages as bytes: whatever arrives, there is one way to read it, or none."""
+"""HTTP messages as bytes: whatever arrives is read in exactly one way or not at all."""
 
 import http.client
 
@@ -76,7 +76,7 @@ def test_any_response_is_read_unambiguously_or_rejected(received: bytes) -> None
 @settings(max_examples=500, deadline=None)
 @given(ANSWERS | st.binary(max_size=200), st.integers(1, 40))
 def test_http_client_reads_or_rejects_any_response(received: bytes, piece_bytes: int) -> None:
-    """What is left of it, when our own reading has given up."""
+    """`http.client` reads what remains when our own parser has given up."""
     pieces = [received[start : start + piece_bytes] for start in range(0, len(received), piece_bytes)]
     try:
         answer = read_by_library(b"", lambda: pieces.pop(0) if pieces else b"")
@@ -89,7 +89,7 @@ def test_http_client_reads_or_rejects_any_response(received: bytes, piece_bytes:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=4), st.integers(0, 400))
 def test_responses_end_where_their_framing_says(bodies: list[bytes], cut: int) -> None:
-    """One after the other on a connection, and cut anywhere."""
+    """Responses follow one another on a connection and may be cut anywhere."""
     whole = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body) for body in bodies]
     found = complete_response(whole[0][:cut])
     assert (found is None) == (cut < len(whole[0]))
@@ -114,7 +114,7 @@ def test_invalid_content_lengths_are_rejected(text: str) -> None:
 
 
 def test_several_lines_of_a_name_are_one_list():
-    """Google sends each hash of an object on a line of its own."""
+    """Google sends each hash of an object on its own line."""
     lines = b"HTTP/1.1 200 OK\r\nx-goog-hash: crc32c=AAAAAA==\r\nX-Goog-Hash: md5=xyz=\r\nContent-Length: 0"
     assert parsed(lines).headers["x-goog-hash"] == "crc32c=AAAAAA==, md5=xyz="
     answer = read_by_library(lines + b"\r\n\r\n", lambda: b"")

@@ -1,4 +1,4 @@
-"""Small objects in series, all by one thread: whatever becomes of one series, the others go on, and nothing is left."""
+"""Series of small objects sent by one thread: if one series fails the others continue, and nothing is left over."""
 
 import asyncio
 import contextlib
@@ -42,13 +42,13 @@ from tests.stores.http_wire import (
 )
 
 SMALL = [b"%d " % number * 1000 for number in range(20)]
-LARGE = DATA * 3  # more than a socket takes before it is read
+LARGE = DATA * 3  # more than a socket buffers before anyone reads
 THREAD = "ckpt-async-series"
 KEPT_REFUSAL = GOOD_ANSWERS["refusal"][0]
 
 
 class Wire(http_wire.Wire):
-    """Servers and clients of one scheme."""
+    """Servers and clients that share a scheme."""
 
     @contextlib.asynccontextmanager
     async def small_uploads(self, **options: Any) -> AsyncIterator[SmallUploads]:
@@ -79,7 +79,7 @@ class Wire(http_wire.Wire):
 
 
 class Gate:
-    """Where a thread waits until it is opened."""
+    """A point where a thread waits until it is opened."""
 
     def __init__(self) -> None:
         self._was_reached, self._is_open = threading.Event(), threading.Event()
@@ -102,13 +102,13 @@ def wire(request: pytest.FixtureRequest, tls: ssl.SSLContext, ca_file: str) -> W
 
 @pytest.fixture
 def plain(tls: ssl.SSLContext, ca_file: str) -> Wire:
-    """Where the scheme cannot matter."""
+    """Provide a wire for tests where the scheme cannot matter."""
     return Wire("http", tls, ca_file)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines are looked at often, and a stuck socket is looked after soon."""
+    """Make deadlines be checked often, and a stuck socket soon."""
     monkeypatch.setattr(series, "TICK_S", 0.01)
     monkeypatch.setattr(connections, "BLOCK_S", 0.05)
 
@@ -138,7 +138,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """No connection, no thread, nothing to wake one with."""
+    """Check that no connection, no thread and no descriptor to wake one is left over."""
     before = descriptors()
     yield
     wait_until(lambda: not is_running() and descriptors() <= before)
@@ -169,7 +169,7 @@ def test_a_series_is_sent_in_order_on_one_connection(run: Any, wire: Wire) -> No
 
 
 def test_each_body_is_read_when_its_turn_comes(run: Any, wire: Wire) -> None:
-    """Not before the one ahead of it is answered: what waits takes no memory."""
+    """A body is not read before the previous one is answered, so waiting ones take no memory."""
     events: list[str] = []
 
     def bodies() -> Iterator[bytes]:
@@ -208,7 +208,7 @@ def test_a_series_ends_at_the_first_refusal(run: Any, wire: Wire, refusal: bytes
             near.sendall(DONE)
         received.append(receive(near, content_length(request_of(near))))
         near.sendall(refusal)
-        assert not near.recv(1)  # nothing more is asked for
+        assert not near.recv(1)  # nothing more is requested
 
     async def main() -> None:
         with wire.server(talk) as server:
@@ -227,7 +227,7 @@ def test_a_series_ends_at_the_first_refusal(run: Any, wire: Wire, refusal: bytes
 def test_a_server_that_closes_connections_in_the_middle_of_a_series(
     run: Any, wire: Wire, answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each arrives once, on as many connections as it takes and no more."""
+    """Each object arrives once, on no more connections than necessary."""
     received: list[bytes] = []
     answers: list[Response] = []
     using: list[socket.socket] = []
@@ -240,7 +240,8 @@ def test_a_server_that_closes_connections_in_the_middle_of_a_series(
     def answered(answer: Response) -> None:
         answers.append(answer)
         if answer.headers.get("connection") != "close":
-            # The end arrives before the next one is begun: else that would be lost on the way.
+            # The end must arrive before the next request is started, which would otherwise be lost in
+            # transit.
             wait_until(lambda: not series._is_quiet(using[-1]))
 
     monkeypatch.setattr(CancelToken, "uses", uses)
@@ -257,7 +258,7 @@ def test_a_server_that_closes_connections_in_the_middle_of_a_series(
 
 
 def test_a_connection_that_breaks_in_the_middle_of_a_series(run: Any, wire: Wire) -> None:
-    """What was answered before stays answered; nothing is sent after it."""
+    """What was answered before stays answered, and nothing is sent afterwards."""
     received: list[bytes] = []
     answers: list[Response] = []
 
@@ -303,7 +304,7 @@ def test_a_closed_idle_connection_is_not_reused(run: Any, wire: Wire, is_reset: 
 def test_tls_session_tickets_do_not_end_an_idle_connection(
     run: Any, tls: ssl.SSLContext, ca_file: str
 ) -> None:
-    """Session tickets arrive before the first request: the connection lives."""
+    """Session tickets arrive before the first request and must not be taken for the end of the connection."""
     wire = Wire("https", tls, ca_file)
 
     async def main() -> None:
@@ -324,7 +325,7 @@ def test_tls_session_tickets_do_not_end_an_idle_connection(
 def test_an_error_raised_by_a_body_or_callback_ends_only_its_series(
     run: Any, wire: Wire, who: str, num_good: int
 ) -> None:
-    """And nothing but its own series."""
+    """The other series must go on undisturbed."""
     received: dict[bytes, list[bytes]] = defaultdict(list)
     num_answered = 0
 
@@ -361,7 +362,7 @@ def test_an_error_raised_by_a_body_or_callback_ends_only_its_series(
 
 
 def sorts(received: dict[bytes, list[bytes]]) -> Talk:
-    """Takes all, by the first word of the name; one connection has names of one word only."""
+    """Accept all bodies, sorted by the first word of their name; one connection must carry names of one word only."""
 
     def talk(near: socket.socket) -> None:
         names = set()
@@ -415,7 +416,7 @@ def test_all_series_share_one_thread(run: Any, wire: Wire) -> None:
 
 
 def held_up(gate: Gate) -> Iterator[bytes]:
-    """One body, that takes its time to be read."""
+    """Yield one body that is only read once the gate opens."""
     gate.wait()
     yield b"body"
 
@@ -426,7 +427,7 @@ def test_a_silent_server_does_not_delay_other_series(
 ) -> None:
     received: list[bytes] = []
     silent = Gate()
-    monkeypatch.setattr(series, "TICK_S", 10 * PATIENCE_S)  # whoever comes is seen before
+    monkeypatch.setattr(series, "TICK_S", 10 * PATIENCE_S)  # a new series must not wait for a tick
 
     def is_silent(near: socket.socket) -> None:
         head = request_of(near)
@@ -454,7 +455,7 @@ def test_a_silent_server_does_not_delay_other_series(
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_server_that_stops_responding_fails_only_its_series(run: Any, wire: Wire, reads: bool) -> None:
-    """It reads no more, or it never answers."""
+    """The server stops reading, or never answers."""
     may_end = threading.Event()
     is_over = threading.Event()
     answers: list[Response] = []
@@ -485,7 +486,7 @@ def test_a_server_that_stops_responding_fails_only_its_series(run: Any, wire: Wi
 
 
 class Clock:
-    """`time`, as it would be later."""
+    """The module `time` with its clock moved ahead."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -498,7 +499,7 @@ class Clock:
 def test_time_spent_in_the_thread_does_not_count_as_a_stall(
     run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer that waits to be read, because another series' body takes long, is not late."""
+    """An answer that waits because another series' body takes long to read is not late."""
     read, asked, has_answered, clock = Gate(), Gate(), threading.Event(), Clock()
     monkeypatch.setattr(series, "time", clock)
 
@@ -533,7 +534,7 @@ def test_time_spent_in_the_thread_does_not_count_as_a_stall(
 def test_a_series_that_makes_progress_does_not_time_out(
     run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a body, the other half, half an answer, the other half: each within the read timeout, all of them not."""
+    """Two halves of a body and two of an answer each arrive within the read timeout, but not all of them together."""
     clock, gates, seen = Clock(), [Gate() for _ in range(4)], []
     monkeypatch.setattr(series, "time", clock)
 
@@ -570,7 +571,7 @@ def test_a_series_that_makes_progress_does_not_time_out(
 
 
 def test_bodies_larger_than_the_socket_buffer(run: Any, wire: Wire) -> None:
-    """All of them are under way when the first is read; each arrives whole."""
+    """All of them are being sent when the first is read, and each arrives whole."""
     received: dict[bytes, list[bytes]] = defaultdict(list)
     all_here = threading.Barrier(3)
 
@@ -597,7 +598,7 @@ def test_bodies_larger_than_the_socket_buffer(run: Any, wire: Wire) -> None:
 def test_the_thread_does_not_spin_while_it_waits(
     run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A socket could nearly always take more: that counts only as long as there is more."""
+    """A socket can almost always take more, which matters only as long as there is more to send."""
     wanted: list[int] = []
     stuck, waiting = Gate(), Gate()
 
@@ -636,11 +637,11 @@ def test_the_thread_does_not_spin_while_it_waits(
 @pytest.mark.parametrize(
     ("kind", "is_in_pieces"),
     [(kind, False) for kind in GOOD_ANSWERS]
-    # What is too much must arrive before the next one is begun.
+    # Excess bytes must arrive before the next request is started.
     + [(kind, True) for kind in GOOD_ANSWERS if kind != "more than it says"],
 )
 def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, is_in_pieces: bool) -> None:
-    """What is taken and what is refused, and whether the connection is used again."""
+    """This covers which answers are accepted and refused, and whether the connection is reused."""
     answer, status, content, is_kept = GOOD_ANSWERS[kind]
     piece_bytes = max(1, len(answer) // 1000) if is_in_pieces else len(answer)
     received: list[bytes] = []
@@ -653,7 +654,7 @@ def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, is
             for start in range(0, len(answer), piece_bytes):
                 near.sendall(answer[start : start + piece_bytes])
             if kind == "without a length":
-                return  # which is how such an answer ends
+                return  # this is how such an answer ends
 
     async def main() -> None:
         with wire.server(talk) as server:
@@ -711,7 +712,7 @@ def test_refusals_of_every_framing_are_read(run: Any, wire: Wire, when: str, kin
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("answer", [REFUSED, KEPT_REFUSAL], ids=["the last", "kept"])
 def test_a_refusal_before_the_body_is_sent_is_reported(run: Any, wire: Wire, answer: bytes) -> None:
-    """It is heard, also where the connection stays open and nobody reads the rest, which is not sent."""
+    """It is heard even if the connection stays open and nobody reads the rest of the body, which is not sent."""
     received = 0
     is_over = threading.Event()
 
@@ -737,7 +738,7 @@ def test_a_refusal_before_the_body_is_sent_is_reported(run: Any, wire: Wire, ans
 
 
 def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None:
-    """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
+    """A server that closes a connection while a body is in transit resets it; the answer counts, not the reset."""
 
     def talk(near: socket.socket) -> None:
         request_of(near)
@@ -757,7 +758,7 @@ def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None
 
 @pytest.mark.usefixtures("quick")
 def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> None:
-    """Nobody can have stored what he has not got."""
+    """Nobody can have stored what has not arrived."""
     is_over = threading.Event()
     answers: list[Response] = []
 
@@ -798,7 +799,7 @@ def test_an_invalid_response_is_an_error(run: Any, wire: Wire, kind: str) -> Non
 
 
 def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
-    """A server may say 100 Continue to whom did not ask for it: no refusal."""
+    """A server may send an unsolicited 100 Continue, which is no refusal."""
     received: list[bytes] = []
 
     def talk(near: socket.socket) -> None:
@@ -820,10 +821,11 @@ def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
 
 @pytest.mark.parametrize("kind", ["an answer", "two answers"])
 def test_responses_that_arrive_together(run: Any, wire: Wire, kind: str) -> None:
-    """In one packet, over TLS in several records of it: none is left behind where no selector sees it. An answer that
-    nobody asked for is nobody's.
+    """They share a packet, or over TLS several records in one packet, and none may stay where no selector sees it.
+
+    An answer that nobody asked for belongs to no request.
     """
-    content = bytes(60_000)  # over TLS four records
+    content = bytes(60_000)  # four records over TLS
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content)
     pieces = [answer, content[:9], content[9:]] if kind == "an answer" else [DONE, KEPT_REFUSAL]
     received: list[bytes] = []
@@ -850,7 +852,7 @@ def test_responses_that_arrive_together(run: Any, wire: Wire, kind: str) -> None
 
 @pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH\r\n\r\n", b"\0" * 100_000], ids=["", "SSH", "zeros"])
 def test_a_server_that_responds_before_the_request_is_an_error(run: Any, wire: Wire, says: bytes) -> None:
-    """It speaks, or closes the connection, at once. One connection is enough to see that."""
+    """The server speaks, or closes the connection, at once, and one connection is enough to notice."""
 
     def talk(near: socket.socket) -> None:
         near.sendall(says)
@@ -916,7 +918,7 @@ def test_a_cancelled_series_makes_no_more_callbacks(run: Any, wire: Wire) -> Non
 
 
 def test_cancelling_waits_for_a_running_callback(run: Any, wire: Wire) -> None:
-    """Else he would be told after the cancellation."""
+    """Otherwise the caller would be called back after the cancellation."""
     telling = Gate()
     num_told = 0
 
@@ -945,7 +947,7 @@ def test_cancelling_waits_for_a_running_callback(run: Any, wire: Wire) -> None:
 
 
 def test_cancelling_while_it_connects(run: Any, wire: Wire) -> None:
-    """Nobody waits for it; what is connected at last is closed."""
+    """The caller does not wait for the connection, which is closed once it is made."""
     connecting = Gate()
 
     async def main() -> None:
@@ -969,7 +971,7 @@ def test_cancelling_while_it_connects(run: Any, wire: Wire) -> None:
 
 
 def test_cancelling_in_the_middle_of_a_body(run: Any, wire: Wire) -> None:
-    """What is left of it is not sent."""
+    """The rest of the body is not sent."""
     stuck = Gate()
     received = 0
 
@@ -994,7 +996,7 @@ def test_cancelling_in_the_middle_of_a_body(run: Any, wire: Wire) -> None:
 
 
 def test_cancelling_while_its_body_is_read(run: Any, wire: Wire) -> None:
-    """Nobody waits for the disk; what is read at last is not sent. The others go on."""
+    """The caller does not wait for the disk, what is eventually read is not sent, and the other series continue."""
     answers: list[Response] = []
     received: dict[bytes, list[bytes]] = defaultdict(list)
     reading = Gate()
@@ -1019,7 +1021,7 @@ def test_cancelling_while_its_body_is_read(run: Any, wire: Wire) -> None:
 
 @pytest.mark.parametrize("when", ["before its turn", "before its answer", "before its answer is read"])
 def test_cancelling_while_another_body_is_read(run: Any, wire: Wire, when: str) -> None:
-    """Nobody waits for that either, nor is told of an answer that is found later."""
+    """The caller does not wait for that body either, nor is it told of an answer found later."""
     answers: list[Response] = []
     received: list[bytes] = []
     reading, asked, answered = Gate(), Gate(), Gate()
@@ -1077,7 +1079,7 @@ def test_cancelling_while_a_long_response_is_read(run: Any, wire: Wire) -> None:
             async with wire.small_uploads() as uploads:
                 sending = asyncio.ensure_future(wire.put_many(uploads, server, SMALL, answers.append))
                 await waiting.reached()
-                await until(lambda: not is_running())  # it is another's now
+                await until(lambda: not is_running())  # the series now belongs to another thread
                 await cancelled(sending)
                 waiting.open()
                 await asyncio.to_thread(uploads._threads.shutdown)
@@ -1088,7 +1090,7 @@ def test_cancelling_while_a_long_response_is_read(run: Any, wire: Wire) -> None:
 
 @pytest.mark.parametrize("answer", [DONE, KEPT_REFUSAL], ids=["taken", "refused"])
 def test_cancelling_a_finished_series_keeps_its_connection(run: Any, wire: Wire, answer: bytes) -> None:
-    """Which may be another's by then."""
+    """By then another series may be using it."""
     received: list[bytes] = []
 
     async def main() -> None:
@@ -1098,7 +1100,7 @@ def test_cancelling_a_finished_series_keeps_its_connection(run: Any, wire: Wire,
 
                 def put_back(connection: Any) -> None:
                     original(connection)
-                    if threading.current_thread().name == THREAD:  # that of its request, not of its making
+                    if threading.current_thread().name == THREAD:  # not the thread that connects
                         loop.call_soon_threadsafe(sending.cancel)
 
                 original, uploads._put_back = uploads._put_back, put_back  # type: ignore[method-assign]
@@ -1131,7 +1133,7 @@ def test_the_thread_ends_when_idle_and_restarts(run: Any, wire: Wire) -> None:
 
 
 def test_closing_while_series_are_in_progress(run: Any, wire: Wire) -> None:
-    """They go on as long as their connections live."""
+    """They continue as long as their connections live."""
     received: list[bytes] = []
     answers: dict[str, list[Response]] = defaultdict(list)
     held = {"usual": Gate(), "last": Gate(), "chunked": Gate()}
@@ -1174,7 +1176,7 @@ def test_closing_while_series_are_in_progress(run: Any, wire: Wire) -> None:
 def test_a_refused_system_call_is_an_error_not_a_hang(
     run: Any, plain: Wire, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It may be out of descriptors, memory or threads. The next series finds everything as it was."""
+    """The process may be out of descriptors, memory or threads, and the next series must find everything intact."""
     error = OSError(errno.EMFILE, "by the test")
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -1211,7 +1213,7 @@ def test_a_refused_system_call_is_an_error_not_a_hang(
 
 
 class OneRefused:
-    """In the place of Thread: the series' own does not start."""
+    """A replacement for `Thread` that does not start the thread of the series."""
 
     def __init__(self, error: OSError) -> None:
         self._error, self._original = error, threading.Thread

@@ -1,4 +1,4 @@
-"""What has moved is what the other side has taken, not what waits in the kernel."""
+"""Bytes have moved once the other side has acknowledged them, not while they wait in the kernel."""
 
 import socket
 
@@ -42,7 +42,7 @@ def test_both_ways_are_counted(pair) -> None:
 
 
 def test_bytes_in_buffers_have_not_moved(pair) -> None:
-    """Nobody reads at the far end: the near kernel takes more than the far one does."""
+    """If nobody reads at the far end, the near kernel accepts more than the far one does."""
     near, far = pair
     traffic = Traffic()
     traffic.watch(near)
@@ -62,7 +62,7 @@ def test_bytes_in_buffers_have_not_moved(pair) -> None:
     assert far.recv(1) == b""
     moved = traffic.read()
     assert moved is not None
-    assert taken <= moved.size_bytes <= taken + 2  # SYN and FIN count as a byte each
+    assert taken <= moved.size_bytes <= taken + 2  # SYN and FIN count as one byte each
 
 
 def test_a_closed_connection_takes_nothing_away(pair) -> None:

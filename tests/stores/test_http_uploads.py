@@ -1,4 +1,4 @@
-"""Bodies past aiohttp: connections used again, broken, refused, cancelled, answered oddly, or not to be used at all."""
+"""Uploads that bypass aiohttp, over connections reused, broken, refused, cancelled, answered oddly or unusable."""
 
 import asyncio
 import contextlib
@@ -56,7 +56,7 @@ def wire(request: pytest.FixtureRequest, tls: ssl.SSLContext, ca_file: str) -> W
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stuck socket is looked after soon, an early answer at once: on loopback a body takes no time to look amid."""
+    """Make a stuck socket be checked soon, and an early answer at once, as bodies on loopback take too little time."""
     monkeypatch.setattr(connections, "BLOCK_S", 0.05)
     monkeypatch.setattr(http_bodies, "LISTEN_S", 0.0)
 
@@ -74,7 +74,7 @@ def test_a_body_arrives_complete_and_is_sent_from_a_thread(run: Any, wire: Wire)
                 for _ in range(3):
                     answer = await wire.put(uploads, server, body)
                     assert (answer.status, answer.headers["etag"], answer.error) == (200, '"e"', b"ok")
-            assert server.num_connections == 1  # used again
+            assert server.num_connections == 1  # the connection was reused
 
     run(main())
     head = received[0].decode()
@@ -98,7 +98,7 @@ def test_an_empty_body(run: Any, wire: Wire) -> None:
 
 
 def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, wire: Wire) -> None:
-    """Then the body goes to a fresh one at once: no attempt is lost."""
+    """The body then goes to a new connection at once, so no attempt is lost."""
     received: list[bytes] = []
 
     async def main() -> None:
@@ -107,7 +107,7 @@ def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, wire: Wir
                 for _ in range(3):
                     assert (await wire.put(uploads, server)).status == 200
                     ready, _, _ = select.select([uploads._idle[0][0].sock], [], [], PATIENCE_S)
-                    assert ready  # the end has arrived
+                    assert ready  # the end of the connection has arrived
             assert server.num_connections == 3
 
     run(main())
@@ -120,7 +120,7 @@ def test_an_idle_connection_closed_by_the_server_is_replaced(run: Any, wire: Wir
 def test_a_refusal_before_the_body_is_sent_is_reported(
     run: Any, wire: Wire, answer: bytes, reads_on: bool
 ) -> None:
-    """It is heard, also where the connection stays open and nobody reads the rest, which is not sent."""
+    """It is heard even if the connection stays open and nobody reads the rest of the body, which is not sent."""
     received = 0
     is_over = threading.Event()
 
@@ -147,7 +147,7 @@ def test_a_refusal_before_the_body_is_sent_is_reported(
 
 
 def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None:
-    """What a server does that closes a connection with a body still on its way: the answer counts, not the reset."""
+    """A server that closes a connection while a body is in transit resets it; the answer counts, not the reset."""
 
     def talk(near: socket.socket) -> None:
         request_of(near)
@@ -158,7 +158,7 @@ def test_a_refusal_followed_by_a_reset_is_reported(run: Any, wire: Wire) -> None
     async def main() -> None:
         with wire.server(talk) as server:
             async with wire.uploads() as uploads:
-                # In one piece, so that it is not asked between two whether there is an answer.
+                # The body is a single slice, so nobody checks for an answer between two slices.
                 found = await wire.put(uploads, server, Slices(LONG, slice_bytes=len(LONG)))
                 assert (found.status, found.error) == (503, b"SlowDown")
 
@@ -188,7 +188,7 @@ def test_a_truncated_refusal_is_still_a_refusal(run: Any, wire: Wire, cut: bytes
 
 @pytest.mark.usefixtures("quick")
 def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> None:
-    """Nobody can have stored what he has not got."""
+    """Nobody can have stored what has not arrived."""
     is_over = threading.Event()
 
     def talk(near: socket.socket) -> None:
@@ -222,7 +222,7 @@ def test_a_broken_connection_is_an_error(run: Any, wire: Wire) -> None:
 
 
 def test_a_file_that_changes_during_the_upload_is_an_error(run: Any, wire: Wire) -> None:
-    """The server must not take what it has for a whole body."""
+    """The server must not take what it has received for a complete body."""
     received: list[bytes] = []
     has_ended = threading.Event()
 
@@ -244,14 +244,14 @@ def test_a_file_that_changes_during_the_upload_is_an_error(run: Any, wire: Wire)
 
 
 def test_a_cancelled_upload_releases_the_body(run: Any, wire: Wire) -> None:
-    """Whoever cancels closes the file next."""
+    """The caller closes the file right after cancelling."""
     is_under_way, may_end = threading.Event(), threading.Event()
 
     def talk(near: socket.socket) -> None:
         request_of(near)
         receive(near, 1 << 16)
         is_under_way.set()
-        may_end.wait(PATIENCE_S)  # reads no more: the body is stuck
+        may_end.wait(PATIENCE_S)  # stops reading, so the body is stuck
 
     async def main() -> None:
         body = Slices(LONG)
@@ -270,7 +270,7 @@ def test_a_cancelled_upload_releases_the_body(run: Any, wire: Wire) -> None:
 
 
 def test_a_request_that_is_cancelled_while_it_is_made_releases_the_body(run: Any, wire: Wire) -> None:
-    """The body is read for its checksum: for as long as the thread is at it, whoever cancels waits."""
+    """While the thread reads the body for its checksum, the caller that cancels has to wait."""
     is_reading, goes_on, received = threading.Event(), threading.Event(), list[bytes]()
     reads: list[str] = []
 
@@ -303,7 +303,7 @@ def test_a_request_that_is_cancelled_while_it_is_made_releases_the_body(run: Any
 
 
 class Held(Slices):
-    """Waits for a bandwidth cap."""
+    """A body that waits for a bandwidth cap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ def test_a_short_body_is_not_taken_for_a_whole_one(run: Any, wire: Wire) -> None
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_server_that_stops_responding_is_an_error(run: Any, wire: Wire, reads: bool) -> None:
-    """It reads no more, or it never answers."""
+    """The server stops reading, or never answers."""
     may_end = threading.Event()
 
     def talk(near: socket.socket) -> None:
@@ -388,7 +388,7 @@ def test_a_server_that_stops_responding_is_an_error(run: Any, wire: Wire, reads:
 @pytest.mark.parametrize("piece_bytes", [5, MIB])
 @pytest.mark.parametrize("kind", GOOD_ANSWERS)
 def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, piece_bytes: int) -> None:
-    """And whether the connection is used again."""
+    """This also covers whether the connection is reused."""
     answer, status, content, is_kept = GOOD_ANSWERS[kind]
 
     def talk(near: socket.socket) -> None:
@@ -397,7 +397,7 @@ def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, pi
             for start in range(0, len(answer), piece_bytes):
                 near.sendall(answer[start : start + piece_bytes])
             if kind == "without a length":
-                return  # which is how such an answer ends
+                return  # this is how such an answer ends
 
     async def main() -> None:
         with wire.server(talk) as server:
@@ -428,7 +428,7 @@ def test_an_invalid_response_is_an_error(run: Any, wire: Wire, kind: str) -> Non
 
 
 def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
-    """A server may say 100 Continue to whom did not ask for it: no refusal."""
+    """A server may send an unsolicited 100 Continue, which is no refusal."""
     received: list[bytes] = []
 
     def talk(near: socket.socket) -> None:
@@ -450,7 +450,7 @@ def test_interim_responses_during_the_body(run: Any, wire: Wire) -> None:
 
 
 class Clock:
-    """`time`, with a look at how often somebody looks at it."""
+    """The module `time`, which records when it has been read often enough."""
 
     def __init__(self, num_looks: int) -> None:
         self._num_looks = num_looks
@@ -466,8 +466,8 @@ class Clock:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kind", ["usual", "chunked"])
 def test_a_response_may_pause(run: Any, wire: Wire, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket's own limit only makes room for a look at the clock: an answer has `read_timeout_s`."""
-    clock = Clock(6)  # more than the pieces of the answer account for
+    """The socket's own timeout only serves to check the clock: an answer has `read_timeout_s`."""
+    clock = Clock(6)  # more often than the pieces of the answer account for
     answer = GOOD_ANSWERS[kind][0]
 
     def talk(near: socket.socket) -> None:
@@ -487,7 +487,7 @@ def test_a_response_may_pause(run: Any, wire: Wire, kind: str, monkeypatch: pyte
 
 @pytest.mark.usefixtures("quick")
 def test_a_body_may_pause(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on with the very next byte, also where it is sent together with the head."""
+    """Sending resumes with exactly the next byte, even if the body is sent together with the head."""
     clock = Clock(4)
     received: list[bytes] = []
 
@@ -506,7 +506,7 @@ def test_a_body_may_pause(run: Any, wire: Wire, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_endless_response_head_is_an_error(run: Any, wire: Wire) -> None:
-    """It is not collected until there is no memory left."""
+    """It must not be collected until memory runs out."""
     is_over = threading.Event()
 
     def talk(near: socket.socket) -> None:
@@ -531,7 +531,7 @@ def test_an_endless_response_head_is_an_error(run: Any, wire: Wire) -> None:
     "headers", [{"a": "b\r\nx-evil: 1"}, {"a": b"b\nx-evil: 1"}, {"a\r\nx-evil": "1"}, {"a": "b\rc"}]
 )
 def test_a_line_break_in_a_header_is_rejected(run: Any, wire: Wire, headers: dict[str, str | bytes]) -> None:
-    """It would begin a header, or a request, of its own."""
+    """It would start another header or even another request."""
     heard: list[bytes] = []
 
     async def main() -> None:
@@ -557,7 +557,7 @@ def test_a_line_break_in_a_header_is_rejected(run: Any, wire: Wire, headers: dic
     ],
 )
 def test_the_host_header_matches_the_one_the_sdk_signs(url: str) -> None:
-    """Else the signature is wrong for whoever computes it from the header."""
+    """Otherwise a server that computes the signature from the header would find it wrong."""
     assert messages.host_of(urlsplit(url)) == botocore.auth._host_from_url(url)
 
 
@@ -574,7 +574,7 @@ def test_an_ipv6_address_without_a_port(ca_file: str) -> None:
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The addresses that bodies went to past aiohttp."""
+    """Record the addresses of bodies that were sent without aiohttp."""
     found: list[str] = []
     original = Uploads.put
 
@@ -598,7 +598,7 @@ def test_a_shard_over_tls(
     noted: list[str],
     way: str,
 ) -> None:
-    """It comes back as it was; what our own connections cannot do (use a proxy) the SDK's do."""
+    """The shard reads back unchanged; what our own connections cannot do (use a proxy) is left to the SDK's."""
     monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
     shard = tmp_path / "folder" / "shard.bin"
     shard.parent.mkdir()
@@ -626,7 +626,7 @@ def test_a_shard_over_tls(
 
 
 def test_a_record_does_not_queue_behind_shards(s3_url: str, run: Any) -> None:
-    """Receipts and decisions are what all ranks wait for."""
+    """All ranks wait for receipts and decisions."""
 
     async def main() -> None:
         store = open_store(s3_url, StoreOptions(max_connections=1))
@@ -655,7 +655,7 @@ def test_a_truncated_shard_over_tls(
     noted: list[str],
     run: Any,
 ) -> None:
-    """Through the store it is still the shard's failure, not the connection's."""
+    """Even through the store this is reported as a failure of the shard, not of the connection."""
     monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
     path = tmp_path / "shard.bin"
     path.write_bytes(DATA)
@@ -697,7 +697,7 @@ class Unpaced:
 
 @pytest.mark.usefixtures("quick")
 def test_what_is_still_on_its_way_needs_no_answer_yet(run: Any, wire: Wire) -> None:
-    """On a thin link the kernel's buffers, of 4 MiB, take minutes to empty."""
+    """On a slow link the kernel's buffers of 4 MiB take minutes to empty."""
     size_bytes = 2 * MIB
 
     def talk(near: socket.socket) -> None:
@@ -705,7 +705,7 @@ def test_what_is_still_on_its_way_needs_no_answer_yet(run: Any, wire: Wire) -> N
         left = content_length(request_of(near))
         while left:
             left -= len(near.recv(min(left, 96 << 10)))
-            assert not select.select([], [], [], 0.05)[0]  # a slow reader
+            assert not select.select([], [], [], 0.05)[0]  # reads slowly
         near.sendall(DONE)
 
     async def main() -> float:
@@ -715,11 +715,11 @@ def test_what_is_still_on_its_way_needs_no_answer_yet(run: Any, wire: Wire) -> N
                 assert (await wire.put(uploads, server, Slices(bytes(size_bytes)))).status == 200
                 return time.monotonic() - began
 
-    assert run(main()) > 0.8  # else it was no test
+    assert run(main()) > 0.8  # otherwise this would test nothing
 
 
 class Queued(Slices):
-    """Says when much of it waits in the kernel."""
+    """A body that signals when much of it waits in the kernel."""
 
     def __init__(self) -> None:
         super().__init__(bytes(32 * MIB))
@@ -733,7 +733,7 @@ class Queued(Slices):
 
 
 def test_of_a_request_that_is_given_up_nothing_more_is_sent(run: Any, wire: Wire) -> None:
-    """A late attempt's bytes would take the link from the next one's."""
+    """The bytes of an abandoned attempt would take bandwidth from the next one."""
     may_read, arrived, body = threading.Event(), [], Queued()
 
     def talk(near: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""OpenSSH itself: what the SFTP server of the other tests, asyncssh's, may do otherwise."""
+"""OpenSSH itself, which may behave differently from asyncssh, the SFTP server of the other tests."""
 
 import random
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def test_objects_are_kept_as_promised(server: OpensshServer, run: Any) -> None:
             assert (bytes(received), info.size_bytes) == (data[MIB : 8 * MIB], len(data))
             assert (await store.head("a b/é~%41?#(1)")).checksum == crc(data)
             first = await put(store, "b", b"1", condition=Create())
-            await put(store, "b", b"22", condition=Match(first.etag))  # a rename over what is there
+            await put(store, "b", b"22", condition=Match(first.etag))  # renames over the existing file
             with pytest.raises(PreconditionFailedError):
                 await put(store, "b", b"3", condition=Create())
             await store.put("c", BytesBody(b""), crc(b""))

@@ -1,4 +1,4 @@
-"""Answers that no test server gives: of a proxy, a cache, another bucket. None of them is "nothing there"."""
+"""Answers that no test server gives, such as from a proxy, a cache or another bucket; none means "nothing there"."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ LISTINGS = {"list": objects, "list_parts": parts, "list_multiparts": uploads}
 
 @contextlib.asynccontextmanager
 async def answering():
-    """A store, and the list of what its server will answer, the last one for ever."""
+    """Yield a store and the list of its server's answers, the last of which repeats forever."""
     left: list[bytes] = []
 
     def respond(_request):
@@ -44,7 +44,7 @@ async def answering():
 
 
 def refusals(calls: list[tuple[str, list[bytes]]]) -> list[StoreError | None]:
-    """Of calls to servers that answer so; None for a call that was not refused."""
+    """Return the error of each call to a server with these answers, or None for a call that was not refused."""
 
     async def play():
         found: list[StoreError | None] = []
@@ -62,7 +62,7 @@ def refusals(calls: list[tuple[str, list[bytes]]]) -> list[StoreError | None]:
 
 
 def check_refused(calls: dict[str, tuple[str, bytes]]) -> None:
-    """Each as something that may pass, with the place in the bucket."""
+    """Check that each call fails with a transient error that names the place in the bucket."""
     found = refusals([(call, [answer(200, body=body)]) for call, body in calls.values()])
     for kind, error in zip(calls, found, strict=True):
         assert error is not None, kind
@@ -126,12 +126,12 @@ PAGES = {
 
 
 def test_a_listing_that_repeats_its_page_for_ever_is_an_error():
-    """As a cache does that looks at the path only."""
+    """A cache that looks only at the path answers like this."""
     check_refused(PAGES)
 
 
 def test_a_repeated_first_page_is_rejected():
-    """Half a listing twice is no whole one."""
+    """Half a listing, received twice, is not a whole one."""
     first = objects("run/a", "run/b", IsTruncated=True, NextContinuationToken="t")
     again = objects("run/a", "run/b")
     (error,) = refusals([("list", [answer(200, body=first), answer(200, body=again)])])
@@ -139,7 +139,7 @@ def test_a_repeated_first_page_is_rejected():
 
 
 def test_a_cached_response_is_rejected():
-    """It says what was there when it was asked first."""
+    """A cached response tells what was there when it was first requested."""
     (error,) = refusals([("list", [answer(200, headers={"Age": "37"}, body=objects())])])
     assert "cache" in str(error)
 
@@ -180,7 +180,7 @@ def test_listings_of_s3_compatible_stores_are_understood(run):
 
 @pytest.mark.parametrize("root", ["ListPartsResult", "ListPartsResponse", "ListMultipartUploadResult"])
 def test_part_listings_with_a_stores_own_element_name_are_understood(run, root):
-    """moto's, and that of stores made after an old Ceph."""
+    """Both moto and stores modelled on an old Ceph use their own name."""
 
     async def body():
         async with answering() as (store, left):
@@ -201,7 +201,7 @@ def test_upload_listings_with_a_stores_own_element_name_are_understood(run):
 
 @pytest.mark.parametrize("prefix", ["p%2Bq/", "a+b c%2B d/lr=1e-4+x", "100%/", "p%20q/"])
 def test_a_prefix_that_looks_url_encoded_is_recognised(prefix):
-    """As it is, encoded without a word, and decoded by the SDK though it was not encoded (SeaweedFS 4.48)."""
+    """Stores return it verbatim, silently encoded, or decoded by the SDK though never encoded (SeaweedFS 4.48)."""
     asked = {"Bucket": "bucket", "Prefix": prefix}
     page = {"Name": "bucket", "IsTruncated": False, "ResponseMetadata": {"HTTPHeaders": {}}}
     for echo in (prefix, quote(prefix), quote_plus(prefix), unquote_plus(prefix)):
@@ -242,7 +242,7 @@ def test_a_delete_error_without_a_key_is_reported():
 
 @pytest.mark.parametrize("body", [HTML, b"", b"404 page not found\n"], ids=["HTML", "empty", "text"])
 def test_a_404_not_from_the_store_is_not_a_missing_object(body):
-    """An ingress whose backend is away answers so."""
+    """An ingress whose backend is down answers like this."""
     calls = ("get", "get_range", "list", "list_parts", "put", "delete", "put_part", "abort_multipart")
     for call, error in zip(
         calls, refusals([(call, [answer(404, body=body)]) for call in calls]), strict=True
@@ -260,7 +260,7 @@ def page_at(second: int, body: bytes) -> bytes:
 
 
 def test_a_listing_carries_the_stores_time_at_its_beginning(run):
-    """Measured against a later one, an object of a page in between would be too old."""
+    """Compared with a later time, an object on a page in between would look too old."""
     pages = [
         page_at(0, objects("run/a", IsTruncated=True, NextContinuationToken="t")),
         page_at(59, objects("run/b")),
@@ -277,7 +277,7 @@ def test_a_listing_carries_the_stores_time_at_its_beginning(run):
 
 
 def test_a_listing_without_the_stores_time_is_rejected():
-    """Our own clock would decide what is old, and what is pruned."""
+    """Otherwise our own clock would decide what is old and gets pruned."""
     dates = "", "yesterday", "2026-11-21T04:00:00Z", "Sat, 21 Nov 99999 04:00:00 GMT", "9" * 5000
     answers = [("list", [answer(200, headers={"Date": date}, body=objects())]) for date in dates]
     for date, error in zip(dates, refusals(answers), strict=True):
@@ -302,7 +302,7 @@ WHOLE = {
 
 
 def with_field(body: bytes, name: str, value: str | None) -> bytes:
-    """The last one of this name is another, or not there."""
+    """Replace the last field of this name, or remove it."""
     start, end = f"<{name}>".encode(), f"</{name}>".encode()
     before, _, rest = body.rpartition(start)
     return before + (b"" if value is None else start + value.encode() + end) + rest.partition(end)[2]
@@ -385,7 +385,7 @@ def bodies(draw) -> bytes:
 
 
 def test_any_response_is_understood_or_rejected():
-    """Whatever is answered: a value of the right kind, or a StoreError."""
+    """Any answer must give a value of the right kind or a StoreError."""
 
     async def play():
         reply = [b""]

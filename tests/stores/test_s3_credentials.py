@@ -1,4 +1,4 @@
-"""Credentials that are replaced while a store is open, and those that take their time."""
+"""Credentials that are replaced while a store is open, and credentials that are slow to arrive."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_that_are_replaced_in_their_file_are_used(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, status: int, code: str
 ) -> None:
-    """Once the old ones are refused."""
+    """The file is read again once the old keys are refused."""
     file = tmp_path / "credentials"
     file.write_text(FILE.format("OLD"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
@@ -43,7 +43,7 @@ def test_keys_that_are_replaced_in_their_file_are_used(
         signed = request.headers.get("authorization", "") + request.path
         if not any(f"Credential={name}" in signed for name in good):
             return answer(status, code)
-        # Of a token only what it is, not how it is written in a URL.
+        # Compare a token's content, not how it is written in a URL.
         assert any(
             f"token-of-{name}" in signed + request.headers.get("x-amz-security-token", "") for name in good
         )
@@ -78,7 +78,7 @@ def test_keys_that_are_replaced_in_their_file_are_used(
 def test_requests_that_give_up_start_no_further_process(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What gives the credentials hangs."""
+    """The process that provides the credentials hangs."""
     started, program, config = tmp_path / "started", tmp_path / "hang.py", tmp_path / "config"
     program.write_text(
         "import json, os, sys, time\n"
@@ -93,7 +93,7 @@ def test_requests_that_give_up_start_no_further_process(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
 
     async def main() -> None:
-        started.touch()  # the first one answers at once, with what has expired
+        started.touch()  # the first process answers at once, with expired credentials
 
         async def ask(store: Any) -> None:
             async with asyncio.timeout(0.2):

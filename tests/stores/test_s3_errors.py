@@ -1,4 +1,4 @@
-"""What S3Store makes of answers that a healthy server does not give, over real sockets."""
+"""How S3Store handles answers that a healthy server does not give, over real sockets."""
 
 import asyncio
 import random
@@ -44,7 +44,7 @@ def tasks() -> set[asyncio.Task]:
     ids=["500", "503", "429", "403", "skew", "reset"],
 )
 def test_each_call_makes_one_attempt(run, call, reply, reason):
-    """Retries belong to the engine: an SDK that repeats by itself would multiply them."""
+    """Retries are up to the engine; an SDK with retries of its own would multiply them."""
 
     async def body():
         peer = Peer(lambda _: reply)
@@ -52,7 +52,7 @@ def test_each_call_makes_one_attempt(run, call, reply, reason):
             with pytest.raises(StoreError) as raised:
                 await CALLS[call](store)
         assert raised.value.reason is reason
-        # aiohttp itself repeats what has no body and changes nothing, once, when no answer came.
+        # aiohttp itself repeats an idempotent request without a body once if no answer came.
         is_repeated = reply == RESET and call in (
             "get",
             "head",
@@ -94,7 +94,8 @@ ELSEWHERE = {"Location": "http://127.0.0.1:1/login"}
         (answer(409, "OperationAborted"), FailureReason.TRANSIENT, ""),
         (answer(400, "AuthorizationHeaderMalformed"), FailureReason.OTHER, "region"),
         (answer(307, "TemporaryRedirect"), FailureReason.TRANSIENT, ""),
-        (answer(302, headers=ELSEWHERE), FailureReason.TRANSIENT, "reachable"),  # it is not
+        # The target of this redirect is unreachable.
+        (answer(302, headers=ELSEWHERE), FailureReason.TRANSIENT, "reachable"),
         (answer(400, body=HTML), FailureReason.TRANSIENT, "login page"),
         (answer(404, body=HTML), FailureReason.TRANSIENT, "login page"),
         (answer(407, body=HTML), FailureReason.TRANSIENT, "login page"),
@@ -126,7 +127,7 @@ def test_refusals_are_classified(run, reply, reason, hint):
     ],
 )
 def test_somebody_else_who_answers_amid_a_run_fails_no_part(run, reply):
-    """Past the SDK, and then by the SDK, which asks where the bucket is: the attempt may be made again."""
+    """This happens without the SDK, and then in the SDK, which asks where the bucket is: the attempt is retryable."""
     replies = (
         [answer(200, headers={"ETag": '"e"'})] * 2 + [reply] * 2 + [answer(200, headers={"ETag": '"e"'})]
     )
@@ -189,7 +190,7 @@ def test_a_failed_condition_is_a_result_not_an_error(run, condition, status, cod
     ],
 )
 def test_error_responses_of_other_calls(run, call, status, code, error, reason):
-    """A 200 with an error inside is an error (S3 API reference, CompleteMultipartUpload)."""
+    """A 200 that contains an error is an error (S3 API reference, CompleteMultipartUpload)."""
 
     async def body():
         async with connected(Peer(lambda _: answer(status, code))) as store:
@@ -213,7 +214,7 @@ def test_completion_without_a_result_is_rejected(run, reply):
 
 @pytest.mark.parametrize("call", ["put", "get", "get_range", "head", "create_multipart", "put_part"])
 def test_an_empty_success_is_an_error(run, call):
-    """Something between us and the store answers 200 to everything."""
+    """An intermediary may answer 200 to everything."""
 
     async def body():
         async with connected(Peer(lambda _: answer(200))) as store:
@@ -248,7 +249,7 @@ def list_sub(store):
     ],
 )
 def test_an_error_names_the_object_by_its_full_url(run, reply, call, key):
-    """For people. Its `key` is the one that it was asked for."""
+    """The message is for people; the error's `key` is the requested one."""
 
     async def body():
         async with connected(Peer(lambda _: reply)) as store:
@@ -261,7 +262,7 @@ def test_an_error_names_the_object_by_its_full_url(run, reply, call, key):
 
 @pytest.mark.parametrize(("found", "is_ours"), [(crc(b"hello"), True), (crc(b"other"), False)])
 def test_completing_an_unknown_upload_looks_up_the_object(run, found, is_ours):
-    """S3 forgets an upload once it is completed: a lost reply must not look like a lost upload."""
+    """S3 forgets an upload once it is completed, so a lost reply must not look like a lost upload."""
 
     def respond(request):
         if request.method == "POST":
@@ -281,7 +282,7 @@ def test_completing_an_unknown_upload_looks_up_the_object(run, found, is_ours):
 
 
 def test_a_composite_checksum_is_ignored(run):
-    """ "…-N" says nothing about the whole object."""
+    """A checksum of the form "…-N" says nothing about the whole object."""
     for headers in (
         {"x-amz-checksum-crc32c": "mnG7TA==-2"},
         {"x-amz-checksum-crc32c": "mnG7TA==", "x-amz-checksum-type": "COMPOSITE"},
@@ -296,7 +297,7 @@ def test_a_composite_checksum_is_ignored(run):
 
 
 def test_requests_carry_no_needless_headers(run):
-    """Our checksum as a header, an unsigned and unencoded body, nothing that waits for 100 Continue."""
+    """The checksum is sent as a header, the body unsigned and unencoded, and nothing waits for 100 Continue."""
 
     async def body():
         peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
@@ -318,7 +319,7 @@ def test_requests_carry_no_needless_headers(run):
 
 
 def test_deletion_reports_the_error_of_each_key(run):
-    """DeleteObjects answers 200 and tells the failures inside."""
+    """DeleteObjects answers 200 and reports failures in the body."""
     refused = documents.item("Error", Key="run/b", Code="AccessDenied")
     reply = answer(200, body=documents.deleted("run/a", extra=refused))
 
@@ -335,7 +336,7 @@ def test_deletion_reports_the_error_of_each_key(run):
 
 @pytest.mark.parametrize(("first", "num_pages"), [(("a", "c"), 1), (("c", "a"), 2)])
 def test_a_listing_stops_when_the_caller_has_enough(run, first, num_pages):
-    """But where the order is not that of the keys (directory buckets), nothing is known before the end."""
+    """If a listing is not in key order (directory buckets), nothing is known before its end."""
 
     def page(request):
         is_first = "continuation-token" not in request.path
@@ -370,7 +371,7 @@ def test_a_listing_stops_when_the_caller_has_enough(run, first, num_pages):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_silent_server_and_cancellation_leave_no_task(run, call):
-    """Every deadline of the engine is a cancellation (rule R14)."""
+    """The engine enforces every deadline by cancellation (rule R14)."""
 
     async def body():
         peer = Peer(lambda _: SILENCE)
@@ -390,7 +391,7 @@ def test_a_silent_server_and_cancellation_leave_no_task(run, call):
 
 
 def test_cancelling_in_the_middle_of_a_body(run):
-    """A peer that stops reading: nothing reads the body any more once the call has ended."""
+    """Even if the peer stops reading, nothing may read the body after the call has ended."""
     loop = began = None
 
     class Watched(ReusingBody):
@@ -400,7 +401,7 @@ def test_cancelling_in_the_middle_of_a_body(run):
             loop.call_soon_threadsafe(began.set)
             try:
                 super().send(writer)
-            finally:  # as a read would, it takes its time to end
+            finally:  # like a real read, it takes time to end
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
                 self.is_closed = True
 
@@ -435,7 +436,7 @@ def test_cancelling_in_the_middle_of_a_body(run):
 
 
 def test_an_error_of_the_source_closes_the_connection(run):
-    """A half-sent request: whatever is sent next on this connection would be taken for the body."""
+    """After a half-sent request, whatever is sent next on the connection would be taken for its body."""
 
     async def body():
         peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
@@ -452,7 +453,7 @@ def test_an_error_of_the_source_closes_the_connection(run):
 
 
 def test_a_response_before_the_whole_body_is_not_a_success(run):
-    """A 200 from something that did not read what we sent."""
+    """The 200 comes from something that did not read what we sent."""
 
     async def body():
         peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}), stop_after=MIB)
@@ -478,8 +479,9 @@ def test_a_reset_in_the_middle_of_a_body_is_an_error(run):
 
 
 def test_a_reset_of_a_reused_connection_is_not_retried_here(run):
-    """aiohttp sends an idempotent request again by itself when a kept-alive connection proves dead. For a
-    conditional PUT the second answer is a lie (rule R13).
+    """aiohttp itself resends an idempotent request when a kept-alive connection turns out to be dead.
+
+    For a conditional PUT the second answer would be misleading (rule R13).
     """
 
     async def body():
@@ -511,7 +513,7 @@ def test_a_truncated_download_is_an_error(run):
 
 
 def test_a_server_that_ignores_ranges_is_rejected(run):
-    """The first bytes of the object are not the ones asked for."""
+    """The first bytes of the object are not the requested ones."""
 
     async def body():
         async with connected(Peer(lambda _: answer(200, headers={"ETag": "e"}, body=b"hello"))) as store:
@@ -535,7 +537,7 @@ def test_get_compares_the_bytes_with_the_stores_checksum(run):
 
 
 class Wire:
-    """A writer of aiohttp's and its transport, which keeps what it could not send at once."""
+    """An aiohttp writer and its transport, which keeps what it could not send at once."""
 
     def __init__(self, *, is_stuck=False):
         self.transport = self
@@ -560,7 +562,7 @@ async def never(*_):
 
 
 def test_through_a_proxy_slices_are_copied(run):
-    """A transport may keep a reference to what it could not send at once, and buffers are reused."""
+    """A transport may keep a reference to what it could not send at once, and our buffers are reused."""
 
     async def body():
         wire, data = Wire(), random.Random(2).randbytes(MIB)
@@ -575,7 +577,7 @@ def test_through_a_proxy_slices_are_copied(run):
 
 @pytest.mark.parametrize("bad", [ChangedBody(MIB, 1 << 16), ShortBody(b"hello")])
 def test_through_a_proxy_a_failed_body_is_still_the_shards_failure(run, bad):
-    """Of aiohttp's errors none tells what has become of the file."""
+    """None of aiohttp's errors tells what happened to the file."""
 
     async def body():
         payload = SdkBody(bad, never)
@@ -588,7 +590,7 @@ def test_through_a_proxy_a_failed_body_is_still_the_shards_failure(run, bad):
 
 
 def test_through_a_proxy_cancelling_waits_for_the_thread(run):
-    """Which waits for a peer that takes nothing."""
+    """The thread is waiting for a peer that accepts nothing."""
 
     async def body():
         wire = Wire(is_stuck=True)
@@ -616,7 +618,7 @@ async def open_failure(url: str, **options) -> StoreError:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_first_error_message_is_short(run, answers):
-    """The probe's keys are as long as any; what is said of them is not."""
+    """The probe's keys are as long as possible, but messages about them must not be."""
 
     async def body():
         async with Peer(lambda _: answer(404, "NoSuchBucket")).serve() as url:
@@ -692,7 +694,7 @@ def test_a_silent_endpoint_is_reported_at_open(run):
     ],
 )
 def test_the_probe_detects_what_the_store_enforces(run, kept, conditional, checked, expected):
-    """A store that takes every PUT must not be trusted with create-once."""
+    """A store that accepts every PUT must not be trusted with create-once."""
 
     def respond(request):
         if request.method != "PUT":
@@ -724,7 +726,7 @@ def test_the_probe_detects_what_the_store_enforces(run, kept, conditional, check
 
 
 def test_a_store_that_takes_no_checksum_is_told_by_name(run):
-    """As Backblaze B2 has refused them."""
+    """Backblaze B2 has refused checksums like this."""
 
     async def body():
         said = "Unsupported header 'x-amz-checksum-crc32c' received for this API call."
@@ -740,7 +742,7 @@ def test_a_store_that_takes_no_checksum_is_told_by_name(run):
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_errors_name_the_proxy_but_not_its_password(run, monkeypatch, scheme):
-    """It may be the proxy that cannot be reached, or that refuses."""
+    """The proxy itself may be unreachable, or be what refuses."""
 
     async def body() -> tuple[str, str]:
         peer = Peer(lambda _: answer(407))

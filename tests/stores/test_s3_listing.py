@@ -1,4 +1,4 @@
-"""Directory buckets list folders, from their beginning and in no order: nothing may be missing all the same."""
+"""Directory buckets list whole folders in no particular order, and still nothing may be missing."""
 
 import pytest
 
@@ -27,14 +27,14 @@ def test_nothing_is_skipped_in_a_directory_bucket():
 
 
 def test_a_page_of_a_directory_bucket_is_never_enough():
-    """That it happens to be in order says nothing of the next one."""
+    """If one page happens to be in order, that says nothing about the next."""
     assert are_first("bucket", ["a", "b"])
     assert not are_first("bucket", ["b", "a"])
     assert not are_first(DIRECTORY, ["a", "b"])
 
 
 def test_a_reader_leaves_its_lease_in_a_directory_bucket(run, monkeypatch):
-    """Nothing was probed then, and CRC64NVME would be refused."""
+    """Nothing was probed in that case, and CRC64NVME would be refused."""
 
     async def body(peer):
         for name, value in peer.environment().items():

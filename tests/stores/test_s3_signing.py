@@ -1,4 +1,4 @@
-"""PUTs past the SDK: signed as the SDK signs, with all that the configuration says, and only where that is safe."""
+"""PUTs that bypass the SDK are signed as the SDK signs, carry all configuration, and happen only where that is safe."""
 
 import asyncio
 import datetime as dt
@@ -35,18 +35,18 @@ KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_s
 CHECKSUM = checksum_of(b"x", "crc64nvme")
 
 
-# What the signer adds by itself.
+# Headers that the signer adds itself.
 SIGNERS_OWN = {"authorization", "host", "x-amz-date", "x-amz-security-token"}
 
 
 def address(place: str, key: str, query: dict[str, str]) -> str:
-    """As the SDK writes it."""
+    """Return the URL as the SDK writes it."""
     asked = percent_encode_sequence(query)
     return f"{place}/{quote(key, safe='/~')}" + (f"?{asked}" if asked else "")
 
 
 def in_order(url: str) -> list[str]:
-    """The parts of the query may come in any."""
+    """Split a URL for comparison, because the parts of its query may come in any order."""
     address, _, asked = url.partition("?")
     return [address, *sorted(asked.split("&"))]
 
@@ -98,7 +98,7 @@ def test_signatures_match_the_sdks(
     token: str | None,
     now: int,
 ) -> None:
-    """Whatever key, part, headers, token and time: the SDK's own signer is the judge."""
+    """For any key, part, headers, token and time, the SDK's own signer gives the expected result."""
     credentials = ReadOnlyCredentials("AKID", "secret/+key", token)
     fixed = {**more, "User-Agent": "ckpt"}
     start, at = (dt.datetime.fromtimestamp(each, dt.UTC) for each in (1_767_225_600, now))
@@ -166,7 +166,7 @@ def test_signatures_match_the_sdks(
     ids=lambda change: next(iter(change)),
 )
 def test_requests_sent_another_way_are_no_template(change: dict[str, str]) -> None:
-    """Conditions of one object, signatures of another kind: the SDK's."""
+    """Requests with conditions on one object, or signatures of another kind, are left to the SDK."""
     told = {
         "Authorization": "AWS4-HMAC-SHA256 Credential=A/20260101/us-east-1/s3/aws4_request, SignedHeaders=host",
         "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
@@ -217,7 +217,7 @@ def body_of(source: Any) -> Any:
 def test_a_templated_request_carries_all_configuration(
     run: Any, s3_url: str, s3_server: Any, source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encryption or tags that were lost on the way would be found out by an auditor, not by a test of bytes."""
+    """Lost encryption or tags would be noticed by an auditor, not by a test that compares bytes."""
     right = checksum_of(b"a small shard", "crc64nvme")
 
     async def body(url: str) -> Any:
@@ -286,7 +286,7 @@ WAYS: dict[str, Any] = {
     "part": lambda store, source: store.put_part("a~b/c d+é", "u+/ ~=", 7, body_of(source), RIGHT),
     "many": lambda store, _: store.put_many([SmallPut("a~b/c d+é", DATA, RIGHT)], lambda _: None),
 }
-# Of one request, or of the HTTP client, not of the pattern.
+# Headers that belong to one request or to the HTTP client, not to the template.
 OF_ONE = {
     "accept",
     "accept-encoding",
@@ -306,7 +306,7 @@ def is_by_sdk(request: Request) -> bool:
 def test_only_the_first_request_is_the_sdks_and_the_next_ones_match_it(
     run: Any, source: Any, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encryption, tags or the session's token that were lost on the way would be found out by an auditor."""
+    """Lost encryption, tags or session tokens would otherwise only be noticed by an auditor."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "token")
     put_args = {"Metadata": {"owner": "me"}, "ServerSideEncryption": "aws:kms", "Tagging": "a=b%20c"}
 
@@ -336,7 +336,7 @@ def test_only_the_first_request_is_the_sdks_and_the_next_ones_match_it(
 def test_after_a_suspicious_refusal_the_sdk_sends_the_request(
     run: Any, source: Any, way: str, status: int
 ) -> None:
-    """It knows redirects, regions and what else the configuration says by then; and is the pattern again."""
+    """The SDK knows redirects, regions and the current configuration, and its request becomes the new template."""
     replies = iter([200, status, 200, 200, 200])
 
     async def body() -> list[bool]:
@@ -362,7 +362,7 @@ def test_after_a_suspicious_refusal_the_sdk_sends_the_request(
 
 @pytest.mark.usefixtures("given_credentials")
 def test_each_operation_has_its_own_template(run: Any, source: Any) -> None:
-    """Only an object is encrypted and tagged, its parts are not; a conditional one is no pattern for others."""
+    """Objects are encrypted and tagged but their parts are not, and a conditional request is no template for others."""
 
     async def body() -> list[bool]:
         peer = Peer(lambda _: answer(200, headers={"ETag": '"e"'}))
@@ -426,7 +426,7 @@ def test_refused_conditions_are_told_as_through_the_sdk(
 
         peer = Peer(respond)
         async with connected(peer) as store:
-            for _ in range(2):  # through the SDK, and past it
+            for _ in range(2):  # through the SDK, then without it
                 with pytest.raises(StoreError) as refused:
                     await put(store, "a", DATA, condition=Create())
                 assert refused.value.reason is reason
@@ -443,7 +443,7 @@ HELD = {"ETag": '"e"', "Last-Modified": "Tue, 24 Nov 2026 12:00:00 GMT"}
 
 
 def _get_thrice(run: Any, replies: list[bytes], **put_args: Any) -> tuple[list[Any], list[Request]]:
-    """What three GETs of one object bring, and the requests that they took."""
+    """Return the results of three GETs of one object, and the requests that they took."""
     left, brought = iter(replies), []
 
     async def main() -> list[Request]:
@@ -545,7 +545,7 @@ def test_checksums_that_only_the_sdk_knows_it_compares(run: Any, headers: dict[s
     ids=["chunked", "up to its end", "HTTP/1.0"],
 )
 def test_an_answer_that_does_not_say_how_long_it_is_is_not_believed(run: Any, reply: bytes) -> None:
-    """It may have been cut short."""
+    """Such an answer may have been cut short."""
     good = answer(200, body=DATA, headers=HELD)
     brought, requests = _get_thrice(run, [good, reply, reply, good])
     assert [is_by_sdk(each) for each in requests] == [True, False, True, False]
@@ -556,7 +556,7 @@ def test_an_answer_that_does_not_say_how_long_it_is_is_not_believed(run: Any, re
 
 @pytest.mark.usefixtures("given_credentials")
 def test_a_pattern_is_learned_from_the_request_for_the_same_object(run: Any) -> None:
-    """Names of others that are asked for meanwhile may end as its own does."""
+    """Names of other objects requested at the same time may have the same ending."""
 
     async def main() -> None:
         def respond(request: Request) -> bytes:
@@ -569,7 +569,7 @@ def test_a_pattern_is_learned_from_the_request_for_the_same_object(run: Any) -> 
             await store._session.open()
             waiting = asyncio.ensure_future(store.get("x", max_size_bytes=100))
             await peer.arrived.wait()
-            store._reader._small = None  # a refusal of something else
+            store._reader._small = None  # something else was refused
             for key in ("step1/x", "step1/x", "y"):
                 data, _ = await store.get(key, max_size_bytes=100)
                 assert data.decode().partition("?")[0] == f"/bucket/{key}"
@@ -599,7 +599,7 @@ def test_an_error_in_a_200_is_no_stored_object(run: Any, source: Any) -> None:
 @pytest.mark.usefixtures("given_credentials")
 @pytest.mark.parametrize("lacks", ["ETag", "nothing"])
 def test_a_series_stops_at_a_response_without_an_etag(run: Any, source: Any, lacks: str) -> None:
-    """Something between us and the store may answer 200."""
+    """An intermediary may answer 200."""
     stored: list[str] = []
 
     async def body() -> int:
@@ -640,7 +640,7 @@ def test_a_series_stops_at_a_response_without_an_etag(run: Any, source: Any, lac
 def test_presigned_urls_name_the_region_and_use_signature_v4(
     run: Any, monkeypatch: pytest.MonkeyPatch, bucket: str, region: str | None, origin: str
 ) -> None:
-    """Left alone, the SDK uses version 2 in all older regions, and the global endpoint."""
+    """By default the SDK uses version 2 in all older regions, and the global endpoint."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKID")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):

@@ -1,4 +1,4 @@
-"""What every request to S3 carries: who pays, and a key that only the customer has."""
+"""What every request to S3 must carry: who pays, and a key that only the customer has."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ async def opened(url, options, env, *, is_read_only=False):
 
 
 async def use_everything(store, algorithm, *, copies_parts=True):
-    """Every request that a run may make."""
+    """Make every request that a run may make."""
 
     def crc(data):
         return checksum_of(data, algorithm)
@@ -142,14 +142,14 @@ def test_every_object_and_part_is_read_and_written_with_the_customers_key(
 
 
 def test_seaweedfs_keeps_what_a_customers_key_encrypts(run, s3_url, s3_server, monkeypatch, tls, ca_file):
-    """A real server, which compares keys, and has a mind of its own about checksums."""
+    """A real server compares keys, and has its own behaviour for checksums."""
     monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
 
     async def body(url):
         options, env = StoreOptions(endpoint_url=url), {KEY: b64encode(OUR_KEY).decode()}
         async with opened(f"{s3_url}/run", options, env) as store:
             algorithm = store.capabilities.checksum_algorithm
-            await use_everything(store, algorithm, copies_parts=False)  # SeaweedFS 4.48: not implemented
+            await use_everything(store, algorithm, copies_parts=False)  # not implemented in SeaweedFS 4.48
             await put(store, "kept", b"hello")
         async with opened(f"{s3_url}/run", options, {}, is_read_only=True) as store:
             with pytest.raises(StoreError):

@@ -1,4 +1,4 @@
-"""Checksums that follow their bodies: framed as the SDK frames, sent only to stores that heed them."""
+"""Checksums that follow their bodies, framed as the SDK frames them and sent only to stores that check them."""
 
 import contextlib
 import io
@@ -41,7 +41,7 @@ JUDGES = {"crc64nvme": CrtCrc64NvmeChecksum, "crc32c": CrtCrc32cChecksum}
 
 
 class Wire(bytearray):
-    """An `BodyWriter` that keeps what is written."""
+    """A `BodyWriter` that keeps what is written."""
 
     takes_files = False
 
@@ -65,7 +65,7 @@ class Pieces:
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.integers(1, 64), st.sampled_from(sorted(JUDGES)))
 def test_aws_chunked_framing_matches_the_sdks(pieces: list[bytes], chunk_bytes: int, algorithm: str) -> None:
-    """However the slices fall; and the length that is told beforehand is that of what is sent."""
+    """The framing must not depend on how the slices fall, and the announced length must be what is sent."""
     judge = AwsChunkedWrapper(
         io.BytesIO(b"".join(pieces)),
         checksum_cls=JUDGES[algorithm],
@@ -85,7 +85,7 @@ def test_aws_chunked_framing_matches_the_sdks(pieces: list[bytes], chunk_bytes: 
 
 
 class Moves:
-    """A `Progress`."""
+    """A `Progress` that does nothing."""
 
     def moved(self, *, is_last: bool = False) -> None:
         pass
@@ -99,7 +99,7 @@ class Moves:
 
 
 class CountedSource(Source):
-    """Counts how often it was read for a checksum alone."""
+    """A source that counts how often it was read only for a checksum."""
 
     num_checksums = 0
 
@@ -124,7 +124,7 @@ def source(tmp_path: Path) -> Iterator[CountedSource]:
 
 
 def unframed(request: Request) -> tuple[bytes, str]:
-    """The body and its checksum, for tests: wherever it stood."""
+    """Return the body and its checksum, wherever the checksum was sent."""
     if request.headers.get("x-amz-content-sha256") != TRAILED:
         return request.body, request.headers["x-amz-checksum-crc64nvme"]
     found, rest = b"", request.body
@@ -144,7 +144,7 @@ SMALL = 2 * MIB + 5
 
 @contextlib.asynccontextmanager
 async def trusting(peer: Peer) -> AsyncIterator[Any]:
-    """A store that was seen to heed trailers, and knows what the SDK sends."""
+    """Yield a store that is known to check trailers, and that learns the SDK's request."""
     async with connected(peer) as store:
         store._sender.trailers_from = -math.inf
         yield store
@@ -161,7 +161,7 @@ def done(_: Request) -> bytes:
 
 
 def kinds(peer: Peer) -> str:
-    """S for what the SDK has sent, H for a checksum in a header, T for one in a trailer."""
+    """Return S for each request by the SDK, H for a checksum in a header, and T for one in a trailer."""
     return "".join(
         "S"
         if "amz-sdk-invocation-id" in each.headers
@@ -176,7 +176,7 @@ def kinds(peer: Peer) -> str:
 def test_a_trailer_upload_reads_the_bytes_once(
     run: Any, secure: ssl.SSLContext, source: CountedSource
 ) -> None:
-    """After the SDK's first request; and the answer tells what was sent."""
+    """This applies after the SDK's first request, and the answer confirms what was sent."""
     right = checksum_of(DATA[:SMALL], "crc64nvme")
 
     async def main() -> Peer:
@@ -217,7 +217,7 @@ def test_without_trailer_support_the_checksum_is_a_header(
 
 
 class Clock:
-    """The time, as the store's module sees it."""
+    """The time as the store's module sees it."""
 
     time = staticmethod(time.time)
 
@@ -252,7 +252,7 @@ def test_after_a_suspicious_refusal_headers_are_used_for_a_while(
     reason: FailureReason,
     expected: str,
 ) -> None:
-    """The attempt may be made again, whatever the store said: the next one is of another form."""
+    """The attempt is retryable whatever the store answered, because the next one has another form."""
     replies = iter([200, status, 200, 200, 200])
     clock = Clock()
     monkeypatch.setattr(sending, "time", clock)
@@ -265,7 +265,7 @@ def test_after_a_suspicious_refusal_headers_are_used_for_a_while(
         peer = Peer(respond, tls=secure)
         async with trusting(peer) as store:
             for number in range(5):
-                # Who is sent elsewhere has not been refused.
+                # A redirect is not a refusal.
                 clock.passed_s += 700.0 if number == 4 and status >= 400 else 100.0
                 if number == 1:
                     with pytest.raises(StoreError) as refused:
@@ -299,7 +299,7 @@ def test_a_broken_connection_is_a_failed_attempt(
 
 
 def test_a_changed_file_does_not_match_its_trailer(source: CountedSource) -> None:
-    """The end is not sent."""
+    """The end of the body is not sent, so the store cannot accept it."""
     progress: Any = Moves()
     body = FileBody(source, 0, len(DATA), progress)
 
@@ -320,7 +320,7 @@ def test_a_changed_file_does_not_match_its_trailer(source: CountedSource) -> Non
 
 
 class Flavoured:
-    """A store of its own ways with trailers."""
+    """A store with its own behaviour for trailers."""
 
     def __init__(self, flavour: str) -> None:
         self.flavour = flavour
@@ -377,7 +377,7 @@ class Flavoured:
 def test_the_probe_detects_stores_that_check_trailers(
     run: Any, secure: ssl.SSLContext, flavour: str, heeded: bool
 ) -> None:
-    """Whoever does not is opened all the same."""
+    """A store that does not check trailers can still be opened."""
 
     async def main() -> None:
         peer = Peer(Flavoured(flavour).respond, tls=secure)
@@ -426,7 +426,7 @@ def test_a_real_store_checks_trailers(
     source: CountedSource,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """SeaweedFS over TLS: shards go up in one pass, and what does not fit its trailer is refused."""
+    """With SeaweedFS over TLS, shards are uploaded in one pass, and one that does not match its trailer is refused."""
     right = checksum_of(DATA, "crc64nvme")
 
     async def main(url: str) -> None:
@@ -467,7 +467,7 @@ def test_a_real_store_checks_trailers(
 
 
 class Spoiled(Digest):
-    """Of other bytes than those that are sent."""
+    """A digest of other bytes than those that are sent."""
 
     def checksum(self) -> Checksum:
         self.update(b"x")

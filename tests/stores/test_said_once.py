@@ -1,4 +1,4 @@
-"""What a newcomer sees whose credentials are wrong: our sentence, not what a library prints before it raises."""
+"""A newcomer with wrong credentials sees our one-sentence error, not what a library prints before it raises."""
 
 import os
 import subprocess
@@ -11,7 +11,9 @@ from tests.file_servers import FileServer
 
 
 def said(url: str, **environment: str) -> list[str]:
-    """The lines of `ckpt-async ls`, in a process of its own: here pytest has set up logging."""
+    """Return the lines that `ckpt-async ls` prints, in a separate process because pytest has set up logging in this
+    one.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("AZURE", "FSSPEC"))}
     command = [sys.executable, "-m", "ckpt_async", "ls", url]
     done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=60)
@@ -33,7 +35,7 @@ def test_of_a_login_that_is_refused(sftp_server: FileServer) -> None:
 
 
 def test_of_a_server_that_does_not_speak_ssh(webdav_server: FileServer) -> None:
-    """Paramiko's thread would print its traceback."""
+    """Otherwise Paramiko's thread would print its traceback."""
     port = webdav_server.port
     [line] = said(f"sftp://127.0.0.1:{port}/run", FSSPEC_SFTP_USERNAME="me", FSSPEC_SFTP_PASSWORD="mine")
     assert "SSH protocol banner" in line

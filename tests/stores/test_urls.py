@@ -1,4 +1,4 @@
-"""Which store a URL names, and what is refused before anything is touched."""
+"""Which store a URL names, and which URLs are refused before anything is touched."""
 
 import asyncio
 import subprocess
@@ -36,7 +36,8 @@ ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
         (f"s3://{ACCESS_POINT.replace('/', ':')}/a", Location("s3", ACCESS_POINT.replace("/", ":"), "a")),
         ("weka://bucket/run", Location("weka", "bucket", "run")),
         ("file:///data/run 1", Location("file", "", "/data/run 1")),
-        ("file:///data/lr=3#2?/a%23b", Location("file", "", "/data/lr=3#2?/a%23b")),  # no escapes
+        # A file URL has no escapes.
+        ("file:///data/lr=3#2?/a%23b", Location("file", "", "/data/lr=3#2?/a%23b")),
         ("memory://test/run", Location("memory", "test", "run")),
     ],
 )
@@ -207,7 +208,7 @@ def test_put_args_that_the_store_cannot_take_are_rejected(put_args):
     "url", ["az://container/run", "sftp://host/run", "file:///data/run", "memory://name/run"]
 )
 def test_put_args_are_not_left_out_in_silence(url):
-    """Somebody may have asked for encryption."""
+    """The user may have asked for encryption."""
     options = StoreOptions(put_args={"ServerSideEncryption": "aws:kms"})
     with pytest.raises(SettingsError, match="takes no put_args"):
         open_store(url, options, env={"AZURE_STORAGE_ACCOUNT": "account"})
@@ -219,7 +220,7 @@ def test_put_args_are_accepted():
 
 
 class Theirs(Backend):
-    """What another package would register."""
+    """A backend as another package would register it."""
 
     schemes = ("theirs",)
     example = "theirs://bucket/prefix"
@@ -236,7 +237,7 @@ THEIRS, NO_BACKEND = Theirs(), object()
     [("THEIRS", ""), ("NO_BACKEND", "is no Backend"), ("MISSING", "cannot be imported")],
 )
 def test_another_package_registers_a_kind_of_store(tmp_path, monkeypatch, value, wrong):
-    """By an entry point, as pip would write it down."""
+    """The entry point is written as pip would install it."""
     info = tmp_path / "theirs-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
@@ -263,7 +264,7 @@ def test_memory_stores_with_one_name_share_their_objects(run):
 
 
 def test_parsing_a_url_does_not_import_the_sdk():
-    """It takes half a second, and not everybody uses S3."""
+    """Importing the SDK takes half a second, and not everybody uses S3."""
     code = (
         "import sys; from ckpt_async.stores import open_store; open_store('file:///x');"
         "sys.exit(any(n.partition('.')[0] in ('aiobotocore', 'botocore', 'aiohttp') for n in sys.modules))"
@@ -302,7 +303,7 @@ LONGEST = max(map(len, keys.longest_keys()))
     ("scheme", "most"), [("s3://bucket/", 1024), ("memory://bucket/", 1024), ("file:///", 4094)]
 )
 def test_a_prefix_too_long_for_some_key_is_rejected_at_open(scheme: str, most: int) -> None:
-    """To the byte, before anything is enqueued: else it would open, upload, and never commit."""
+    """The limit is exact to the byte: otherwise such a run would open and upload, but never commit."""
     prefix = "p/" * 2000
     fits = most - LONGEST - 1
     open_store(scheme + prefix[: fits - 1] + "p")
@@ -324,7 +325,7 @@ def test_a_trainer_with_a_too_long_prefix_does_not_start(tmp_path: Path) -> None
 
 
 def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None:
-    """The probe's keys are as long as any of a run's."""
+    """The probe's keys are as long as any key of a run."""
 
     async def body() -> None:
         store: Any = open_store(s3_url)
@@ -355,7 +356,7 @@ def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None
 )
 def test_what_fsspec_knows_is_a_store(url: str, location: Location) -> None:
     assert parse_url(url) == location
-    open_store(url)  # connects to nothing yet
+    open_store(url)  # does not connect yet
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def test_what_fsspec_knows_is_a_store(url: str, location: Location) -> None:
         "sftp://host/run#secret",
         "sftp://host",
         "sftp://host/a/../secret",
-        "zip://secret/run",  # a manner of looking at another one
+        "zip://secret/run",  # a wrapper around another file system
         "simplecache://secret/run",
     ],
 )
@@ -385,7 +386,7 @@ def test_a_url_of_fsspec_that_holds_credentials_or_names_no_place_is_rejected(ur
     ],
 )
 def test_a_web_server_is_no_place_to_upload_to(tmp_path: Path, url: str, better: str) -> None:
-    """It is refused before anything is written, with what was probably meant."""
+    """It is refused before anything is written, and the hint names what was probably meant."""
     for upload in (
         lambda: address_of(url, None, env={}),
         lambda: Uploader(tmp_path, url, rank=0, world_size=1),
@@ -411,7 +412,7 @@ def test_a_web_server_is_named_without_credentials(url: str) -> None:
             "https://name-123456789012.accesspoint.vpce-1a2b.s3.us-west-2.vpce.amazonaws.com/k",
         ),
         ("bucket", {}, "https://bucket.s3.us-west-2.amazonaws.com/k"),
-        # A certificate for *.s3.… holds for one label only.
+        # A certificate for *.s3.… covers only one label.
         ("my.bucket", {}, "https://s3.us-west-2.amazonaws.com/my.bucket/k"),
         ("bucket", {"AWS_USE_FIPS_ENDPOINT": "true"}, "https://bucket.s3-fips.us-west-2.amazonaws.com/k"),
         (
@@ -419,7 +420,8 @@ def test_a_web_server_is_named_without_credentials(url: str) -> None:
             {"AWS_USE_DUALSTACK_ENDPOINT": "true"},
             "https://bucket.s3.dualstack.us-west-2.amazonaws.com/k",
         ),
-        ("ap-x1-s3alias", {}, "https://ap-x1-s3alias.s3.us-west-2.amazonaws.com/k"),  # of an access point
+        # The alias of an access point.
+        ("ap-x1-s3alias", {}, "https://ap-x1-s3alias.s3.us-west-2.amazonaws.com/k"),
         (ACCESS_POINT, {}, "https://name-123456789012.s3-accesspoint.us-west-2.amazonaws.com/k"),
         (
             ACCESS_POINT.replace("us-west-2", "eu-central-1"),

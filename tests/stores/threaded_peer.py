@@ -1,4 +1,4 @@
-"""What the scripted stores have in common: an HTTP server of a thread for each connection, on loopback."""
+"""The common base of the scripted stores: a loopback HTTP server with one thread per connection."""
 
 import contextlib
 import ssl
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class ThreadedPeer:
-    """Context manager; with `tls` it speaks HTTPS."""
+    """A context manager that runs the server; with `tls` it speaks HTTPS."""
 
     def __init__(
         self, handler: type[BaseHTTPRequestHandler], *, port: int = 0, tls: ssl.SSLContext | None = None
@@ -33,14 +33,14 @@ class ThreadedPeer:
 
 
 class PeerHandler(BaseHTTPRequestHandler):
-    """Every method is one; clients that go away are no news."""
+    """A handler that treats every method alike and ignores clients that disconnect."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     timeout = 60
 
     def serve(self) -> None:
-        """Read the request, and answer it."""
+        """Read the request and answer it."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
