@@ -37,7 +37,7 @@ async def count_beats(store: MemoryStore, number: int) -> int:
 
 
 def test_joining_an_older_generation_is_rejected() -> None:
-    """The generation belongs to a start that another one has overtaken, so its checkpoints would never be the newest."""
+    """The generation belongs to a start that another has overtaken, so its checkpoints would never be the newest."""
 
     async def main() -> None:
         store = MemoryStore()
