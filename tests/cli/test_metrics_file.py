@@ -1,4 +1,4 @@
-"""`--metrics-file`: the file is readable by Prometheus' own parser, whether the command succeeded or failed."""
+"""`--metrics-file`: the file is readable by Prometheus' own parser, whatever the outcome of the command."""
 
 import os
 from pathlib import Path

@@ -402,7 +402,7 @@ def test_a_pin_holds_until_it_is_removed(
 
 
 def test_a_step_of_one_generation_can_be_selected(call: Call, stored: Path, tmp_path: Path) -> None:
-    """A restarted run saves the same steps again, so a step alone never selects a checkpoint of an older generation."""
+    """Restarted runs save the same steps again, and without `@g` an older one could not be selected on its own."""
     remote = f"file://{stored}"
     for number in (1, 2):
         train(tmp_path / f"start-{number}", remote, 100)

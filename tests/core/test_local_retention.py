@@ -78,7 +78,7 @@ LOSSES = {10: 0.5, 20: 0.1, 30: 0.4, 40: 0.3, 50: 0.2}
         (-1, "best=2:loss:max", 50, [20, 40]),  # 50 is the newest
         (0, "best=1:loss:min", 20, [10, 30, 40, 50]),
         (3, "all", 50, []),
-        (-1, "every-seconds=9", 50, [20, 30]),  # one was saved every four seconds
+        (-1, "every-seconds=9", 50, [20, 30]),  # a checkpoint was saved every four seconds
         (1, "named=step-20", 50, [10, 30, 40]),
     ],
 )

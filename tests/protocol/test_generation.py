@@ -1,4 +1,4 @@
-"""Agreement on a generation, one behaviour at a time; `core/test_starts` covers all orders of events."""
+"""Agreement on a generation, one behaviour at a time; `tests/model/test_starts.py` covers all orders of events."""
 
 import asyncio
 import random

@@ -198,7 +198,7 @@ def test_what_dead_writers_left_is_removed_and_what_is_new_is_not(server: FileSe
 
 
 class OneByOne(LocalFileSystem):
-    """A file system without operations such as rename and copy."""
+    """A file system that has no rename or copy operation of its own."""
 
     protocol = "onebyone"
     mv = fsspec.AbstractFileSystem.mv

@@ -149,7 +149,7 @@ def test_a_foreign_answer_is_not_read_as_the_stores(run, peer, call, content):
             peer.meddle = lambda *_: Answer(200, content, [("Content-Type", "text/html")])
             with pytest.raises(StoreError) as raised:
                 await CALLS[call](store)
-        # A GET of the bytes is refused because it lacks something, or is not the requested range.
+        # The answer to a GET of the bytes is refused for what it lacks, or for not being the requested range.
         assert raised.value.reason in (FailureReason.TRANSIENT, FailureReason.OTHER)
 
     run(body())
@@ -411,7 +411,7 @@ def test_the_loser_of_a_lost_reply_is_refused_and_finds_its_own_bytes(run, peer)
 
 
 def test_conditions_of_deletes_are_the_stores_own_where_it_heeds_them(run, peer):
-    """With one request nobody can interfere. If the store ignores conditions, its generation is asked for first."""
+    """With one request nobody can interfere. If a store ignores conditions, the generation is looked up first."""
 
     def ignore(request, serve):
         if request.method == "DELETE":

@@ -736,7 +736,7 @@ def test_cancelling_waits_for_a_working_sink(run: Any) -> None:
 
 
 def test_cancelling_while_waiting_for_a_thread(run: Any) -> None:
-    """A cancelled call does not wait for those ahead of it, even for one that is still connecting."""
+    """A cancelled call does not wait for the calls ahead of it, and neither does one that is still connecting."""
     asked = threading.Event()
 
     def talk(near: socket.socket) -> None:

@@ -641,7 +641,7 @@ def test_the_thread_does_not_spin_while_it_waits(
     + [(kind, True) for kind in GOOD_ANSWERS if kind != "more than it says"],
 )
 def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, is_in_pieces: bool) -> None:
-    """This covers which answers are accepted and refused, and whether the connection is reused."""
+    """This covers which answers are accepted or refused, and whether the connection is reused."""
     answer, status, content, is_kept = GOOD_ANSWERS[kind]
     piece_bytes = max(1, len(answer) // 1000) if is_in_pieces else len(answer)
     received: list[bytes] = []
