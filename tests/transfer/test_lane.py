@@ -105,7 +105,7 @@ def test_concurrency_follows_what_the_stores_say_has_moved() -> None:
 
 
 def test_the_last_few_are_let_in_with_the_first_that_ends() -> None:
-    """Otherwise they would run alone once all others have ended. Not at the beginning, nor while more is to come."""
+    """They would run alone once all others have ended. Not done at the beginning, nor while more is to come."""
 
     async def most_at_once(
         num_requests: int, most: int = 64, *, has_more: bool = False, is_for_many: bool = False
@@ -180,7 +180,7 @@ def test_a_series_is_as_long_as_the_store_is_near() -> None:
 
 
 def test_who_waits_far_away_for_answers_to_small_requests_lets_in_many_at_once() -> None:
-    """They are admitted without the steps of a search, each of which might take longer than all of the requests."""
+    """They are admitted without the steps of a search, each of which takes longer than all the requests might."""
 
     async def main() -> None:
         lane, asked_at = Lane(8, 128), list[int]()
