@@ -1,4 +1,4 @@
-"""The ranks of test_agree: all scenarios in one process group, and what each gave as JSON.
+"""The ranks of test_agree: play all scenarios in one process group and write what each rank saw as JSON.
 
 python agree_ranks.py WORLD_SIZE FOLDER
 """
@@ -34,7 +34,7 @@ calls: list[str] = []
 
 
 class UnsendableError(Exception):
-    """Cannot be unpickled: its constructor has a keyword that pickle does not know of."""
+    """An error that cannot be unpickled, because pickle does not pass its constructor's keyword-only argument."""
 
     def __init__(self, *, reason: str) -> None:
         super().__init__(reason)

@@ -1,4 +1,4 @@
-"""The ranks of test_places: what one has read reaches all.
+"""The ranks of test_places: what one rank reads reaches all of them.
 
 python -m tests.torch_side.broadcast_ranks WORLD_SIZE FOLDER
 """

@@ -1,3 +1,3 @@
-"""Runs in a store, and a relay that counts, as for restoring without torch."""
+"""The runs and the counting relay of the restore tests, for the torch tests."""
 
 from tests.restore.conftest import counted_run, relay, run_  # noqa: F401  fixtures

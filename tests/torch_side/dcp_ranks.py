@@ -1,4 +1,4 @@
-"""Ranks as real processes: each does what it is told, all of a crew at once, until it is stopped or killed."""
+"""Ranks as real processes: all ranks of a crew carry out the same command at once, until they are stopped or killed."""
 
 import hashlib
 import multiprocessing
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: so it is here before the ranks are forked
+import torch._dynamo  # optimizers import it at their first step, so import it before the ranks are forked
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict as state_dicts
@@ -23,18 +23,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt_async.stores.directory
-import ckpt_async.stores.s3.client  # noqa: F401  before the ranks are forked
+import ckpt_async.stores.s3.client  # noqa: F401  imported before the ranks are forked
 from ckpt_async import Uploader, restore
 from ckpt_async.torch import batches, dcp, dcp_reader, load, model_state, run_on_one
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import CkptAsyncWriter
 
 PATIENCE_S = 120.0
-WIDTH = 37  # is no multiple of any number of ranks
+WIDTH = 37  # not a multiple of any number of ranks used here
 
 
 def digests_of(state: Any, name: str = "") -> dict[str, str]:
-    """Of all tensors in full, bit by bit, and of what is no tensor."""
+    """Return a digest of every full tensor, bit by bit, and of every value that is not a tensor."""
     if isinstance(state, Mapping):
         return {
             key: value
@@ -50,7 +50,7 @@ def digests_of(state: Any, name: str = "") -> dict[str, str]:
 
 
 class FailingPlanner(DefaultSavePlanner):
-    """Fails on one rank while its data is written."""
+    """A save planner that fails on one rank while that rank's data is written."""
 
     def __init__(self, failing_rank: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FailingPlanner(DefaultSavePlanner):
 
 
 class FailingLoadPlanner(DefaultLoadPlanner):
-    """Fails on one rank while its data is put into the state."""
+    """A load planner that fails on one rank while that rank's data is copied into the state."""
 
     def __init__(self, failing_rank: int) -> None:
         super().__init__()
@@ -76,20 +76,21 @@ class FailingLoadPlanner(DefaultLoadPlanner):
 
 
 class Rank:
-    """One rank of a training job. Its methods are what it can be told."""
+    """One rank of a training job. Its methods are the commands that a crew can send."""
 
     def __init__(self, rank: int, world_size: int, rendezvous: str) -> None:
         self.rank, self.world_size = rank, world_size
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-        self._saving_group = dist.new_group(backend="gloo")  # beside the training's collectives
+        # Separate from the group of the training's collectives.
+        self._saving_group = dist.new_group(backend="gloo")
         self._uploader: Uploader | None = None
         self._future: Any = None
 
     # --- training ------------------------------------------------------------------------------------------
 
     def train(self, seed: int, kind: str = "fsdp") -> None:
-        """A new model, sharded or replicated, after one step of training."""
+        """Make a new model, sharded or replicated, and train it for one step."""
         torch.manual_seed(seed)
         model: nn.Module = nn.Sequential(
             nn.Linear(16, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, 3)
@@ -149,14 +150,14 @@ class Rank:
         dcp.save(self._state(), step, self._uploader, planner=planner, thread_count=2)
 
     def save_with_writer(self, step: int, failing_rank: int | None = None) -> None:
-        """As a user of torch's own `save` does."""
+        """Save as a user of torch's own `save` does."""
         assert self._uploader is not None
         planner = None if failing_rank is None else FailingPlanner(failing_rank)
         writer = CkptAsyncWriter(self._uploader, step)
         state_dict_saver.save(self._state(), storage_writer=writer, planner=planner)
 
     def begin_save(self, step: int, mode: str, failing_rank: int | None = None) -> None:
-        """Goes on training while the state is saved."""
+        """Start an asynchronous save, so that training can continue during it."""
         assert self._uploader is not None
         planner = None if failing_rank is None else FailingPlanner(failing_rank)
         self._future = dcp.async_save(
@@ -171,7 +172,7 @@ class Rank:
             self.step()
 
     def begin_save_with_writer(self, step: int, mode: str, failing_rank: int | None = None) -> None:
-        """As a user of torch's own `async_save` does."""
+        """Start an asynchronous save as a user of torch's own `async_save` does."""
         assert self._uploader is not None
         planner = None if failing_rank is None else FailingPlanner(failing_rank)
         self._future = state_dict_saver.async_save(
@@ -197,14 +198,15 @@ class Rank:
         by_replicas: bool = False,
         **options: Any,
     ) -> tuple[int, dict[str, str]] | None:
-        """The step that was loaded, and what the state is now."""
+        """Return the step that was loaded, and digests of the state after loading."""
         os.environ.update(environment or {})
         state = self._state()
         if failing_rank is not None:
             options["planner"] = FailingLoadPlanner(failing_rank)
         if by_replicas:
             options["replicas"] = self._replicas
-            batches.BATCH_BYTES, dcp_reader.CHUNK_BYTES = 4000, 1000  # many of them
+            # Small enough for many batches and chunks.
+            batches.BATCH_BYTES, dcp_reader.CHUNK_BYTES = 4000, 1000
         checkpoint = dcp.load_latest(state, remote, **options)
         if checkpoint is None:
             return None
@@ -218,7 +220,7 @@ class Rank:
         return checkpoint.step, self.digests()
 
     def load_on_one(self, path: str) -> dict[str, str]:
-        """A checkpoint that is one file: one rank reads it, torch sends each its shards."""
+        """Load a checkpoint that is a single file: one rank reads it, and torch sends each rank its shards."""
         loaded: dict[str, Any] = {}
         run_on_one(lambda: loaded.update(load(path)))
         state_dicts.set_model_state_dict(
@@ -229,7 +231,7 @@ class Rank:
         return self.digests()
 
     def load_by_replicas(self, remote: str, is_wrong: bool = False) -> int:
-        """As a user of torch's own `load` does; how many bytes this rank has read."""
+        """Load as a user of torch's own `load` does; return how many bytes this rank has read."""
         checkpoint = restore.find(remote)
         assert checkpoint is not None
         replicas = dist.group.WORLD if is_wrong else self._replicas
@@ -239,11 +241,11 @@ class Rank:
 
 
 class Crew:
-    """All ranks of one start. `tell` raises what a rank raised, unless it is wanted as an answer."""
+    """All ranks of one start of the job."""
 
     def __init__(self, world_size: int, scratch: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # torch is imported once
+        context.set_forkserver_preload([__name__])  # so torch is imported only once
         rendezvous = scratch / f"rendezvous-{os.urandom(4).hex()}"
         self._pipes: list[Connection] = []
         self._processes = []
@@ -256,7 +258,7 @@ class Crew:
             self._processes.append(process)
 
     def ask(self, what: str, **arguments: Any) -> list[tuple[Any, str]]:
-        """All ranks do it at once. What each returned, and the traceback if it raised."""
+        """Send a command to all ranks at once. Return each rank's result, and its traceback if it raised."""
         for pipe in self._pipes:
             pipe.send((what, arguments))
         answers = []
@@ -266,14 +268,14 @@ class Crew:
         return answers
 
     def tell(self, what: str, **arguments: Any) -> list[Any]:
-        """As `ask`, where all must succeed."""
+        """Send a command to all ranks as `ask` does, and fail if any of them raised."""
         answers = self.ask(what, **arguments)
         for rank, (_, trace) in enumerate(answers):
             assert not trace, f"rank {rank}: {trace}"
         return [value for value, _ in answers]
 
     def kill(self) -> None:
-        """SIGKILL, all of them."""
+        """Kill all ranks with SIGKILL."""
         for process in self._processes:
             process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):
@@ -290,7 +292,7 @@ class Crew:
 
 
 def _die_with_the_tests() -> None:
-    """Also in the middle of a collective, where nobody reads the pipe."""
+    """Exit when the test process ends, even in the middle of a collective, where the rank does not read its pipe."""
     tests = multiprocessing.parent_process()
     assert tests is not None
     tests.join()
@@ -308,6 +310,6 @@ def _obey(pipe: Connection, rank: int, world_size: int, rendezvous: str) -> None
             return
         try:
             answer = getattr(played, what)(**arguments), ""
-        except BaseException:  # torch's CheckpointException is no Exception
+        except BaseException:  # torch's CheckpointException is not an Exception
             answer = None, traceback.format_exc()
         pipe.send(answer)

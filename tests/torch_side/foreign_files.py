@@ -1,6 +1,6 @@
-"""Checkpoints as OLMo, OLMo-core and ML Flashpoint write them, by torch's own code wherever theirs calls it, else byte
-by byte as their sources say. The frameworks are not imported: classes of theirs that end up in files are made here
-under their names.
+"""Checkpoints as OLMo, OLMo-core and ML Flashpoint write them. Where their code calls torch, so does this module;
+everything else is written byte by byte, following their sources. The frameworks are not imported: those of their
+classes that end up in files are defined here under the frameworks' names.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ FLASHPOINT_HEADER = "ml_flashpoint.core.tensor_header"
 
 @contextmanager
 def class_named(module: str, made: type) -> Iterator[type]:
-    """While the block lasts, pickle finds `made` under the name that it has in `module`."""
+    """Make `made` importable by pickle under its name in `module` for the duration of the block."""
     made.__module__, made.__qualname__ = module, made.__name__
     parts = module.split(".")
     names = [".".join(parts[: end + 1]) for end in range(len(parts))]
@@ -59,7 +59,9 @@ def dcp(folder: Path, state: dict[str, Any], **options: Any) -> None:
 
 
 def olmo_core(folder: Path, state: dict[str, Any], train: dict[int, Any], *, has_mark: bool = True) -> None:
-    """`step<N>` of OLMo-core 3.0: its writer is torch's but for the class that says where a part is."""
+    """Write a `step<N>` folder of OLMo-core 3.0, whose writer differs from torch's only in the class that records where
+    a part is.
+    """
     dcp(folder / "model_and_optim", state)
     path = folder / "model_and_optim" / ".metadata"
     metadata: Metadata = pickle.loads(path.read_bytes())
@@ -77,7 +79,7 @@ def olmo_core(folder: Path, state: dict[str, Any], train: dict[int, Any], *, has
 
 
 def flashpoint_header(tensor: torch.Tensor, *, is_pickled: bool) -> bytes:
-    if not is_pickled:  # as on its main branch
+    if not is_pickled:  # as on ML Flashpoint's main branch
         text = json.dumps({"dtype": str(tensor.dtype), "shape": list(tensor.shape)}).encode()
         return struct.pack("<I", len(text)) + text
 
@@ -92,9 +94,9 @@ def flashpoint_header(tensor: torch.Tensor, *, is_pickled: bool) -> bytes:
 
 
 def flashpoint(folder: Path, state: dict[str, Any], *, form: str, rank: int = 0) -> None:
-    """`step-<N>_ckpt` of ML Flashpoint (core/checkpoint_saver.py, checkpoint_object_manager/buffer_metadata.py):
-    torch's plan and `.metadata`, each tensor in its own `form` ("json", "pickle") or by torch.save ("torch"), behind
-    4096 bytes.
+    """Write a `step-<N>_ckpt` folder of ML Flashpoint, following core/checkpoint_saver.py and
+    checkpoint_object_manager/buffer_metadata.py: torch's plan and `.metadata`, and each tensor behind 4096 bytes,
+    either in ML Flashpoint's own `form` ("json", "pickle") or written by torch.save ("torch").
     """
     dcp(folder, state)
     metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())

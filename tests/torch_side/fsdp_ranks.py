@@ -1,8 +1,11 @@
-"""Ranks under FSDP that write one state in the ways of OLMo 0.6's sharded checkpointers, each by the calls of torch
-that olmo/checkpoint.py makes, and `olmo_core` as OLMo-core 0.1 does: `python -m tests.torch_side.fsdp_ranks
-FOLDER`. OLMo itself refuses `local` with torch 2.3 and newer; what it saves of a flat parameter is there all the
-same. Beside it the state in full, as torch makes it of the DCP checkpoint (what FSDP gathers of AdamW's `exp_avg`
-on the CPU is not what it saves), and the model as FSDP gathers it.
+"""Ranks under FSDP that write one state in the formats of all of OLMo 0.6's sharded checkpointers and of OLMo-core 0.1.
+
+    python -m tests.torch_side.fsdp_ranks FOLDER
+
+Each OLMo format is written by the torch calls that olmo/checkpoint.py makes, and `olmo_core` as OLMo-core 0.1 writes
+it. OLMo itself refuses `local` with torch 2.3 and newer, but the attributes of a flat parameter that it saves still
+exist. The full state is written as well, as torch makes it from the DCP checkpoint (what FSDP gathers of AdamW's
+`exp_avg` on the CPU differs from what it saves), and so is the model as FSDP gathers it.
 """
 
 import json
@@ -15,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: so it is here before the ranks are forked
+import torch._dynamo  # optimizers import it at their first step, so import it before the ranks are forked
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
@@ -29,7 +32,7 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as torch's own pages have it
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as in torch's own docs
 from torch.distributed.tensor import Shard, distribute_tensor
 
 WORLD_SIZE = 4
@@ -47,7 +50,7 @@ def model() -> FSDP:
 
 
 def flat_state(fsdp: FSDP) -> dict[str, Any]:
-    """`_get_flat_param_state_to_save`."""
+    """Return what OLMo's `_get_flat_param_state_to_save` returns."""
     modules = []
     for name, module in fsdp.named_modules():
         if not isinstance(module, FSDP):
@@ -60,7 +63,7 @@ def flat_state(fsdp: FSDP) -> dict[str, Any]:
 
 
 def save_as_olmo_core_0_1(fsdp: FSDP, optimizer: torch.optim.Optimizer, folder: Path, rank: int) -> None:
-    """`save_model_and_optim_state`: stretches of the flattened parameters, in safetensors."""
+    """Save as `save_model_and_optim_state` does: stretches of the flattened parameters, in safetensors."""
     stretches = {}
     for module in FSDP.fsdp_modules(fsdp):
         flat: Any = module._handle.flat_param
@@ -76,9 +79,8 @@ def save_as_olmo_core_0_1(fsdp: FSDP, optimizer: torch.optim.Optimizer, folder: 
         "state_keys": pickled(["exp_avg", "exp_avg_sq", "step"]),
     }
     optim |= {f"param_group{number}": pickled(group) for number, group in enumerate(groups)}
-    step = next(iter(optimizer.state.values()))[
-        "step"
-    ]  # a rank that has nothing of a parameter has no state of it
+    # A rank that holds no part of a parameter has no optimizer state for it, so take the step from any other.
+    step = next(iter(optimizer.state.values()))["step"]
     for each, name in names.items():
         optim[f"state.{name}.__step"] = step
         for key in ("exp_avg", "exp_avg_sq"):

@@ -1,10 +1,11 @@
-"""Mutants of torch files, read in a process that is watched.
+"""Mutants of torch files, read in a watched process.
 
     python -m tests.torch_side.fuzz_states COUNT SEED [--unsafe]
 
-Real states are read first, and what is called for that is noted. Then every mutant may raise what `load` documents, or
-give data of the known types; it may call nothing beyond what was noted (and what errors are made of), cause no event of
-`sys.audit`, and take no more than MAX_BYTES. `--unsafe` reads with torch's unrestricted reader, which is caught.
+The unmodified states are read first, and all calls made on the way are recorded. After that, a mutant may raise what
+`load` documents or yield data of the known types. It must call nothing beyond what was recorded (and what building
+error messages takes), cause no `sys.audit` event, and take no more than MAX_BYTES. `--unsafe` reads with torch's
+unrestricted reader instead, which must be caught.
 """
 
 import collections
@@ -31,7 +32,7 @@ from ckpt_async.torch.torchfile import read_state
 from tests.torch_side import states
 
 MAX_BYTES = 400 << 20
-# Harmless, as the unrestricted reader calls them.
+# All harmless, because the unrestricted reader does call them.
 SPLICED = [
     *(b"cposix\ngetcwd\n", b"cos\nlistdir\n", b"cplatform\nnode\n", b"cwave\nopen\n", b"cos.path\nexists\n"),
     *(b"cbuiltins\nlist\n", b"ccollections\ndefaultdict\n", b"cnumpy\nndarray\n", b"ctorch\nFloatStorage\n"),
@@ -72,7 +73,7 @@ SPLICED = [
         b")",
     ),
 ]
-# What errors and other branches call, besides what real states do.
+# Calls made by error handling and other branches, beyond those that reading real states makes.
 MORE_CALLS = {
     *(
         ("builtins", "hex"),
@@ -82,14 +83,15 @@ MORE_CALLS = {
         ("builtins", "min"),
     ),
     *(("builtins", "dir"), ("builtins", "hash"), (None, "bytes.rfind"), (None, "str.lower")),
-    ("_codecs", "charmap_decode"),  # of `zipfile`, for names that are not ASCII
+    ("_codecs", "charmap_decode"),  # by `zipfile`, for names that are not ASCII
     (None, "generator.throw"),
     *(
         (None, f"str.{name}")
         for name in ("format", "join", "startswith", "endswith", "removesuffix", "split")
     ),
 }
-OWN_EVENTS = {"builtins.id", "object.__getattr__", "sys.setprofile"}  # the last two of the watching itself
+# The last two are caused by watching itself.
+OWN_EVENTS = {"builtins.id", "object.__getattr__", "sys.setprofile"}
 FOLDERS = (
     "ckpt_async.",
     "zipfile",
@@ -147,7 +149,7 @@ def watched():  # type: ignore[no-untyped-def]
 
 
 def strangers(found: object) -> set[type]:
-    """Types in a loaded state that have no place in one."""
+    """Return the types found in a loaded state that do not belong in one."""
     pending, seen, kinds = [found], {id(found)}, set()
     while pending:
         each = pending.pop()
@@ -167,7 +169,7 @@ def strangers(found: object) -> set[type]:
 
 
 def boundaries(pickle: bytes) -> list[int]:
-    """Where opcodes begin."""
+    """Return the positions at which opcodes begin."""
     return [position for _, _, position in pickletools.genops(pickle) if position is not None]
 
 
@@ -176,18 +178,18 @@ def mutant(pickle: bytes, places: list[int], chance: random.Random) -> bytes:
     for _ in range(chance.choice((1, 1, 1, 2, 3, 8))):
         at = chance.choice(places) if chance.random() < 0.7 else chance.randrange(len(data))
         kind = chance.randrange(6)
-        if kind == 0:  # another byte
+        if kind == 0:  # change one byte
             data[at % len(data)] = chance.randrange(256)
-        elif kind == 1:  # an opcode or more, from anywhere in it
+        elif kind == 1:  # insert a copy of one or more opcodes from elsewhere in the pickle
             start = chance.choice(places)
             data[at:at] = data[start : start + chance.randrange(1, 40)]
-        elif kind == 2:  # instead of some
+        elif kind == 2:  # overwrite some bytes with a spliced call
             data[at : at + chance.randrange(1, 20)] = chance.choice(SPLICED)
         elif kind == 3:
             data[at:at] = chance.choice(SPLICED)
         elif kind == 4 and len(data) > 100:
             del data[at : at + chance.randrange(1, 20)]
-        else:  # an opcode that takes what is there
+        else:  # overwrite one byte with an opcode that consumes what is on the stack
             data[at % len(data)] = chance.choice(b"Rb\x81a\x85\x86\x87ts0hqQ\x93eu\x90\x91(.")
     return bytes(data)
 
@@ -200,7 +202,7 @@ def read(data: bytes, unsafe: bool) -> Any:
 
 def main(count: int, seed: int, unsafe: bool) -> int:
     warnings.simplefilter("ignore")
-    b"\x80".decode("cp437")  # of `zipfile`, for names that are not ASCII: imported once
+    b"\x80".decode("cp437")  # `zipfile` imports the codec once, for names that are not ASCII
     chance = random.Random(seed)
     small = {**states.everything(), "mine": states.Progress(1, states.Stage.DECAY)}
     parts = [{"a": value, "b": [value]} for value in small.values()]

@@ -1,4 +1,4 @@
-"""The ranks of test_peer_networks: one on each of two nodes, which are network namespaces with a cable between them."""
+"""The ranks of test_peer_networks: one rank on each of two nodes, which are network namespaces joined by a cable."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ IPV4 = ("10.77.0.1", "10.77.0.2")
 
 
 def prepare(name: str, rank: int) -> dict[str, Any]:
-    """Make the network what the scenario says; return what `fetch_together` is told."""
+    """Set up the network as the scenario requires; return the arguments for `fetch_together`."""
     for variable in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR"):
         os.environ.pop(variable, None)
     match name:
         case "ipv6":
             os.environ["MASTER_ADDR"] = "fd77::1"
-        case "loopback":  # /etc/hosts of the first node says 127.0.1.1
+        case "loopback":  # the first node's /etc/hosts maps the name to 127.0.1.1
             ip("addr", "add", f"{IPV4[rank]}/24", "dev", "cable")
             os.environ["MASTER_ADDR"] = "the-master"
         case "no-name":

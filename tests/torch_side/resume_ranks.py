@@ -1,4 +1,4 @@
-"""The ranks of test_resume: real processes on gloo, two to a pretended node."""
+"""The ranks of test_resume: real processes on gloo, with two ranks on each simulated node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scenario(name: str, remote: str, base: Path, rank: int) -> dict[str, Any]:
         case "wiped-node":
             settings["overwrite"] = True
         case "emptied":
-            settings["folder"] = base / "truth"  # its journal knows what was committed
+            settings["folder"] = base / "truth"  # this folder's journal knows what was committed
         case "own-file":
             settings["files"] = [f"rank-{rank}.pt"]
         case "unwritable" if rank == 2:
@@ -65,7 +65,8 @@ def main() -> None:
         result = scenario(name, where, base, rank)
         (base / f"{name}-{rank}.json").write_text(json.dumps(result))
         dist.barrier()
-        if name == "all-wiped" and rank == 0:  # for what comes next: the newest is spoilt in the store
+        # For the next scenario, damage the newest checkpoint in the store.
+        if name == "all-wiped" and rank == 0:
             spoil(remote)
         dist.barrier()
     dist.destroy_process_group()

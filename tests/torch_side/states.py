@@ -1,4 +1,4 @@
-"""States as trainers save them, made by hand of the same classes, and torch files put together from any bytes."""
+"""States as trainers save them, built by hand from the same classes, and torch files assembled from arbitrary bytes."""
 
 import collections
 import dataclasses
@@ -22,7 +22,7 @@ class Stage(enum.Enum):
     DECAY = ("decay", 2)
 
 
-class Kind(str, enum.Enum):  # noqa: UP042  as libraries have it that support older Pythons
+class Kind(str, enum.Enum):  # noqa: UP042  as in libraries that support older Pythons
     A = "a"
 
 
@@ -59,7 +59,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
 
 
 def composer_state() -> dict[str, Any]:
-    """As Composer 0.32 writes it from one rank: `state` and `rng`."""
+    """Return a state as Composer 0.32 writes it from one rank: `state` and `rng`."""
     model, optimizer, scheduler = trained()
     return {
         "state": {
@@ -97,7 +97,7 @@ def composer_state() -> dict[str, Any]:
 
 
 def olmo_state() -> dict[str, Any]:
-    """`train/rank0.pt` of OLMo 0.6: what its trainer_state_dict() has."""
+    """Return the content of `train/rank0.pt` of OLMo 0.6: what its trainer_state_dict() contains."""
     return {
         "epoch": 0,
         "global_step": 1000,
@@ -119,7 +119,7 @@ def olmo_state() -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    """One of each that is loaded by default."""
+    """Return a state with one value of each kind that is loaded by default."""
     with_note = torch.ones(2)
     with_note.note = {"a": 1}  # type: ignore[attr-defined]
     return {
@@ -175,7 +175,7 @@ def everything() -> dict[str, Any]:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Equal in content and in type, all the way down."""
+    """Return whether two states are equal in content and in type, all the way down."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -198,21 +198,21 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def dumped(state: Any, protocol: int = 2) -> bytes:
-    """What torch.save writes."""
+    """Return the bytes that torch.save writes."""
     stream = io.BytesIO()
     torch.save(state, stream, pickle_protocol=protocol)
     return stream.getvalue()
 
 
 def unpacked(data: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """The pickle of a torch file, and its other records."""
+    """Return the pickle of a torch file, and its other records."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     return records.pop("data.pkl"), records
 
 
 def packed(pickle: bytes, records: Mapping[str, bytes] = {"data/0": bytes(64)}) -> bytes:
-    """A torch file of this pickle."""
+    """Return a torch file that contains this pickle."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
         for name, content in {"data.pkl": pickle, **records}.items():

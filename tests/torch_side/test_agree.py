@@ -1,4 +1,4 @@
-"""Ranks agree, act for each other and keep their random numbers: with three real ranks over gloo."""
+"""Ranks agree, act for each other and keep their random numbers: tested with three real ranks over gloo."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("agree_ranks.py")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of three ranks saw."""
+    """What each of the three ranks saw."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(SCRIPT, WORLD_SIZE, folder)
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
@@ -51,7 +51,7 @@ def test_one_ranks_failure_reaches_all_with_its_cause(found: list[dict[str, Any]
     for each in found:
         assert each["plain"]["text"] == "rank 1 failed: ValueError: broken here"
         assert each["plain"]["cause"] == "ValueError('broken here')"
-        # The cause's own cause is lost on the way; the note has it.
+        # The cause's own cause is lost in transit, but the note contains it.
         assert "KeyError: 'inner'" in each["plain"]["notes"]
         assert "agree_ranks.py" in each["plain"]["notes"]
 

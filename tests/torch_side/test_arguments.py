@@ -1,4 +1,4 @@
-"""Numbers of every library that training uses, and what looks like one."""
+"""Step arguments of every number type that training libraries use, and values that only look like numbers."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def test_a_value_that_is_not_a_duration_is_rejected(timeout_s: Any) -> None:
 
 @pytest.mark.parametrize("step", ["3", -1, True])
 def test_an_impossible_step_is_rejected(step: Any) -> None:
-    """None would be read as a fresh start."""
+    """If such a step were accepted, finding nothing for it would look like a fresh start."""
     with pytest.raises(InvalidNameError, match="must be a whole number"):
         restore.find("memory://nowhere", step=step)
     with pytest.raises(InvalidNameError, match="must be a whole number"):

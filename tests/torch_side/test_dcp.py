@@ -1,4 +1,4 @@
-"""What one rank reads and writes with torch.distributed.checkpoint, and what is refused. No process group."""
+"""What one rank reads and writes with torch.distributed.checkpoint, and what is refused. There is no process group."""
 
 import os
 import pickle
@@ -54,13 +54,13 @@ def is_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def saved(state: dict[str, Any], folder: Path, **options: Any) -> dict[str, bytes]:
-    """The files of plain torch."""
+    """Save with plain torch; return the files it wrote."""
     state_dict_saver.save(state, storage_writer=FileSystemWriter(folder, **options))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def load(state: dict[str, Any], run: Run, **options: Any) -> dict[str, int]:
-    """By torch's own `load`; where the bytes came from."""
+    """Load with torch's own `load`; return how many bytes came from each source."""
     checkpoint = restore.find(run.url)
     assert checkpoint is not None
     with CkptAsyncReader(checkpoint, **options) as reader:
@@ -91,7 +91,9 @@ def test_a_state_loads_in_batches_of_any_size(
 def test_files_of_this_node_are_read_in_small_batches(
     tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read is used while it is in the cache; from afar much is asked for at once."""
+    """Local data should be used while it is still in the CPU cache; a remote store is faster with many ranges
+    at once.
+    """
     monkeypatch.setattr(batches, "LOCAL_BATCH_BYTES", 5000)
     state = state_of(12)
     run_.commit(1, {0: saved(state, tmp_path / "folder" / "step-1")})
@@ -121,7 +123,7 @@ def test_loading_a_tenth_of_the_tensors_reads_little_more(
     bytes_from = load(part, counted_run)
     assert is_equal(part, {name: state[name] for name in part})
     assert needed < bytes_from["remote"] <= 1.1 * needed
-    assert relay.bytes_back - before <= 1.1 * needed  # with all headers, listings and records
+    assert relay.bytes_back - before <= 1.1 * needed  # including all headers, listings and records
 
 
 def test_files_in_the_trainers_folder_are_not_fetched(tmp_path: Path, run_: Run) -> None:
@@ -157,7 +159,7 @@ def test_the_lease_of_an_unclosed_reader_ends(tmp_path: Path, run_: Run) -> None
 def test_pieces_without_a_checksum_of_their_own_are_read(
     tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`torch.serialization.set_crc32_options(False)` makes torch write zeros."""
+    """With `torch.serialization.set_crc32_options(False)`, torch writes zeros instead of checksums."""
     state = state_of(3)
     torch.serialization.set_crc32_options(False)
     try:
@@ -210,7 +212,9 @@ def test_damage_in_the_store_is_marked_for_later_readers(tmp_path: Path, run_: R
 def test_corruption_in_transit_is_not_marked(
     tmp_path: Path, run_: Run, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another bit each time: nobody knows what the store has."""
+    """The wrong bit differs on every read, so the test cannot tell what the store really holds: a mark would be a
+    guess.
+    """
     state = state_of(3)
     for step in (1, 2):
         files = saved(state, tmp_path / f"{step}")
@@ -236,18 +240,19 @@ def test_corruption_in_transit_is_not_marked(
 
 
 def test_two_checkpoints_are_never_mixed(tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the newest had loaded before it turned out damaged must come from the older one too."""
+    """Values loaded from the newest checkpoint before it proved damaged must be replaced by those of the older one."""
     monkeypatch.setattr(batches, "BATCH_BYTES", 1)
     small, large = state_of(2), state_of(4)
     run_.commit(1, {0: saved(small, tmp_path / "one")})
     files = saved(large, tmp_path / "two")
     run_.commit(2, {0: files})
-    run_.flip(shard_key(2, "__0_0.distcp"), at=len(files["__0_0.distcp"]) - 1500)  # in the last that is read
+    # In the last shard that is read.
+    run_.flip(shard_key(2, "__0_0.distcp"), at=len(files["__0_0.distcp"]) - 1500)
     loaded = empty(large)
     with pytest.raises(CheckpointException, match="would be a mixture of two") as caught:
         ckpt_async.torch.load_latest(loaded, run_.url, planner=DefaultLoadPlanner(allow_partial_load=True))
     assert isinstance(failure_of(caught.value), errors.StateMismatchError)
-    loaded = empty(large)  # a new start knows better
+    loaded = empty(large)  # a newly started process has loaded nothing yet
     found = ckpt_async.torch.load_latest(
         loaded, run_.url, planner=DefaultLoadPlanner(allow_partial_load=True)
     )
@@ -260,7 +265,7 @@ def test_two_checkpoints_are_never_mixed(tmp_path: Path, run_: Run, monkeypatch:
 
 
 class Touch:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -280,7 +285,9 @@ def test_an_object_that_runs_code_is_rejected_unless_weights_only_is_off(tmp_pat
 
 
 def test_plain_data_and_allowed_classes_beside_tensors_are_loaded(tmp_path: Path, run_: Run) -> None:
-    """What torch's planners decode without any restriction was decoded here before, and is saved anew for them."""
+    """torch's planners unpickle such values without restriction, so they are decoded safely first and then saved again
+    for the planner.
+    """
     state = {
         "layer": torch.ones(3),
         "wct": timedelta(seconds=3),
@@ -298,7 +305,9 @@ def test_plain_data_and_allowed_classes_beside_tensors_are_loaded(tmp_path: Path
 
 
 def test_ignored_keys_keep_their_values(tmp_path: Path, run_: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """By the keys of nested dicts, '/'-joined; all that is in an ignored one; also what is no tensor."""
+    """`ignore_keys` names nested dict keys joined by '/'; it covers everything below a key, also values that are not
+    tensors.
+    """
     state = {
         "model": {"a": torch.ones(3), "b": torch.ones(3)},
         "optim": {"a": {"m": torch.ones(3)}},
@@ -378,7 +387,7 @@ def test_metadata_that_does_not_match_the_files_is_damage(
     with pytest.raises(CheckpointException, match=complaint):
         load(empty(state), run_)
     loaded = empty(state)
-    found = ckpt_async.torch.load_latest(loaded, run_.url)  # takes the one before
+    found = ckpt_async.torch.load_latest(loaded, run_.url)  # falls back to the one before
     assert found is not None
     assert found.step == 1
     assert is_equal(loaded, state)
@@ -399,7 +408,7 @@ def test_a_shape_mismatch_is_not_damage(tmp_path: Path, run_: Run) -> None:
 
 
 def test_a_state_that_does_not_fit_is_told_in_one_sentence(tmp_path: Path, run_: Run) -> None:
-    """By an error of this package, which callers that catch torch's get too."""
+    """The error is one of this package's, and also a kind that callers who catch torch's errors catch."""
     run_.commit(1, {0: saved(state_of(3), tmp_path / "one")})
     for state, complaint in (
         ({"layer.0": torch.zeros(51, 7)}, r"\[51, 7\]\) for layer\.0"),
@@ -419,7 +428,7 @@ asked: list[tuple[str, Any]] = []
 
 
 def refuses_data(path: str, specs: Any) -> bool:
-    """What CHECKPOINT_VALIDATION_FUNCTION may lead to."""
+    """A validation function that CHECKPOINT_VALIDATION_FUNCTION may name."""
     asked.append((path, specs))
     return path.endswith(".metadata")
 
@@ -475,7 +484,7 @@ def test_saving_a_step_again_leaves_the_files_that_are_still_uploading(tmp_path:
     assert {path.name: path.read_bytes() for path in links.iterdir()} == before
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
-    assert sorted(checkpoint.files) == [".metadata", "__0_0.distcp"]  # nothing of the save before
+    assert sorted(checkpoint.files) == [".metadata", "__0_0.distcp"]  # nothing from the save before
     loaded = empty(second)
     load(loaded, run_)
     assert is_equal(loaded, second)
@@ -558,7 +567,7 @@ def test_every_public_name_exists() -> None:
     assert set(ckpt_async.torch.__all__) == set(ckpt_async.torch._HOMES)
 
 
-# --- told between ranks ------------------------------------------------------------------------------------
+# --- errors sent between ranks -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint on real ranks: FSDP2 and DDP on gloo, each rank a process, SIGKILL, a real S3 server."""
+"""torch.distributed.checkpoint on real ranks: FSDP2 and DDP on gloo, a process per rank, SIGKILL, a real S3 server."""
 
 import os
 import re
@@ -24,7 +24,7 @@ CrewOf = Callable[[int], Crew]
 
 @pytest.fixture(scope="module")
 def crew_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrewOf]:
-    """A crew of so many ranks, which several tests use one after the other."""
+    """Crews by number of ranks, each shared by several tests that use it one after the other."""
     scratch = tmp_path_factory.mktemp("crews")
     crews: dict[int, Crew] = {}
 
@@ -41,7 +41,7 @@ def crew_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrewOf]:
 def begin(
     crew: Crew, tmp_path: Path, remote: str, environment: dict[str, str] | None = None, **settings: Any
 ) -> Path:
-    """A start of the training job; its folder."""
+    """Start the training job; return its folder."""
     folder = tmp_path / "folder"
     start = os.urandom(4).hex()
     crew.tell(
@@ -51,7 +51,7 @@ def begin(
 
 
 def enqueued(folder: Path, rank: int, step: int) -> LocalCheckpoint | None:
-    """What a rank's journal has of a step."""
+    """Return what a rank's journal records about a step."""
     found = journals.read(folder).get(rank)
     return found.local().checkpoints.get(CheckpointId(1, step)) if found is not None else None
 
@@ -62,7 +62,7 @@ def is_sealed(folder: Path, rank: int, step: int) -> bool:
 
 
 def check_loads(crew: Crew, remote: str, step: int, digests: dict[str, str], **options: Any) -> None:
-    """All ranks have exactly this state after loading, and had another one before."""
+    """Check that all ranks have exactly this state after loading, and that they had another one before."""
     crew.tell("train", seed=99)
     assert crew.tell("digests")[0].keys() == digests.keys()
     for answer in crew.tell("load", remote=remote, **options):
@@ -78,7 +78,7 @@ def test_saved_on_four_ranks_killed_and_loaded_on_two_and_three(
         begin(crew, tmp_path, s3_url, environment)
         crew.tell("save", step=1)
         saved = crew.tell("digests")[0]
-        crew.tell("begin_save", step=2, mode="thread")  # what it trains meanwhile is not in it
+        crew.tell("begin_save", step=2, mode="thread")  # later training steps must not change what is saved
         crew.tell("end_save")
         assert crew.tell("digests")[0] != saved
         crew.tell("wait", step=2)
@@ -91,7 +91,7 @@ def test_saved_on_four_ranks_killed_and_loaded_on_two_and_three(
     checkpoint = restore.find(s3_url)
     assert checkpoint is not None
     restore.fetch(checkpoint, tmp_path / "fetched")
-    dcp_to_torch_save(tmp_path / "fetched", tmp_path / "whole.pt")  # plain torch reads it
+    dcp_to_torch_save(tmp_path / "fetched", tmp_path / "whole.pt")  # plain torch can read it
     assert digests_of(torch.load(tmp_path / "whole.pt", weights_only=True)) == saved
 
     crew = crew_of(3)
@@ -130,7 +130,7 @@ def test_saved_by_a_process_beside_the_trainer(tmp_path: Path, run_: Run) -> Non
             assert "the disk of this rank is broken" in trace
         assert [enqueued(folder, rank, 2) for rank in range(2)] == [None, None]
 
-        # By torch's own async_save, with a writer: it asks the trainer's uploader from where it is.
+        # torch's own async_save with a writer, which reaches the trainer's uploader from where it runs.
         for step, mode in ((3, "process"), (4, "thread")):
             crew.tell("step")
             saved = crew.tell("digests")[0]
@@ -166,7 +166,7 @@ def test_a_save_that_fails_on_one_rank_raises_on_all_and_leaves_nothing(
     assert not (folder / "step-1").exists()
 
     saved = crew.tell("digests")[0]
-    crew.tell("save", step=1)  # the step is still free
+    crew.tell("save", step=1)  # the step number is still free
     crew.tell("wait", step=1)
     crew.tell("close")
     check_loads(crew, run_.url, 1, saved)
@@ -193,7 +193,8 @@ def test_a_save_by_torch_itself_that_fails_on_one_rank_is_never_committed(
 ) -> None:
     crew = crew_of(2)
     crew.tell("train", seed=5)
-    folder = begin(crew, tmp_path, run_.url, close_grace_s=0.0)  # nobody waits for what is never committed
+    # Closing must not wait for a checkpoint that is never committed.
+    folder = begin(crew, tmp_path, run_.url, close_grace_s=0.0)
     for failing_rank in range(2):
         for _, trace in crew.ask("save_with_writer", step=1 + failing_rank, failing_rank=failing_rank):
             assert f"RANK {failing_rank}" in trace
@@ -211,7 +212,7 @@ def test_a_save_by_torch_itself_that_fails_on_one_rank_is_never_committed(
 
 @pytest.fixture
 def two_saved(tmp_path: Path, run_: Run, crew_of: CrewOf) -> tuple[dict[str, str], dict[str, str]]:
-    """Steps 1 and 2, saved by two ranks; what was in them."""
+    """Steps 1 and 2 saved by two ranks; returns the digests of both states."""
     crew = crew_of(2)
     crew.tell("train", seed=6)
     begin(crew, tmp_path, run_.url)
@@ -252,14 +253,15 @@ def test_all_ranks_learn_that_there_is_no_checkpoint_or_none_usable(
         flip_in_the_middle(run_, shard_key(step, "__0_0.distcp"))
     for _, trace in crew.ask("load", remote=run_.url):
         assert "NoUsableCheckpointError" in trace
-    for _, trace in crew.ask("load", remote=run_.url, step=1):  # asked for, so no other will do
+    # Asked for by step, so no other checkpoint will do.
+    for _, trace in crew.ask("load", remote=run_.url, step=1):
         assert "CheckpointException" in trace
         assert "CRC-32" in trace
 
 
 @pytest.fixture
 def by_replicas(tmp_path: Path, run_: Run, crew_of: CrewOf) -> tuple[Crew, list[dict[str, str]]]:
-    """Four ranks, two replicas of two shards, after saving steps 1 and 2; what was in them."""
+    """Four ranks (two replicas of two shards) after saving steps 1 and 2, and the digests of both states."""
     crew = crew_of(4)
     crew.tell("train", seed=8, kind="hsdp")
     begin(crew, tmp_path, run_.url)
@@ -285,7 +287,7 @@ def test_one_replica_reads_and_all_get_the_state(
     assert read[0] > 0
     assert read[1] > 0
     needed = checkpoint.size_bytes - checkpoint.files[".metadata"].size_bytes
-    assert needed <= sum(read) < 1.3 * needed  # what is no tensor, both shards read
+    assert needed <= sum(read) < 1.3 * needed  # both shards read the values that are not tensors
     crew.tell("train", seed=9, kind="hsdp")
     for answer in crew.tell("load", remote=run_.url, by_replicas=True):
         assert answer == (2, saved[1])
@@ -295,7 +297,7 @@ def test_one_replica_reads_and_all_get_the_state(
 
 def test_no_replica_is_left_waiting(run_: Run, by_replicas: tuple[Crew, list[dict[str, str]]]) -> None:
     crew, saved = by_replicas
-    for failing_rank in (0, 3):  # one that reads, and one that receives
+    for failing_rank in (0, 3):  # one rank that reads, and one that receives
         for _, trace in crew.ask("load", remote=run_.url, by_replicas=True, failing_rank=failing_rank):
             assert f"RANK {failing_rank}" in trace
             assert "the memory of this rank is broken" in trace

@@ -1,4 +1,6 @@
-"""States are written as `load`, torch, safetensors, tar and the compression programs read them, or not at all."""
+"""States are written such that `load`, torch, safetensors, tar and the compression programs can read them, or not at
+all.
+"""
 
 import collections
 import contextlib
@@ -29,7 +31,7 @@ from ckpt_async.errors import DestinationError, FormatError, InvalidNameError, S
 from ckpt_async.torch import check_writable, deepspeed_filename, dump, dumping, load, load_into, load_remote
 from tests.faults.small_disk import on_small_disk
 
-# All that Composer's CheckpointSaver documents, a name without a suffix as in its example, and some of our own.
+# All suffixes that Composer's CheckpointSaver documents, its example without a suffix, and some of our own.
 ARCHIVES = [".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma", ".tar.xz", ".tar.zst"]
 COMPRESSED = [".pt.bz2", ".pt.gz", ".pt.lz4", ".pt.lzma", ".pt.xz", ".pt.zst", ".gz"]
 SUFFIXES = ["", "-rank0", ".pt", ".pth", ".bin", ".ckpt", *ARCHIVES, *COMPRESSED]
@@ -142,7 +144,7 @@ def test_safetensors_are_what_their_own_library_reads_and_writes(tmp_path: Path,
     for found in (safetensors.torch.load_file(path), load(path)):
         assert same(dict(sorted(found.items())), expected)
     if len({each.dtype for each in expected.values()}) > 1:
-        return  # of types of one size, theirs puts some first
+        return  # safetensors orders dtypes of the same size in its own way
     contiguous = {name: each.contiguous() for name, each in expected.items()}
     safetensors.torch.save_file(contiguous, theirs, metadata={"format": "pt"})
     assert path.read_bytes() == theirs.read_bytes()
@@ -161,7 +163,7 @@ def test_shared_and_strided_tensors_are_whole_in_safetensors(tmp_path: Path) -> 
     found = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(found[name], each) for name, each in state.items())
     assert found.keys() == state.keys()
-    imaginary = torch.tensor([1 + 2j]).conj()  # a view with a bit that says "conjugated"
+    imaginary = torch.tensor([1 + 2j]).conj()  # a view whose bit marks it as conjugated
     dump({"c": imaginary}, tmp_path / "c.safetensors")
     assert torch.equal(load(tmp_path / "c.safetensors")["c"], torch.tensor([1 - 2j]))
 
@@ -193,7 +195,7 @@ def test_torch_reads_plain_files(tmp_path: Path, name: str) -> None:
     dump(composer_state(), tmp_path / name)
     found = torch.load(tmp_path / name, weights_only=True)
     assert same(found["state"]["optimizers"], composer_state()["state"]["optimizers"])
-    assert found["state"]["model"]._metadata is not None  # versions of modules, as torch.save keeps them
+    assert found["state"]["model"]._metadata is not None  # the module versions, which torch.save keeps
 
 
 PROGRAMS = {
@@ -211,7 +213,7 @@ PROGRAMS = {
     [pytest.param(*each, id=each[0]) for each in PROGRAMS.items() if shutil.which(each[1][0])],
 )
 def test_the_programs_read_compressed_files(tmp_path: Path, suffix: str, command: list[str]) -> None:
-    """As Composer does: through the program of the suffix, into torch.load."""
+    """Composer reads compressed files this way: through the program for the suffix, into torch.load."""
     dump(composer_state(), tmp_path / f"a.pt{suffix}")
     with (tmp_path / f"a.pt{suffix}").open("rb") as packed, (tmp_path / "a.pt").open("wb") as plain:
         subprocess.run(command, stdin=packed, stdout=plain, check=True)
@@ -220,7 +222,7 @@ def test_the_programs_read_compressed_files(tmp_path: Path, suffix: str, command
 
 @pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.lzma", ".tar.xz"])
 def test_archives_are_what_composer_unpacks(tmp_path: Path, suffix: str) -> None:
-    """Its reader: everything into a folder, and there `composer_states.pt`."""
+    """Composer's reader extracts everything into a folder and expects `composer_states.pt` there."""
     path = tmp_path / f"ep1-ba42-rank0{suffix}"
     dump(composer_state(), path)
     with tarfile.open(path) as archive:
@@ -233,7 +235,7 @@ def test_archives_are_what_composer_unpacks(tmp_path: Path, suffix: str) -> None
         tmp_path / "there/composer_states.pt"
     ).read_bytes()
     modes = {".gz": "r:gz", ".tgz": "r:gz", ".bz2": "r:bz2", ".lzma": "r:xz", ".xz": "r:xz", ".tar": "r:"}
-    tarfile.open(path, modes[path.suffix]).close()  # the very compression that Composer writes
+    tarfile.open(path, modes[path.suffix]).close()  # exactly the compression that Composer writes
 
 
 def test_a_file_of_the_uploader_is_a_destination(tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def test_weights_only_keeps_the_model_where_it_is(tmp_path: Path, key: str) -> N
 def test_ignored_keys_are_left_out_and_the_callers_state_stays(
     tmp_path: Path, ignored: list[str], gone: set[str]
 ) -> None:
-    """The four examples of Composer's documentation."""
+    """These are the four examples in Composer's documentation."""
 
     def leaves_of(value: Any, path: str = "") -> set[str]:
         items = (
@@ -355,7 +357,7 @@ def test_a_function_may_change_anything_but_the_callers_state(tmp_path: Path) ->
     assert (state["pair"], state["named"]) == ((1, {"inner": [1, 2]}), Pair({"x": 1}, 2))
     assert state["groups"] == [{"lr": 0.1}, {"lr": 0.1}]
     assert (state["tags"], state["counts"], list(state["queue"])) == ({"a", "b"}, {"a": 1}, [{"deep": 1}])
-    assert given_["groups"][1]["lr"] == 1  # what was shared still is
+    assert given_["groups"][1]["lr"] == 1  # shared objects are still shared
     assert given_["model"]._metadata is not weights
     assert given_["model"]._metadata == weights._metadata
     assert type(given_["named"]) is Pair
@@ -431,7 +433,9 @@ def test_a_missing_library_is_named_before_training(
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets what the program `lzop` does, in Python. This one speaks gzip, whose files `load` reads as well."""
+    """Define in Python what the program `lzop` does. The default speaks gzip, which `load` reads under that suffix as
+    well.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -472,7 +476,7 @@ def test_what_is_there_is_left_alone_unless_told(tmp_path: Path, suffix: str) ->
     path = tmp_path / f"a{suffix}"
     first, second = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
     dump(first, path)
-    linked = tmp_path / "linked"  # what the uploader has of it
+    linked = tmp_path / "linked"  # stands for the uploader's hard link to the file
     linked.hardlink_to(path)
     before = linked.read_bytes()
     with pytest.raises(DestinationError, match=r"already exists: .*pass overwrite=True"):
@@ -527,7 +531,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tmp_path: Path, is_namele
 
 
 def stall(path: Path, writing: int, *, is_nameless: bool) -> NoReturn:
-    """Write a file, and wait in the middle of it, having said so, until the end."""
+    """Write a file, report from the middle of it, and wait there until the process is killed."""
     try:
         torch.set_num_threads(1)
         if not is_nameless:
@@ -556,7 +560,7 @@ def test_killed_in_the_middle_it_leaves_the_old_file_or_none(
     dump({"w": torch.ones(3)}, old)
     for path in (old, new):
         reading, writing = os.pipe()
-        pid = os.fork()  # which has torch loaded already
+        pid = os.fork()  # the child has torch loaded already
         if pid == 0:
             stall(path, writing, is_nameless=is_nameless)
         os.close(writing)
@@ -567,14 +571,14 @@ def test_killed_in_the_middle_it_leaves_the_old_file_or_none(
     assert load(old)["w"].tolist() == [1.0, 1.0, 1.0]
     left = {each.name for each in tmp_path.iterdir()} - {old.name}
     assert new.name not in left
-    assert is_nameless == (not left)  # where the kernel cannot do it, a hidden file stays
+    assert is_nameless == (not left)  # where the kernel has no O_TMPFILE, a hidden file stays
     assert all(name.startswith(".ckpt_async-") for name in left)
-    dump({"w": torch.zeros(3)}, new)  # and is in nobody's way
+    dump({"w": torch.zeros(3)}, new)  # a leftover does not get in the way
     assert load(new)["w"].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_two_that_write_one_name_do_not_mix(tmp_path: Path) -> None:
-    """One has come first; the other hears of it, though nothing was there when it began."""
+    """If another writer creates the name after this one has started, this one must fail and not replace the file."""
 
     def race(state: dict[str, Any]) -> None:
         with contextlib.suppress(DestinationError):

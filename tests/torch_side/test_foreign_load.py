@@ -1,4 +1,4 @@
-"""Resuming from what OLMo, OLMo-core and ML Flashpoint wrote: found and loaded by the same calls as what is ours."""
+"""Resuming from what OLMo, OLMo-core and ML Flashpoint wrote, with the same calls as for our own checkpoints."""
 
 import os
 import pickle
@@ -44,7 +44,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def test_an_olmo_core_run_is_resumed_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest that is finished, from below `model_and_optim`; the trainer's state of this rank, or of rank 0."""
+    """The newest finished checkpoint is loaded from `model_and_optim`, with the trainer state of this rank or else of
+    rank 0.
+    """
     train = {0: {"global_step": 20, "of": 0}, 1: {"global_step": 20, "of": 1}}
     foreign_files.olmo_core(tmp_path / "run" / "step10", trained(10), {0: {"global_step": 10}})
     foreign_files.olmo_core(tmp_path / "run" / "step20", trained(20), train)
@@ -66,7 +68,9 @@ def test_an_olmo_core_run_is_resumed_in_one_call(tmp_path: Path, monkeypatch: py
 
 
 def test_an_olmo_run_is_resumed_in_one_call(tmp_path: Path) -> None:
-    """`torch_new` of OLMo 0.6: DCP below `model_and_optim`, `config.yaml` last. What was never renamed is none."""
+    """`torch_new` of OLMo 0.6 puts DCP below `model_and_optim` and writes `config.yaml` last. A folder that still has
+    its temporary name is not a checkpoint.
+    """
     for step, name in ((10, "step10"), (20, "step20"), (30, "step30-tmp")):
         folder = tmp_path / "run" / name
         foreign_files.dcp(folder / "model_and_optim", trained(step))
@@ -90,7 +94,9 @@ def test_our_own_upload_of_such_a_folder_is_loaded_too(tmp_path: Path) -> None:
 
 
 def test_of_two_parts_one_is_chosen(tmp_path: Path) -> None:
-    """As transformers leaves them of FSDP, and OLMo's `olmo_core` kind."""
+    """transformers with FSDP and OLMo's `olmo_core` format leave two such parts, and picking one silently could be
+    wrong.
+    """
     folder = tmp_path / "run" / "step20"
     foreign_files.dcp(folder / "model", trained(20)["model"])
     foreign_files.dcp(folder / "optim", trained(20)["optim"])
@@ -104,7 +110,7 @@ def test_of_two_parts_one_is_chosen(tmp_path: Path) -> None:
 
 
 def test_metadata_of_torch_before_2_3_is_read(tmp_path: Path) -> None:
-    """`TensorProperties` was elsewhere then: torch still has it there, for ShardedTensor."""
+    """`TensorProperties` was in another module then; torch still has it there, for ShardedTensor."""
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
     folder = tmp_path / "run" / "step20"
@@ -124,7 +130,7 @@ def test_metadata_of_torch_before_2_3_is_read(tmp_path: Path) -> None:
 
 
 def test_a_damaged_size_in_an_archives_directory_is_damage(tmp_path: Path) -> None:
-    """Its CRC-32 is right: of all that is read, only the two sizes of a record differ."""
+    """The record's CRC-32 is correct: of everything that is read, only its two sizes disagree."""
     for step in (10, 20):
         foreign_files.dcp(tmp_path / f"run/step{step}", trained(step))
     path = tmp_path / "run/step20/__0_0.distcp"
@@ -133,7 +139,7 @@ def test_a_damaged_size_in_an_archives_directory_is_damage(tmp_path: Path) -> No
     assert len(entries) == 4
     for entry in entries:
         damaged = bytearray(good)
-        damaged[entry + 26] ^= 1  # the third byte of the size that it has unpacked
+        damaged[entry + 26] ^= 1  # the third byte of the record's uncompressed size
         path.write_bytes(damaged)
         state = zeros()
         found = ckpt.load_latest(state, f"file://{tmp_path}/run")
@@ -147,7 +153,9 @@ def test_a_damaged_size_in_an_archives_directory_is_damage(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("form", ["json", "pickle", "torch"])
 def test_ml_flashpoint_objects_are_loaded(tmp_path: Path, form: str) -> None:
-    """Each with its block before what `.metadata` counts, and tensors in its form of either age or torch's."""
+    """Each object has a block before the bytes that `.metadata` counts, and tensors are in its old form, its new form
+    or torch's.
+    """
     foreign_files.flashpoint(tmp_path / "c" / "step-20_ckpt", trained(20), form=form)
     foreign_files.flashpoint(tmp_path / "c" / "step-30_ckpt", trained(30), form=form)
     (tmp_path / "c" / "step-30_ckpt__0__unfinished").touch()
@@ -224,7 +232,7 @@ def test_a_local_cache_of_another_tools_checkpoint_is_read_first(tmp_path: Path,
     foreign_files.olmo_core(tmp_path / "run" / "step20", trained(20), {0: {"global_step": 20}})
     restore.fetch(restore.find(f"file://{tmp_path}/run"), tmp_path / "cache" / "step20")  # type: ignore[arg-type]
     remote = tmp_path / "run" / "step20" / "model_and_optim" / "__0_0.distcp"
-    remote.write_bytes(bytes(remote.stat().st_size))  # of no use any more
+    remote.write_bytes(bytes(remote.stat().st_size))  # useless from now on
     cache = tmp_path / "cache" / "step20" if is_itself else tmp_path / "cache"
     state = zeros()
     assert ckpt.load_latest(state, f"file://{tmp_path}/run", local_cache=cache) is not None
@@ -240,7 +248,7 @@ def test_a_local_cache_of_another_tools_checkpoint_is_read_first(tmp_path: Path,
 
 
 def test_a_spoilt_copy_in_the_cache_is_read_from_the_store_instead(tmp_path: Path) -> None:
-    """By the CRC-32 of each piece. A copy of another step, under its own name, is not looked at."""
+    """Damage is found by each piece's CRC-32. The cached copy of another step, under its own name, is not used."""
     foreign_files.olmo_core(tmp_path / "run" / "step20", trained(20), {0: {}})
     found = restore.find(f"file://{tmp_path}/run")
     assert found is not None
@@ -272,11 +280,11 @@ def test_nan_in_a_checkpoint_is_refused_if_asked(tmp_path: Path) -> None:
     assert isinstance(caught.value.failures[0][0], StateMismatchError)
     state = zeros()
     assert ckpt.load_latest(state, f"file://{tmp_path}/run", ignore_keys=["model/w"], check_nan=True)
-    assert not state["model"]["w"].any()  # what is ignored is not even filled
+    assert not state["model"]["w"].any()  # what is ignored is not even filled with NaN
 
 
 def test_a_part_that_nobody_saved_shows_as_nan(tmp_path: Path) -> None:
-    """torch itself would leave what was in the tensor before, and say nothing."""
+    """torch itself would silently leave in the tensor whatever was there before."""
     foreign_files.dcp(tmp_path / "run" / "step-20", trained(20))
     path = tmp_path / "run" / "step-20" / ".metadata"
     metadata = pickle.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Files of every format are loaded, the hostile ones refused, and remote ones unpacked only once they are here."""
+"""Files of every format are loaded, hostile ones are refused, and remote ones are unpacked only once they are local."""
 
 import bz2
 import collections
@@ -56,7 +56,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where unpacked copies go: empty again after each load."""
+    """The folder for unpacked copies, which must be empty again after each load."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -69,7 +69,7 @@ def saved(path: Path, state: Any = STATE) -> Path:
 
 
 def safetensors(path: Path, tensors: dict[str, torch.Tensor], **changes: Any) -> Path:
-    """Written by hand, to the letter of the format, with `changes` to entries."""
+    """Write a safetensors file by hand, strictly following the format, with `changes` to its entries."""
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
@@ -129,7 +129,7 @@ def test_compressed_files_load(
 def test_files_without_a_known_suffix_load_by_their_content(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Composer's own example of a file name is `ep1-ba42-rank0`."""
+    """Composer's own example of a file name has no suffix: `ep1-ba42-rank0`."""
     torch.save(STATE, tmp_path / "old", _use_new_zipfile_serialization=False)
     plain = saved(tmp_path / "ep1-ba42-rank0").read_bytes()
     archive(tmp_path / "an-archive", "w", ("x.pt", plain))
@@ -147,7 +147,7 @@ def test_files_without_a_known_suffix_load_by_their_content(
 
 
 def test_what_is_recognised_by_its_content_is_unpacked_once(tmp_path: Path, temporary: Path) -> None:
-    """A gzip file can hold itself, and its name would end that no more than its content."""
+    """A gzip file can contain itself, so without suffixes that say how often to unpack, unpacking might never end."""
     (tmp_path / "twice").write_bytes(gzip.compress(gzip.compress(saved(tmp_path / "a.pt").read_bytes())))
     with pytest.raises(FormatError, match="unknown format"):
         load(tmp_path / "twice")
@@ -160,7 +160,7 @@ def test_what_is_recognised_by_its_content_is_unpacked_once(tmp_path: Path, temp
 def test_libraries_read_what_is_compressed_and_report_damage(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no programs
+    monkeypatch.setenv("PATH", str(tmp_path))  # so no programs are found
     library = CODECS[suffix].module()
     whole = library.compress(saved(tmp_path / "a.pt").read_bytes())
     path = tmp_path / f"b.pt{suffix}"
@@ -175,7 +175,9 @@ def test_libraries_read_what_is_compressed_and_report_damage(
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Programs `zstd`, `lz4` and `lzop` that speak gzip, and no libraries: the machine need not have the real ones."""
+    """Provide programs `zstd`, `lz4` and `lzop` that speak gzip and hide the libraries, so that the real ones need not
+    be installed.
+    """
     for library in ("compression.zstd", "backports.zstd", "lz4.frame"):
         monkeypatch.setitem(sys.modules, library, None)
     folder = tmp_path / "bin"
@@ -223,7 +225,7 @@ def test_a_missing_tool_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [("tar", "w"), ("tar.gz", "w:gz"), ("tgz", "w:gz"), ("tar.bz2", "w:bz2"), ("tar.lzma", "w:xz")],
 )
 def test_archives_load(tmp_path: Path, temporary: Path, suffix: str, mode: str) -> None:
-    """As Composer writes them: the folder itself comes first."""
+    """Composer's archives contain the folder itself as their first member."""
     states = saved(tmp_path / "a.pt").read_bytes()
     members = [("", None), ("composer_states.pt", states), ("deepspeed", None), ("deepspeed/zero.pt", b"x")]
     path = archive(tmp_path / f"b.{suffix}", mode, *members)
@@ -260,7 +262,7 @@ def test_a_safetensors_file_beside_it_is_preferred(tmp_path: Path) -> None:
     assert {name: (each.dtype, each.tolist()) for name, each in found.items()} == {
         name: (each.dtype, each.tolist()) for name, each in tensors.items()
     }
-    found["a"].add_(1)  # it is ours, not a view of the file
+    found["a"].add_(1)  # the tensor is our own memory, not a view of the file
     assert load(tmp_path / "m.safetensors", map_location="meta")["a"].is_meta
     with pytest.raises(FormatError, match="one device"):
         load(tmp_path / "m.safetensors", map_location={"cuda:0": "cpu"})
@@ -317,7 +319,7 @@ def test_a_file_that_would_run_code_is_rejected(tmp_path: Path, monkeypatch: pyt
 
 
 def test_torchs_legacy_tar_format_is_rejected(tmp_path: Path) -> None:
-    """Before 2.6 torch unpacks and reads what is in one, `weights_only` or not."""
+    """Before 2.6, torch unpacks and reads the content of such a file whether or not `weights_only` is set."""
     tar = archive(tmp_path / "a.tar", "w", ("storages", pickle.dumps(Runs())), ("pickle", b""))
     tar.rename(tmp_path / "a.pt")
     with pytest.raises(UnsafePickleError, match="legacy tar"):
@@ -325,7 +327,7 @@ def test_torchs_legacy_tar_format_is_rejected(tmp_path: Path) -> None:
 
 
 def test_damage_anywhere_in_a_torch_file_is_reported(tmp_path: Path) -> None:
-    """torch raises almost any error then; the user is told which file."""
+    """On damage torch may raise almost any error; the user must learn which file is damaged."""
     path = tmp_path / "a.pt"
     torch.save({"model": {"w": torch.ones(4, 4)}, "n": [1, (2,)]}, path, _use_new_zipfile_serialization=False)
     whole, chance = path.read_bytes(), random.Random(5)
@@ -369,8 +371,8 @@ def test_truncated_or_foreign_files_are_rejected(tmp_path: Path, temporary: Path
 @pytest.mark.parametrize(
     "change",
     [
-        {"data_offsets": [0, 8]},  # not the shape's size
-        {"data_offsets": [4, 44]},  # beyond the file
+        {"data_offsets": [0, 8]},  # does not match the shape's size
+        {"data_offsets": [4, 44]},  # beyond the end of the file
         {"data_offsets": [-40, 0]},
         {"data_offsets": [0, 40.0]},
         {"shape": [10, True]},
@@ -418,7 +420,7 @@ def member(name: str, **fields: Any) -> tarfile.TarInfo:
         member("null", type=tarfile.CHRTYPE, devmajor=1, devminor=3),
         member("disk", type=tarfile.BLKTYPE),
         member("pipe", type=tarfile.FIFOTYPE),
-        member("good.pt"),  # a second time
+        member("good.pt"),  # a second member of that name
         member("good.pt/below"),
         member("f" * 300),
     ],
@@ -449,7 +451,7 @@ def test_archives_are_limited_in_unpacked_size(tmp_path: Path, temporary: Path) 
 
 
 def test_archives_with_huge_headers_take_little_memory(tmp_path: Path) -> None:
-    """`tarfile` reads a PAX header whole: here one of 64 GiB, by what it says of itself."""
+    """`tarfile` reads a PAX header into memory whole; this one claims to be 64 GiB."""
     header = member("x", type=tarfile.XHDTYPE, size=64 << 30)
     (tmp_path / "a.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + bytes(4096))
     with pytest.raises(FormatError, match="headers of more than"):
@@ -457,7 +459,7 @@ def test_archives_with_huge_headers_take_little_memory(tmp_path: Path) -> None:
 
 
 def test_a_sparse_files_map_takes_little_memory(tmp_path: Path) -> None:
-    """One of 20 million numbers compresses to 39 KB, and `tarfile` would make 1 GB of it."""
+    """A map of 20 million numbers compresses to 39 KB, and `tarfile` would turn it into 1 GB of memory."""
     sparse = {
         "GNU.sparse.major": "1",
         "GNU.sparse.minor": "0",
@@ -473,7 +475,7 @@ def test_a_sparse_files_map_takes_little_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
 def test_archives_of_headers_only_are_refused(tmp_path: Path, kind: bytes) -> None:
-    """`tarfile` calls itself for each."""
+    """`tarfile` recurses once for each header."""
     body = b"9 path=a\n" if kind != tarfile.GNUTYPE_LONGNAME else b"x.pt\0"
     header = member("x", type=kind, size=len(body)).tobuf(tarfile.USTAR_FORMAT) + body.ljust(512, b"\0")
     (tmp_path / "a.tar").write_bytes(header * 900 + member("x.pt").tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
@@ -482,7 +484,7 @@ def test_archives_of_headers_only_are_refused(tmp_path: Path, kind: bytes) -> No
 
 
 def test_archives_with_deep_folders_are_refused_and_leave_nothing(tmp_path: Path, temporary: Path) -> None:
-    """Folders are made and removed by recursion, level by level."""
+    """Creating and removing folders recurses once for each level."""
     archive(tmp_path / "a.tar", "w", ("a/" * 700 + "x.pt", b""), ("a/" * 1400 + "x.pt", b""))
     with pytest.raises(FormatError, match="folders deep"):
         load(tmp_path / "a.tar")
@@ -512,9 +514,9 @@ asked: list[str] = []
 
 
 def says_no(path: str, specs: Any) -> bool:
-    """What CHECKPOINT_VALIDATION_FUNCTION may lead to."""
+    """A validation function that CHECKPOINT_VALIDATION_FUNCTION may name."""
     assert specs is None
-    assert Path(path).stat().st_size > 0  # it may look into what is going to be loaded
+    assert Path(path).stat().st_size > 0  # it may look into the file that is about to be loaded
     asked.append(Path(path).name)
     return False
 
@@ -523,7 +525,7 @@ def says_no(path: str, specs: Any) -> bool:
 def test_the_validation_function_runs_before_anything_is_decoded(
     tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
-    """As Composer does before each torch.load: about the file that is unpacked."""
+    """Composer calls the function before each torch.load, with the unpacked file; so does `load`."""
     monkeypatch.chdir(tmp_path)
     if is_named:
         monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", f"{__name__}.says_no")
@@ -642,7 +644,7 @@ def test_name_templates_are_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fill("{node_rank}") == "3"
     with pytest.raises(InvalidNameError, match=r"\{rank\}, \{local_rank\}.*'epoch'"):
         fill("{epoch}")
-    monkeypatch.delenv("RANK")  # known only where it is asked for
+    monkeypatch.delenv("RANK")  # needed only if the pattern names it
     assert fill("{run_name}/rank-0", run_name="r") == "r/rank-0"
     with pytest.raises(SettingsError, match="without RANK"):
         fill("{rank:03d}")
@@ -660,7 +662,7 @@ def test_local_file_templates_accept_only_the_rank() -> None:
 def test_remote_files_are_unpacked_after_the_fetch(
     s3_url: str, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Composer unpacks before it has downloaded. One that is damaged in the store is never unpacked at all."""
+    """Composer unpacks while it downloads. Here, a file that is damaged in the store is never unpacked at all."""
     folder = tmp_path / "ckpt"
     step = folder / "step-1"
     step.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A trainer's state is captured from its parts, and put back into others of the same kind."""
+"""A trainer's state is captured from its parts, and put back into other parts of the same kind."""
 
 import logging
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.torch_side.states import is_same, trained
 
 
 class Loader:
-    """A data loader that knows where it is."""
+    """A data loader that knows its position."""
 
     def __init__(self, at: int = 0) -> None:
         self.at = at

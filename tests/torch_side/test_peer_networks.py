@@ -1,7 +1,7 @@
-"""Two nodes that resume together, on real networks: namespaces of the kernel with a cable between them.
+"""Two nodes that resume together over real networks: kernel network namespaces joined by a cable.
 
-Both have the same host name, as cloned images do. It needs no root, but a kernel that lets users make namespaces; how
-addresses are chosen is also tested without, in test_addresses.
+Both nodes have the same host name, as cloned images do. The tests need no root, but a kernel that lets users create
+namespaces; test_addresses also tests without one how addresses are chosen.
 """
 
 import json
@@ -21,7 +21,7 @@ NAMES = [f"{number}.pt" for number in range(8)]
 SCENARIOS = ["ipv6", "loopback", "no-name", "interface", "dead"]
 NEEDED = "unshare --user --map-root-user --net --mount --uts"
 
-# The second node, then the cable, then the first node; whoever ends first ends all.
+# Start the second node, then the cable, then the first node; when one of them ends, all are ended.
 SCRIPT = """
 set -e
 node() { mount --bind "$BASE/hosts-$1" /etc/hosts; hostname twin; ip link set lo up; }
@@ -49,7 +49,7 @@ wait "$near"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One start of both nodes plays all scenarios."""
+    """What both nodes did in all scenarios, played in a single start."""
     if (may := subprocess.run([*NEEDED.split(), "true"], capture_output=True, text=True)).returncode:
         pytest.skip(f"no namespaces here: `{NEEDED}` says {may.stderr.strip()}")
     base = tmp_path_factory.mktemp("networks")
@@ -92,8 +92,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 @pytest.mark.parametrize("name", ["ipv6", "loopback", "no-name", "interface"])
 def test_each_byte_leaves_the_store_once(results: Any, name: str) -> None:
-    """Over IPv6 alone; where the master's own name leads itself to loopback; where it stands for nothing; where the
-    interface is named. Half of it comes from the other node.
+    """This must hold over IPv6 alone, where the master's host name resolves to its own loopback, where that name does
+    not resolve, and where the interface is named. Half of the bytes come from the other node.
     """
     for each in results[name]:
         assert each["bytes_from"] == {"remote": 4 * MIB, "peer": 4 * MIB}
@@ -101,7 +101,7 @@ def test_each_byte_leaves_the_store_once(results: Any, name: str) -> None:
 
 
 def test_an_unreachable_node_is_reported_once(results: Any) -> None:
-    """By its name, with what came from the store instead of it."""
+    """The report names the node and says how much came from the store instead."""
     first, second = results["dead"]
     assert first["bytes_from"] == {"remote": 4 * MIB, "peer": 4 * MIB}
     assert first["lines"] == []

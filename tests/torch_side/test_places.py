@@ -30,7 +30,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def put(url: str, content: bytes) -> str:
-    """An object that another tool has written."""
+    """Store an object as another tool would; return its URL."""
     from ckpt_async.core.settings import Settings
     from ckpt_async.transfer.patient import connect
 
@@ -72,7 +72,7 @@ def test_a_rank_without_a_file_falls_back(tmp_path: Path, url: str, monkeypatch:
 
 
 def test_pointers_are_followed(url: str, tmp_path: Path) -> None:
-    """Relative to their place; or, in a bucket, by the object's whole name as Composer writes it."""
+    """A pointer is relative to its own place or, in a bucket, may be the object's full name, as Composer writes it."""
     put(f"{url}/run/ep1-rank0.pt", dumped(STATE))
     pointer = f"{url}/run/latest.symlink"
     put(pointer, b"ep1-rank0.pt\n")
@@ -186,7 +186,7 @@ def test_progress_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     told: list[tuple[int, int]] = []
     load(f"{url}/a.pt", progress=lambda done, total: told.append((done, total)))
     assert told[-1] == (len(data), len(data))
-    load(f"{url}/a.pt")  # standard error is no terminal here
+    load(f"{url}/a.pt")  # stderr is not a terminal here
     load(f"{url}/a.pt", progress=False)
     assert capsys.readouterr().err == ""
     load(f"{url}/a.pt", progress=True)
@@ -211,7 +211,7 @@ def test_names_in_a_store_are_checked(url: str) -> None:
 
 
 def test_one_rank_reads_for_all(tmp_path: Path) -> None:
-    """All scenarios in one process group."""
+    """One process group plays all scenarios."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.torch_side.broadcast_ranks", "3", str(tmp_path)],
         cwd=Path(__file__).parent.parent.parent,
@@ -226,7 +226,7 @@ def test_one_rank_reads_for_all(tmp_path: Path) -> None:
     assert [each["reads"] for each in found] == [2, 0, 0]
     assert all("rank 0 failed: FileNotFoundError" in each["error"] for each in found)
     assert all("UnsafePickleError" in each["refused"] for each in found)
-    # 64 MiB of state: a second copy, or one in a message, would be as much again
+    # The state takes 64 MiB. A second copy of it, or one in a message, would take as much again.
     assert all(each["peak"] < 64 + 40 for each in found[1:]), [each["peak"] for each in found]
 
 

@@ -1,4 +1,4 @@
-"""Ranks that resume together: nearest copies, each byte out of the store once, failures that reach everybody."""
+"""Ranks that resume together use the nearest copies, read each byte from the store once, and all see each failure."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """One start of four ranks plays all scenarios: starting torch is what costs."""
+    """What four ranks did in all scenarios, played in a single start, because starting torch is slow."""
     base = tmp_path_factory.mktemp("resume")
     remote, rng = f"file://{base}/remote", random.Random(3)
     with Uploader(base / "truth", remote, rank=0, world_size=1, latest_filename="") as uploader:
@@ -47,9 +47,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for name in ("intact", "wiped-node", "own-file"):
         shutil.copytree(base / "truth" / "step-2", base / name / "node-0" / "step-2")
     shutil.copytree(base / "truth" / "step-2", base / "intact" / "node-1" / "step-2")
-    (base / "wiped-node" / "node-0" / "step-2" / "rank-3.pt").write_bytes(
-        bytes(SIZE)
-    )  # damaged, of the right size
+    # Damaged, but of the right size.
+    (base / "wiped-node" / "node-0" / "step-2" / "rank-3.pt").write_bytes(bytes(SIZE))
     names = ["fresh", "intact", "wiped-node", "own-file", "unwritable", "all-wiped", "damaged", "emptied"]
     environment = {
         **os.environ,
@@ -67,7 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     try:
         assert ranks.wait(150) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
+        with contextlib.suppress(ProcessLookupError):  # normally all have ended
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
     return {
@@ -85,14 +84,16 @@ def test_nothing_to_resume_from_is_a_fresh_start_for_all(results: Any) -> None:
 
 
 def test_a_remote_that_lost_everything_is_no_fresh_start_for_any_rank(results: Any) -> None:
-    """The journal of the first node knows better: training must not begin anew over a bucket that was emptied."""
+    """The first node's journal knows of committed checkpoints, so training must not start over when a bucket was
+    emptied.
+    """
     for each in results["emptied"]:
         assert each["error"] == "StoreError"
         assert "this node's journal knows" in each["message"]
 
 
 def test_without_a_process_group_there_is_one_rank(tmp_path: Path) -> None:
-    """The same script on one device."""
+    """The same script must also run on a single device."""
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "saved", remote, rank=0, world_size=1) as uploader:
         (tmp_path / "saved/a.pt").write_bytes(b"a" * 100)
@@ -112,8 +113,8 @@ def test_local_files_are_used_locally(results: Any) -> None:
 
 
 def test_a_wiped_node_fetches_from_the_other_node(results: Any) -> None:
-    """A file that is damaged there is found out by its checksum. One node or both fetch it from the store; whoever
-    looks after the other has mended its own may have it from there.
+    """The node's one damaged file is found by its checksum. One node or both fetch that file from the store, because
+    the wiped node may already find the other node's mended copy.
     """
     for each in results["wiped-node"]:
         assert (each["step"], each["is_whole"], each["files"]) == (2, True, NAMES)
@@ -132,7 +133,7 @@ def test_each_rank_may_request_its_own_files(results: Any) -> None:
 
 
 def test_files_nobody_has_are_read_from_the_store_once(results: Any) -> None:
-    """Two nodes that need the same: half each from the store, the other half from each other."""
+    """Of two nodes that need the same files, each reads half from the store and gets the other half from its peer."""
     for each in results["all-wiped"]:
         assert (each["step"], each["is_whole"], each["files"]) == (2, True, NAMES)
     assert total(results["all-wiped"], "remote") == 4 * SIZE

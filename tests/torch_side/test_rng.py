@@ -1,4 +1,4 @@
-"""Random numbers go on where they were, whoever saved their generators."""
+"""Random number generators continue where they were, whichever trainer saved their state."""
 
 import random
 import subprocess
@@ -29,7 +29,9 @@ def draw() -> list[Any]:
 
 
 def test_random_numbers_resume_where_they_were(tmp_path: Path) -> None:
-    """Also in the middle of a pair of normal numbers, of which one is kept for later; read with weights_only."""
+    """This includes the second half of a pair of normal numbers, which generators keep for the next call. The file must
+    be readable with weights_only.
+    """
     random.gauss(0, 1)
     np.random.randn()
     path = save_rng_state(tmp_path, rank=3)
@@ -41,7 +43,7 @@ def test_random_numbers_resume_where_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ours", "all ranks", "composer", "olmo", "whole composer", "whole olmo"])
 def test_what_trainers_save_is_put_back(tmp_path: Path, name: str) -> None:
-    """By way of a file."""
+    """The state goes through a file."""
     np.random.randn()
     made: dict[str, Any] = {
         "ours": capture_rng,
@@ -75,7 +77,7 @@ def test_a_rank_without_a_saved_state_keeps_its_own(tmp_path: Path, monkeypatch:
 
 
 def test_missing_rng_devices_are_skipped() -> None:
-    """Saved on a machine with GPUs, restored on one without; saved without numpy."""
+    """A state may be saved with GPUs and restored without any, or saved without numpy."""
     state = capture_rng()
     del state["numpy"]
     if not torch.cuda.is_available():
@@ -113,7 +115,7 @@ def test_what_is_no_generator_changes_nothing(wrong: Any) -> None:
 
 
 def test_only_exact_keys_count_as_saved_generators() -> None:
-    """Composer's first rule was any name with 'rng' in it: a layer called so then counted as a rank."""
+    """Composer's first rule matched any name containing 'rng', so a layer with such a name counted as a rank."""
     names = [
         "rng.0.torch",
         "rng.0.numpy.1",

@@ -1,4 +1,4 @@
-"""Real full states are loaded by default, and whatever a file says, nothing of it is run."""
+"""Real full states are loaded by default, and nothing in a file is ever executed."""
 
 import collections
 import io
@@ -53,13 +53,13 @@ def test_full_states_load_by_default(tmp_path: Path, name: str, protocol: int, m
     found = load(written(tmp_path, dumped(state, protocol)), mmap=mmap)
     assert is_same(found, state)
     if name == "composer":
-        # what load_state_dict needs to load states of older versions
+        # load_state_dict needs this to load states of older versions
         assert found["state"]["model"]._metadata == state["state"]["model"]._metadata
 
 
 @pytest.mark.parametrize("old", [b"numpy.core.", b"numpy._core."])
 def test_arrays_of_old_and_new_numpy_load(tmp_path: Path, old: bytes) -> None:
-    """The module has moved; a GLOBAL's name has no length that would have to fit."""
+    """numpy has moved the module. GLOBAL names have no length prefix, so the test can replace one with another."""
     state = {"array": np.arange(3), "scalar": np.float32(2.5)}
     content, records = unpacked(dumped(state))
     spelled = content.replace(b"numpy._core.", old).replace(b"numpy.core.", old)
@@ -78,7 +78,7 @@ def test_paths_of_other_systems_load_as_pure_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_the_version_of_torch_loads_as_text(tmp_path: Path, protocol: int) -> None:
-    """Composer saves it."""
+    """Composer saves the version as torch's own string type."""
     found = load(written(tmp_path, dumped({"version": torch.__version__}, protocol)))["version"]
     assert (type(found), found) == (str, str(torch.__version__))
 
@@ -148,7 +148,7 @@ def test_allowed_classes_load(tmp_path: Path, protocol: int) -> None:
 
 
 def test_enums_that_are_spelled_by_getattr_load(tmp_path: Path) -> None:
-    """As Python 3.11.0 to 3.11.3 and 3.12 have written some of them."""
+    """Python 3.11.0 to 3.11.3 and 3.12 pickle some enums this way."""
     module, name = Stage.__module__.encode(), b"Stage"
     by_name = b"\x80\x02c__builtin__\ngetattr\nc%s\n%s\nX\x05\0\0\0DECAY\x86R." % (module, name)
     assert load(written(tmp_path, packed(by_name)), allow=[Stage]) is Stage.DECAY
@@ -167,7 +167,7 @@ def test_what_is_no_class_cannot_be_allowed(tmp_path: Path, wrong: Any) -> None:
 
 
 def test_it_is_decoded_before_keys_are_ignored(tmp_path: Path) -> None:
-    """Else what is ignored could run."""
+    """Otherwise a file could execute code from a part that is ignored."""
     path = written(tmp_path, dumped({"a": 1, "progress": Progress(3, Stage.DECAY)}))
     with pytest.raises(UnsafePickleError, match="Progress"):
         load(path, ignore_keys=["progress"])
@@ -220,7 +220,7 @@ MKDIR = "pwned"
 SOMETHING = text("x" * 60_000) + b"q\x00"
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    # what would run
+    # code that would be executed
     "system": (EVIL + text("mkdir pwned") + b"\x85R", "posix.system"),
     "eval": (named("builtins", "eval") + text("__import__('os').mkdir('pwned')") + b"\x85R", "builtins.eval"),
     "mkdir as a value": (
@@ -252,7 +252,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "tensor by its class": (named("torch", "Tensor") + b"K\x7f\x85R", "a tensor without a storage"),
     "new tensor": (named("torch", "Tensor") + b")\x81", "a tensor without a storage"),
-    # through what is allowed
+    # attacks through allowed names
     "factory": (named("collections", "defaultdict") + EVIL + b"\x85R", "posix.system"),
     "factory that is a function": (
         named("collections", "defaultdict") + named("torch._utils", "_rebuild_tensor_v2") + b"\x85R",
@@ -320,7 +320,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         named("torch.torch_version", "TorchVersion") + text("2") + b"\x85\x81}b",
         "gives a state to a str",
     ),
-    # memory that is not the tensor's
+    # memory outside the tensor's storage
     "more than its storage": (tensor(size=b"K\x11\x85"), "larger than its storage"),
     "beyond its storage": (tensor(offset=1), "larger than its storage"),
     "before its storage": (tensor(offset=-1), "without a storage"),
@@ -370,7 +370,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "array of another version": (array(b"K\x01\x85", dtype("i1"), b"C\x01a", b"K\x02"), "of another kind"),
     "shape that is text": (array(text("a"), dtype("i1"), b"C\x01a"), "without a shape"),
     "dtype of 4 GiB": (dtype("U99999999999"), "'U99999999999'"),
-    # what would take memory or time
+    # excessive memory or time
     "bytes of 2⁴⁰": (named("builtins", "bytearray") + long(1 << 40) + b"\x85R", "bytes of something else"),
     "bytes of 2⁶² in the file": (b"\x8e" + struct.pack("<Q", 1 << 62), "cut short"),
     "bytearray of 2⁶²": (b"\x96" + struct.pack("<Q", 1 << 62), "cut short"),
@@ -456,7 +456,7 @@ def test_hostile_files_are_rejected_without_effect(
 
 
 def test_the_corpus_is_hostile_to_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attacks work where nobody looks: else the test above would prove nothing."""
+    """If these attacks did not work against plain pickle, the test above would prove nothing."""
     monkeypatch.chdir(tmp_path)
     for name in ("system", "eval", "mkdir as a value"):
         pickle.loads(b"\x80\x02" + HOSTILE[name][0] + b".")
@@ -472,7 +472,7 @@ def test_the_corpus_is_hostile_to_pickle(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Gadget:
-    """An allowed class whose state is checked by nobody but itself."""
+    """An allowed class that alone checks its state."""
 
     ran: ClassVar[list[object]] = []
 
@@ -481,7 +481,7 @@ class Gadget:
 
 
 def test_only_the_code_of_allowed_classes_runs(tmp_path: Path, somewhere: Path) -> None:
-    """With data, and with nothing else."""
+    """An allowed class receives plain data, and nothing that could be called."""
     made = named(__name__, "Gadget") + b")\x81"
     load(written(tmp_path, packed(b"\x80\x02" + made + b"}" + text("a") + b"K\x01sb.")), allow=[Gadget])
     assert Gadget.ran == [{"a": 1}]
@@ -537,7 +537,7 @@ def test_archives_of_another_kind_are_rejected(tmp_path: Path, data: bytearray, 
 
 
 def test_records_that_share_bytes_are_rejected(tmp_path: Path) -> None:
-    """A file of 1 GB whose directory names its bytes a million times would take a petabyte."""
+    """In a 1 GB file whose directory lists the same bytes a million times, the records would unpack to a petabyte."""
     content = b"\x80\x02]" + b"".join(tensor().replace(text("0"), text(key)) + b"a" for key in "01") + b"."
     data = zipped(("a/data.pkl", content), ("a/data/0", bytes(64)), ("a/data/1", bytes(64)))
     assert len(load(written(tmp_path, bytes(data)))) == 2
@@ -561,7 +561,7 @@ def test_every_truncation_is_rejected(tmp_path: Path, mmap: bool) -> None:
 
 
 def test_mutants_run_nothing_and_take_little_memory() -> None:
-    """In a process that is watched; `python -m tests.torch_side.fuzz_states 100000` tries more."""
+    """The mutants are read in a watched process; `python -m tests.torch_side.fuzz_states 100000` tries more of them."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.torch_side.fuzz_states", "2000", "1"],
         cwd=Path(__file__).parent.parent.parent,

@@ -1,4 +1,4 @@
-"""Copies of states: equal, independent, sharing what the original shares, in memory that is used again."""
+"""Snapshots of states are equal and independent, share what the original shares, and reuse their memory."""
 
 import copy
 import random

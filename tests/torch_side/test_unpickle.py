@@ -1,4 +1,4 @@
-"""DCP's `.metadata` is read without running what it says; what real torch writes is read as torch reads it."""
+"""DCP's `.metadata` is read without executing anything in it, with the same result as torch's own reader."""
 
 import collections
 import contextlib
@@ -29,19 +29,19 @@ from torch.distributed.checkpoint.metadata import (
 from ckpt_async.errors import UnsafePickleError
 from ckpt_async.torch import load_metadata
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about saving without ranks
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about saving without ranks
 
 STORABLE = [
     *("bfloat16 bool complex128 complex32 complex64 float16 float32 float64 int16 int32 int64 int8").split(),
     *("uint8 uint16 uint32 uint64 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz").split(),
-    # Of later versions than 2.4:
+    # Only in torch later than 2.4:
     *(each for each in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, each)),
 ]
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a trainer saves: tensors of all types, an optimizer, nested and plain things."""
+    """A checkpoint as a trainer saves it: tensors of all types, an optimizer, nested and plain values."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(3, 4)).sum().backward()
@@ -60,7 +60,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_real_metadata_is_read_as_torch_reads_it(saved: Path) -> None:
-    """By path, folder and bytes. (FSDP2 and DDP of several ranks: in the tests of reading DCP.)"""
+    """It can be given by path, folder or bytes. (Metadata of FSDP2 and DDP on several ranks is covered by the DCP
+    tests.)
+    """
     data = (saved / ".metadata").read_bytes()
     expected = pickle.loads(data)
     assert len(expected.state_dict_metadata) > 30
@@ -95,7 +97,7 @@ def test_every_field_and_protocol_is_read(protocol: int, path: Any) -> None:
 
 
 def test_metadata_of_torch_2_4_is_read() -> None:
-    """It knows fewer fields; what it leaves out is not there."""
+    """torch 2.4 knows fewer fields, and the file does not contain the missing ones."""
     stored, meta = _StorageInfo("__0_0.distcp", 0, 9), StorageMeta(Path("/x/y"), "s", "l")
     stored.__dict__.pop("transform_descriptors", None)
     meta.__dict__.pop("modules", None)
@@ -127,11 +129,11 @@ def named(module: str, name: str) -> bytes:
 
 DCP = "torch.distributed.checkpoint.metadata"
 NEW_METADATA = named(DCP, "Metadata") + b")\x81"
-# Two hundred tuples, each twice the one before: 2²⁰⁰ things to hash or to print.
+# Two hundred tuples, each containing the one before twice: 2²⁰⁰ items to hash or to print.
 LAUGHS = b")" + b"\x94h\x00h\x00\x86" + b"".join(b"\x94h%ch%c\x86" % (n, n) for n in range(1, 200))
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    # what would run, and the name that is complained about
+    # code that would be executed, and the name in the error message
     "system": (pickle.dumps(Calls(os.system, "touch pwned")), "posix.system"),
     "eval": (pickle.dumps(Calls(eval, "open('pwned', 'w')")), "builtins.eval"),
     "exec by protocol 0": (b'c__builtin__\nexec\n(S\'open("pwned","w")\'\ntR.', "__builtin__.exec"),
@@ -159,7 +161,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "numpy": (named("numpy", "load") + b".", "numpy.load"),
     "name that is no text": (b"K\x01K\x02\x93.", "without a name"),
     "laughing name": (b"\x80\x04" + LAUGHS + b"\x94" + text("x") + b"\x93.", "without a name"),
-    # allowed names used for what they are not
+    # allowed names used for something else
     "poison a function": (
         named("torch.serialization", "_get_layout") + b"}" + text("cache") + b"}sb.",
         "no new object",
@@ -196,7 +198,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "set": (b"\x8f.", "EMPTY_SET"),
     "bytearray of 2⁶² bytes": (b"\x96" + struct.pack("<Q", 1 << 62) + b".", "BYTEARRAY8"),
     "number of 2 GiB": (b"\x8b\xff\xff\xff\x7f.", "LONG4"),
-    # what would take memory or time
+    # excessive memory or time
     "memo of 32 GiB": (b"Nr\xff\xff\xff\xff0.", "POP"),
     "memo that is not there": (b"j\xff\xff\xff\xff.", "not DCP metadata"),
     "text of 4 GiB": (b"X\xff\xff\xff\xff.", "cut short"),
@@ -241,7 +243,7 @@ def test_hostile_pickles_are_rejected_without_effect(name: str, somewhere: Path)
 
 
 def test_the_corpus_is_hostile_to_pickle(somewhere: Path) -> None:
-    """The attacks work where nobody looks: else the test above would prove nothing."""
+    """If these attacks did not work against plain pickle, the test above would prove nothing."""
     for name in ("system", "eval", "within real", "dotted"):
         try:
             pickle.loads(HOSTILE[name][0])
@@ -279,7 +281,7 @@ def test_malformed_metadata_is_rejected(saved: Path, change: Any, complaint: str
 
 
 def test_work_is_linear_in_the_file_size() -> None:
-    """A long list that a million tensors share is one reason for quadratic time. Here it is refused at once."""
+    """A long list shared by many tensors is one way to make the work quadratic. It must be refused at once."""
     chunks = [ChunkStorageMetadata(torch.Size([0]), torch.Size([1])) for _ in range(1000)]
     shared = {
         f"t{n}": TensorStorageMetadata(TensorProperties(), torch.Size([1]), chunks) for n in range(1000)
@@ -308,7 +310,9 @@ def test_every_truncation_of_real_metadata_is_rejected(saved: Path) -> None:
 @given(edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), min_size=1, max_size=4))
 @example(edits=[(0, b"")])
 def test_mutations_are_read_or_rejected(saved: Path, somewhere: Path, edits: list[tuple[int, bytes]]) -> None:
-    """Whatever bytes are put into a real one: metadata or UnsafePickleError, in little time, and nothing is run."""
+    """For any bytes written into a real file, the result is metadata or UnsafePickleError, quickly, with nothing
+    executed.
+    """
     data = bytearray((saved / ".metadata").read_bytes())
     for at, new in edits:
         start = at % len(data)

@@ -1,4 +1,6 @@
-"""Whole files out of sharded checkpoints: what torch itself would make of them, in little memory, or nothing."""
+"""Whole files made from sharded checkpoints: exactly what torch itself would make of them, in little memory, or
+nothing.
+"""
 
 import base64
 import contextlib
@@ -41,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four ranks' checkpoints in all of OLMo's formats, written by torch under FSDP."""
+    """Checkpoints of four ranks in all of OLMo's formats, written by torch under FSDP."""
     folder = tmp_path_factory.mktemp("olmo")
     command = [sys.executable, "-m", "tests.torch_side.fsdp_ranks", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=200)
@@ -65,7 +67,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def loaded(path: Path) -> Any:
-    """By torch itself, whichever way it reads."""
+    """Load a file with torch, in both of its ways of reading, and check that `load` agrees."""
     state = torch.load(path, weights_only=True)
     assert same(torch.load(path, weights_only=True, mmap=True), state)
     assert same(ckpt.load(path), state)
@@ -131,7 +133,7 @@ def test_an_unsharded_folder_is_found_and_converted_again(olmo: Path, tmp_path: 
 
 
 def test_local_checkpoints_of_torch_2_0_are_read(olmo: Path, tmp_path: Path) -> None:
-    """Its flat parameters had no padding in between, and said where the parts are in another way."""
+    """Flat parameters had no padding in between then, and stored the positions of their parts differently."""
     shutil.copytree(olmo / "local", tmp_path / "old")
     for path in (tmp_path / "old").glob("step5/model/rank*.pt"):
         state = torch.load(path, weights_only=False)
@@ -154,7 +156,7 @@ def test_local_checkpoints_of_torch_2_0_are_read(olmo: Path, tmp_path: Path) -> 
 
 
 def test_parts_of_any_shape_are_put_together(olmo: Path, tmp_path: Path) -> None:
-    """DTensors on a 2 x 2 mesh, whose sizes no rank divides."""
+    """The tensors are DTensors on a 2 x 2 mesh, and no dimension is a multiple of the number of ranks."""
     ckpt.unshard(found(olmo / "grid"), tmp_path / "grid.safetensors")
     grid = torch.arange(7 * 11 * 3, dtype=torch.float32).reshape(7, 11, 3)
     tensors = ckpt.load(tmp_path / "grid.safetensors")
@@ -170,7 +172,9 @@ boxes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 def test_blocks_follow_each_other_and_parts_are_read_in_order(
     box: tuple[int, ...], max_elements: int, data: Any
 ) -> None:
-    """Each element once, in C order, no block too large; and what a part has of each is one stretch of it."""
+    """Blocks must cover each element once, in C order, without exceeding the size limit; and the elements that a part
+    contributes to a block must be contiguous in the part.
+    """
     cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=2))}) for size in box]
     parts = []
     for at in range(math.prod(len(each) - 1 for each in cuts)):
@@ -232,7 +236,7 @@ def normal(state: Any) -> Any:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Bit by bit: there is no equality of 8-bit floats."""
+    """Compare bit by bit, because 8-bit floats have no equality operator."""
     if isinstance(b, torch.Tensor):
         bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
@@ -280,7 +284,7 @@ def test_tied_weights_stay_one_and_ignored_keys_are_left_out(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["ba1-rank0.pt", "step1/rank0.pt"])
 def test_what_is_twice_in_a_state_is_twice_in_the_file(tmp_path: Path, name: str) -> None:
-    """One dict or list for both, as torch.load reads it."""
+    """Both occurrences must be the same dict or list again, as torch.load reads them."""
     weights, both = {"w": torch.randn(3, 2)}, [torch.ones(2), (torch.zeros(1), 1)]
     state = {"model": weights, "ema": weights, "a": both, "b": {"c": both}}
     path = tmp_path / "run" / name
@@ -311,14 +315,14 @@ def test_a_state_that_holds_itself_or_has_no_end_is_refused(tmp_path: Path, is_d
 
 
 def test_a_list_that_lost_an_empty_dict_is_refused(tmp_path: Path) -> None:
-    """DCP does not save it; what is behind it would move up."""
+    """DCP does not save the empty dict, so the elements behind it would silently move up."""
     foreign_files.dcp(tmp_path / "run" / "step-20", {"l": [{}, torch.ones(4), [], torch.ones(5)]})
     with pytest.raises(FormatError, match="list at 'l' has nothing at position 0"):
         ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
 
 
 def olmo_names(state: dict[str, Any], *above: Any) -> dict[str, torch.Tensor]:
-    """As olmo/safetensors_util.py names what it writes."""
+    """Name tensors as olmo/safetensors_util.py does."""
     tensors: dict[str, torch.Tensor] = {}
     for key, value in state.items():
         if isinstance(value, dict):
@@ -411,7 +415,7 @@ print(json.dumps(told("VmHWM") - before))
 
 @pytest.mark.parametrize(("form", "name"), [("dcp", "model.safetensors"), ("file", "whole.pt")])
 def test_memory_stays_within_the_bound_however_large_the_state(tmp_path: Path, form: str, name: str) -> None:
-    """A tensor alone is six times the bound, the state twelve times. Threads and buffers take something, too."""
+    """One tensor is six times the bound and the state is twelve times. Threads and buffers take some memory as well."""
     most = 16 << 20
     state = {"model": {"large": torch.ones(6 * most // 4)}, "optim": {"step": 3}}
     state["model"] |= {str(number): torch.full((most // 32,), float(number)) for number in range(48)}
@@ -428,7 +432,7 @@ def test_memory_stays_within_the_bound_however_large_the_state(tmp_path: Path, f
         check=True,
         timeout=100,
     )
-    assert json.loads(told.stdout) < most + (12 << 20)  # and half a MiB for each read that is under way
+    assert json.loads(told.stdout) < most + (12 << 20)  # with half a MiB for each read in progress
     tensors = ckpt.load(tmp_path / name, mmap=True)
     tensors = tensors.get("model", tensors)
     assert all(torch.equal(tensors[key], each) for key, each in state["model"].items())
@@ -461,7 +465,7 @@ def spoil(path: Path, at: float) -> None:
 def test_a_flipped_bit_is_found_and_nothing_is_left(
     olmo: Path, tmp_path: Path, form: str, max_memory_bytes: int
 ) -> None:
-    """In what is read as one, and in what is read in many pieces."""
+    """This covers data that is read in one piece and data that is read in many."""
     folder = tmp_path / "run"
     state = {"model": {"large": torch.randn(1 << 20), "small": torch.randn(50)}}
     if form == "dcp":
@@ -491,7 +495,8 @@ def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
         ("olmo_core", "model/rank_2.safetensors", "'model/rank_2.safetensors', which is not there"),
     ):
         whole = found(olmo / kind)
-        files = {each: file for each, file in whole.files.items() if each != name}  # find misses most of them
+        # `find` would notice most missing files itself.
+        files = {each: file for each, file in whole.files.items() if each != name}
         with pytest.raises(DamagedCheckpointError, match=complaint):
             ckpt.unshard(replace(whole, files=files), tmp_path / "whole.pt")
     foreign_files.dcp(tmp_path / "run" / "step-20", {"w": torch.ones(30, 7)})
@@ -530,7 +535,7 @@ def test_a_path_that_no_state_has_is_damage(tmp_path: Path, path: tuple[str, ...
 
 @contextlib.contextmanager
 def _metadata(folder: Path) -> Iterator[Any]:
-    """That of a checkpoint in this folder, to be changed."""
+    """Yield the metadata of a checkpoint in this folder, and write it back after the caller has changed it."""
     foreign_files.dcp(folder / "step-20", {"model": {"w": torch.ones(30, 7), "b": torch.ones(7)}})
     path = folder / "step-20" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -572,7 +577,7 @@ def test_what_runs_code_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that has other bytes than it was given leaves no file."""
+    """If the disk holds other bytes than it was given, no file may remain."""
     foreign_files.dcp(tmp_path / "run" / "step-20", {"model": {"w": torch.ones(300, 7)}})
     fsync = unsharding.fsync_descriptor
 

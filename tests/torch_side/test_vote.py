@@ -1,4 +1,4 @@
-"""What any rank wishes for reaches all of them at the same step, about once a second."""
+"""A wish of any rank reaches all ranks at the same step, about once a second."""
 
 import json
 from pathlib import Path
