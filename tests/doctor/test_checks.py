@@ -1,4 +1,4 @@
-"""`ckpt-async doctor`: tried out on real folders and a real S3 server, and nothing of it is left."""
+"""`ckpt-async doctor`, run against real folders and a real S3 server; it must leave nothing behind."""
 
 import asyncio
 import json
@@ -37,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Examine:
-    """Run it with --json: its exit code, and its findings by check (of several the last)."""
+    """Run the doctor with --json; return its exit code and its findings by check (the
+    last one where there are several).
+    """
     for name in [each for each in os.environ if each.startswith("CKPT_ASYNC_")]:
         monkeypatch.delenv(name)
 
@@ -50,12 +52,12 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return call
 
 
-# What the machine decides on which the tests run.
+# These depend on the machine that runs the tests.
 OF_THE_MACHINE = {"file system", "fsync", "open files"}
 
 
 def levels(found: dict[str, Json]) -> dict[str, str]:
-    """Of what is not ok."""
+    """Return the level of each finding that is not ok."""
     return {
         check: each["level"]
         for check, each in found.items()
@@ -78,7 +80,7 @@ def save(uploader: Uploader, *steps: int) -> None:
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
-    """Every file and folder, with its content."""
+    """Return every file and folder, with the files' content."""
     return {str(each): each.read_bytes() if each.is_file() else None for each in root.rglob("*")}
 
 
@@ -98,7 +100,7 @@ def stored(url: str) -> tuple[list[str], Sequence[MultipartInfo]]:
 
 
 def test_a_sound_environment_passes_every_check_and_nothing_is_left(folder: Path, s3_url: str) -> None:
-    """In a shell, as one line each; the exit code is what a launcher's script goes by."""
+    """In a shell, each finding is one line, and launcher scripts rely on the exit code."""
     folder.mkdir()
     done = subprocess.run(
         [sys.executable, "-m", "ckpt_async", "doctor", folder, s3_url, "--checkpoint-bytes", "1MiB"],
@@ -124,7 +126,7 @@ def test_a_sound_environment_passes_every_check_and_nothing_is_left(folder: Path
 def test_copies_are_tried_when_files_are_to_be_published(
     folder: Path, s3_url: str, call: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else nobody needs to be warned of a store that has none."""
+    """Otherwise nobody needs a warning about a store that cannot copy."""
     folder.mkdir()
     assert "copy" not in call(folder, s3_url)[1]
     monkeypatch.setenv("CKPT_ASYNC_PUBLISH_COPIES", "true")
@@ -134,7 +136,7 @@ def test_copies_are_tried_when_files_are_to_be_published(
 
 
 def test_a_live_trainer_is_not_disturbed(folder: Path, s3_url: str, call: Examine) -> None:
-    """The remote is the one that the journal names, with the endpoint that the trainer had."""
+    """The doctor uses the remote that the journal names, with the endpoint that the trainer had."""
     with Uploader(folder, s3_url, rank=0, world_size=1) as uploader:
         save(uploader, 1)
         uploader.wait(1, timeout_s=60)
@@ -162,7 +164,7 @@ def test_wrong_credentials_and_a_missing_bucket_are_reported(
 
 
 def test_an_interrupted_doctor_leaves_nothing(folder: Path, s3_url: str) -> None:
-    """An init container that takes too long gets SIGTERM, a person presses Ctrl-C."""
+    """An init container that takes too long gets SIGTERM; a person presses Ctrl-C."""
     folder.mkdir()
     process = subprocess.Popen(
         [sys.executable, "-m", "ckpt_async", "doctor", folder, s3_url, "--speed"],
@@ -186,7 +188,7 @@ def test_an_interrupted_doctor_leaves_nothing(folder: Path, s3_url: str) -> None
 
 
 class Weak(MemoryStore):
-    """Compares no checksums, and refuses some operations to these credentials."""
+    """A store that does not compare checksums and refuses some operations to these credentials."""
 
     def __init__(self, *refused: str) -> None:
         super().__init__(MemoryBucket(), url="memory://weak")
@@ -241,7 +243,9 @@ def test_missing_permissions_are_reported_and_nothing_is_left(
     call: Examine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trainer's role, for one, may not abort multipart uploads: the one that was begun is completed and deleted."""
+    """For example, a trainer's role may not be allowed to abort multipart uploads; the one begun
+    is then completed and deleted.
+    """
     store = Weak(*refused)
     monkeypatch.setattr(doctor, "open_store", lambda *_, **__: store)
     code, found = call("memory://weak")
@@ -289,7 +293,7 @@ def test_the_speed_test_respects_min_free_bytes(
     call: Examine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It runs beside a trainer that would be held up, or end, for the sake of a measurement."""
+    """The doctor may run beside a trainer, which must not be delayed or stopped for the sake of a measurement."""
     monkeypatch.setenv("CKPT_ASYNC_MIN_FREE_BYTES", str(min_free_mib << 20))
     monkeypatch.setattr(Folder, "space", lambda _: (free_mib << 20, 1 << 40))
     places = [tmp_path / "checkpoints"] * has_folder
@@ -324,10 +328,10 @@ def test_an_existing_folder_and_remote_are_unchanged(folder: Path, tmp_path: Pat
 
 
 def test_what_an_sftp_server_does_not_promise_is_said(tmp_path: Path, sftp_url: str, call: Examine) -> None:
-    """Also of a folder that is not there yet."""
+    """This includes folders that do not exist yet."""
     code, found = call(tmp_path, f"{sftp_url}/run")
     assert (code, levels(found)) == (0, {"conditional writes": "warn", "store": "warn"})
-    assert "publish_copies is refused" in found["store"]["message"]  # the last of several
+    assert "publish_copies is refused" in found["store"]["message"]  # the last of several findings
     assert "read back" in found["checksums"]["message"]
     assert stored(f"{sftp_url}/run") == ([], [])
 

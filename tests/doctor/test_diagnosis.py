@@ -1,4 +1,4 @@
-"""What `doctor` makes of what it saw: each fact that a run must not be trusted to has its line, with what to do."""
+"""The conclusions that `doctor` draws: each fact that makes a run untrustworthy gets a line that says what to do."""
 
 from dataclasses import replace
 from typing import Any
@@ -115,7 +115,7 @@ def test_each_weakness_gives_exactly_its_own_finding(
 
 
 def test_findings_name_the_folder_that_was_tried() -> None:
-    """One that does not exist yet is made by the uploader: that is no fault."""
+    """If the folder does not exist yet, the uploader creates it, so that is not a fault."""
     told = {each.check: each for each in findings_with("folder", path="/data/run/a")}
     assert told["folder"] == Finding("folder", Level.OK, "/data/run/a can be made in /data")
 

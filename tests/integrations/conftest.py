@@ -1,4 +1,4 @@
-"""What the plays of all frameworks need."""
+"""Fixtures shared by the tests of all frameworks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the Lightning trainers of the tests do, each in a process of its own."""
+"""What the tests' Lightning trainers do, each in a process of its own."""
 
 import logging
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # optimizers import it at their first step: so it is here before the trainers are forked
-import torchmetrics  # noqa: F401  likewise: what takes longest
+import torch._dynamo  # optimizers import it at their first step, so import it before the trainers are forked
+import torchmetrics  # noqa: F401  also imported before the fork, because it takes longest
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -53,7 +53,7 @@ def _model(pl: Any, is_sharded: bool) -> Any:
 
 
 def _data() -> DataLoader:
-    """The same again and again: Lightning does not say where in an epoch a plain loader was."""
+    """Repeat one sample, because Lightning does not save the position of a plain loader within an epoch."""
     sample = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(2))
     return DataLoader(sample.repeat(64, 1), batch_size=4)
 
@@ -73,7 +73,7 @@ def train(
     loses_store_at: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A training as a user would write it, from the newest checkpoint; at some step it may come to a stop."""
+    """Train as a user's script would, starting from the newest checkpoint; optionally stop at some step."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     pl = import_module(package)
     from ckpt_async.integrations.lightning import CkptAsyncCallback, CkptAsyncCheckpointIO, newest_checkpoint

@@ -1,4 +1,4 @@
-"""Trainers as real processes, forked from one that has imported the framework once. What they have to say they `tell`.
+"""Trainers as real processes, forked from one that has imported the framework once. They report with `tell`.
 
 with Stage("tests.integrations.lightning_plays", scratch) as stage:
     trainer = stage.start("train", folder=…)
@@ -36,14 +36,14 @@ def committed(remote: str, step: int) -> restore.Checkpoint:
 
 
 class Trainer:
-    """One process of a stage."""
+    """One trainer process of a stage."""
 
     def __init__(self, number: int, log: Path, stop: Callable[[int], None]) -> None:
         self.number, self._log, self._stop = number, log, stop
         self.said: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def hear(self) -> Any:
-        """What it tells next, or what its play returned."""
+        """Return what the trainer tells next, or what its play returned."""
         try:
             said = self.said.get(timeout=PATIENCE_S)
         except queue.Empty:
@@ -52,7 +52,7 @@ class Trainer:
         return said["told"]
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Kill the trainer with SIGKILL, and wait until it is gone."""
         self._stop(self.number)
         while "ended" not in self.said.get(timeout=PATIENCE_S):
             pass
@@ -91,7 +91,7 @@ class Stage:
     def start_ranks(
         self, play: str, world_size: int, *, environment: Mapping[str, str] | None = None, **arguments: Any
     ) -> list[Trainer]:
-        """All ranks of one start, by a launcher that does not say which start it is."""
+        """Start all ranks of one start, as a launcher does that does not say which start it is."""
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             port = server.getsockname()[1]
@@ -134,7 +134,7 @@ class Stage:
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()  # it kills all that are left
+        self._process.stdin.close()  # the process then kills all remaining trainers
         assert self._process.wait(PATIENCE_S) == 0
         self._listening.join()
 
@@ -147,11 +147,12 @@ _say_lock = threading.Lock()
 
 def _say(**what: Any) -> None:
     with _say_lock:
-        os.write(_OUT, (json.dumps(what) + "\n").encode())  # one write of one line: lines do not mix
+        # A single write per line, so that lines do not mix.
+        os.write(_OUT, (json.dumps(what) + "\n").encode())
 
 
 def tell(what: Any) -> None:
-    """From a play, to who called `hear`."""
+    """Send a value from a play to the test, where `hear` returns it."""
     _say(number=_number, told=what)
 
 
@@ -185,10 +186,10 @@ def _serve(plays: Any) -> None:
         request = json.loads(line)
         number = request["number"]
         if request["play"] is None:
-            with contextlib.suppress(KeyError, ProcessLookupError):  # it has ended by itself, just now
+            with contextlib.suppress(KeyError, ProcessLookupError):  # it may just have ended by itself
                 os.kill(pids[number], signal.SIGKILL)
             continue
-        with _say_lock:  # held by no thread that is not in the child
+        with _say_lock:  # so that no other thread holds the lock in the forked child
             pid = os.fork()
         if pid == 0:
             os.close(0)
@@ -201,7 +202,8 @@ def _serve(plays: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["tests.integrations.stage"] = sys.modules[__name__]  # what the plays import
+    # So that plays import this module and not a second copy.
+    sys.modules["tests.integrations.stage"] = sys.modules[__name__]
     _OUT = os.dup(1)
     os.dup2(2, 1)
     _serve(import_module(sys.argv[1]))

@@ -1,4 +1,6 @@
-"""What the adapters share, without a framework: whose files are whose, and one trainer's uploader."""
+"""What the framework adapters share, tested without a framework: which files belong to
+whom, and one uploader per trainer.
+"""
 
 import importlib
 import sys
@@ -48,7 +50,7 @@ def test_every_file_belongs_to_one_rank(tmp_path: Path, caplog: pytest.LogCaptur
     rank_0s = [
         "optimizer_0/.metadata",
         "optimizer_0/__0_0.distcp",
-        "adapter_rank_16.bin",  # an adapter of rank 16, not of a process
+        "adapter_rank_16.bin",  # a LoRA adapter of rank 16, not a file of process 16
         "meta.pt",
         "model-00001-of-00002.safetensors",
         "optimizer_1.bin",
@@ -69,7 +71,7 @@ def test_a_failed_enqueue_is_logged_and_the_next_one_works(
     held.open(tmp_path / "folder", 0, 1)
     other, own = written(tmp_path / "other", "a"), written(tmp_path / "folder" / "step-2", "a", "b/a")
     held.hand_over(other, 1, "step-1")
-    held.hand_over(own, 3, "step-3", files=[])  # rotated away, or another disk
+    held.hand_over(own, 3, "step-3", files=[])  # the files were rotated away, or are on another disk
     held.hand_over(own, 2, "step-2", files=["b/a"], metrics={"loss": 0.5})
     held.close()
     assert "checkpoint_not_handed_over step=1" in caplog.text
@@ -91,7 +93,7 @@ def test_the_end_says_that_the_newest_checkpoint_was_not_handed_over(tmp_path: P
     with pytest.raises(UploadFailedError, match=r"step 2, is not committed .*: .*other"):
         ranks[1].close()
     with pytest.raises(UploadFailedError, match=r"step 2, is not committed .*: .*given up: .*other"):
-        ranks[0].close()  # at once: it need not wait for the other
+        ranks[0].close()  # at once, because it need not wait for the other rank
     assert committed_steps(remote) == [1]
 
 
@@ -103,7 +105,7 @@ def test_what_is_committed_needs_no_waiting_once_the_uploader_is_closed(tmp_path
     held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
     uploader = held.open(tmp_path / "folder", 0, 1)
     held.hand_over(written(tmp_path / "folder" / "step-1", "a"), 1, "step-1")
-    uploader.close()  # as it closes itself when Python ends, before the framework's own clean-up
+    uploader.close()  # Python's exit closes it as well, before the framework's own clean-up
     held.wait_for_newest()
     held.close()
     assert restore.find(remote, step=1)
@@ -180,7 +182,8 @@ def test_closing_is_bounded_and_brief_after_a_training_failure(
     monkeypatch.setattr(held_module, "CLOSE_AFTER_ERROR_S", 0.0)
     held = HeldUploader(remote, None, CLOSE_TIMEOUT_S if is_failing else 0.0, {"max_bytes_per_s": 1})
     held.open(tmp_path / "folder", 0, 1)
-    held.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")  # nine seconds
+    # Takes nine seconds.
+    held.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")
     if is_failing:
         try:
             raise RuntimeError

@@ -1,4 +1,4 @@
-"""Lightning's own trainers, tiny models, real stores, real kills."""
+"""Lightning's own trainers with tiny models, real stores and real kills."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def test_a_killed_trainer_loses_no_saved_checkpoint(stage: Stage, tmp_path: Path
     run: dict[str, Any] = {"remote": remote, "num_steps": NUM_STEPS}
     whole = stage.start("train", folder=f"{tmp_path}/whole", **run | {"remote": f"{remote}-whole"})
     killed = stage.start("train", folder=f"{tmp_path}/a", waits_at=4, max_bytes_per_s=1, **run)
-    # Lightning has rotated the others away, and nothing is uploaded yet.
+    # Lightning has rotated the other checkpoints away, and nothing has been uploaded yet.
     assert [each for each in killed.hear() if each.endswith(".ckpt")] == ["epoch=0-step=4.ckpt"]
     assert restore.find(remote) is None
     killed.kill()
@@ -72,7 +72,7 @@ def test_only_rank_0_uploads_single_file_checkpoints(stage: Stage, tmp_path: Pat
         checkpoint = committed(remote, step)
         assert (list(checkpoint.files), checkpoint.world_size) == ([f"epoch=0-step={step}.ckpt"], 1)
 
-    # What is not here is fetched under the name that it would have.
+    # A missing file is fetched under the name it would have.
     missing = f"{tmp_path}/b/epoch=0-step=3.ckpt"
     ranks = stage.start_ranks("train", 2, folder=f"{tmp_path}/b", num_steps=4, ckpt_path=missing, **run)
     resumed = [each.hear() for each in ranks]
@@ -109,7 +109,8 @@ def test_a_state_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, re
     )
     assert trainer.hear()["step"] == 3
     first, *others = [committed(remote, step) for step in (1, 2, 3)]
-    # The loss falls, so only the first is the best; the same as `last.ckpt`, it is not uploaded again.
+    # The loss falls, so `ModelCheckpoint` writes only the first as the best. `last.ckpt` of that step is the
+    # same and is not uploaded again.
     assert (list(first.files), list(first.metrics)) == (["epoch=0-step=1.ckpt"], ["loss"])
     assert first.metrics["loss"] > 0
     assert [(list(each.files), dict(each.metrics)) for each in others] == [(["last.ckpt"], {})] * 2
@@ -132,7 +133,7 @@ def test_training_continues_without_the_store_and_its_end_says_so(
     assert (ended["step"], ended["is_closed"]) == (NUM_STEPS, True)
     assert "the newest checkpoint, step 6, is not committed" in ended["failure"]
     assert "shard_failed generation 1 step 6" in trainer.log()
-    # An older step may have been on its way when the store went.
+    # An older step may still have been in flight when the store went away.
     unfinished = re.search(r"closed_with_unfinished steps=\[([\d, ]*)\]", trainer.log())
     assert unfinished is not None, trainer.log()
     assert {3, 4, 5, 6} <= {int(step) for step in unfinished[1].split(",")}

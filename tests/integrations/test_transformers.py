@@ -1,4 +1,4 @@
-"""Hugging Face's own Trainer, tiny models, real stores, real kills."""
+"""Hugging Face's own Trainer with tiny models, real stores and real kills."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_checkpoint_rotated_away_before_upload_is_not_lost(
     run: dict[str, Any] = {"remote": remote, "num_steps": NUM_STEPS}
     whole = stage.start("train", folder=f"{tmp_path}/whole", **run | {"remote": f"{remote}-whole"})
     killed = stage.start("train", folder=f"{tmp_path}/a", waits_at=4, max_bytes_per_s=1, **run)
-    # The Trainer has rotated the others away, and nothing is uploaded yet.
+    # The Trainer has rotated the other checkpoints away, and nothing has been uploaded yet.
     assert [each for each in killed.hear() if each.startswith("checkpoint-")] == ["checkpoint-4"]
     assert restore.find(remote) is None
     killed.kill()
@@ -56,7 +56,7 @@ def test_each_rank_enqueues_its_own_files(stage: Stage, tmp_path: Path, s3_url: 
     torn = tmp_path / "a" / "checkpoint-4" / "optimizer.pt"
     torn.unlink()
     torn.write_bytes(b"as after a power failure")
-    # What its predecessor left on this node is finished by the trainer that starts here.
+    # The trainer that starts here first finishes the uploads that its predecessor left on this node.
     resumed = [each.hear() for each in stage.start_ranks("train", 2, folder=f"{tmp_path}/a", **run)]
     checkpoint = committed(s3_url, 4)
     ranks = {name: file.ranks for name, file in checkpoint.files.items()}
@@ -84,15 +84,12 @@ def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, 
         arguments={"save_strategy": "no", "enable_jit_checkpoint": True, "save_total_limit": None},
     )
     ended = trainer.hear()
-    assert (ended["started_at"], ended["step"], ended["is_closed"]) == (
-        0,
-        3,
-        True,
-    )  # it stops after one more step
+    # It stops after one more step.
+    assert (ended["started_at"], ended["step"], ended["is_closed"]) == (0, 3, True)
     assert {"model.safetensors", "trainer_state.json"} <= committed(remote, 2).files.keys()
     assert restore.find(remote, step=91) is not None  # nobody announced it
     assert restore.find(remote, step=90) is None  # its writer is not done
-    assert restore.find(remote, step=1) is None  # it was there before
+    assert restore.find(remote, step=1) is None  # it was there before this start
 
 
 def test_a_training_that_committed_nothing_ends_with_an_error(
@@ -103,7 +100,7 @@ def test_a_training_that_committed_nothing_ends_with_an_error(
     )
     with pytest.raises(AssertionError, match=r"UploadFailedError: the newest checkpoint, step 2, is not"):
         ended.hear()
-    assert "train_loss" in ended.log()  # training itself went on to its end
+    assert "train_loss" in ended.log()  # training itself ran to its end
 
 
 def test_the_accelerate_recipe_of_the_docs_works(stage: Stage, tmp_path: Path, remote: str) -> None:
@@ -129,7 +126,9 @@ def test_the_accelerate_recipe_of_the_docs_works(stage: Stage, tmp_path: Path, r
 
 
 def test_accelerate_without_a_process_group_is_rejected(stage: Stage, tmp_path: Path, remote: str) -> None:
-    """On CPU, without being told, it takes each process for the only one: two runs at one remote, and no word of it."""
+    """On CPU, accelerate takes each process for the only one unless told otherwise, so two runs
+    would silently share a remote.
+    """
     ranks = stage.start_ranks(
         "accelerated", 2, folder=f"{tmp_path}/a", remote=remote, num_steps=1, is_distributed=False
     )

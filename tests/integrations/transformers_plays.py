@@ -1,4 +1,4 @@
-"""What the Hugging Face trainers of the tests do, each in a process of its own."""
+"""What the tests' Hugging Face trainers do, each in a process of its own."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 import accelerate
 import torch
-import torch._dynamo  # optimizers import it at their first step: so it is here before the trainers are forked
+import torch._dynamo  # optimizers import it at their first step, so import it before the trainers are forked
 import transformers
 from torch import nn
 from torch.utils.data import Dataset
@@ -31,9 +31,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.layer = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-        )  # which needs the random numbers back
+        # Dropout depends on restoring the random number generators.
+        self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": self.layer(x).square().mean()}
@@ -62,7 +61,7 @@ def train(
     arguments: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A training as a user would write it, from the newest checkpoint; at some step it may come to a stop."""
+    """Train as a user's script would, starting from the newest checkpoint; optionally stop at some step."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     args = transformers.TrainingArguments(
         **{
@@ -93,7 +92,8 @@ def train(
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == sigterm_at:
                 os.kill(os.getpid(), signal.SIGTERM)
-                for name in ("checkpoint-90", "checkpoint-91"):  # of others who write here meanwhile
+                # Left by others that write here at the same time.
+                for name in ("checkpoint-90", "checkpoint-91"):
                     Path(folder, name).mkdir()
                     Path(folder, name, "other.txt").write_text("other")
                 Path(folder, "checkpoint-90", "checkpoint-is-incomplete.txt").write_text("")
@@ -125,7 +125,7 @@ def train(
 def accelerated(
     folder: str, remote: str, num_steps: int, *, world_size: int, is_distributed: bool = True
 ) -> dict[str, Any]:
-    """The recipe for accelerate in docs/integrations.md."""
+    """Train by the recipe for accelerate in docs/integrations.md."""
     accelerator = accelerate.Accelerator(cpu=is_distributed)
     model = Model()
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))

@@ -1,4 +1,4 @@
-"""A run in either kind of store; processes, faults and a relay that counts."""
+"""Runs in a folder and in S3, child processes, injected faults, and a relay that counts bytes."""
 
 import uuid
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def run_(tmp_path: Path) -> Run:
 
 @pytest.fixture(params=["file", "s3"])
 def any_run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    """A run in a folder, and one in S3."""
+    """A run in a folder, and the same in S3."""
     if request.param == "file":
         return Run(f"file://{tmp_path / 'remote'}")
     return Run(request.getfixturevalue("s3_url"))
@@ -28,7 +28,7 @@ def any_run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
 
 @pytest.fixture
 def relay(s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
-    """In front of the session's server, and in this test's environment instead of it."""
+    """A relay in front of the session's server; this test's environment points to the relay instead of the server."""
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     with Relay(s3_server.url) as relay:

@@ -1,4 +1,4 @@
-"""What the child processes of these tests do. Each is told how by its arguments and talks over one pipe."""
+"""What the child processes of these tests do. Each takes arguments and communicates over one pipe."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 @contextmanager
 def playing(play: Callable[..., None], *arguments: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """A process of its own that plays; killed at the end if it still does."""
+    """Run a play in a process of its own, which is killed at the end if it is still running."""
     ours, theirs = _CONTEXT.Pipe()
     aws = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "CKPT_ASYNC_"))}
     process = _CONTEXT.Process(target=_play, args=(play, aws, theirs, *arguments), daemon=True)
@@ -55,7 +55,7 @@ def fetches(
     options: dict[str, Any],
     patience_s: float = session.PATIENCE_S,
 ) -> None:
-    """Fetch when told to; send the report's numbers or the error's name."""
+    """Fetch when told to; send the bytes fetched from each source, or the error's name and message."""
     session.PATIENCE_S = patience_s
     pipe.send("ready")
     pipe.recv()
@@ -70,7 +70,7 @@ def fetches(
 def fetches_by_pieces(
     pipe: Connection, checkpoint: Any, destination: str, range_bytes: int, num_pieces: int
 ) -> None:
-    """Fetch from a folder in small ranges and die, by SIGKILL, before piece number `num_pieces` is taken from the
+    """Fetch from a folder in small ranges, and die by SIGKILL just before piece number `num_pieces` is taken from the
     store. Sends every range before it is read, and the report at the end.
     """
     partial.RANGE_BYTES = range_bytes
@@ -80,7 +80,7 @@ def fetches_by_pieces(
     async def counted(self: DirectoryStore, key: str, offset: int, size_bytes: int, sink: Any) -> Any:
         def cut(piece: memoryview) -> None:
             nonlocal left
-            half = range_bytes // 2  # so that it also dies between two pieces of one range
+            half = range_bytes // 2  # so that the process may also die between two pieces of one range
             for start in range(0, len(piece), half):
                 with lock:
                     left -= 1
@@ -98,7 +98,9 @@ def fetches_by_pieces(
 
 
 def measures(pipe: Connection, checkpoint: Any, small: Any, destination: str) -> None:
-    """The largest resident set after a small fetch, and after the whole one; KiB. Mapped files do not count."""
+    """Send the largest resident set size, in KiB, after a small fetch and after the whole
+    one. Mapped files do not count.
+    """
     restore.fetch(small, f"{destination}/small")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     restore.fetch(checkpoint, f"{destination}/large")
@@ -106,7 +108,7 @@ def measures(pipe: Connection, checkpoint: Any, small: Any, destination: str) ->
 
 
 def holds(pipe: Connection, checkpoint: Any, ttl_s: float) -> None:
-    """Open a reader with a short lease and keep it."""
+    """Open a reader with a short lease and keep it open."""
     session.LEASE_TTL_S = ttl_s
     session.leased.__wrapped__.__defaults__ = (ttl_s,)  # type: ignore[attr-defined]
     with restore.open(checkpoint):
@@ -115,7 +117,7 @@ def holds(pipe: Connection, checkpoint: Any, ttl_s: float) -> None:
 
 
 def never_ends(pipe: Connection, checkpoint: Any, destination: str) -> None:
-    """Fetch from a store that takes its time; says what Ctrl-C leads to."""
+    """Fetch from a store that never answers; report how the fetch ends on Ctrl-C."""
 
     async def slow(store: DirectoryStore, *_: Any) -> Any:
         while not (await store.list(keys.LEASES)).objects:

@@ -1,4 +1,4 @@
-"""A TCP relay on loopback that notes every ranged GET that passes and counts the bytes that come back."""
+"""A TCP relay on loopback that records every ranged GET passing through it and counts the bytes that come back."""
 
 import contextlib
 import re
@@ -12,7 +12,7 @@ _RANGED = re.compile(rb"GET (\S+) HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?[Rr]ange: bytes
 
 
 class Relay:
-    """Context manager; `url` goes to clients instead of the server's."""
+    """Relay between clients and a server, as a context manager; clients are given `url` instead of the server's URL."""
 
     def __init__(self, upstream_url: str) -> None:
         parts = urlsplit(upstream_url)
@@ -41,19 +41,19 @@ class Relay:
             thread.join(10)
 
     def break_all(self) -> None:
-        """Every connection, now."""
+        """Break every connection, now."""
         with self._changed:
             for end in self._ends:
                 with contextlib.suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
 
     def asked(self, key: str) -> list[tuple[int, int]]:
-        """Offset and size of every ranged GET of keys that end so."""
+        """Return the offset and size of every ranged GET whose key ends with `key`."""
         with self._changed:
             return [(offset, size) for each, offset, size in self.ranges if each.endswith(key)]
 
     def wait_for_bytes(self, more: int, timeout_s: float = 30.0) -> None:
-        """Wait until this many more have come back."""
+        """Wait until this many more bytes have come back."""
         self._wait_until_back(self.bytes_back + more, timeout_s)
 
     def _wait_until_back(self, wanted: int, timeout_s: float = 30.0) -> None:
@@ -62,8 +62,8 @@ class Relay:
 
     @contextlib.contextmanager
     def holding_after(self, more: int) -> Iterator[Callable[[], None]]:
-        """After this many more bytes nothing comes back for as long as the block lasts, but those under way. What it
-        yields waits until they have come.
+        """Hold back all bytes after this many more, except those already in flight, for the duration of the block.
+        Yields a function that waits until they have come back.
         """
         with self._changed:
             most = self._most_back = self.bytes_back + more

@@ -1,4 +1,4 @@
-"""Committed checkpoints in any store, made by the protocol's own steps; and what may be done to them."""
+"""Committed checkpoints in any store, made by the protocol's own steps, and ways to damage and change them."""
 
 import asyncio
 import contextlib
@@ -18,12 +18,12 @@ ALGORITHM = "crc64nvme"
 
 
 def content(step: int, name: str, size_bytes: int = 3000) -> bytes:
-    """Another one for every place it could turn up in."""
+    """Return a file's content, which is different for every step and name, so that a mix-up is noticed."""
     return hashlib.shake_128(f"{step}/{name}".encode()).digest(size_bytes)
 
 
 def files_of(step: int, world_size: int = 2, size_bytes: int = 3000) -> dict[int, dict[str, bytes]]:
-    """Two files a rank, one of them in a folder."""
+    """Two files per rank, one of them in a folder."""
     return {
         rank: {name: content(step, name, size_bytes) for name in (f"rank-{rank}.pt", f"optim/rank-{rank}.pt")}
         for rank in range(world_size)
@@ -31,7 +31,7 @@ def files_of(step: int, world_size: int = 2, size_bytes: int = 3000) -> dict[int
 
 
 class Run:
-    """One run at `url`. Every call opens the store anew, in a loop of its own."""
+    """One run at `url`. Every call opens the store anew, in an event loop of its own."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -134,7 +134,7 @@ class Run:
         return [records.decode_lease(self.get(key)) for key in self.keys(keys.LEASES)]
 
     def flip(self, key: str, at: int = 100) -> None:
-        """One bit of one byte."""
+        """Flip one bit of one byte."""
         data = bytearray(self.get(key))
         data[at] ^= 1
         self.put(key, bytes(data))
@@ -153,5 +153,5 @@ def is_whole(report: Any, files: Mapping[int, Mapping[str, bytes]]) -> bool:
 
 
 def left_in(folder: Path) -> list[str]:
-    """Every file below, relative."""
+    """Return the relative path of every file below the folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())

@@ -1,4 +1,4 @@
-"""Under which addresses a node is offered to others. On real networks: torch_side/test_peer_networks."""
+"""The addresses under which a node is offered to others. For real networks, see torch_side/test_peer_networks."""
 
 import os
 import subprocess
@@ -11,7 +11,9 @@ from ckpt_async.restore import PeerServer, addresses
 
 
 def test_loopback_addresses_are_never_offered_to_other_nodes() -> None:
-    """Loopback, also Debian's; addresses of one cable only; none; each once, the likeliest first, a few in all."""
+    """Loopback (also Debian's 127.0.1.1), link-local and unspecified addresses are left out. Each of the others is
+    offered once, the most likely to work first, and only a few in all.
+    """
     found = ["127.0.1.1", "10.0.0.7", "::1", "fe80::1", "169.254.1.1", "0.0.0.0", "::", "10.0.0.7", "fd00::7"]
     assert addresses.usable(found) == ["10.0.0.7", "fd00::7"]
     assert addresses.usable(["127.0.0.1"]) == []
@@ -38,7 +40,7 @@ def test_order_of_the_addresses(
 
 
 def test_addresses_of_this_machine() -> None:
-    """As the kernel says it."""
+    """They must be those that the kernel reports."""
     assert ("lo", "127.0.0.1") in list(addresses.interface_addresses())
     told = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
     of_kernel = {line.split()[3].partition("/")[0] for line in told.splitlines()}
@@ -58,7 +60,7 @@ def test_addresses_become_urls(host: str, url: str, tmp_path: Path) -> None:
 
 
 def test_a_node_with_only_loopback_offers_no_address(tmp_path: Path) -> None:
-    """But to processes of its own."""
+    """Processes on the same node can still reach it."""
     code = (
         "from ckpt_async.restore import PeerServer\n"
         "with PeerServer({}) as server: print(server.peer, server.local_peer.url[:17])"
@@ -77,7 +79,9 @@ def test_a_node_with_only_loopback_offers_no_address(tmp_path: Path) -> None:
 
 
 def test_nodes_are_identified_by_machine_and_folder(tmp_path: Path) -> None:
-    """Not by the host's name: the same folder by another path is one place, also one that is not there yet."""
+    """Host names may be equal, so the machine is identified differently. The same folder reached by another path is the
+    same place, even if it does not exist yet.
+    """
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert addresses.place(tmp_path / "a") == addresses.place(tmp_path / "link")

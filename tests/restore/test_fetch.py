@@ -1,4 +1,6 @@
-"""Fetching: byte-identical, only what is wanted, from the nearest right copy, and never over anything else."""
+"""Fetches are byte-identical, take only the wanted files from the nearest good copy,
+and never overwrite other files.
+"""
 
 import asyncio
 import errno
@@ -52,7 +54,9 @@ def num_gets(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_fetched_files_are_byte_identical(
     any_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Empty files, files of many ranges with a short last one; no lease and no partial file is left."""
+    """This includes empty files, and files of many ranges with a short last one. No lease
+    and no partial file may be left.
+    """
     monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
     files = files_of(10) | {2: {"empty.pt": b"", "exact.pt": content(1, "x", 2000)}}
     checkpoint = _committed(any_run, files=files)
@@ -67,7 +71,7 @@ def test_fetched_files_are_byte_identical(
 
 
 def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
-    """By rank, by glob, by both; a typing error is told and nothing is made."""
+    """Files can be selected by rank, by glob, or by both; a typing error raises, and nothing is created."""
     checkpoint = _committed(run_)
     fetch = lambda **which: sorted(restore.fetch(checkpoint, tmp_path / str(which), **which).paths)  # noqa: E731
     assert fetch(ranks=[1]) == ["optim/rank-1.pt", "rank-1.pt"]
@@ -86,7 +90,7 @@ def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: li
 
 
 def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
-    """Whoever forgets that `find` may return None, in a run's first start."""
+    """In a run's first start `find` returns None, which callers may forget."""
     checkpoint: Any = restore.find(f"file://{tmp_path}/run")
     for take in (lambda: restore.fetch(checkpoint, tmp_path / "there"), lambda: restore.open(checkpoint)):
         with pytest.raises(SettingsError, match=r"None is not a checkpoint .*a fresh start"):
@@ -106,7 +110,7 @@ def test_existing_files_are_not_fetched_again(run_: Run, tmp_path: Path, num_get
     "other", ["another", "another of its size", "a folder", "a link to it", "a dead link"]
 )
 def test_a_different_file_at_the_destination_is_left_alone(run_: Run, tmp_path: Path, other: str) -> None:
-    """And `overwrite` replaces it, the link and not what it leads to; but never a folder."""
+    """With `overwrite` the file is replaced: a link itself, not its target, and never a folder."""
     checkpoint = _committed(run_)
     there = tmp_path / "there"
     target, mine = there / "rank-0.pt", tmp_path / "mine"
@@ -137,7 +141,7 @@ def test_a_different_file_at_the_destination_is_left_alone(run_: Run, tmp_path: 
 
 
 def test_a_symlink_in_the_destination_is_not_followed(run_: Run, tmp_path: Path) -> None:
-    """Nothing is made or written outside of the destination; the destination itself may be a link."""
+    """Nothing may be created or written outside the destination, although the destination itself may be a link."""
     checkpoint = _committed(run_, files={0: {"a/b/c.pt": b"x" * 100}})
     outside = tmp_path / "outside"
     for link in ("a", destination.PARTIAL_FOLDER):
@@ -155,7 +159,7 @@ def test_a_symlink_in_the_destination_is_not_followed(run_: Run, tmp_path: Path)
 
 
 def test_names_that_escape_the_destination_are_rejected(run_: Run, tmp_path: Path) -> None:
-    """A Checkpoint may come from anywhere: the name is checked where it becomes a path."""
+    """A Checkpoint may come from anywhere, so its names must be checked where they become paths."""
     checkpoint = _committed(run_)
     file = next(iter(checkpoint.files.values()))
     for name in ("../escaped", "/etc/escaped", "a/../../escaped", "a//b"):
@@ -173,7 +177,7 @@ def test_names_that_escape_the_destination_are_rejected(run_: Run, tmp_path: Pat
 
 @pytest.mark.parametrize("place", ["usual", "beside", "spool"])
 def test_a_local_copy_is_used(run_: Run, tmp_path: Path, num_gets: list[str], place: str) -> None:
-    """If its bytes are right, wherever it is; a damaged one of the right size is passed over."""
+    """Wherever the copy is, it is used only if its bytes are right; a damaged one of the right size is skipped."""
     checkpoint = _committed(run_)
     folder = tmp_path / "folder"
     at = {
@@ -195,7 +199,7 @@ def test_a_local_copy_is_used(run_: Run, tmp_path: Path, num_gets: list[str], pl
 
 
 def test_a_local_copy_known_from_the_journal_is_used(run_: Run, tmp_path: Path) -> None:
-    """The trainer's own file, under a name of the trainer's own."""
+    """The trainer's own file may have a name that only the journal knows."""
     folder = tmp_path / "folder"
     place = folder / "odd" / "place"
     with Uploader(folder, run_.url, rank=0, world_size=1, latest_filename="") as uploader:
@@ -212,7 +216,7 @@ def test_a_local_copy_known_from_the_journal_is_used(run_: Run, tmp_path: Path) 
 
 
 def test_a_flipped_bit_is_detected(any_run: Run, tmp_path: Path) -> None:
-    """Nothing of it stays, it is marked, and the next older one is fetched instead."""
+    """Nothing of the damaged checkpoint may stay; it is marked, and the next older one is fetched instead."""
     any_run.commit(10)
     checkpoint = _committed(any_run, 20)
     any_run.flip(shard_key(20, "rank-1.pt"))
@@ -239,7 +243,9 @@ def test_a_flipped_bit_is_detected(any_run: Run, tmp_path: Path) -> None:
 
 
 def test_damage_takes_nothing_from_a_process_that_fetches_the_same(run_: Run, tmp_path: Path) -> None:
-    """Ranks of a node share a folder: whoever still writes a file publishes it, and finds out by itself."""
+    """Ranks of a node share a folder, so a process that still writes a file publishes
+    it and finds the damage itself.
+    """
     checkpoint = _committed(run_)
     run_.flip(shard_key(10, "rank-1.pt"))
     there, file = tmp_path / "there", checkpoint.files["rank-0.pt"]
@@ -257,7 +263,9 @@ def test_damage_takes_nothing_from_a_process_that_fetches_the_same(run_: Run, tm
 
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
 def test_damage_after_find_is_detected(any_run: Run, tmp_path: Path, damage: str) -> None:
-    """What a refused range means is looked at: it is no failure of the store."""
+    """When a range is refused, the object itself is checked, because damage must not be
+    reported as a failure of the store.
+    """
     checkpoint = _committed(any_run)
     any_run.delete(shard_key(10, "rank-0.pt"))
     if damage == "cut short":
@@ -282,7 +290,7 @@ def test_an_error_is_raised_if_all_checkpoints_are_damaged(run_: Run, tmp_path: 
 def test_a_read_refused_on_the_way_is_retried_if_the_store_has_the_object(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: FailureReason
 ) -> None:
-    """Half a range, a login page, a redirect or a 404 from something on the way."""
+    """Something between us and the store may send half a range, a login page, a redirect or a 404."""
     checkpoint = _committed(run_, files={0: {"a.pt": content(1, "a")}})
     get_range, num_calls = DirectoryStore.get_range, 0
 
@@ -303,7 +311,7 @@ def test_a_read_refused_on_the_way_is_retried_if_the_store_has_the_object(
 def test_a_byte_corrupted_in_transit_is_not_damage(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Read again, it is right."""
+    """The corruption is gone when the range is read again."""
     checkpoint = _committed(run_, files={0: {"a.pt": content(1, "a")}})
     get_range, num_calls = DirectoryStore.get_range, 0
 
@@ -329,7 +337,9 @@ def test_a_byte_corrupted_in_transit_is_not_damage(
 def test_missing_space_is_reported_before_the_fetch(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gets: list[str]
 ) -> None:
-    """By what the file system says is free, less what an earlier fetch holds already."""
+    """The required space is compared with what the file system reports as free, less what
+    an earlier fetch already holds.
+    """
     checkpoint = _committed(run_)
     statvfs = os.statvfs
 
@@ -346,7 +356,7 @@ def test_missing_space_is_reported_before_the_fetch(
 
 
 def test_a_disk_that_runs_full_raises(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle; called again, it goes on."""
+    """The disk fills up in the middle of the fetch; when called again, the fetch continues."""
     checkpoint = _committed(run_)
     write, is_full = partial.PartialFile.write, True
 
@@ -363,7 +373,7 @@ def test_a_disk_that_runs_full_raises(run_: Run, tmp_path: Path, monkeypatch: py
 
 
 def test_fetch_works_inside_a_running_event_loop(run_: Run, tmp_path: Path) -> None:
-    """A notebook's."""
+    """Notebooks run their cells in an event loop."""
     _committed(run_)
 
     async def main() -> Any:
@@ -375,8 +385,8 @@ def test_fetch_works_inside_a_running_event_loop(run_: Run, tmp_path: Path) -> N
 def test_a_failure_leaves_no_thread_writing_to_a_closed_file(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file fails while another is being prepared: its descriptor, a number that the next file gets, stays until the
-    thread has left it.
+    """If a file fails while another is being prepared, the other's descriptor must stay open until the thread is done
+    with it; otherwise the next file opened would get the same descriptor number.
     """
     checkpoint = _committed(run_)
     preparing, failed, used = threading.Event(), threading.Event(), []
@@ -386,7 +396,7 @@ def test_a_failure_leaves_no_thread_writing_to_a_closed_file(
         if self._size_bytes and not preparing.is_set():
             preparing.set()
             assert failed.wait(30)
-            threading.Event().wait(0.2)  # the time in which a loop that did not wait would close it
+            threading.Event().wait(0.2)  # long enough for a loop that did not wait to close the descriptor
             used.append(os.fstat(self._descriptor).st_ino == os.stat(self._path).st_ino)
         return prepare(self)
 
@@ -404,7 +414,7 @@ def test_a_failure_leaves_no_thread_writing_to_a_closed_file(
 
 
 def test_no_descriptor_or_thread_leaks(any_run: Run, tmp_path: Path) -> None:
-    """After successes and failures alike."""
+    """This must hold after successes and after failures."""
     checkpoint = _committed(any_run)
     restore.fetch(checkpoint, tmp_path / "warm-up")
     num_descriptors, num_threads = _in_use()
@@ -415,14 +425,16 @@ def test_no_descriptor_or_thread_leaks(any_run: Run, tmp_path: Path) -> None:
     any_run.flip(shard_key(10, "rank-1.pt"))
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch(checkpoint, tmp_path / "damaged")
-    # Fewer, if something of an earlier test was let go meanwhile.
+    # There may be fewer if something from an earlier test was released in between.
     now = _in_use()
     assert now[0] <= num_descriptors
     assert now[1] <= num_threads
 
 
 def _in_use() -> tuple[int, int]:
-    """Descriptors and threads. Nobody waits for the end of those that receive: here it is waited for."""
+    """Return how many descriptors and threads are in use. The library does not wait for
+    receiving threads to end, so this does.
+    """
     for thread in threading.enumerate():
         if thread.name.startswith("ckpt-async-http"):
             thread.join(30)
@@ -430,7 +442,7 @@ def _in_use() -> tuple[int, int]:
 
 
 def test_concurrent_fetches_in_one_process(run_: Run, tmp_path: Path, num_gets: list[str]) -> None:
-    """Threads that fetch into the same place wait for each other, too."""
+    """Threads that fetch into the same place wait for each other, as processes do."""
     checkpoint = _committed(run_)
     with ThreadPoolExecutor(4) as threads:
         reports = list(threads.map(lambda _: restore.fetch(checkpoint, tmp_path / "there"), range(4)))
@@ -440,7 +452,7 @@ def test_concurrent_fetches_in_one_process(run_: Run, tmp_path: Path, num_gets: 
 
 
 def test_every_slice_is_reported_to_the_watchdog(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is where it should be. `Progress` sees to it that this costs next to nothing."""
+    """A slice counts once it is in place. `Progress` makes sure that this costs next to nothing."""
     events: list[str] = []
     monkeypatch.setattr(Progress, "moved_in_thread", lambda _: events.append("told"))
 
@@ -468,10 +480,10 @@ def test_every_slice_is_reported_to_the_watchdog(run: Any, monkeypatch: pytest.M
 
 
 class Disk:
-    """What is fsynced and what is renamed, in order; fsync of whatever `fails` says ends in EIO."""
+    """Records fsyncs and renames in order; fsync of anything that `fails` accepts ends in EIO."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.events: list[tuple[str, int]] = []  # of an inode
+        self.events: list[tuple[str, int]] = []  # each with the inode concerned
         self.fails: Callable[[os.stat_result], bool] = lambda _: False
         self._fsync, self._replace = os.fsync, os.replace
         monkeypatch.setattr(os, "fsync", self.fsync)
@@ -495,7 +507,9 @@ MIXED = {0: {"large.pt": content(10, "large.pt", 700_000), **{f"deep/er/{n}": b"
 def test_files_and_folders_are_durable_on_return(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file before it gets its name, each folder after the last name in it; also those that led to new folders."""
+    """Each file must be fsynced before it gets its name, and each folder after the last name is added, including the
+    parents of newly created folders.
+    """
     checkpoint = _committed(run_, files=MIXED)
     (tmp_path / "was").mkdir()
     disk, there = Disk(monkeypatch), tmp_path / "was" / "new" / "there"
@@ -512,7 +526,7 @@ def test_files_and_folders_are_durable_on_return(
 def test_a_file_whose_fsync_failed_is_fetched_again(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it: that its ranges have the right bytes in memory says nothing, nor does another fsync."""
+    """The whole file is fetched again: correct bytes in memory prove nothing about the disk, nor does another fsync."""
     monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
     checkpoint = _committed(run_, files={0: {"a.pt": content(1, "a")}})
     disk = Disk(monkeypatch)
@@ -527,7 +541,7 @@ def test_a_file_whose_fsync_failed_is_fetched_again(
 def test_names_whose_fsync_failed_are_removed(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would look as if they were there."""
+    """Otherwise these files would look as if they were safely there."""
     checkpoint = _committed(run_, files=MIXED)
     disk = Disk(monkeypatch)
     disk.fails = lambda facts: stat.S_ISDIR(facts.st_mode)

@@ -1,4 +1,4 @@
-"""Which checkpoint is found: the newest one that can be read, whatever pointers say; and what is told of the others."""
+"""`find` returns the newest readable checkpoint, whatever pointers say, and reports why it rejected others."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def _found(run: Run, **options: Any) -> restore.Checkpoint:
 
 
 def test_an_empty_remote_is_a_fresh_start(any_run: Run) -> None:
-    """An empty prefix, a folder that nobody made yet, and a run that has committed nothing."""
+    """This covers an empty prefix, a folder that does not exist yet, and a run that has committed nothing."""
     assert restore.find(any_run.url) is None
     any_run.put(keys.generation_key(1), b"{}")
     assert restore.find(any_run.url) is None
@@ -32,7 +32,9 @@ def test_an_empty_remote_is_a_fresh_start(any_run: Run) -> None:
 
 @pytest.mark.parametrize("place", ["file", "file/run", "circle", "circle/run", "unmounted", "unmounted/run"])
 def test_a_place_where_no_run_can_be_is_not_a_fresh_start(tmp_path: Path, place: str) -> None:
-    """Only what is missing is "nothing there": a file instead of a folder, or links that lead nowhere, are mistakes."""
+    """Only a missing place means "nothing there". A file instead of a folder, or a link
+    that leads nowhere, is a mistake.
+    """
     (tmp_path / "file").write_bytes(b"1")
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "unmounted").symlink_to(tmp_path / "disk" / "runs")
@@ -46,7 +48,9 @@ def test_a_place_where_no_run_can_be_is_not_a_fresh_start(tmp_path: Path, place:
 
 
 def test_a_run_that_left_traces_is_not_a_fresh_start(any_run: Run) -> None:
-    """The store lists no decision (any more, or yet again), but what it was asked by name is there."""
+    """The listing may have lost the decision or not show it yet, but a request for the
+    object by name still finds it.
+    """
     id_ = any_run.commit(100)
     any_run.delete(keys.decision_key(id_))
     with pytest.raises(StoreError, match="fresh start") as raised:
@@ -60,7 +64,7 @@ def test_a_run_that_left_traces_is_not_a_fresh_start(any_run: Run) -> None:
 
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_run_known_to_the_journal_is_not_a_fresh_start(tmp_path: Path, commits: bool) -> None:
-    """A folder that is not mounted, a bucket that was swapped, a listing of nothing."""
+    """The folder may be unmounted, the bucket may have been swapped, or the listing may be wrongly empty."""
     folder, remote = tmp_path / "folder", tmp_path / "remote"
     folder.mkdir()
     url = f"file://{remote}"
@@ -74,7 +78,7 @@ def test_a_run_known_to_the_journal_is_not_a_fresh_start(tmp_path: Path, commits
     found = restore.find(url, folder=folder)
     assert (found is not None) == commits
     remote.rename(tmp_path / "away")
-    for is_there in (False, True):  # as a mount point is, without its file system
+    for is_there in (False, True):  # like a mount point without its file system
         if is_there:
             remote.mkdir()
         with pytest.raises(StoreError, match="was committed" if commits else "generation 1"):
@@ -84,7 +88,9 @@ def test_a_run_known_to_the_journal_is_not_a_fresh_start(tmp_path: Path, commits
 
 
 def test_the_newest_is_by_generation_then_step(any_run: Run) -> None:
-    """A run restarted from an older step: its smaller step is newer. A plain value with every file comes back."""
+    """When a run restarts from an older step, its checkpoints are newer despite their smaller steps. `find` returns
+    a plain value with every file.
+    """
     any_run.commit(300)
     id_ = any_run.commit(200, generation=2)
     any_run.commit(100, generation=1, moves_latest=False)
@@ -105,7 +111,7 @@ def _latest(step: int, generation: int = 1) -> bytes:
 
 @pytest.mark.parametrize("latest", [None, b"nonsense", b"", _latest(10), _latest(5), _latest(77)])
 def test_a_stale_latest_hides_no_checkpoint(run_: Run, latest: bytes | None) -> None:
-    """Missing, nonsense, stale, pruned, never there: it is a hint."""
+    """`latest` may be missing, nonsense, stale, pruned or never have existed: it is only a hint."""
     pruned = run_.commit(5)
     for step in (10, 20):
         run_.commit(step)
@@ -119,7 +125,7 @@ def test_a_stale_latest_hides_no_checkpoint(run_: Run, latest: bytes | None) -> 
 
 
 def _forged_decision(run: Run, id_: CheckpointId) -> None:
-    """A commit that names receipts nobody wrote."""
+    """A commit that names receipts that nobody wrote."""
     document = json.loads(run.get(keys.decision_key(id_)))
     document["receipts"] = document["receipts"][::-1]
     run.put(keys.decision_key(id_), json.dumps(document).encode())
@@ -185,7 +191,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_next_older(run_: Run, damage: st
 
 
 def test_all_damaged_is_not_a_fresh_start(any_run: Run) -> None:
-    """Each is named with its reason."""
+    """Each one is named with its reason."""
     for step in (10, 20):
         any_run.commit(step)
         any_run.delete(shard_key(step, "rank-0.pt"))
@@ -197,7 +203,7 @@ def test_all_damaged_is_not_a_fresh_start(any_run: Run) -> None:
 
 
 def test_find_by_step_considers_only_the_newest_generation(run_: Run) -> None:
-    """What an older start saved at that step is another checkpoint: not silently taken instead."""
+    """A checkpoint that an older start saved at that step is a different one and must not silently be used instead."""
     run_.commit(20)
     run_.commit(20, generation=2)
     run_.delete(shard_key(20, "rank-0.pt", 2))
@@ -207,7 +213,7 @@ def test_find_by_step_considers_only_the_newest_generation(run_: Run) -> None:
 
 
 def test_a_mark_is_believed_unless_the_step_is_given(run_: Run) -> None:
-    """A mark is believed, unless the step is asked for."""
+    """The step may have been repaired since it was marked, so asking for it by step checks it again."""
     run_.commit(10)
     run_.commit(20)
     data = run_.get(shard_key(20, "rank-0.pt"))
@@ -219,7 +225,7 @@ def test_a_mark_is_believed_unless_the_step_is_given(run_: Run) -> None:
 
 
 def test_pruning_during_find_is_not_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention takes it between the decision and the shards."""
+    """Retention may prune a checkpoint after its decision is read and before its shards are listed."""
     run_.commit(10)
     id_ = run_.commit(20)
     listing = DirectoryStore.list
@@ -245,7 +251,9 @@ def test_checkpoints_the_caller_rejected_are_skipped(run_: Run) -> None:
 
 
 def test_a_newer_format_version_is_not_damage(run_: Run) -> None:
-    """A newer program wrote it: it is passed over and told, and others may still read it."""
+    """A newer version wrote it. It is skipped and reported, but not marked, because other
+    readers may be able to read it.
+    """
     run_.commit(10)
     id_ = run_.commit(20)
     document = json.loads(run_.get(keys.decision_key(id_)))
@@ -258,7 +266,9 @@ def test_a_newer_format_version_is_not_damage(run_: Run) -> None:
 
 @pytest.mark.parametrize("boundary", [b"nonsense", bytes(records.MAX_RECORD_SIZE_BYTES + 1)])
 def test_an_unreadable_boundary_hides_and_marks_nothing(run_: Run, boundary: bytes) -> None:
-    """What it may void is checked like all else: nothing that is not whole is shown, and nothing is marked for it."""
+    """What the boundary might void is checked like everything else: nothing incomplete is shown, and the unreadable
+    boundary causes no damage marks.
+    """
     run_.commit(10)
     run_.put(keys.BOUNDARY, boundary)
     checkpoint = _found(run_)
@@ -268,7 +278,7 @@ def test_an_unreadable_boundary_hides_and_marks_nothing(run_: Run, boundary: byt
 
 
 def test_checkpoints_below_the_boundary_are_not_found(run_: Run) -> None:
-    """A commit there was made by a straggler after the checkpoint had been given up."""
+    """A straggler committed it after the checkpoint had already been given up."""
     run_.commit(10)
     run_.put(keys.BOUNDARY, records.encode_boundary(Boundary(CheckpointId(1, 15), frozenset(), 1, "nonce")))
     assert restore.find(run_.url) is None
@@ -277,7 +287,7 @@ def test_checkpoints_below_the_boundary_are_not_found(run_: Run) -> None:
 
 
 def test_a_partial_checkpoint_is_never_found(any_run: Run) -> None:
-    """Whatever marks of other tools are among its shards."""
+    """This must hold even if there are completion markers of other tools among its shards."""
     any_run.put(keys.generation_key(1), b"{}")
     for name in (".metadata", "__0_0.distcp", "commit_success.txt", ".metadata.json"):
         any_run.put(shard_key(5, name), b"x")
@@ -287,7 +297,9 @@ def test_a_partial_checkpoint_is_never_found(any_run: Run) -> None:
 
 
 def test_find_works_without_list_permission(proxy: FaultProxy, s3_url: str) -> None:
-    """Then latest is all there is to go by; without it the refusal is told, and is not "there is none"."""
+    """Without LIST, `latest` is the only guide. If that is missing as well, the refusal is
+    reported, not "there is none".
+    """
     run = Run(s3_url)
     run.commit(10)
     run.commit(20)
@@ -303,7 +315,7 @@ def test_find_works_without_list_permission(proxy: FaultProxy, s3_url: str) -> N
 
 @pytest.mark.parametrize("marks_may_be_written", [True, False])
 def test_find_works_on_a_read_only_remote(run_: Run, marks_may_be_written: bool, monkeypatch: Any) -> None:
-    """What cannot be marked is passed over all the same."""
+    """A checkpoint that cannot be marked as damaged is skipped all the same."""
     run_.commit(10)
     run_.commit(20)
     run_.delete(shard_key(20, "rank-0.pt"))
@@ -319,7 +331,7 @@ def test_find_works_on_a_read_only_remote(run_: Run, marks_may_be_written: bool,
 
 
 def test_an_unavailable_store_is_an_error(monkeypatch: pytest.MonkeyPatch, s3_url: str) -> None:
-    """Not "there is none"."""
+    """Reporting "there is none" would make training start over."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     monkeypatch.setenv("CKPT_ASYNC_UPLOAD_TIMEOUT_S", "1")
     with pytest.raises(StoreError):
@@ -329,7 +341,7 @@ def test_an_unavailable_store_is_an_error(monkeypatch: pytest.MonkeyPatch, s3_ur
 def test_a_killed_trainers_uploads_are_finished_first(
     proxy: FaultProxy, s3_url: str, nursery: Nursery, tmp_path: Path
 ) -> None:
-    """The newest checkpoint is the one that was still uploading."""
+    """The newest checkpoint is the one that was still being uploaded."""
     trainer = nursery.start(
         "saves", folder=str(tmp_path / "run"), remote=s3_url, rank=0, world_size=1, steps=[1], num_shards=2
     )
@@ -350,7 +362,7 @@ def test_a_killed_trainers_uploads_are_finished_first(
 
 
 def test_a_found_checkpoint_is_a_plain_value(run_: Run, tmp_path: Path) -> None:
-    """Pickled and sent to other ranks, it can be fetched there."""
+    """It can be pickled, sent to other ranks, and fetched there."""
     import pickle
 
     run_.commit(10)

@@ -1,4 +1,4 @@
-"""What other tools wrote: found by the marks that they leave last, and nothing that is half done."""
+"""Checkpoints of other tools are found by the markers those tools write last; unfinished ones are not."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ def _put(run: Run, *names: str, **contents: bytes) -> None:
 
 
 def _data(name: str, names: Collection[str]) -> bytes:
-    """What is in a file: its name; in a `.metadata`, that there are the files beside it."""
+    """Return a file's content: its name or, for a `.metadata`, metadata that names the files beside it."""
     folder, _, last = name.rpartition("/")
     if last != ".metadata":
         return name.encode()
@@ -138,7 +138,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_are_recognised(layout: str) -> None:
-    """The newest complete one is found first; what is unfinished is not complete, whatever is in it."""
+    """The newest complete checkpoint comes first; an unfinished one never counts as complete, whatever it contains."""
     names, (tool, step, path) = LAYOUTS[layout]
     complete = [each for each in _found(names) if each[3]]
     assert complete[0] == (tool, step, path, True)
@@ -158,14 +158,14 @@ def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -
     assert left_in(tmp_path / "there") == sorted(name.removeprefix(prefix).lstrip("/") for name in wanted)
     for name, at in report.paths.items():
         assert at.read_bytes() == _data(f"{prefix}/{name}" if prefix else name, names)
-    assert left_in(Path(run_.url.removeprefix("file://"))) == sorted(names)  # read-only
+    assert left_in(Path(run_.url.removeprefix("file://"))) == sorted(names)  # nothing was written there
     assert restore.find(run_.url, step=step) is not None
     assert restore.find(run_.url, step=999) is None
 
 
 @pytest.mark.parametrize("what", ["a file", "a folder", "nothing", "itself", "nonsense", "out of the remote"])
 def test_composer_pointers_are_followed(run_: Run, what: str) -> None:
-    """An object name without the bucket, so relative to nothing we know."""
+    """The pointer holds an object name without the bucket, so it is relative to a place that we do not know."""
     root = run_.url.removeprefix("file:///")
     _put(run_, "ep1-ba20/__0_0.distcp", "batch30-rank0.pt")
     target = {
@@ -196,7 +196,7 @@ SUFFIXES = ["", ".pt", ".safetensors", ".tar", ".tar.gz", ".tgz", ".pt.zst", ".l
 def test_a_set_of_one_file_per_rank_is_whole_with_a_file_of_every_rank(
     run_: Run, tmp_path: Path, suffix: str
 ) -> None:
-    """Two digits, so that files are in the order of ranks and not of names; the next save was cut short."""
+    """Two-digit ranks show that files are ordered by rank, not by name. The next save was cut short."""
     names, newer = _of_ranks("c/ep1-ba42", 12, suffix), _of_ranks("c/ep1-ba50", 11, suffix)
     _put(run_, *names, *newer)
     checkpoint = restore.find(run_.url, world_size=12)
@@ -219,7 +219,7 @@ def test_a_set_of_one_file_per_rank_is_whole_with_a_file_of_every_rank(
     "name", ["ep1-ba42-ws3-rank{}.pt", "ba42-world_size3-rank{}", "ba42-rank{}-of-3.tar"]
 )
 def test_a_name_says_of_how_many_ranks_a_set_is(run_: Run, name: str) -> None:
-    """Whatever the caller believes."""
+    """The name takes precedence over the caller's `world_size`."""
     _put(run_, *(name.format(rank) for rank in range(3)))
     for world_size in (None, 3, 2, 1, 4):
         checkpoint = restore.find(run_.url, world_size=world_size)
@@ -280,7 +280,9 @@ def test_a_lone_file_whose_name_tells_of_several_ranks_is_whole_only_if_the_call
 
 @pytest.mark.parametrize("is_pointed", [False, True])
 def test_a_file_of_rank_0_beside_sets_is_the_beginning_of_one(run_: Run, is_pointed: bool) -> None:
-    """A kill right after rank 0's upload; each rank has a pointer of its own, so that proves nothing."""
+    """The job may have been killed right after rank 0's upload. Each rank has a pointer of its
+    own, so rank 0's proves nothing.
+    """
     _put(run_, *_of_ranks("c/ep1-ba42", 2, ".pt"), "c/ep1-ba50-rank0.pt")
     if is_pointed:
         _put(run_, **{"c/latest-rank0.pt.symlink": b"c/ep1-ba50-rank0.pt"})
@@ -289,7 +291,7 @@ def test_a_file_of_rank_0_beside_sets_is_the_beginning_of_one(run_: Run, is_poin
     checkpoint = restore.find(run_.url, world_size=2)
     assert checkpoint is not None
     assert (checkpoint.step, [each.id.step for each in checkpoint.rejected]) == (42, [50])
-    alone = restore.find(run_.url, world_size=1)  # who knows better may say so
+    alone = restore.find(run_.url, world_size=1)  # a caller who knows better may say so
     assert alone is not None
     assert (alone.step, alone.name) == (50, "ep1-ba50-rank0.pt")
 
@@ -304,7 +306,7 @@ def test_a_pointer_to_one_file_of_a_set_finds_the_set(run_: Run) -> None:
 
 
 def test_a_pointer_to_an_archive_of_rank_0_is_enough_and_is_no_checkpoint_itself(run_: Run) -> None:
-    """Composer also packs what rank 0 wrote for all."""
+    """Composer also packs files that rank 0 writes for all ranks."""
     _put(run_, "ep1-ba42-rank0.tar", **{"ep1-ba50-rank0.pt.symlink": b"ep1-ba42-rank0.tar"})
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
@@ -319,7 +321,7 @@ def test_a_world_size_that_is_none_is_refused(run_: Run, world_size: Any) -> Non
 
 @pytest.mark.parametrize("name", ["a b", "a\\b", "\u00e9", "x" * 201, "new\nline"])
 def test_hostile_names_are_refused(run_: Run, name: str) -> None:
-    """The older one is taken, and why is told; if there is none, that is no fresh start."""
+    """An older checkpoint is used and the reason reported; if there is none, it is not a fresh start."""
     _put(run_, "step20/config.yaml", f"step20/{name}")
     with pytest.raises(restore.NoUsableCheckpointError, match="step20"):
         restore.find(run_.url)
@@ -331,7 +333,7 @@ def test_hostile_names_are_refused(run_: Run, name: str) -> None:
 
 
 def test_an_unreadable_foreign_checkpoint_falls_back(run_: Run, tmp_path: Path) -> None:
-    """And is not tried for ever."""
+    """The unreadable checkpoint must not be tried again forever."""
     _put(run_, "step20/config.yaml", "step20/a.pt", "step10/config.yaml", "step10/a.pt")
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
@@ -346,7 +348,7 @@ def test_an_unreadable_foreign_checkpoint_falls_back(run_: Run, tmp_path: Path) 
 
 
 def test_the_last_one_that_cannot_be_read_says_why(run_: Run, tmp_path: Path) -> None:
-    """Not only that the caller, which was ourselves, could not use it."""
+    """The reason must be more than that its caller, which is `fetch_latest` itself, could not use it."""
     _put(run_, "step20/config.yaml", "step20/a.pt")
 
     def lose(_: object) -> Path:
@@ -358,7 +360,7 @@ def test_the_last_one_that_cannot_be_read_says_why(run_: Run, tmp_path: Path) ->
 
 
 def test_a_local_file_of_the_same_size_is_not_used(run_: Run, tmp_path: Path) -> None:
-    """Without a checksum nobody can tell it from another step's."""
+    """Without a checksum, the file cannot be told from another step's."""
     _put(run_, "step20/config.yaml", **{"step20/a.pt": b"right"})
     (tmp_path / "a.pt").write_bytes(b"wrong")
     checkpoint = restore.find(run_.url)
@@ -454,7 +456,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_marker_without_all_its_files_is_damage(run_: Run, broken: str) -> None:
-    """What it stands for is looked at: without it the checkpoint gives way to an older one, and is no fresh start."""
+    """The files behind the marker are checked. If any is missing, an older checkpoint is used,
+    and it is never a fresh start.
+    """
     names, path, data = BROKEN[broken]
     _put(run_, *names)
     root = Path(run_.url.removeprefix("file://"))
@@ -491,14 +495,14 @@ def test_a_marker_without_all_its_files_is_damage(run_: Run, broken: str) -> Non
 def test_part_of_an_unfinished_checkpoint_is_not_a_checkpoint(
     run_: Run, names: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That it is DCP by itself does not make it one, of step 0."""
+    """That the part is valid DCP does not make it a checkpoint, of step 0."""
     _put(run_, *names)
     assert restore.find(run_.url) is None
     assert f"checkpoint_incomplete path={names[0].partition('/')[0]}" in caplog.text
 
 
 def test_dcp_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
-    """The remote is the checkpoint's own folder; what is below it is none of its business."""
+    """The remote is the checkpoint's own folder, and unrelated folders below it do not belong to the checkpoint."""
     root = tmp_path / "lr=3#2?%41" / "step-20"
     run = Run(f"file://{root}")
     names = [".metadata", "__0_0.distcp", "__1_0.distcp"]
@@ -516,7 +520,7 @@ def test_dcp_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
 
 
 def test_olmo_core_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
-    """All below it is part of it."""
+    """Everything below the folder belongs to the checkpoint."""
     run = Run(f"file://{tmp_path}/step20")
     names = [".metadata.json", "model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "train/rank0.pt"]
     _put(run, *names)
@@ -532,7 +536,9 @@ def test_file_names_are_read_without_torch() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_file_names_of_real_metadata(tmp_path: Path) -> None:
-    """As torch itself reads it, of tensors of many kinds; and a cut at any byte is refused."""
+    """The names must be those that torch itself reads, for tensors of many kinds. A file
+    cut off at any byte is refused.
+    """
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -556,7 +562,7 @@ class _Evil:
 
 
 def test_malicious_metadata_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it is."""
+    """This must hold wherever in the file the malicious object is."""
     ran: list[str] = []
     evil = pickle.dumps([_Evil()])
     monkeypatch.setattr(os, "system", ran.append)
@@ -567,7 +573,7 @@ def test_malicious_metadata_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_real_dcp_checkpoint_is_found_and_fetched(run_: Run, tmp_path: Path) -> None:
-    """Saved by torch itself, loaded from where it was fetched."""
+    """torch itself saves it, and loads it from where it was fetched."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -603,7 +609,9 @@ listings = st.lists(st.lists(parts, min_size=1, max_size=4).map("/".join), max_s
 def test_recognition_is_ordered_disjoint_and_independent_of_listing_order(
     names: list[str], pointers: dict[str, str], chance: Any
 ) -> None:
-    """Each is there, none is inside another, the newest is first, and the order of the listing does not count."""
+    """Every path found exists, none lies inside another, the newest comes first, and the
+    order of the listing is irrelevant.
+    """
     found = recognise(names, pointers)
     shuffled = names[:]
     chance.shuffle(shuffled)

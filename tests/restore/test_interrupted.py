@@ -1,4 +1,4 @@
-"""Fetching through kills, crowds and bad networks: it finishes, and nothing that was had is fetched again."""
+"""Fetches survive kills, concurrent processes and bad networks, and never fetch again what they already have."""
 
 import asyncio
 import base64
@@ -36,7 +36,7 @@ def _committed(run: Run, files: dict[int, dict[str, bytes]], step: int = 10) -> 
 
 
 def _recorded(there: Path, files: list[bytes], range_bytes: int) -> set[bytes]:
-    """What the records of the partial files say is had: the ranges' own bytes."""
+    """Return the ranges, as bytes, that the records of the partial files list as fetched."""
     known = {
         checksum_of(data[start : start + range_bytes], "crc64nvme").value: data[start : start + range_bytes]
         for data in files
@@ -50,13 +50,15 @@ def _recorded(there: Path, files: list[bytes], range_bytes: int) -> set[bytes]:
 
 
 def _ranges(asked: list[tuple[int, int]]) -> set[int]:
-    """Where the ranges begin that these requests asked for."""
+    """Return the offsets of the ranges covered by these requests."""
     return {at for offset, size in asked for at in range(offset, offset + size, partial.RANGE_BYTES)}
 
 
 @pytest.mark.parametrize("num_kills", [20, pytest.param(500, marks=SOAK)])
 def test_a_fetch_killed_repeatedly_resumes(run_: Run, tmp_path: Path, seed: int, num_kills: int) -> None:
-    """SIGKILL between any two pieces: it finishes, byte-identical, and no range on record is asked for again."""
+    """SIGKILL may come between any two pieces. The fetch must finish byte-identical, and no
+    recorded range may be requested again.
+    """
     chance = random.Random(seed)
     range_bytes, num_ranges = 1000, 22 * num_kills
     files = {
@@ -105,12 +107,12 @@ def test_a_fetch_killed_repeatedly_resumes(run_: Run, tmp_path: Path, seed: int,
 def test_a_fetch_from_s3_killed_repeatedly_resumes(
     counted_run: Run, relay: Relay, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted on the wire: ranges on record are asked for once, by whichever process."""
+    """The requests are counted on the wire: no process may ask again for a recorded range."""
     chance = random.Random(seed)
     data = os.urandom(24 * partial.RANGE_BYTES + 5)
     checkpoint = _committed(counted_run, {0: {"big.pt": data}})
     there, recorded = tmp_path / "there", set()
-    # Twice as much at last as is under way at once: some of it is on record.
+    # The last kill comes after twice as many bytes as can be in flight, so that some ranges are on record.
     for size_bytes in (*(chance.randrange(1, 24) * MIB for _ in range(3)), 4 * partial.RANGE_BYTES):
         start = len(relay.asked("big.pt"))
         with (
@@ -138,7 +140,7 @@ def test_a_fetch_from_s3_killed_repeatedly_resumes(
 def test_a_wrong_progress_record_is_not_trusted(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Power loss may leave a record of bytes that never reached the disk, and half a line."""
+    """Power loss may leave a record of bytes that never reached the disk, or half a line."""
     monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
     files = {0: {"a.pt": content(1, "a", 3000)}}
     checkpoint = _committed(run_, files)
@@ -165,7 +167,7 @@ def test_a_wrong_progress_record_is_not_trusted(
 
 
 def test_leftovers_of_another_checkpoint_are_not_mixed_in(run_: Run, tmp_path: Path) -> None:
-    """Same names, same sizes, another step."""
+    """The names and sizes are the same, but the step is another."""
     first = _committed(run_, files_of(10))
     with plays.playing(plays.fetches_by_pieces, first, str(tmp_path / "there"), 1000, 3) as (process, _):
         process.join(plays.PATIENCE_S)
@@ -175,7 +177,9 @@ def test_leftovers_of_another_checkpoint_are_not_mixed_in(run_: Run, tmp_path: P
 
 
 def test_concurrent_processes_fetch_each_file_once(counted_run: Run, relay: Relay, tmp_path: Path) -> None:
-    """Processes that want the same files wait for each other; counted on the wire. One of them is killed."""
+    """Processes that want the same files wait for each other; the requests are counted on
+    the wire. One process is killed.
+    """
     files = {rank: {f"rank-{rank}.pt": os.urandom(6 * MIB)} for rank in range(4)}
     checkpoint = _committed(counted_run, files)
     with (
@@ -196,7 +200,7 @@ def test_concurrent_processes_fetch_each_file_once(counted_run: Run, relay: Rela
 
 
 def test_a_waiting_process_resumes_where_a_killed_one_stopped(run_: Run, tmp_path: Path) -> None:
-    """The lock dies with its process."""
+    """The lock ends with the process that holds it."""
     files = {0: {"a.pt": content(1, "a", 100_000)}}
     checkpoint = _committed(run_, files)
     held = threading.Event()
@@ -212,7 +216,7 @@ def test_a_waiting_process_resumes_where_a_killed_one_stopped(run_: Run, tmp_pat
 
 
 def test_fetch_memory_is_bounded(tmp_path: Path) -> None:
-    """512 MiB, most of it holes: beyond what a small fetch takes, a few buffers."""
+    """The file has 512 MiB, mostly holes. Beyond what a small fetch needs, a fetch may take only a few buffers."""
     run = Run(f"file://{tmp_path / 'remote'}")
     size_bytes = 512 * MIB
     run.commit(5, {0: {"small.pt": b"x" * 1000}})
@@ -249,7 +253,9 @@ FAULTS = [
 def test_a_bad_network_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    """Refusals, answers cut anywhere, connections that drop or fall silent: tried again, and right in the end."""
+    """After refusals, answers cut off anywhere, and dropped or silent connections, the fetch
+    tries again and ends correctly.
+    """
     monkeypatch.setattr(partial, "RANGE_BYTES", MIB)
     monkeypatch.setenv("CKPT_ASYNC_STALL_TIMEOUT_S", "1")
     monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.01")
@@ -265,7 +271,7 @@ def test_a_bad_network_is_survived(
 def test_lost_connections_are_survived(
     counted_run: Run, relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them, at any byte, a few times over."""
+    """All connections break, at any byte, several times."""
     monkeypatch.setattr(partial, "RANGE_BYTES", 4 * MIB)
     monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.01")
     files = {0: {"a.pt": os.urandom(24 * MIB)}}
@@ -295,7 +301,7 @@ def test_lost_connections_are_survived(
 def test_a_store_that_stays_unavailable_raises(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the patience that is set; what was had stays for the next call."""
+    """It raises after the configured time; everything fetched so far is kept for the next call."""
     monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
     monkeypatch.setenv("CKPT_ASYNC_UPLOAD_TIMEOUT_S", "1")
     files = {0: {"a.pt": content(1, "a", 3000)}}
@@ -313,7 +319,9 @@ def test_a_store_that_stays_unavailable_raises(
 def test_a_store_that_refuses_the_data_raises_when_the_retry_budget_ends(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Records can be read, shards cannot: not tried for the hour that an upload may take. Nothing is marked."""
+    """When records can be read but shards cannot, a fetch must not retry for the hour that an
+    upload may take. Nothing is marked.
+    """
     monkeypatch.setenv("CKPT_ASYNC_STALL_TIMEOUT_S", "0.3")
     monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.05")
     files = {0: {"a.pt": content(1, "a", 3000)}}
@@ -330,7 +338,7 @@ def test_a_store_that_refuses_the_data_raises_when_the_retry_budget_ends(
 
 
 def test_ctrl_c_ends_a_fetch_promptly(run_: Run, tmp_path: Path) -> None:
-    """It ends at once, and its lease with it."""
+    """The fetch ends at once, and so does its lease."""
     checkpoint = _committed(run_, files_of(10))
     with plays.playing(plays.never_ends, checkpoint, str(tmp_path / "there")) as (process, pipe):
         assert plays.told(pipe) == "reading"
@@ -343,7 +351,7 @@ def test_ctrl_c_ends_a_fetch_promptly(run_: Run, tmp_path: Path) -> None:
 
 
 def test_a_forked_child_holds_no_lock(tmp_path: Path) -> None:
-    """A dataloader's worker, made while a file is fetched, has a copy of the descriptor."""
+    """A dataloader worker forked during a fetch inherits a copy of the lock's descriptor."""
 
     async def main() -> None:
         async with partial.locked(tmp_path / "x", 10, "crc64nvme"):
@@ -360,5 +368,6 @@ def test_a_forked_child_holds_no_lock(tmp_path: Path) -> None:
             child.join()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what this is about
+        # The warning of Python 3.12 is about exactly this.
+        warnings.simplefilter("ignore", DeprecationWarning)
         asyncio.run(main())

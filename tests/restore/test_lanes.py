@@ -1,4 +1,4 @@
-"""How much a reader asks for at once, and by how many requests: little until it is known what the link takes."""
+"""How much a reader requests at once, and in how many requests: little until the link's throughput is known."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,9 @@ def test_cores_are_counted_by_the_cpu_affinity(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Slow:
-    """A store in a folder whose connections bring little each; `most` were under way at once."""
+    """A folder store with slow connections. `most` is the highest number of transfers that
+    were running at the same time.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.most = self._at_once = self._moved_bytes = 0

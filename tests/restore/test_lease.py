@@ -1,4 +1,4 @@
-"""What is read stays while it is read, however hard retention runs; and no longer."""
+"""A checkpoint being read is kept for as long as it is read, however aggressive retention is, and no longer."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ def _sweep(run: Run) -> None:
 
 
 class _Churn(threading.Thread):
-    """A trainer that commits as fast as it can, and a sweeper that keeps one checkpoint."""
+    """A trainer that commits as fast as it can, with a sweeper that keeps only one checkpoint."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(daemon=True)
@@ -79,8 +79,8 @@ class _Churn(threading.Thread):
 def test_a_reader_never_sees_a_missing_shard(
     run_: Run, tmp_path: Path, num_loads: int, limit_s: float
 ) -> None:
-    """Found, then read piece by piece while what was found is long past being wanted: right every time. Only between
-    `find` and the lease may it go, and then it says so.
+    """A checkpoint is found and then read piece by piece long after retention would have removed it, and every read is
+    right. It may disappear only between `find` and the lease, and that is reported.
     """
     num_read = num_gone = 0
     began = time.monotonic()
@@ -97,7 +97,7 @@ def test_a_reader_never_sees_a_missing_shard(
                 for rank, files in files_of(checkpoint.step).items():
                     for name, data in files.items():
                         assert reader.read(name, 1, 10) == data[1:11], (rank, name)
-                        wait_for_step = min(churn.step, opened_at) + 1  # retention has run meanwhile
+                        wait_for_step = min(churn.step, opened_at) + 1  # so that retention has run in between
                         while churn.step < wait_for_step and churn.is_alive():
                             time.sleep(0.001)
                         assert reader.read(name) == data
@@ -110,7 +110,7 @@ def test_a_reader_never_sees_a_missing_shard(
 
 
 def test_a_checkpoint_pruned_before_the_lease_is_refused(any_run: Run, tmp_path: Path) -> None:
-    """Said so, and left no lease; `fetch_latest` takes the one that came instead."""
+    """The reader gets an error and leaves no lease behind."""
     id_ = any_run.commit(10)
     checkpoint = _find(any_run)
     any_run.commit(20)
@@ -147,7 +147,9 @@ def test_a_checkpoint_pruned_after_find_falls_back(
 def test_bytes_come_while_the_lease_is_taken(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That takes three round trips. They count once it is taken."""
+    """Taking a lease takes three round trips, so reading starts at once; what was read
+    counts only once the lease is taken.
+    """
     run_.commit(10)
     take, read, events = steps.take_lease, DirectoryStore.get_range, []
     is_read = asyncio.Event()
@@ -204,7 +206,7 @@ def test_what_was_read_of_a_checkpoint_pruned_meanwhile_does_not_count(
 def test_a_lease_that_cannot_be_taken_ends_what_reads(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its own error, and without the patience that reads have."""
+    """The lease's own error must be raised, without the long retries of a read."""
     run_.commit(10)
     asked = []
 
@@ -226,7 +228,7 @@ def test_a_lease_that_cannot_be_taken_ends_what_reads(
 def test_a_reader_that_is_interrupted_gives_back_a_lease_that_it_may_have(
     run_: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was written, and what makes sure of it never comes."""
+    """The lease was written, but the request that confirms it never returns."""
     run_.commit(10)
     checkpoint = _find(run_)
 
@@ -262,7 +264,7 @@ def _short(monkeypatch: pytest.MonkeyPatch, ttl_s: float) -> None:
 
 
 def _no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store's clock is this machine's."""
+    """Trust the store's clock fully, because here it is this machine's."""
     monkeypatch.setattr(sweep_plan, "LEASE_MARGIN_S", 0.0)
 
 
@@ -270,7 +272,9 @@ def _no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_renewal_extends_a_lease_beyond_its_term(
     run_: Run, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """Also when the sweeper had looked for leases before this one came: `pruning` waits for those that are there."""
+    """This must also hold if the sweeper listed the leases before this one was taken: a checkpoint in the state
+    `pruning` waits for the leases that exist.
+    """
     _short(monkeypatch, 1.5)
     _no_margin(monkeypatch)
     id_ = run_.commit(10)
@@ -303,7 +307,7 @@ def test_renewal_extends_a_lease_beyond_its_term(
 def test_without_renewal_reading_stops_before_the_lease_expires(
     run_: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that takes no renewal any more: better an error than a shard that goes away beneath."""
+    """If the store stops accepting renewals, an error is better than a shard that vanishes under the reader."""
     _short(monkeypatch, 1.0)
     run_.commit(10)
     checkpoint = _find(run_)
@@ -324,7 +328,7 @@ def test_without_renewal_reading_stops_before_the_lease_expires(
 
 
 def test_a_killed_readers_lease_expires(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps retention away for its time, and no longer."""
+    """The lease of a dead reader blocks retention for its term, and no longer."""
     _no_margin(monkeypatch)
     id_ = run_.commit(10)
     checkpoint = _find(run_)
@@ -343,7 +347,9 @@ def test_a_killed_readers_lease_expires(run_: Run, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sweepers_wrong_clock_does_not_end_a_lease(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store tells a lease's age, here by the file system: two hours ahead, it prunes nothing under a reader."""
+    """The store (here its file system) tells how old a lease is, so a sweeper whose clock is two hours ahead
+    prunes nothing under a reader.
+    """
     id_ = run_.commit(10)
     checkpoint = _find(run_)
     run_.commit(20)
@@ -379,7 +385,7 @@ def test_read_only_credentials_read_without_a_lease_and_log_it(
 def test_pruning_beneath_a_reader_without_a_lease_is_reported(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then it is gone, and not damaged."""
+    """The reader must report that the checkpoint is gone, not that it is damaged."""
     id_ = run_.commit(10)
     checkpoint = _find(run_)
     run_.commit(20)

@@ -1,4 +1,4 @@
-"""Files from other nodes: asked before the store, and never believed."""
+"""Files from other nodes: peers are asked before the store, and what they send is never trusted."""
 
 import contextlib
 import http.client
@@ -26,7 +26,7 @@ def _committed(run: Run) -> restore.Checkpoint:
 
 @contextmanager
 def _node(folder: Path, names: dict[str, bytes]) -> Iterator[PeerServer]:
-    """A node that has these files."""
+    """Serve these files as a node does."""
     files = {}
     for name, data in names.items():
         path = folder / name
@@ -40,7 +40,7 @@ def _node(folder: Path, names: dict[str, bytes]) -> Iterator[PeerServer]:
 def test_a_wiped_node_is_refilled_by_its_peers(
     counted_run: Run, relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two nodes that have half of it each, in many ranges: no shard's byte comes from the store."""
+    """Each of two nodes has half of the files, in many ranges. No byte of a shard may come from the store."""
     monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
     checkpoint = _committed(counted_run)
     with (
@@ -61,7 +61,7 @@ def test_a_wiped_node_is_refilled_by_its_peers(
     "bad", ["wrong bytes", "cut short", "gone", "closed", "wrong secret", "dead", "no address", "other size"]
 )
 def test_a_bad_peer_is_replaced_by_the_store(run_: Run, tmp_path: Path, bad: str) -> None:
-    """To another peer, and then to the store; what arrives is right."""
+    """The reader turns to another peer and then to the store, and the bytes that arrive are right."""
     checkpoint = _committed(run_)
     files = {name: data for theirs in files_of(10).values() for name, data in theirs.items()}
     with ExitStack() as stack:
@@ -100,13 +100,13 @@ def test_a_bad_peer_is_replaced_by_the_store(run_: Run, tmp_path: Path, bad: str
 def test_a_silent_peer_is_asked_only_a_few_times(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not once for every file."""
+    """Otherwise every single file would wait for the timeout."""
     monkeypatch.setattr(peers, "READ_TIMEOUT_S", 0.3)
     files = {0: {f"{number}.pt": content(number, "x", 100) for number in range(40)}}
     run_.commit(10, files)
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
-    with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as deaf:  # accepts connections and never answers
         peer = Peer(
             f"http://127.0.0.1:{deaf.getsockname()[1]}/x",
             frozenset(file.key for file in checkpoint.files.values()),
@@ -125,7 +125,9 @@ def test_a_silent_peer_is_asked_only_a_few_times(
 def test_another_address_is_tried_if_one_does_not_respond(
     run_: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once: then all come from the one that does. Also where somebody else answers."""
+    """Only one attempt is lost, even if a stranger answers at that address; all files then
+    come from the address that works.
+    """
     checkpoint = _committed(run_)
     files = {name: data for theirs in files_of(10).values() for name, data in theirs.items()}
     with (
@@ -148,7 +150,7 @@ def test_another_address_is_tried_if_one_does_not_respond(
 def test_a_failing_peer_is_logged_once_by_name(
     run_: Run, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However many files it should have given, and how much came from the store instead."""
+    """However many files the peer should have sent, one line says so, and how much came from the store instead."""
     names = {f"{number:02}.pt": content(number, "x", 1 << 16) for number in range(40)}
     run_.commit(10, {0: names})
     checkpoint = restore.find(run_.url)
@@ -172,7 +174,7 @@ def test_a_failing_peer_is_logged_once_by_name(
 
 
 def test_a_peer_that_trickles_is_dropped(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte comes before the socket's timeout; the range's own deadline ends it."""
+    """Every byte arrives before the socket times out, so the range's own deadline has to end the read."""
     monkeypatch.setattr(peers, "READ_TIMEOUT_S", 0.5)
     run_.commit(10, {0: {"a.pt": content(1, "a")}})
     checkpoint = restore.find(run_.url)
@@ -204,7 +206,7 @@ def test_a_peer_that_trickles_is_dropped(run_: Run, tmp_path: Path, monkeypatch:
 
 
 def test_a_peer_serves_only_the_registered_files(tmp_path: Path) -> None:
-    """No path leads out, no secret is guessed, no link is followed; and after `close` nothing is served."""
+    """No path leads outside, no secret can be guessed, no link is followed, and after `close` nothing is served."""
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "node").mkdir()
     (tmp_path / "node" / "link").symlink_to(tmp_path / "secret")
@@ -244,5 +246,5 @@ def test_a_peer_serves_only_the_registered_files(tmp_path: Path) -> None:
             assert get(there, ranges)[0] == 404
         assert get(there) == (206, b"conten")
         server.close()
-        assert get(there)[0] == 404  # the connection is still there
+        assert get(there)[0] == 404  # the connection is still open
         connection.close()

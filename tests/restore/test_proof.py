@@ -1,4 +1,4 @@
-"""A mark of damage needs proof: what the wire spoils is no damage, and what the store has lost is."""
+"""A damage mark needs proof: corruption on the wire is not damage, but what the store has lost is."""
 
 import json
 import random
@@ -22,7 +22,7 @@ RECORDS_AND_DATA, DATA = r"\.(json|pt)$", r"\.pt$"
 
 @pytest.fixture
 def spoilt_run(s3_url: str) -> Run:
-    """Two checkpoints in S3, behind the proxy."""
+    """A run with two checkpoints in S3, behind the proxy."""
     run = Run(s3_url)
     run.commit(5, {0: {"a.pt": content(5, "a.pt")}})
     run.commit(10, FILES)
@@ -42,8 +42,8 @@ def test_nothing_is_marked_when_every_response_is_corrupted(
     keys_: str,
     at: int,
 ) -> None:
-    """Neither this checkpoint nor the next older one. It is said what is wrong, with an exit code of its own; and when
-    the wire is sound again, all is there.
+    """Neither this checkpoint nor the next older one may be marked. The error says what is wrong and has an exit code
+    of its own; when the wire is sound again, everything can be fetched.
     """
     fault = proxy.add(Fault("flip_reply", "GET", keys_, after_bytes=at))
     assert cli.main(["pull", spoilt_run.url, str(tmp_path / "there"), "--json"]) == Exit.UNRELIABLE
@@ -64,7 +64,7 @@ def test_nothing_is_marked_when_every_response_is_corrupted(
 def test_data_corrupted_a_few_times_is_read_again(
     proxy: FaultProxy, spoilt_run: Run, tmp_path: Path, keys_: str
 ) -> None:
-    """Each file and each record on its first reading."""
+    """Each file and each record is corrupted on its first read."""
     for name in {"large.pt", "small.pt"} | ({"00000.json"} if keys_ != DATA else set()):
         proxy.add(Fault("flip_reply", "GET", f"(000010|step-10.*)/{name}", times=1))
     found = restore.fetch_latest(spoilt_run.url, tmp_path / "there")
@@ -75,7 +75,7 @@ def test_data_corrupted_a_few_times_is_read_again(
 
 
 def test_records_corrupted_in_transit_are_not_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a store that says no checksum with them, so that only their content tells."""
+    """The store sends no checksums with these records, so only their content can reveal the corruption."""
     for step in (5, 10):
         run_.commit(step)
     get, chance = DirectoryStore.get, random.Random(1)
@@ -97,7 +97,7 @@ def test_records_corrupted_in_transit_are_not_damage(run_: Run, monkeypatch: pyt
 def test_the_same_wrong_bytes_twice_are_proof_of_damage(
     proxy: FaultProxy, spoilt_run: Run, tmp_path: Path
 ) -> None:
-    """A store whose disk has lost a bit, and which says that the object is as it was."""
+    """A store's disk may have lost a bit while the store claims that the object is unchanged."""
     proxy.add(Fault("flip_reply", "GET", r"large\.pt$", after_bytes=1000))
     found = restore.fetch_latest(spoilt_run.url, tmp_path / "there")
     assert found is not None
@@ -109,7 +109,7 @@ def test_the_same_wrong_bytes_twice_are_proof_of_damage(
 
 
 def test_the_stores_own_checksum_is_proof_of_damage(spoilt_run: Run, tmp_path: Path) -> None:
-    """It is asked before another byte is read."""
+    """The store is asked for its checksum before any more bytes are read."""
     spoilt_run.flip(shard_key(10, "large.pt"))
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch_latest(spoilt_run.url, tmp_path / "there", step=10)
@@ -117,14 +117,16 @@ def test_the_stores_own_checksum_is_proof_of_damage(spoilt_run: Run, tmp_path: P
 
 
 def test_a_damage_mark_can_be_removed(run_: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`verify` that reads everything offers it for a checkpoint that is whole, `unmark` does it."""
+    """A `verify` that reads all data suggests removing the mark from a checkpoint that is
+    whole, and `unmark` removes it.
+    """
     files = files_of(20)
     for step in (10, 20):
         run_.commit(step)
         run_.flip(shard_key(step, "rank-0.pt"))
         with pytest.raises(restore.NoUsableCheckpointError):
             restore.fetch_latest(run_.url, tmp_path / "there")
-    run_.flip(shard_key(20, "rank-0.pt"))  # whole again
+    run_.flip(shard_key(20, "rank-0.pt"))  # the file is whole again
 
     def call(*arguments: str) -> dict[str, object]:
         cli.main([*arguments, "--json"])

@@ -1,4 +1,4 @@
-"""Reading in parts: every byte that is wanted, few that are not, from any thread."""
+"""Partial reads: every byte that is wanted, few that are not, from any thread."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from ckpt_async.stores.directory import DirectoryStore
 from tests.restore.relay import Relay
 from tests.restore.runs import Run, content, files_of, shard_key
 
-UNIT = 1 << 18  # ranges of whole units, so that they meet and overlap, and reach the longest run
+UNIT = 1 << 18  # ranges are whole units, so that they meet, overlap, and reach the longest run
 
 
 def _committed(run: Run, files: Any = None) -> restore.Checkpoint:
@@ -36,7 +36,7 @@ large = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 160)), max_size=1
 
 @given(large | small)
 def test_ranges_are_merged_with_few_requests_and_little_waste(wants: list[tuple[int, int]]) -> None:
-    """Each run covers what is in it, is not too long, and at least 20/21 of it is wanted by somebody."""
+    """Each run covers its ranges, respects the size limit, and consists to at least 20/21 of wanted bytes."""
     nothing = memoryview(bytes(max([size for _, size in wants], default=0)))
     runs = coalesce([(offset, nothing[:size]) for offset, size in wants])
     asked = set()
@@ -57,14 +57,14 @@ def test_ranges_are_merged_with_few_requests_and_little_waste(wants: list[tuple[
 
 @given(small, st.integers(1, 500))
 def test_every_wanted_byte_is_delivered(wants: list[tuple[int, int]], piece_bytes: int) -> None:
-    """In pieces of any size; overlapping wants each get their own copy."""
+    """Data may arrive in pieces of any size, and overlapping ranges each get their own copy."""
     data = content(1, "data", 3400)
     buffers = [bytearray(size) for _, size in wants]
     runs = coalesce(
         [(offset, memoryview(buffer)) for (offset, _), buffer in zip(wants, buffers, strict=True)]
     )
     for run in runs:
-        for _ in range(2):  # an attempt that failed, and the next one
+        for _ in range(2):  # a failed attempt, and the next one
             sink = scatter(run)
             stretch = data[run.offset : run.offset + run.size_bytes]
             for start in range(0, len(stretch), piece_bytes):
@@ -73,7 +73,7 @@ def test_every_wanted_byte_is_delivered(wants: list[tuple[int, int]], piece_byte
 
 
 def test_adjacent_ranges_are_read_together(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand small tensors with padding between them are one request."""
+    """A thousand small tensors with padding in between take a single request."""
     data = bytes(1 << 20)
     nothing = memoryview(bytearray(1000))
     assert len(coalesce([(start, nothing) for start in range(0, len(data), 1024)])) == 1
@@ -107,7 +107,9 @@ def test_reading_from_many_threads(any_run: Run) -> None:
 
 
 def test_only_the_needed_bytes_are_transferred(counted_run: Run, relay: Relay) -> None:
-    """A tenth of a file in scattered tensors: at most 1.1 times their bytes, counted on the wire."""
+    """For a tenth of a file in scattered tensors, at most 1.1 times their bytes may be
+    transferred, counted on the wire.
+    """
     size_bytes = 24 << 20
     data = content(1, "big", size_bytes)
     checkpoint = _committed(counted_run, {0: {"big.pt": data}})
@@ -130,7 +132,7 @@ def test_only_the_needed_bytes_are_transferred(counted_run: Run, relay: Relay) -
 
 
 def test_a_local_copy_is_read(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is right, and as long as it is not touched: then the store again."""
+    """The copy is used if it is right and for as long as it is not modified; after that, the store is read again."""
     checkpoint = _committed(run_)
     for rank in (0, 1):
         (tmp_path / f"rank-{rank}.pt").write_bytes(content(10, "rank-0.pt"))
@@ -152,7 +154,9 @@ def test_a_local_copy_is_read(run_: Run, tmp_path: Path, monkeypatch: pytest.Mon
 def test_large_reads_of_a_local_copy_go_straight_to_their_buffers(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy in between would take time; small ones share a system call. Where the file ends early: the store."""
+    """An extra copy would take time, and small reads share a system call. If the local file
+    ends early, the store is read.
+    """
     data = content(1, "large", 1 << 20)
     checkpoint = _committed(run_, {0: {"large.pt": data}})
     (tmp_path / "large.pt").write_bytes(data)
@@ -190,7 +194,7 @@ def test_a_closed_reader_raises(run_: Run) -> None:
 
 
 def test_close_aborts_reads_in_progress(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nobody waits for ever, whenever the two meet."""
+    """No thread may wait forever, whenever reading and closing meet."""
     checkpoint = _committed(run_)
     began = threading.Event()
 
@@ -214,7 +218,7 @@ def test_close_aborts_reads_in_progress(run_: Run, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
 def test_damage_raises(run_: Run, damage: str) -> None:
-    """And marked, as by `fetch`."""
+    """The checkpoint is marked as well, as by `fetch`."""
     checkpoint = _committed(run_)
     run_.delete(shard_key(10, "rank-0.pt"))
     if damage == "cut short":
@@ -225,7 +229,7 @@ def test_damage_raises(run_: Run, damage: str) -> None:
 
 
 def test_an_error_of_the_sink_is_raised_unchanged(run_: Run) -> None:
-    """A buffer that cannot be written to is no failure of the store."""
+    """That a buffer is read-only is not a failure of the store."""
     checkpoint = _committed(run_)
     with restore.open(checkpoint) as reader, pytest.raises(TypeError, match="read-only"):
         reader.read_into([ReadInto("rank-0.pt", 0, memoryview(bytes(10)))])

@@ -1,5 +1,5 @@
-"""A checkpoint of many small files: each is asked for once, whatever becomes of the others, and they share what it
-costs to ask.
+"""Checkpoints of many small files: each is requested once, whatever happens to the others, and
+they share the cost of requests.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ NUM, SIZE_BYTES = 100, 1200
 NAMES = [f"layer-{number // 10}/{number:02}.bin" for number in range(NUM)]
 FILES = {0: {name: content(10, name, SIZE_BYTES) for name in NAMES}}
 ALL_BYTES = NUM * SIZE_BYTES
-# Two series, one after the other: of the first 64 names in their order, and of the rest.
+# One read at a time makes two series, one after the other: the first 64 names in order, and the rest.
 ONE: dict[str, Any] = {"num_concurrent_reads": 1}
 
 
@@ -52,8 +52,8 @@ def _name(key: str) -> str:
 
 @dataclasses.dataclass
 class Counted:
-    """A run in either kind of store. `asked()`: how often each file was asked for since the last `asked()`; `together`:
-    the names that were asked for with others.
+    """A run in either kind of store. `asked()` returns how often each file was requested since it was last called;
+    `together` lists the names that were requested in a series.
     """
 
     run: Run
@@ -114,7 +114,7 @@ def counted(request: pytest.FixtureRequest) -> Counted:
 
 
 def test_each_small_file_is_requested_once(counted: Counted, tmp_path: Path) -> None:
-    """By few, in every place at once; the report and the progress add up, and nothing else is left."""
+    """Few series run at once, one in each place; the report and the progress must add up, and nothing else is left."""
     checkpoint = _committed(counted.run)
     counted.asked()
     seen: list[tuple[int, int]] = []
@@ -132,7 +132,7 @@ def test_each_small_file_is_requested_once(counted: Counted, tmp_path: Path) -> 
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One byte of it, the first time, on the wire."""
+    """Corrupt one byte of this file, on the wire, in the first response only."""
     is_first, get_many = True, Downloads.get_many
 
     async def spoilt(self: Downloads, gets: Any, check: Any, got: Any, *more: Any) -> Any:
@@ -165,7 +165,7 @@ def test_only_failed_small_files_are_fetched_again(
             (99, "denied", 0),
         )
     }
-    _spoil(monkeypatch, NAMES[0])  # before the others of its series, which a refusal would end
+    _spoil(monkeypatch, NAMES[0])  # comes first in its series, which a refused request would end
     in_s3.asked()
     report = restore.fetch(checkpoint, tmp_path / "there", num_concurrent_reads=8)
     assert is_whole(report, FILES)
@@ -189,7 +189,7 @@ def test_only_failed_small_files_are_fetched_again(
 def test_a_damaged_small_file_is_detected(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, damage: str
 ) -> None:
-    """Is told by its name, and nothing of any is left; what was there before stays."""
+    """The error names the file; nothing of any file is left, and files that existed before stay."""
     counted: Counted = request.getfixturevalue(kind)
     checkpoint = _committed(counted.run)
     key = shard_key(10, NAMES[70])
@@ -222,7 +222,7 @@ def test_a_damaged_small_file_is_accepted_without_verification(on_disk: Counted,
 def test_concurrent_processes_fetch_each_small_file_once(
     in_s3: Counted, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    """Four that want the same files in the same place; none is done before all have begun."""
+    """Four processes want the same files in the same place, and none finishes before all have started."""
     checkpoint = _committed(in_s3.run)
     in_s3.asked()
     held = proxy.add(Fault("hold", "GET", re.escape(NAMES[5]), times=1))
@@ -258,7 +258,7 @@ def test_concurrent_threads_fetch_each_small_file_once(on_disk: Counted, tmp_pat
 def test_a_fetch_of_small_files_killed_in_the_middle_resumes(
     in_s3: Counted, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    """By SIGKILL: called again, it completes, and what was published is not fetched again."""
+    """After a SIGKILL, a second call completes the fetch without fetching published files again."""
     checkpoint = _committed(in_s3.run)
     there = tmp_path / "there"
     held = proxy.add(Fault("hold", "GET", re.escape(NAMES[30])))
@@ -281,7 +281,7 @@ def test_a_fetch_of_small_files_killed_in_the_middle_resumes(
 def test_an_expired_lease_stops_a_series(
     on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of a series: no more is asked for, and nothing is left."""
+    """It expires in the middle of a series: nothing more may be requested, and nothing is left."""
     checkpoint = _committed(on_disk.run)
     publish, keep, held = partial.PartialFile.publish, session.HeldLease.keep, []
     num_published = 0
@@ -310,7 +310,7 @@ def test_an_expired_lease_stops_a_series(
 def test_a_disk_that_runs_full_stops_a_series(
     on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is told; called again, it goes on where it was."""
+    """The error is raised; when called again, the fetch continues where it was."""
     checkpoint = _committed(on_disk.run)
     write, left = partial.PartialFile.write, 20
 
@@ -333,7 +333,7 @@ def test_a_disk_that_runs_full_stops_a_series(
 
 
 def test_existing_small_files_are_kept_or_replaced(on_disk: Counted, tmp_path: Path) -> None:
-    """Counts if it is right; else it is left alone, or replaced by who says so."""
+    """An existing file counts if it is right. A wrong one is left alone, or replaced if the caller asks for that."""
     checkpoint = _committed(on_disk.run)
     there = tmp_path / "there"
     restore.fetch(checkpoint, there, files=["layer-0/*"])
@@ -361,7 +361,7 @@ def test_a_symlink_in_the_destination_is_not_followed(on_disk: Counted, tmp_path
 
 
 def test_files_that_are_not_fetched_in_series(on_disk: Counted, tmp_path: Path) -> None:
-    """Files of no byte, of too many, and those whose bytes nothing says to be right."""
+    """Empty files, files that are too large, and files without a checksum are fetched one by one."""
     files = {0: {"a/empty": b"", "a/large": content(1, "x", SMALL_BYTES + 1), **FILES[0]}}
     checkpoint = _committed(on_disk.run, files)
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files)
@@ -376,7 +376,7 @@ def test_files_that_are_not_fetched_in_series(on_disk: Counted, tmp_path: Path) 
 
 
 def test_local_copies_take_precedence(on_disk: Counted, tmp_path: Path) -> None:
-    """Those that are right; a damaged one comes from the store all the same."""
+    """Good local copies are used; a file whose copy is damaged comes from the store."""
     checkpoint = _committed(on_disk.run)
     folder = tmp_path / "folder"
     for name in NAMES[:50]:
@@ -393,7 +393,7 @@ def test_local_copies_take_precedence(on_disk: Counted, tmp_path: Path) -> None:
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
-    """What a process has on some systems, beside those that this one has open."""
+    """Allow only as many more descriptors, beyond those open now, as some systems allow in all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 220, hard))
     yield
@@ -401,7 +401,7 @@ def few_descriptors() -> Iterator[None]:
 
 
 def test_few_descriptors_suffice(on_disk: Counted, tmp_path: Path, few_descriptors: None) -> None:
-    """However many files there are: each that is being fetched is locked, and so open."""
+    """Every file being fetched is locked and therefore open, so their number at any time must be limited."""
     files = {0: {f"{number // 20}/{number}": b"%d" % number for number in range(400)}}
     checkpoint = _committed(on_disk.run, files)
     on_disk.asked()
@@ -414,7 +414,7 @@ def test_few_descriptors_suffice(on_disk: Counted, tmp_path: Path, few_descripto
 def test_the_folder_of_partial_files_may_vanish_at_any_time(
     tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has finished removes it, again and again."""
+    """Every process that finishes removes this folder, so it may vanish again and again."""
     folder, mkdir, num_made = tmp_path / PARTIAL_FOLDER, Path.mkdir, 0
 
     def vanishing(self: Path, *options: Any, **more: Any) -> None:
@@ -437,7 +437,7 @@ def test_the_folder_of_partial_files_may_vanish_at_any_time(
 def test_proxy_settings_are_not_looked_up_per_file(
     in_s3: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the whole environment, which takes as much CPU as all the rest of a small file."""
+    """Each lookup searches the whole environment, which takes as much CPU as everything else about a small file."""
     checkpoint = _committed(in_s3.run)
     looked: list[str] = []
 
@@ -448,4 +448,4 @@ def test_proxy_settings_are_not_looked_up_per_file(
     for module in (reading, session_module):
         monkeypatch.setattr(module, "has_proxy", noted)
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
-    assert 1 <= len(looked) <= 3  # and for the lease
+    assert 1 <= len(looked) <= 3  # one of them is for the lease

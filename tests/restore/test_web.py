@@ -1,4 +1,4 @@
-"""Checkpoints on a web server, which lists nothing and may not know ranges."""
+"""Checkpoints on a web server, which lists nothing and may not support ranges."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def read_range(url: str, key: str, offset: int, size_bytes: int) -> bytes:
 
 
 def test_a_folder_is_no_object(folder: Path) -> None:
-    """Servers that show what is in one lead there from its name without a slash."""
+    """Servers that list a folder's content redirect there from its name without the slash."""
     (folder / "run").mkdir()
 
     async def body(store: Store) -> None:
@@ -83,7 +83,7 @@ def test_a_folder_is_no_object(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "/moved"])
 def test_a_run_is_found_by_its_pointer_and_fetched(run_: Run, served: str, tmp_path: Path, path: str) -> None:
-    """Also where every request is redirected."""
+    """This must also work if every request is redirected."""
     for step in (1, 2):
         run_.commit(step, files_of(step))
     assert fetched(served + path, tmp_path / "out") == (2, names(files_of(2)))
@@ -91,7 +91,9 @@ def test_a_run_is_found_by_its_pointer_and_fetched(run_: Run, served: str, tmp_p
 
 @pytest.mark.parametrize("written", ["my runs/größe/50%", "my%20runs/gr%C3%B6%C3%9Fe/50%25"])
 def test_a_url_may_have_its_escapes_or_not(folder: Path, served: str, tmp_path: Path, written: str) -> None:
-    """As in a browser. What was written raw went over the line raw, and was refused as no request."""
+    """Browsers accept both. A URL with unescaped characters used to be sent as it was,
+    and servers refused the request.
+    """
     there = folder / "my runs/größe/50%/step5-unsharded"
     there.mkdir(parents=True)
     files = {"config.yaml": b"a: 1", "model.pt": b"model", "optim.pt": b"optim", "train.pt": b"train"}
@@ -126,7 +128,7 @@ def test_the_checksums_of_the_receipts_are_compared(
 def test_an_unsharded_checkpoint_of_olmo_is_known_by_its_files(
     folder: Path, tmp_path: Path, forbids: bool
 ) -> None:
-    """As OLMo publishes them: one folder each, and no listing."""
+    """OLMo publishes checkpoints this way: one folder each, without a listing."""
     files = {name: name.encode() for name in ("config.yaml", "model.pt", "optim.pt", "train.pt")}
     (folder / "step7-unsharded").mkdir()
     for name, data in files.items():
@@ -143,7 +145,7 @@ def test_an_unsharded_checkpoint_of_olmo_is_known_by_its_files(
 def test_a_sharded_checkpoint_is_known_by_what_its_metadata_names(
     folder: Path, served: str, tmp_path: Path
 ) -> None:
-    """OLMo-core's: DCP, a file of each rank, and a mark that is written last."""
+    """OLMo-core's consist of DCP, one file per rank, and a marker that is written last."""
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -166,7 +168,7 @@ def test_composers_pointer_is_followed(folder: Path, served: str, tmp_path: Path
 
 
 def test_nothing_that_can_be_found_is_no_fresh_start(folder: Path, served: str) -> None:
-    """Nobody can say that there is nothing."""
+    """Without a listing, nobody can tell that there is nothing."""
     (folder / "ep1-ba42-rank0.pt").write_bytes(b"nobody guesses that name")
     with pytest.raises(StoreError, match="cannot be listed") as raised:
         restore.find(served)
@@ -184,7 +186,7 @@ def test_a_server_with_a_page_for_everything_is_told(folder: Path) -> None:
 def test_a_server_without_ranges_is_told_from_one_with_them(
     folder: Path, served: str, tmp_path: Path
 ) -> None:
-    """Its answer, the whole file, is never taken for the range."""
+    """Such a server answers with the whole file, which must never be taken for the range."""
     (folder / "a").write_bytes(b"0123456789")
     with serving_whole_files(folder) as whole:
         for url in (served, whole):

@@ -59,8 +59,8 @@ def dcp(folder: Path, state: dict[str, Any], **options: Any) -> None:
 
 
 def olmo_core(folder: Path, state: dict[str, Any], train: dict[int, Any], *, has_mark: bool = True) -> None:
-    """Write a `step<N>` folder of OLMo-core 3.0, whose writer differs from torch's only in the class that records where
-    a part is.
+    """Write a `step<N>` folder of OLMo-core 3.0, whose writer differs from torch's only in the
+    class that records where a part is.
     """
     dcp(folder / "model_and_optim", state)
     path = folder / "model_and_optim" / ".metadata"

@@ -91,8 +91,8 @@ def test_a_state_loads_in_batches_of_any_size(
 def test_files_of_this_node_are_read_in_small_batches(
     tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Local data should be used while it is still in the CPU cache; a remote store is faster with many ranges
-    at once.
+    """Local data should be used while it is still in the CPU cache; a remote store is
+    faster with many ranges at once.
     """
     monkeypatch.setattr(batches, "LOCAL_BATCH_BYTES", 5000)
     state = state_of(12)
@@ -212,8 +212,8 @@ def test_damage_in_the_store_is_marked_for_later_readers(tmp_path: Path, run_: R
 def test_corruption_in_transit_is_not_marked(
     tmp_path: Path, run_: Run, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The wrong bit differs on every read, so the test cannot tell what the store really holds: a mark would be a
-    guess.
+    """The wrong bit differs on every read, so the test cannot tell what the store really
+    holds: a mark would be a guess.
     """
     state = state_of(3)
     for step in (1, 2):
@@ -285,8 +285,8 @@ def test_an_object_that_runs_code_is_rejected_unless_weights_only_is_off(tmp_pat
 
 
 def test_plain_data_and_allowed_classes_beside_tensors_are_loaded(tmp_path: Path, run_: Run) -> None:
-    """torch's planners unpickle such values without restriction, so they are decoded safely first and then saved again
-    for the planner.
+    """torch's planners unpickle such values without restriction, so they are decoded safely first and
+    then saved again for the planner.
     """
     state = {
         "layer": torch.ones(3),
@@ -305,8 +305,8 @@ def test_plain_data_and_allowed_classes_beside_tensors_are_loaded(tmp_path: Path
 
 
 def test_ignored_keys_keep_their_values(tmp_path: Path, run_: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """`ignore_keys` names nested dict keys joined by '/'; it covers everything below a key, also values that are not
-    tensors.
+    """`ignore_keys` names nested dict keys joined by '/'; it covers everything below a key,
+    also values that are not tensors.
     """
     state = {
         "model": {"a": torch.ones(3), "b": torch.ones(3)},

@@ -1,5 +1,5 @@
-"""States are written such that `load`, torch, safetensors, tar and the compression programs can read them, or not at
-all.
+"""States are written such that `load`, torch, safetensors, tar and the compression
+programs can read them, or not at all.
 """
 
 import collections
@@ -433,9 +433,7 @@ def test_a_missing_library_is_named_before_training(
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Define in Python what the program `lzop` does. The default speaks gzip, which `load` reads under that suffix as
-    well.
-    """
+    """Return a function that installs a Python script as the program `lzop`. A working one here speaks gzip, not LZO."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))

@@ -44,8 +44,8 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def test_an_olmo_core_run_is_resumed_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest finished checkpoint is loaded from `model_and_optim`, with the trainer state of this rank or else of
-    rank 0.
+    """The newest finished checkpoint is loaded from `model_and_optim`, with the trainer state
+    of this rank or else of rank 0.
     """
     train = {0: {"global_step": 20, "of": 0}, 1: {"global_step": 20, "of": 1}}
     foreign_files.olmo_core(tmp_path / "run" / "step10", trained(10), {0: {"global_step": 10}})
@@ -94,8 +94,8 @@ def test_our_own_upload_of_such_a_folder_is_loaded_too(tmp_path: Path) -> None:
 
 
 def test_of_two_parts_one_is_chosen(tmp_path: Path) -> None:
-    """transformers with FSDP and OLMo's `olmo_core` format leave two such parts, and picking one silently could be
-    wrong.
+    """transformers with FSDP and OLMo's `olmo_core` format leave two such parts, and
+    picking one silently could be wrong.
     """
     folder = tmp_path / "run" / "step20"
     foreign_files.dcp(folder / "model", trained(20)["model"])
@@ -153,8 +153,8 @@ def test_a_damaged_size_in_an_archives_directory_is_damage(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("form", ["json", "pickle", "torch"])
 def test_ml_flashpoint_objects_are_loaded(tmp_path: Path, form: str) -> None:
-    """Each object has a block before the bytes that `.metadata` counts, and tensors are in its old form, its new form
-    or torch's.
+    """Each object has a block before the bytes that `.metadata` counts, and tensors are in its old
+    form, its new form or torch's.
     """
     foreign_files.flashpoint(tmp_path / "c" / "step-20_ckpt", trained(20), form=form)
     foreign_files.flashpoint(tmp_path / "c" / "step-30_ckpt", trained(30), form=form)

@@ -175,8 +175,8 @@ def test_libraries_read_what_is_compressed_and_report_damage(
 
 @pytest.fixture
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide programs `zstd`, `lz4` and `lzop` that speak gzip and hide the libraries, so that the real ones need not
-    be installed.
+    """Provide programs `zstd`, `lz4` and `lzop` that speak gzip and hide the libraries, so that the
+    real ones need not be installed.
     """
     for library in ("compression.zstd", "backports.zstd", "lz4.frame"):
         monkeypatch.setitem(sys.modules, library, None)

@@ -84,8 +84,8 @@ def test_nothing_to_resume_from_is_a_fresh_start_for_all(results: Any) -> None:
 
 
 def test_a_remote_that_lost_everything_is_no_fresh_start_for_any_rank(results: Any) -> None:
-    """The first node's journal knows of committed checkpoints, so training must not start over when a bucket was
-    emptied.
+    """The first node's journal knows of committed checkpoints, so training must not start
+    over when a bucket was emptied.
     """
     for each in results["emptied"]:
         assert each["error"] == "StoreError"

@@ -60,8 +60,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_real_metadata_is_read_as_torch_reads_it(saved: Path) -> None:
-    """It can be given by path, folder or bytes. (Metadata of FSDP2 and DDP on several ranks is covered by the DCP
-    tests.)
+    """It can be given by path, folder or bytes. (Metadata of FSDP2 and DDP on several
+    ranks is covered by the DCP tests.)
     """
     data = (saved / ".metadata").read_bytes()
     expected = pickle.loads(data)
@@ -310,8 +310,8 @@ def test_every_truncation_of_real_metadata_is_rejected(saved: Path) -> None:
 @given(edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), min_size=1, max_size=4))
 @example(edits=[(0, b"")])
 def test_mutations_are_read_or_rejected(saved: Path, somewhere: Path, edits: list[tuple[int, bytes]]) -> None:
-    """For any bytes written into a real file, the result is metadata or UnsafePickleError, quickly, with nothing
-    executed.
+    """For any bytes written into a real file, the result is metadata or UnsafePickleError,
+    quickly, with nothing executed.
     """
     data = bytearray((saved / ".metadata").read_bytes())
     for at, new in edits:

@@ -1,5 +1,5 @@
-"""Whole files made from sharded checkpoints: exactly what torch itself would make of them, in little memory, or
-nothing.
+"""Whole files made from sharded checkpoints: exactly what torch itself would make of
+them, in little memory, or nothing.
 """
 
 import base64
