@@ -1,9 +1,9 @@
-"""The training script that `ckpt-chaos` breaks (docs/reliability.md has the command and what came of it).
+"""The training script that `ckpt-chaos` breaks (docs/reliability.md has the command and its results).
 
     python chaos_trainer.py OUT
 
-Each rank keeps a state that is hashed on with every step, saves it, and goes on from the newest committed checkpoint,
-which rank 0 chooses for both: it looks at the store's files alone, as any reader would.
+Each rank keeps a state that is hashed again at every step, saves it, and resumes from the newest committed checkpoint.
+Rank 0 chooses that checkpoint for both ranks, by looking only at the store's files, as any reader would.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ NUM_STEPS = 4
 
 
 def newest_committed(remote: Path) -> tuple[int, str]:
-    """Step and data folder of the newest commit, by the decisions; 0 if there is none."""
+    """Return the step and data folder of the newest commit according to the decisions; step 0 if there is none."""
     found = []
     for path in (remote / keys.DECISIONS).glob("*.json"):
         id_ = keys.parse_decision_key(f"{keys.DECISIONS}{path.name}")
@@ -36,7 +36,7 @@ def newest_committed(remote: Path) -> tuple[int, str]:
 
 
 def agree(remote: Path, rank: int) -> tuple[int, str]:
-    """What rank 0 finds once both ranks have finished what their predecessors left."""
+    """Return what rank 0 finds once both ranks have finished the uploads of their predecessors."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if rank == 0:
         with Listener(address) as listener, listener.accept() as other:
@@ -57,7 +57,7 @@ def agree(remote: Path, rank: int) -> tuple[int, str]:
 def main(out: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder, remote = out / f"node-{rank}", out / "remote"
-    os.environ["CKPT_ASYNC_LAUNCH_ID"] = os.environ["MASTER_PORT"]  # a new one for every start
+    os.environ["CKPT_ASYNC_LAUNCH_ID"] = os.environ["MASTER_PORT"]  # every start has a new one
     with Uploader(folder, f"file://{remote}", rank=rank, world_size=world_size) as uploader:
         uploader.wait_for_predecessor(timeout_s=20)
         first, place = agree(remote, rank)

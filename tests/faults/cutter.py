@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that breaks connections after so many bytes: for protocols that nobody can look into."""
+"""A TCP proxy on loopback that breaks connections after a number of bytes, for protocols that it cannot parse."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from tests.loop_server import LoopServer
 
 
 class Cutter(LoopServer):
-    """Context manager. `url_port` goes to clients instead of the server's port."""
+    """The proxy, as a context manager. Clients are given `port` instead of the server's port."""
 
     def __init__(self, port: int) -> None:
         super().__init__("cutter")
@@ -18,7 +18,9 @@ class Cutter(LoopServer):
         self.port = 0
 
     def cut(self, way: str, after_bytes: int) -> None:
-        """Once, all connections: when so many more bytes went `up` to the server, or came `down` from it."""
+        """Break all connections, once, when this many more bytes have gone `up` to the
+        server or come `down` from it.
+        """
         self._loop.call_soon_threadsafe(self._left.__setitem__, way, after_bytes)
 
     async def _start(self) -> None:
@@ -47,7 +49,7 @@ class Cutter(LoopServer):
                 group.create_task(self._carry("up", reader, up_writer))
                 group.create_task(self._carry("down", up_reader, writer))
         except (OSError, asyncio.CancelledError, ExceptionGroup):
-            pass  # one of the two went away, or it was cut
+            pass  # one of the two sides went away, or the connection was cut
         finally:
             self._tasks.discard(task)
             for each in (writer, up_writer):
@@ -69,4 +71,4 @@ class Cutter(LoopServer):
                 self._left[way] = left - len(data)
             writer.write(data)
             await writer.drain()
-        raise ConnectionResetError  # the other way ends too
+        raise ConnectionResetError  # so that the other direction ends as well

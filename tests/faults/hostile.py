@@ -1,7 +1,7 @@
-"""Run as a process of its own, which is watched: `python -m tests.faults.hostile names|bombs FOLDER`, report on stdout.
+"""Hostile input, handled in a watched process of its own: `python -m tests.faults.hostile names|bombs FOLDER`.
 
-`names`: every text that could be a path, a checkpoint name or a key, at every place that takes one.
-`bombs`: read remotes in each of which one record has been replaced by a bomb.
+The report goes to stdout. `names` tries every text that could be a path, a checkpoint name or a key, in every place
+that takes one. `bombs` reads remotes in each of which one record has been replaced by a bomb.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ckpt_async.stores.interface import BytesBody
 from ckpt_async.sweep.sweeper import Sweeper
 from ckpt_async.transfer.patient import connect
 
-# CPython's audit events of calls that take a path (docs: "Audit events table"), and where in their arguments.
+# CPython's audit events of calls that take a path (docs: "Audit events table"), with the path's position.
 PATHS = {
     "open": (0,),
     "os.chmod": (0,),
@@ -37,12 +37,12 @@ PATHS = {
     "os.truncate": (0,),
     "os.utime": (0,),
 }
-# What Python and the package themselves read: modules, time zones, what kind of file system this is.
+# What Python and the package themselves read: modules, time zones, and the kind of file system.
 READ_ONLY = ("/proc/self/mountinfo", "/proc/sys/", "/dev/urandom", sys.prefix, sys.base_prefix)
 
 
 class Watch:
-    """Notes every path the process touches that is not below one of the roots."""
+    """Records every path that the process touches outside the roots."""
 
     def __init__(self, *roots: Path) -> None:
         self._roots = [os.path.realpath(each) for each in roots]
@@ -54,14 +54,15 @@ class Watch:
         for place in PATHS.get(event, ()):
             path = arguments[place]
             if isinstance(path, int) or path is None:
-                continue  # a descriptor, whose own opening was heard
+                continue  # a descriptor, whose opening was already seen
             self.num_calls += 1
             if not self._is_inside(event, os.fsdecode(path), arguments):  # type: ignore[arg-type]
                 self.outside.append(f"{event} {path!r}")
 
     def _is_inside(self, event: str, path: str, arguments: tuple[object, ...]) -> bool:
         if not os.path.isabs(path):
-            # Below a descriptor, unless it leaves it; from the working directory it would have been made absolute.
+            # Relative to a descriptor, so it must not leave that folder; a path relative to the working
+            # directory would have been made absolute.
             return "/" not in path and path not in ("", ".", "..")
         flags = arguments[2] if event == "open" else os.O_NOFOLLOW
         assert isinstance(flags, int)
@@ -137,7 +138,7 @@ def names(root: Path) -> dict[str, object]:
             except CkptAsyncError:
                 counts[f"{what} refused"] += 1
         if len(text) > MAX_KEY_LENGTH:
-            return  # S3 refuses it, and so does the uploader; a folder would only become deep
+            return  # S3 and the uploader refuse it, and in a folder it would only make the path deep
         requests = {
             "put": lambda: store.put(text, BytesBody(data), checksum_of(data, "crc64nvme")),
             "get": lambda: store.get(text, max_size_bytes=100),
@@ -159,7 +160,7 @@ def names(root: Path) -> dict[str, object]:
 
 
 def bombs(root: Path) -> dict[str, object]:
-    """CPU seconds per remote, and the most memory ever used, before and after."""
+    """Return the CPU seconds per remote, and the peak memory before and after."""
     before_kib = most_memory_kib()
     took_s, unrefused = {}, []
     for remote in sorted(root.iterdir()):
@@ -176,12 +177,12 @@ def bombs(root: Path) -> dict[str, object]:
 
 
 def most_memory_kib() -> int:
-    """The peak of this program; getrusage's would be that of the process that started it, if that was larger."""
+    """Return this program's peak memory. getrusage would report its parent's peak if that was larger."""
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
 async def _is_refused(remote: str) -> bool:
-    """Whether `verify` says that something is wrong; and a sweep over it ends, with a report."""
+    """Return whether `verify` finds something wrong; a sweep over the remote must also end, with a report."""
     store = connect(remote, None, Settings())
     await store.open(is_read_only=True)
     try:
@@ -198,4 +199,4 @@ async def _is_refused(remote: str) -> bool:
 if __name__ == "__main__":
     what, folder = sys.argv[1:]
     print(json.dumps({"names": names, "bombs": bombs}[what](Path(folder))), flush=True)
-    os._exit(0)  # hundreds of checkpoints are under way
+    os._exit(0)  # hundreds of checkpoints are still in flight

@@ -1,4 +1,4 @@
-"""What must hold of a remote at any time, checked byte by byte by someone who knows what every shard holds."""
+"""An oracle that knows every shard's content and checks, byte by byte, what must hold of a remote at all times."""
 
 import asyncio
 import json
@@ -18,22 +18,22 @@ from tests.faults.trainer import content, shard_name
 
 @dataclass
 class Oracle:
-    """Looks at one remote again and again. `committed` is what it has seen and checked. `world_size` is that of all
-    generations, or of each.
+    """Looks at one remote again and again. `committed` is what it has seen and checked so far. `world_size` is that of
+    all generations, or of each one.
     """
 
     remote: str
     world_size: int | dict[int, int]
     num_shards: int = 2
     size_bytes: int = 5000
-    sizes_bytes: tuple[int, ...] = ()  # by the shard's number, where they differ
+    sizes_bytes: tuple[int, ...] = ()  # by shard number, where sizes differ
     environment: dict[str, str] | None = None
     committed: set[CheckpointId] = field(default_factory=set)
     aborted: set[CheckpointId] = field(default_factory=set)
     latest: CheckpointId | None = None
 
     def look(self) -> set[CheckpointId]:
-        """Read everything that is new, and check it: no half checkpoint is visible, latest never goes back."""
+        """Read and check everything new: no partial checkpoint may be visible, and `latest` must never go back."""
         asyncio.run(asyncio.wait_for(self._look(), 60))
         return self.committed
 
@@ -66,7 +66,8 @@ class Oracle:
             self.aborted.add(id_)
             return
         if decision.outcome is not Outcome.COMMIT:
-            self.committed.add(id_)  # it was: retention takes only what is committed
+            # It was committed once, because retention only takes committed checkpoints.
+            self.committed.add(id_)
             return
         sizes = self.world_size
         world_size = sizes[id_.generation] if isinstance(sizes, dict) else sizes
@@ -96,13 +97,13 @@ class Oracle:
 
 
 def heard(lines: Iterable[str], what: str) -> set[CheckpointId]:
-    """The checkpoints of which a trainer said this."""
+    """Return the checkpoints about which a trainer said this."""
     words = (line.split() for line in lines)
     return {CheckpointId(int(each[1]), int(each[2])) for each in words if each[0] == what}
 
 
 def verified(remote: str) -> Verification:
-    """What `ckpt-async verify --read-data 100` finds."""
+    """Return what `ckpt-async verify --read-data 100` finds."""
 
     async def look() -> Verification:
         store = connect(remote, None, Settings())

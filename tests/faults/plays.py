@@ -1,4 +1,4 @@
-"""More for the processes of the fault tests to play, beside `trainer.saves`."""
+"""Further plays for the processes of the fault tests, beside `trainer.saves`."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def sweeps(*, folder: str, remote: str, settings: dict[str, Any] | None = None) 
 
 
 def obeys(*, folder: str, remote: str, settings: dict[str, Any]) -> None:
-    """Do as told, one call of the uploader at a time: `enqueue STEP`, `seal STEP`, `wait STEP`, `fenced`, `stop`."""
+    """Carry out one uploader call per line of input: `enqueue STEP`, `seal STEP`, `wait STEP`, `fenced`, `stop`."""
     uploader = Uploader(folder, remote, rank=0, world_size=1, **settings)
     say("opened", uploader.generation)
     for line in sys.stdin:
@@ -57,8 +57,8 @@ async def _never(self: Engine, action: Upload) -> None:
 
 
 def saves_between_cuts(*, boot: str, is_held: bool, **arguments: Any) -> None:
-    """`saves` on a machine that was booted as `boot`; says `durable` for what, sealed, would survive power loss from
-    then on. Held, it uploads nothing.
+    """Play `saves` on a machine booted as `boot`, and say `durable` for each sealed checkpoint once it would survive
+    power loss. With `is_held`, upload nothing.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("ckpt_async.") and hasattr(module, "boot_id"):
@@ -80,7 +80,7 @@ def saves_between_cuts(*, boot: str, is_held: bool, **arguments: Any) -> None:
 def saves_and_dies(
     *, folder: str, remote: str, rank: int, world_size: int, steps: list[int], settings: dict[str, Any]
 ) -> None:
-    """Seal the steps and enqueue one more, uploading nothing; then die of SIGKILL."""
+    """Seal the steps and enqueue one more, without uploading anything, and then die by SIGKILL."""
     Engine._upload = _never  # type: ignore[method-assign]
     uploader = Uploader(folder, remote, rank=rank, world_size=world_size, **settings)
     generation = uploader.generation

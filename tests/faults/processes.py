@@ -1,4 +1,4 @@
-"""Trainers as processes of their own, for tests that kill them: start, read what they say, kill, reap."""
+"""Trainers as processes of their own, for tests that kill them: start, read their output, kill, reap."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
-# Of the long version of a test.
+# The marks of a test's long version.
 SOAK = (
     pytest.mark.soak,
     pytest.mark.skipif("CKPT_ASYNC_SOAK_MINUTES" not in os.environ, reason="./dev soak"),
@@ -25,10 +25,10 @@ SOAK = (
 
 
 class Nursery:
-    """Starts processes (see `trainer.py` and `plays.py` for what they can play) and reaps them. Any thread.
+    """Starts processes (see `trainer.py` and `plays.py` for the plays) and reaps them. Usable from any thread.
 
-    `preload` is a library to start them under: with `shim.c`, `kill_at=n` ends one before its n-th call that changes
-    a file (0: never), and it says `calls` and their number when its play is over.
+    `preload` is a library to load into the processes. With `shim.c`, `kill_at=n` ends a process before its n-th call
+    that changes a file (0: never), and the process says `calls` and their number when its play is over.
     """
 
     def __init__(self, logs: Path, preload: Path | None = None) -> None:
@@ -58,7 +58,7 @@ class Nursery:
         their_in, our_out = os.pipe()
         our_in, their_out = os.pipe()
         their_log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        # Fixtures may have changed it since the zygote was started.
+        # fixtures may have changed these since the zygote was started
         store = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "AZURE_"))}
         request = {
             "do": "start",
@@ -101,7 +101,7 @@ class Nursery:
 
 
 class Trainer:
-    """One started process. `said` holds the lines read so far."""
+    """One started process. `said` holds the lines read from it so far."""
 
     def __init__(self, nursery: Nursery, pid: int, our_in: int, our_out: int, log: Path) -> None:
         self._nursery, self.pid, self._in, self._out, self.log = nursery, pid, our_in, our_out, log
@@ -115,7 +115,7 @@ class Trainer:
             os.write(self._out, f"{line}\n".encode())
 
     def listen(self, for_s: float) -> bool:
-        """Read what it says for this long, or until it ends; whether it still may say something."""
+        """Read its output for this long or until it ends; return whether it may still say something."""
         deadline = time.monotonic() + for_s
         while not self._is_at_end and (left_s := deadline - time.monotonic()) > 0:
             if select.select([self._in], [], [], left_s)[0]:
@@ -129,7 +129,7 @@ class Trainer:
         self.said += [line.decode() for line in lines]
 
     def expect(self, start: str, timeout_s: float = PATIENCE_S) -> str:
-        """Read on until a line starts like this; return that line."""
+        """Read until a line starts with `start`, and return that line."""
         deadline, seen = time.monotonic() + timeout_s, 0
         while True:
             for line in self.said[seen:]:
@@ -145,13 +145,13 @@ class Trainer:
                 self._read()
 
     def kill(self) -> None:
-        """SIGKILL and reap; afterwards everything it said before is in `said`. Idempotent."""
+        """Kill and reap the process. Afterwards `said` holds everything that it said before. Idempotent."""
         if self.exit_code is None:
             os.kill(self.pid, signal.SIGKILL)
             self._end()
 
     def finish(self, timeout_s: float = PATIENCE_S) -> int:
-        """Wait until it ends by itself; its exit code."""
+        """Wait until the process ends by itself, and return its exit code."""
         assert not self.listen(timeout_s), f"still running; log:\n{self.log.read_text()[-3000:]}"
         if self.exit_code is None:
             self._end()

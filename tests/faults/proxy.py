@@ -1,7 +1,7 @@
 """An HTTP proxy on loopback, in a thread of its own, that counts requests and breaks them on purpose.
 
-It forwards every byte as it is (so signatures hold: clients sign the proxy's own address), and knows just enough
-of HTTP/1.1 and S3 to tell requests apart.
+It forwards every byte unchanged, so that signatures stay valid (clients sign the proxy's own address), and knows just
+enough of HTTP/1.1 and S3 to tell requests apart.
 """
 
 import asyncio
@@ -35,24 +35,23 @@ _CONDITIONS = {"if-none-match", "if-match"}
 class Fault:
     """What to do to requests whose method, key and query match.
 
-    `drop_reply`: forward it, then close without an answer. `cut_reply`: the same after `after_bytes` of the answer.
-    `spoil_reply`: with an ETag and checksums that are not the object's. `flip_reply`: with one bit of a good
-    answer's body changed, any, or always the same one of the byte at `after_bytes`. `flip_request`: forward it with the
-    last bit of the byte at `after_bytes` changed.
-    `unavailable`, `too_many`, `denied`, `expired`, `too_large`: 503 SlowDown, 429, 403 and 400 ExpiredToken, 400
-    EntityTooLarge (which no other attempt heals), not forwarded. `reset`: break the
-    connection after `after_bytes` of its body; `stall`: read no more after them. `silent`: accept, never read or
-    answer. `continue_then_stop`: say 100 Continue and read no more. `delay`: forward the answer `delay_s` later.
-    `hold`: forward nothing until `release`. `unconditional`: without its If-None-Match and If-Match, signed anew, as if
-    the store knew neither.
+    `drop_reply`: forward the request, then close without an answer. `cut_reply`: the same after `after_bytes` of the
+    answer. `spoil_reply`: answer with an ETag and checksums that are not the object's. `flip_reply`: change one bit in
+    the body of a good answer, any bit, or always the same one of the byte at `after_bytes`. `flip_request`: forward the
+    request with the last bit of the byte at `after_bytes` changed. `unavailable`, `too_many`, `denied`, `expired`,
+    `too_large`: answer 503 SlowDown, 429, 403, 400 ExpiredToken or 400 EntityTooLarge (which retries do not cure)
+    without forwarding. `reset`: break the connection after `after_bytes` of the request's body; `stall`: stop reading
+    after them. `silent`: accept the connection, but never read or answer. `continue_then_stop`: say 100 Continue and
+    stop reading. `delay`: forward the answer `delay_s` later. `hold`: forward nothing until `release`. `unconditional`:
+    remove If-None-Match and If-Match and sign the request anew, as if the store knew neither.
     """
 
     kind: str
     method: str = ""
-    key: str = ""  # regular expression, searched for in the key
+    key: str = ""  # a regular expression, searched for in the key
     query: str = ""  # the same for the query
     is_part: bool | None = None
-    times: int | None = None  # None: always
+    times: int | None = None  # None means always
     probability: float = 1.0
     after_bytes: int = 0
     delay_s: float = 0.0
@@ -61,7 +60,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request as it went. `status` is 0 where no answer went back; `body_bytes` is what was read of it."""
+    """One request as it went. `status` is 0 if no answer went back; `body_bytes` counts what was read of its body."""
 
     method: str
     key: str
@@ -74,12 +73,12 @@ class Exchange:
 
 
 class FaultProxy(LoopServer):
-    """Context manager; `url` goes to clients instead of the server's."""
+    """The proxy, as a context manager; clients are given `url` instead of the server's URL."""
 
     def __init__(
         self, upstream_url: str, seed: int = 0, tls: ssl.SSLContext | None = None, secret_key: str = ""
     ) -> None:
-        """With `tls`, clients speak HTTPS to it. `secret_key` is what `unconditional` signs with."""
+        """With `tls`, clients speak HTTPS to the proxy. `secret_key` is the key that `unconditional` signs with."""
         super().__init__("fault-proxy")
         self._secret_key = secret_key
         parts = urlsplit(upstream_url)
@@ -109,7 +108,7 @@ class FaultProxy(LoopServer):
         return fault
 
     def add_first(self, fault: Fault) -> Fault:
-        """Before all others: what it matches, they do not see."""
+        """Add a fault before all others, which then do not see the requests that it matches."""
         with self._changed:
             self._faults.insert(0, fault)
         return fault
@@ -121,11 +120,11 @@ class FaultProxy(LoopServer):
         self._do(self._break_all())
 
     def release(self) -> None:
-        """Let go of every request that is held."""
+        """Let every held request continue."""
         self._loop.call_soon_threadsafe(self._released.set)
 
     def wait_for(self, is_there: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Wait for something that exchanges bring about."""
+        """Wait until exchanges make the condition true."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not is_there():
@@ -134,7 +133,7 @@ class FaultProxy(LoopServer):
                 self._changed.wait(left_s)
 
     def sent(self, key: str = "", method: str = "PUT") -> Counter[tuple[str, int | None]]:
-        """How often each object or part was stored with success, whether or not the answer went back."""
+        """Return how often each object or part was stored successfully, whether or not the answer went back."""
         found = [each for each in list(self.exchanges) if each.method == method and re.search(key, each.key)]
         return Counter((each.key, each.part) for each in found if each.upstream_status // 100 == 2)
 
@@ -163,7 +162,7 @@ class FaultProxy(LoopServer):
         try:
             await self._serve(reader, writer)
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            pass  # one of the two went away, or we stop
+            pass  # one of the two sides went away, or the proxy is stopping
         finally:
             self._connections.discard(task)
             writer.transport.abort()
@@ -190,7 +189,7 @@ class FaultProxy(LoopServer):
         up_reader: asyncio.StreamReader,
         up_writer: asyncio.StreamWriter,
     ) -> bool:
-        """Carry one request through; False if the connection cannot be used any more."""
+        """Handle one request; return False if the connection cannot be used any more."""
         method, target, headers = _parse(head)
         parts = urlsplit(target)
         part = _part_of(parse_qs(parts.query))
@@ -308,7 +307,7 @@ def _parse(head: bytes) -> tuple[str, str, dict[str, str]]:
 
 
 def _part_of(query: dict[str, list[str]]) -> int | None:
-    """The number of a part of S3's, or of a block of ours of Azure's (see stores/azure/blocks.py)."""
+    """Return the number of an S3 part or of one of our Azure blocks (see stores/azure/blocks.py)."""
     if number := query.get("partNumber"):
         return int(number[0])
     if id_ := query.get("blockid"):
@@ -317,8 +316,8 @@ def _part_of(query: dict[str, list[str]]) -> int | None:
 
 
 def _without_conditions(head: bytes, secret_key: str) -> bytes:
-    """The request's head without its conditions, signed anew (S3 API reference, "Signature Calculations for the
-    Authorization Header").
+    """Return the request's head without its conditions, signed anew (S3 API reference, "Signature Calculations
+    for the Authorization Header").
     """
     method, target, headers = _parse(head)
     if not _CONDITIONS & headers.keys():

@@ -10,7 +10,7 @@ SETTINGS = {"decision_poll_s": 0.05, "decision_poll_max_s": 0.5, "close_grace_s"
 def start(
     nursery: Nursery, tmp_path: Path, remote: str, num_ranks: int, launch: str = "one"
 ) -> list[Trainer]:
-    """Two ranks to a folder, as on nodes with two GPUs."""
+    """Start the ranks, two to a folder, as on nodes with two GPUs."""
     return [
         nursery.start(
             "saves",

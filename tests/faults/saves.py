@@ -1,4 +1,4 @@
-"""Checkpoints that the tests of a broken S3 save."""
+"""How the tests of a broken S3 save checkpoints."""
 
 from typing import Any
 

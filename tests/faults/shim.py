@@ -1,4 +1,4 @@
-"""Builds `shim.c`, or says why it cannot be used here."""
+"""Builds `shim.c`, or skips the test and says why it cannot be used here."""
 
 import platform
 import shutil
@@ -11,7 +11,7 @@ SOURCE = Path(__file__).with_name("shim.c")
 
 
 def build(folder: Path) -> Path:
-    """Compile into the folder and return the library; skips the test where there is no C compiler, or no Linux."""
+    """Compile the library into the folder and return its path; skip the test if there is no C compiler, or no Linux."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or platform.system() != "Linux":
         pytest.skip("needs Linux and a C compiler (cc or gcc)")

@@ -1,4 +1,4 @@
-"""A script on a small file system of its own."""
+"""Runs a script on a small file system of its own."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from tests.faults.processes import ROOT
 
 
 def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.CompletedProcess[str]:
-    """Run a script that finds an empty file system of this size at `disk`, in a mount namespace of its own."""
+    """Run a script in a mount namespace of its own, where `disk` is an empty file system of this size."""
     disk = tmp_path / "disk"
     disk.mkdir(exist_ok=True)
     unshare = shutil.which("unshare")

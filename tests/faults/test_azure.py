@@ -1,4 +1,4 @@
-"""Azure Blob Storage that is slow, silent, wrong or away: Azurite behind a proxy that breaks what it is told to."""
+"""Azure Blob Storage that is slow, silent, wrong or away: Azurite behind a proxy that injects faults."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ BLOCKS = "comp=block&"
 def azure_proxy(
     azurite: AzuriteServer, azure_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> Iterator[FaultProxy]:
-    """In front of the session's server, and in this test's environment instead of it."""
+    """A proxy in front of the session's server; this test's environment points to the proxy instead of the server."""
     with FaultProxy(azurite.url, seed) as proxy:
         given = azurite.environment()["AZURE_STORAGE_CONNECTION_STRING"]
         there = given.replace(azurite.url, f"{proxy.url}/{azurite.account}")
@@ -75,7 +75,9 @@ def test_every_kind_of_request_failure_is_survived(
 def test_a_lost_reply_to_any_conditional_write_is_survived(
     azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
-    """R13: our own success reads like a defeat when it is asked for again: 409 to a creation, 412 to a swap."""
+    """R13: when a successful write is repeated, the store answers as if another writer had won:
+    409 to a creation, 412 to a swap.
+    """
     kinds = ("generations", "members", "receipts", "decisions", "latest")
     faults = [azure_proxy.add(Fault("drop_reply", "PUT", f"{CONTROL}{kind}", times=1)) for kind in kinds]
     with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK) as uploader:
@@ -98,7 +100,7 @@ def test_a_lost_reply_to_any_conditional_write_is_survived(
 def test_a_lost_reply_to_the_commit_of_a_block_list_is_survived(
     azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
-    """The blocks are gone then; the blob is what it should be, and is not made anew."""
+    """The blocks are gone by then; the uploader must see that the blob is as it should be, and not upload it again."""
     with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK | {"part_size_bytes": PART}) as uploader:
         fault = azure_proxy.add(Fault("drop_reply", "PUT", SHARDS, "comp=blocklist", times=1))
         save(uploader, 1, num_shards=1, size_bytes=2 * PART + 1)
@@ -131,7 +133,7 @@ def test_refusing_half_of_all_requests_loses_nothing(
 def test_a_killed_upload_is_resumed_and_no_finished_block_is_sent_again(
     nursery: Nursery, azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
-    """SIGKILL in the middle of a shard: the next start asks for its uncommitted blocks."""
+    """After a SIGKILL in the middle of a shard, the next start asks the store for the shard's uncommitted blocks."""
     remote, size_bytes = f"{azure_url}/run", 6 * PART + 12345
     arguments: dict[str, Any] = {
         "folder": str(tmp_path / "folder"),
@@ -143,7 +145,7 @@ def test_a_killed_upload_is_resumed_and_no_finished_block_is_sent_again(
         "settings": QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 2, "stall_timeout_s": 30.0},
     }
     held = azure_proxy.add(Fault("hold", "PUT", SHARDS, BLOCKS))
-    held.kind = "delay"  # the first blocks pass
+    held.kind = "delay"  # let the first blocks pass
     trainer = nursery.start("saves", steps=[1], **arguments)
     trainer.expect("saved")
     azure_proxy.wait_for(lambda: len(azure_proxy.sent(SHARDS)) >= 4)
@@ -163,7 +165,7 @@ def test_a_killed_upload_is_resumed_and_no_finished_block_is_sent_again(
     unanswered = {
         each.part for each in azure_proxy.exchanges if each.body_bytes == PART and not each.upstream_status
     }
-    assert set(sent) | unanswered == set(range(8))  # block 0 says that there is an upload
+    assert set(sent) | unanswered == set(range(8))  # block 0 marks that there is an upload
     assert set(sent.values()) == {1}
 
 
@@ -174,7 +176,7 @@ def test_uploads_wait_for_credentials_to_be_renewed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A key that is rolled in the middle, and the new one in the environment: the store is asked with it."""
+    """The key is rotated in the middle and the environment gets the new one, which must be tried."""
     name = "AZURE_STORAGE_CONNECTION_STRING"
     good = os.environ[name]
     with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK) as uploader:
@@ -183,7 +185,7 @@ def test_uploads_wait_for_credentials_to_be_renewed(
         monkeypatch.setenv(
             name, good.replace(azurite.key, azurite.key[::-1].lstrip("=") + "=" * azurite.key.count("="))
         )
-        azure_proxy.add(Fault("denied", key=SHARDS, times=1))  # what the store says to the old one
+        azure_proxy.add(Fault("denied", key=SHARDS, times=1))  # the store's answer to the old key
         before = len(azure_proxy.exchanges)
         save(uploader, 2)
         azure_proxy.wait_for(lambda: 403 in [each.upstream_status for each in azure_proxy.exchanges[before:]])
@@ -213,10 +215,10 @@ def test_a_download_that_is_cut_short_or_changed_on_the_way_is_done_again(
 def test_a_bit_that_is_changed_on_its_way_to_the_service_is_refused_and_sent_again(
     azure_proxy: FaultProxy, azure_url: str, tmp_path: Path, query: str, num_parts: int
 ) -> None:
-    """The service compares what arrived with the checksum that came along."""
+    """The service compares what arrived with the checksum that was sent with it."""
     size_bytes = num_parts * PART + 5000
     with Uploader(tmp_path / "folder", f"{azure_url}/run", **QUICK | {"part_size_bytes": PART}) as uploader:
-        times = 2 if num_parts else 1  # block 0 has one byte, and no bit to lose there
+        times = 2 if num_parts else 1  # block 0 has one byte, so there is no bit to flip at that position
         fault = azure_proxy.add(Fault("flip_request", "PUT", SHARDS, query, times=times, after_bytes=3000))
         save(uploader, 1, num_shards=1, size_bytes=size_bytes)
         uploader.wait(1, timeout_s=60)
@@ -229,7 +231,9 @@ def test_a_bit_that_is_changed_on_its_way_to_the_service_is_refused_and_sent_aga
 def test_an_upload_whose_blocks_the_service_has_forgotten_begins_anew(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a week uncommitted blocks are gone; a trainer that was away for longer sends all of the shard again."""
+    """Azure drops uncommitted blocks after a week, so a trainer that was away for longer
+    must send the whole shard again.
+    """
     with AzurePeer() as peer, FaultProxy(peer.url) as proxy:
         given = peer.environment()["AZURE_STORAGE_CONNECTION_STRING"]
         monkeypatch.setenv(
@@ -295,7 +299,7 @@ def test_configuration_errors_are_raised_at_open(
 def test_of_eight_writers_one_wins_and_each_knows_who(
     azure_proxy: FaultProxy, azure_url: str, num_rounds: int
 ) -> None:
-    """Also where two answers in five are lost on their way back: some winner's is among them."""
+    """Two answers in five are lost on their way back, among them some winner's."""
     azure_proxy.add(Fault("drop_reply", "PUT", "/race/", probability=0.4))
     settings = Settings(retry_initial_s=0.01, retry_max_s=0.05)
 
@@ -325,7 +329,7 @@ def test_of_eight_writers_one_wins_and_each_knows_who(
 
 
 def test_two_uploads_of_one_key_do_not_mix(azure_url: str) -> None:
-    """The commit of one drops the other's blocks. The other is told, unless its content is the very same."""
+    """Committing one upload drops the other's blocks, so the other must be told, unless its content is identical."""
     one, other = os.urandom(PART), os.urandom(PART)
 
     async def play() -> None:
@@ -341,7 +345,7 @@ def test_two_uploads_of_one_key_do_not_mix(azure_url: str) -> None:
             ]
             for store, id_, part in zip(stores, ids, parts, strict=True):
                 assert list(await store.list_parts("a", id_)) == [part]
-            await stores[0].abort_multipart("a", ids[0])  # would drop the other's blocks too
+            await stores[0].abort_multipart("a", ids[0])  # a real abort would drop the other's blocks too
             assert list(await stores[1].list_parts("a", ids[1])) == [parts[1]]
             await stores[0].complete_multipart("a", ids[0], [parts[0]], crcs[0], PART)
             with pytest.raises(StoreError) as caught:

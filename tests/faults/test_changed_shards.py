@@ -1,4 +1,6 @@
-"""Row F11: a trainer that changes a shard in place right after `enqueue`, on a real file system, by its real times."""
+"""Row F11: a trainer that changes a shard in place right after `enqueue`, tested on a
+real file system with real times.
+"""
 
 import contextlib
 import os
@@ -17,12 +19,14 @@ SETTINGS = {"on_error": "warn", "decision_poll_s": 0.02, "close_grace_s": 0.0}
 
 
 def tick() -> int:
-    """Of the clock that files are stamped by: the same before and after means within one tick."""
+    """Return the time of the clock that stamps files. If it is equal before and after, both were within one tick."""
     return time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
 
 
 def tells_changes_within_a_tick(path: Path) -> bool:
-    """Since Linux 6.13, on ext4, xfs, btrfs and tmpfs: a time that was looked at is not given again."""
+    """Return whether the kernel distinguishes changes within a tick. Linux does since 6.13 on ext4, xfs, btrfs and
+    tmpfs: it does not give out a time again that has been looked at.
+    """
     path.write_bytes(b"a")
     for _ in range(20):
         before = path.stat().st_mtime_ns
@@ -49,7 +53,9 @@ def is_aborted(uploader: Uploader, step: int) -> bool:
 
 
 def test_a_change_within_the_same_mtime_tick_is_never_committed(tmp_path: Path, seed: int) -> None:
-    """One bit, or the end: found out by the file's times, or it came too late and what was enqueued is there."""
+    """One bit or the end of the file changes. Either the file's times reveal the change, or it came too late and
+    the enqueued bytes are committed.
+    """
     if not tells_changes_within_a_tick(tmp_path / "probe"):
         pytest.skip("this kernel stamps by ticks: such a change leaves no trace (docs/reliability.md)")
     rng, store = random.Random(seed), tmp_path / "store"

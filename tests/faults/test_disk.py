@@ -1,4 +1,4 @@
-"""Folders that cannot be used, disks that run full, and mounts in the wrong place: a clear error each."""
+"""Unusable folders, full disks and mounts in the wrong place each cause a clear error."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from tests.faults.small_disk import on_small_disk
 def test_an_unusable_folder_is_rejected_at_open(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found out before the first step, not after the first checkpoint."""
+    """The user must learn this before the first step, not after the first checkpoint."""
     folder = tmp_path / "folder"
     match kind:
         case "not writable":
@@ -49,7 +49,7 @@ def test_an_unusable_folder_is_rejected_at_open(
 
 
 def test_a_disk_that_became_read_only_is_reported_with_a_hint(tmp_path: Path) -> None:
-    """As ext4 does after an error."""
+    """ext4 remounts itself read-only after an error."""
     done = on_small_disk(
         tmp_path,
         """
@@ -66,7 +66,7 @@ def test_a_disk_that_became_read_only_is_reported_with_a_hint(tmp_path: Path) ->
 
 
 def test_an_unwritable_remote_folder_is_rejected_at_open(tmp_path: Path) -> None:
-    """The same for the other side; nothing is left locked or running."""
+    """The same must hold for the remote, and nothing may stay locked or running."""
     before = threading.active_count()
     with pytest.raises(StoreError) as caught:
         Uploader(tmp_path / "folder", "file:///proc/checkpoints")
@@ -77,7 +77,9 @@ def test_an_unwritable_remote_folder_is_rejected_at_open(tmp_path: Path) -> None
 
 
 def test_a_full_disk_raises_and_recovers_when_there_is_space(tmp_path: Path) -> None:
-    """The most common accident of all. The trainer hears of it, loses nothing, and goes on when space is back."""
+    """A full disk is the most common accident of all. The trainer gets an error, loses nothing, and
+    continues when there is space again.
+    """
     done = on_small_disk(
         tmp_path,
         """
@@ -113,7 +115,9 @@ def test_a_full_disk_raises_and_recovers_when_there_is_space(tmp_path: Path) -> 
 
 
 def test_an_upload_waits_for_space_when_the_disk_runs_full(tmp_path: Path) -> None:
-    """What is enqueued needs no more space to be uploaded than the journal's rows; those come when they can."""
+    """Uploading what is enqueued needs no more space than the journal's rows, and those
+    are written as soon as possible.
+    """
     done = on_small_disk(
         tmp_path,
         """
@@ -195,7 +199,9 @@ FILLING = """
 def test_a_disk_that_only_checkpoints_fill_is_emptied_by_committing_them(
     tmp_path: Path, is_killed: bool
 ) -> None:
-    """To commit takes space for records; without some set aside, neither the trainer nor any restart gets on."""
+    """Committing needs space for records. Unless some is set aside, neither the
+    trainer nor any restart can continue.
+    """
     trainer = tmp_path / "trainer.py"
     trainer.write_text(textwrap.dedent(FILLING))
     done = on_small_disk(
@@ -227,7 +233,7 @@ def test_a_disk_that_only_checkpoints_fill_is_emptied_by_committing_them(
 
 
 def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> None:
-    """A shared file system that fills up over night must not cost the checkpoints of the night."""
+    """If a shared file system fills up overnight, that night's checkpoints must not be lost."""
     done = on_small_disk(
         tmp_path,
         """
@@ -249,7 +255,7 @@ def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> N
 
 
 def test_shards_on_another_mount_inside_the_folder_are_uploaded_without_a_link(tmp_path: Path) -> None:
-    """Hard links do not cross mounts: then the user's own file is read, and only it holds the bytes."""
+    """Hard links do not cross mounts, so the user's own file is read, and no other copy of the bytes exists."""
     done = on_small_disk(
         tmp_path,
         """
@@ -280,8 +286,9 @@ def test_shards_on_another_mount_inside_the_folder_are_uploaded_without_a_link(t
 def test_a_failed_fsync_is_never_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, path: str
 ) -> None:
-    """After EIO the kernel may show other bytes than were written, and the next fsync says yes: retrying and trusting
-    loses data silently. Whatever of a checkpoint it was, it is given up, loudly; the next one is committed.
+    """After EIO the kernel may show other bytes than were written, and the next fsync succeeds, so retrying
+    it would lose data silently. Whichever part of the checkpoint is affected, it is given up with an error,
+    and the next one is committed.
     """
     original, append = os.fsync, Journal.append
     hits: list[str] = []

@@ -1,4 +1,4 @@
-"""Two trainers of one run: the older is stopped somewhere, a newer one takes over, and then the older wakes up."""
+"""Two trainers of one run: the older is stopped at some point, a newer one takes over, and then the older wakes up."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.faults.oracle import Oracle, verified
 from tests.faults.processes import PATIENCE_S, Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy
 
-# Whoever is stopped for longer than any timeout is merely late; a newer trainer waits for nobody.
+# A trainer stopped for longer than any timeout is merely late, and a newer trainer waits for nobody.
 SETTINGS: dict[str, Any] = {
     "decision_poll_s": 0.05,
     "retry_initial_s": 0.02,
@@ -21,9 +21,10 @@ SETTINGS: dict[str, Any] = {
     "request_timeout_s": 60.0,
     "stall_timeout_s": 60.0,
     "close_grace_s": 0.0,
-    "max_bytes_per_s": 1e9,  # so that none takes a request that is held for a slow connection's, and sends it again
+    # So that no trainer takes a held request for a slow connection and sends it again.
+    "max_bytes_per_s": 1e9,
 }
-# Where the older one is stopped: with what request of its step 2 under way.
+# Where the older trainer is stopped: the request of its step 2 that is in flight.
 MOMENTS = {
     "before seal": "",
     "during upload": r"/ckpt/step-2\.g1/",
@@ -33,7 +34,7 @@ MOMENTS = {
 
 
 def start(nursery: Nursery, tmp_path: Path, remote: str, which: str) -> Trainer:
-    """On a node of its own: nothing but the store tells the two of each other."""
+    """Start a trainer on a node of its own, so that only the store connects it with the other one."""
     return nursery.start(
         "obeys",
         {"CKPT_ASYNC_LAUNCH_ID": which},
@@ -50,7 +51,7 @@ def do(trainer: Trainer, *lines: str) -> None:
 
 
 def stop(trainer: Trainer) -> None:
-    """SIGSTOP, and wait until it has."""
+    """Send SIGSTOP, and wait until the process has stopped."""
     os.kill(trainer.pid, signal.SIGSTOP)
     deadline = time.monotonic() + PATIENCE_S
     while Path(f"/proc/{trainer.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
@@ -61,7 +62,9 @@ def stop(trainer: Trainer) -> None:
 def test_a_paused_trainer_that_wakes_up_after_a_takeover_is_fenced(
     nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path, moment: str
 ) -> None:
-    """What it had sealed may commit; it takes nothing new and says why; latest stays where the newer one put it."""
+    """What the older trainer had sealed may commit, but it accepts nothing new and says why, and `latest`
+    stays where the newer one put it.
+    """
     remote = f"{s3_url}/run"
     oracle = Oracle(remote, 1)
     older = start(nursery, tmp_path, remote, "older")
@@ -79,7 +82,8 @@ def test_a_paused_trainer_that_wakes_up_after_a_takeover_is_fenced(
 
     newer = start(nursery, tmp_path, remote, "newer")
     newer.expect("opened 2")
-    do(newer, "enqueue 1", "seal 1", "wait 1")  # from an older step: the generation goes first
+    # An older step than the other's, because the generation takes precedence.
+    do(newer, "enqueue 1", "seal 1", "wait 1")
     oracle.look()
     assert oracle.latest == CheckpointId(2, 1)
 

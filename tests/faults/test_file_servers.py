@@ -1,4 +1,6 @@
-"""SFTP, WebDAV and web servers that break off, answer wrongly or not at all; ranks that are killed before one."""
+"""SFTP, WebDAV and web servers that break off, answer wrongly or not at all, and ranks
+that are killed while using one.
+"""
 
 import random
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ SETTINGS = {
 def webdav_proxy(
     webdav_server: FileServer, webdav_url: str, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> Iterator[FaultProxy]:
-    """In front of the session's server, and in fsspec's configuration instead of it."""
+    """A proxy in front of the session's server; fsspec's configuration points to the proxy instead of the server."""
     with FaultProxy(f"http://127.0.0.1:{webdav_server.port}", seed) as proxy:
         monkeypatch.setitem(fsspec.config.conf, "webdav", {"base_url": f"{proxy.url}/"})
         yield proxy
@@ -40,8 +42,8 @@ def webdav_proxy(
 def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
     nursery: Nursery, tmp_path: Path, sftp_url: str, sftp_server, seed: int
 ) -> None:
-    """No write has a condition there, so rank 0 alone decides: what all ranks had sealed is committed all the same, and
-    no half checkpoint is ever to be seen.
+    """SFTP has no conditional writes, so rank 0 alone decides. Everything that all ranks had sealed must still be
+    committed, and no partial checkpoint may ever be visible.
     """
     remote, oracle, random_ = f"{sftp_url}/run", Oracle(f"{sftp_url}/run", WORLD_SIZE), random.Random(seed)
     sealed: list[set[CheckpointId]] = [set() for _ in range(WORLD_SIZE)]
@@ -65,7 +67,7 @@ def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
 
     for number in range(6):
         trainers = start(number, [1, 2, 3])
-        for trainer in trainers if number < 4 else ():  # rank 1 opens only when rank 0 has
+        for trainer in trainers if number < 4 else ():  # rank 1 opens only after rank 0
             trainer.expect("opened")
         for rank in random_.sample(range(WORLD_SIZE), WORLD_SIZE):
             trainers[rank].listen(random_.uniform(0.0, 1.5))
@@ -92,7 +94,9 @@ def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
 def test_an_sftp_connection_that_breaks_anywhere_loses_and_doubles_nothing(
     sftp_server: FileServer, sftp_url: str, tmp_path: Path, seed: int
 ) -> None:
-    """On the way there a body is cut short, on the way back an answer is lost: nobody knows what was done."""
+    """A request's body may be cut off on its way to the server, or an answer lost on its way back, so
+    that nobody knows what was done.
+    """
     random_ = random.Random(seed)
     with Cutter(sftp_server.port) as cutter:
         remote = sftp_url.replace(f":{sftp_server.port}/", f":{cutter.port}/") + "/run"
@@ -105,7 +109,7 @@ def test_an_sftp_connection_that_breaks_anywhere_loses_and_doubles_nothing(
         assert cutter.num_cut >= 6
         oracle = Oracle(f"{sftp_url}/run", 1)
         assert oracle.look() == {CheckpointId(1, step) for step in range(1, 9)}
-        for number in range(4):  # while it is opened, listed or read
+        for number in range(4):  # while the store is opened, listed or read
             cutter.cut("down", random_.randrange(1000 if number == 0 else 30_000))
             assert restore.fetch_latest(remote, tmp_path / f"restored-{number}") is not None
 
@@ -114,7 +118,9 @@ def test_an_sftp_connection_that_breaks_anywhere_loses_and_doubles_nothing(
 def test_a_lost_reply_of_a_webdav_server_is_survived(
     webdav_proxy: FaultProxy, webdav_url: str, tmp_path: Path, method: str
 ) -> None:
-    """What it did, it has done: a file is there by its temporary name, or moved already. Or of one request in six."""
+    """The server has already done what was asked: a file has its temporary name, or has already been moved. Without a
+    method, one request in six of any kind is hit.
+    """
     with Uploader(tmp_path / "folder", f"{webdav_url}/run", **QUICK) as uploader:
         how = {"times": 4} if method else {"probability": 1 / 6}
         fault = webdav_proxy.add(Fault("drop_reply", method, **how))
@@ -132,7 +138,7 @@ def test_a_lost_reply_of_a_webdav_server_is_survived(
 def test_bytes_that_a_webdav_server_gets_or_gives_wrong_do_not_count(
     webdav_proxy: FaultProxy, webdav_url: str, tmp_path: Path, kind: str
 ) -> None:
-    """It compares nothing; reading back finds out."""
+    """WebDAV servers compare no checksums, so the uploader must find out by reading back."""
     is_request = kind in ("flip_request", "reset", "stall")
     size_bytes = 1 << 20
     with Uploader(tmp_path / "folder", f"{webdav_url}/run", **QUICK) as uploader:

@@ -1,4 +1,4 @@
-"""Google Cloud Storage that is slow, silent, wrong or forgetful, as the tests' own peer plays it."""
+"""Google Cloud Storage that is slow, silent, wrong or forgetful, simulated by the tests' own peer."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ def remote(peer: GcsPeer) -> str:
 
 
 def lost(serve: Serve) -> Answer:
-    """It is done, and nobody is told."""
+    """Carry out the request without telling anybody."""
     answer = serve()
     answer.sent_bytes = 0
     return answer
@@ -71,13 +71,13 @@ def _lane(request: Request) -> str:
         (kind, lane)
         for kind in FAULTS
         for lane in ("bulk", "part", "control")
-        if kind != "false 412" or lane == "control"  # nothing else is conditional
+        if kind != "false 412" or lane == "control"  # only control writes are conditional
     ],
 )
 def test_every_kind_of_request_failure_is_survived(
     peer: GcsPeer, remote: str, tmp_path: Path, kind: str, lane: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each object's first upload fails in this way: what the protocol decides it decides by these."""
+    """Each object's first upload fails in this way, and the protocol's decisions depend on these writes."""
     seen: Counter[str | bytes] = Counter()
 
     def meddle(request: Request, serve: Serve) -> Answer:
@@ -116,7 +116,8 @@ def test_refusing_half_of_all_requests_loses_nothing(
             save(uploader, step, num_shards=4)
         for step in range(10):
             uploader.wait(step, timeout_s=60)
-        # Half of them are in vain; polls go on as long as it takes. Receipt, decision and latest go with 4 shards.
+        # Half of the requests fail, and polls continue for as long as needed. A checkpoint takes 4 shards, and
+        # a receipt, a decision and latest.
         num_uploads = len([each for each in peer.requests if each.is_upload])
         assert num_uploads < 4 * 10 * (4 + 3), "a storm"
         peer.meddle = lambda _, serve: serve()
@@ -124,7 +125,7 @@ def test_refusing_half_of_all_requests_loses_nothing(
 
 
 def test_a_byte_that_changes_on_the_way_is_sent_again(peer: GcsPeer, remote: str, tmp_path: Path) -> None:
-    """Of a small shard and of a part: the store refuses it, and the file is as it was."""
+    """The store refuses a changed small shard or part, and the file that arrives in the end is correct."""
     flipped: Counter[str] = Counter()
 
     def flip(request: Request, serve: Serve) -> Answer:
@@ -176,7 +177,7 @@ def test_a_killed_upload_is_resumed_and_no_finished_part_is_sent_again(
         if sum(stored.values()) >= 3 and not goes_on.is_set():
             is_held.set()
             goes_on.wait(60)
-            return Answer(503)  # its sender is dead
+            return Answer(503)  # the sender is dead
         stored[int(request.query["partNumber"])] += 1
         has_some.set()
         return serve()
@@ -199,7 +200,7 @@ def test_a_killed_upload_is_resumed_and_no_finished_part_is_sent_again(
 
 
 def test_a_damaged_answer_is_not_restored(peer: GcsPeer, remote: str, tmp_path: Path) -> None:
-    """Every byte that is read back is compared: what was changed on the way is asked for again."""
+    """Every byte that is read is compared with its checksum; what was changed on the way is requested again."""
     with Uploader(tmp_path / "folder", remote, **QUICK) as uploader:
         save(uploader, 1)
         uploader.wait(1, timeout_s=30)
@@ -234,7 +235,9 @@ def test_a_damaged_answer_is_not_restored(peer: GcsPeer, remote: str, tmp_path: 
 def test_one_of_eight_writers_wins_each_key_and_knows_it(
     peer: GcsPeer, seed: int, num_rounds: int, server: str
 ) -> None:
-    """Of the peer's answers every third is a refusal, or lost, or 412 for no reason; fake-gcs-server is as it is."""
+    """Every third of the peer's answers is a refusal, lost, or a 412 for no reason;
+    fake-gcs-server is used unmodified.
+    """
     rng = random.Random(seed)
 
     def trouble(request: Request, serve: Serve) -> Answer:

@@ -1,4 +1,4 @@
-"""Names, paths, keys and records made to do harm: nothing outside is touched, and no record takes a reader down."""
+"""Names, paths, keys and records made to do harm: nothing outside is touched, and no record brings a reader down."""
 
 import asyncio
 import json
@@ -51,7 +51,9 @@ def committed(folder: Path, remote: Path, *steps: int) -> None:
 
 
 def test_no_name_path_or_key_escapes_the_folder_or_prefix(tmp_path: Path) -> None:
-    """Rows F25 and F27: CPython tells of every call that takes a path; none is outside the folder and the run."""
+    """Rows F25 and F27: CPython's audit events report every call that takes a path, and none may be
+    outside the folder and the run.
+    """
     outside = tmp_path / "outside"
     (outside / "deep").mkdir(parents=True)
     (outside / "canary").write_bytes(b"canary")
@@ -72,7 +74,9 @@ def test_no_name_path_or_key_escapes_the_folder_or_prefix(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("is_s3", [False, True], ids=["file", "s3"])
 def test_nothing_is_deleted_by_prefix(tmp_path: Path, request: pytest.FixtureRequest, is_s3: bool) -> None:
-    """Row F26: `step-1` is a prefix of `step-10`, and one run's name of another's; retention takes only its own."""
+    """Row F26: `step-1` is a prefix of `step-10`, and one run's name is a prefix of another's;
+    retention may take only its own.
+    """
     root = request.getfixturevalue("s3_url") if is_s3 else f"file://{tmp_path}/store"
     for run, steps in (("run", (1, 10, 11, 100)), ("run-2", (1, 10))):
         with Uploader(tmp_path / run, f"{root}/{run}", rank=0, world_size=1) as uploader:
@@ -89,7 +93,9 @@ def test_nothing_is_deleted_by_prefix(tmp_path: Path, request: pytest.FixtureReq
 
 
 def test_forged_receipts_cannot_delete_another_checkpoints_shards(tmp_path: Path) -> None:
-    """The sweeper deletes what receipts list: one that lists another's objects, or paths, is refused instead."""
+    """The sweeper deletes what receipts list, so it must refuse a receipt that lists paths
+    or another checkpoint's objects.
+    """
     remote, neighbour = tmp_path / "store" / "run", tmp_path / "store" / "run-2"
     committed(tmp_path / "a", remote, 1, 2)
     committed(tmp_path / "b", neighbour, 1)
@@ -116,7 +122,7 @@ def test_forged_receipts_cannot_delete_another_checkpoints_shards(tmp_path: Path
 
 
 def test_a_bomb_in_any_record_is_rejected_within_little_memory(tmp_path: Path) -> None:
-    """Row F28: nested, huge, endless and wrong records, wherever a sweeper and `verify` read one."""
+    """Row F28: nested, huge, endless and wrong records, in every place where a sweeper and `verify` read one."""
     template = tmp_path / "template"
     committed(tmp_path / "folder", template, 1, 2)
     places = {

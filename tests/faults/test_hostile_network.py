@@ -1,4 +1,4 @@
-"""A network that refuses, resets, stalls and forgets to answer: all of it arrives, once, and training goes on."""
+"""A network that refuses, resets, stalls and loses answers: everything arrives, once, and training continues."""
 
 import asyncio
 import random
@@ -35,13 +35,13 @@ SETTINGS: dict[str, Any] = {
 }
 SHARDS = r"/ckpt/step-"
 CONTROL = r"/\.ckpt_async/"
-# As long as the training thread may ever be held; an attempt at the store lasts longer.
+# The longest that the training thread may ever be blocked; a single attempt at the store may take longer.
 BOUND_S = 1.0
 FAULTS_PER_STEP = 7
 
 
 def save(uploader: Uploader, step: int, sizes: tuple[int, ...]) -> float:
-    """Save shards of these sizes; how long the uploader's calls took."""
+    """Save shards of these sizes; return how long the uploader's calls took."""
     place = uploader.folder / f"step-{step}" / "rank-0"
     place.mkdir(parents=True)
     for number, size_bytes in enumerate(sizes):
@@ -53,7 +53,7 @@ def save(uploader: Uploader, step: int, sizes: tuple[int, ...]) -> float:
 
 
 def stored(proxy: FaultProxy, what: str) -> Counter[str]:
-    """How often each object was written with success, whether or not the answer came through."""
+    """Return how often each object was written successfully, whether or not the answer arrived."""
     counts: Counter[str] = Counter()
     for (key, _), count in proxy.sent(what).items():
         counts[key] += count
@@ -68,7 +68,9 @@ def begun(proxy: FaultProxy) -> list[Exchange]:
 def test_uploads_survive_three_of_four_requests_refused(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, outage_s: float
 ) -> None:
-    """503 SlowDown for a minute: all arrives, each shard once, without a storm, and training goes on."""
+    """During a minute of 503 SlowDown, everything must arrive, each shard once, without a retry
+    storm, and training must continue.
+    """
     remote, training = f"{s3_url}/run", threading.Event()
     sizes = (5000, 2 * PART + 17)
     with Uploader(tmp_path / "folder", remote, **SETTINGS | {"retry_max_s": 2.0}) as uploader:
@@ -86,9 +88,9 @@ def test_uploads_survive_three_of_four_requests_refused(
     num_refused = sum(each.status == 503 for each in proxy.exchanges)
     print(f"steps={step} requests={num_requests} refused={num_refused} slowest_s={slowest_s:.4f}")
     assert slowest_s < BOUND_S
-    assert num_refused > 5  # it backs off: the rest was asked for when the store was well again
-    # A checkpoint is 1 + 5 requests for its shards and some 8 for receipt, decision and latest; refused ones are
-    # made again, on average three times.
+    assert num_refused > 5  # because of back-off, most requests are made after the store has recovered
+    # A checkpoint takes 1 + 5 requests for its shards and some 8 for receipt, decision and latest. Refused
+    # requests are repeated, three times on average.
     assert num_requests < 4 * 14 * step * 1.5
     assert set(stored(proxy, f"{CONTROL}decisions/").values()) == {1}
     assert set(proxy.sent(SHARDS).values()) == {1}
@@ -96,7 +98,9 @@ def test_uploads_survive_three_of_four_requests_refused(
 
 
 def check(remote: str, num_steps: int, sizes: tuple[int, ...]) -> None:
-    """Every step of the first generation is committed and whole, byte by byte, and nothing else is there."""
+    """Check that every step of the first generation is committed and complete, byte by
+    byte, and that nothing else exists.
+    """
     result = verified(remote)
     assert (result.findings, result.num_committed) == ([], num_steps)
     assert result.num_shards_read == num_steps * len(sizes)
@@ -109,7 +113,9 @@ def check(remote: str, num_steps: int, sizes: tuple[int, ...]) -> None:
 def test_a_connection_that_breaks_at_any_byte_costs_at_most_one_part(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, seed: int, num_faults: int
 ) -> None:
-    """Resets, stalls and lost replies at random bytes of random parts: only the broken part is sent again."""
+    """Connections are reset, stall or lose replies at random bytes of random parts; only the
+    broken part may be sent again.
+    """
     rng, remote = random.Random(seed), f"{s3_url}/run"
     sizes = (6 * PART + 1, 5000)
     num_steps = -(-num_faults // FAULTS_PER_STEP)
@@ -132,7 +138,7 @@ def test_a_connection_that_breaks_at_any_byte_costs_at_most_one_part(
     hit = [fault for fault in faults if fault.num_hits]
     num_stored_again = sum(proxy.sent(SHARDS).values()) - len(proxy.sent(SHARDS))
     num_bytes = sum(each.body_bytes for each in proxy.exchanges if re.search(SHARDS, each.key))
-    # The bodies of `CompleteMultipartUpload` are among them.
+    # The bodies of `CompleteMultipartUpload` requests are among them.
     allowed = num_steps * (sum(sizes) + 4096) + len(hit) * PART
     print(f"faults={len(hit)} of {len(faults)} sent_twice={num_stored_again} bytes={num_bytes} of {allowed}")
     assert len(hit) > len(faults) / 2
@@ -165,7 +171,7 @@ OPERATIONS: dict[str, Fault] = {
 def test_losing_one_reply_of_each_kind_of_request_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str
 ) -> None:
-    """The store did it and nobody was told. What is done again must not be done twice."""
+    """The store did what was asked, but its answer was lost. The repeated request must not do it a second time."""
     remote = f"{s3_url}/run"
     sizes = (2 * PART, 5000)
     for fault in OPERATIONS.values():
@@ -181,7 +187,7 @@ def test_losing_one_reply_of_each_kind_of_request_is_survived(
     assert sum(sent.values()) - len(sent) == 2, "one part and one shard, of which no answer came"
     oracle = Oracle(remote, 1, num_shards=len(sizes), sizes_bytes=sizes)
     assert oracle.look() == {CheckpointId(1, step) for step in (1, 2, 3)}
-    # The upload that was created without anybody knowing, and retention.
+    # The sweep removes the upload whose creation was never answered, and applies retention.
     report = asyncio.run(Sweeper([], [remote], settings=Settings(remote_retention="last=1")).sweep())
     assert report.is_clean, report
     assert {what: fault.num_hits for what, fault in faults.items()} == dict.fromkeys(OPERATIONS, 1)
@@ -207,7 +213,9 @@ def check_one(remote: str, oracle: Oracle) -> None:
 def test_credentials_may_expire_in_the_middle_of_a_multipart_upload(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str, outage_s: float
 ) -> None:
-    """The same upload goes on when they are renewed; no part that is there is sent again; nobody gives up."""
+    """When the credentials are renewed, the same upload continues: no part that arrived is sent
+    again, and nothing is given up.
+    """
     remote, sizes, training = f"{s3_url}/run", (8 * PART,), threading.Event()
     with Uploader(tmp_path / "folder", remote, **SETTINGS | {"num_concurrent_uploads": 2}) as uploader:
         slow = proxy.add(Fault("delay", "PUT", SHARDS, is_part=True, delay_s=0.1))

@@ -1,4 +1,4 @@
-"""A journal that power loss, or a bad disk, left torn anywhere: what has a manifest is never lost (rule R10)."""
+"""A journal torn anywhere by power loss or a bad disk: what has a manifest is never lost (rule R10)."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ class Machine:
         journal.close()
 
     def _save(self, journal: Journal, id_: CheckpointId) -> None:
-        """The steps differ in how far they came: verified, decided, failed."""
+        """Save a step. The steps differ in how far they get: verified, decided or failed."""
         shards = [self._shard(id_, f"{number}.bin") for number in range(NUM_SHARDS)]
         for shard in shards:
             journal.append([Enqueued(id_, f"step-{id_.step}", shard)])
@@ -87,7 +87,7 @@ class Machine:
         return Shard(name, source, identity, is_linked)
 
     def recovered(self, files: dict[str, bytes]) -> Local:
-        """What the next start makes of these files."""
+        """Return what the next start recovers from these files."""
         for each in self.folder.private.glob("journal-*"):
             each.unlink()
         for suffix, data in files.items():
@@ -125,7 +125,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def frames_of(wal: bytes) -> list[int]:
-    """Where its frames begin, and its end (https://sqlite.org/fileformat2.html, 4.1)."""
+    """Return where the WAL's frames begin, and its end (https://sqlite.org/fileformat2.html, 4.1)."""
     page = int.from_bytes(wal[8:12], "big")
     salt = wal[16:24]
     starts = [at for at in range(32, len(wal), 24 + page) if wal[at + 8 : at + 16] == salt]
@@ -133,7 +133,7 @@ def frames_of(wal: bytes) -> list[int]:
 
 
 def test_a_wal_that_ends_at_any_frame_loses_no_sealed_step(machine: Machine) -> None:
-    """What the journal knows better stays: what is decided or verified is not begun again."""
+    """What the journal still knows must be kept, so that nothing decided or verified is started again."""
     starts = frames_of(machine.saved["-wal"])
     assert len(starts) > 20
     best = machine.recovered(machine.saved)
@@ -163,10 +163,12 @@ def test_a_wal_that_ends_at_any_byte_of_its_last_two_frames_loses_no_sealed_step
 
 @pytest.mark.parametrize("suffix", ["", "-wal"])
 def test_zeroed_pages_lose_no_sealed_step(machine: Machine, suffix: str) -> None:
-    """Zeros where a disk had not written yet: of a journal that is all in the main file, and of one all in the WAL."""
+    """Zeros stand for what the disk had not written yet, in a journal that is entirely
+    in the main file or in the WAL.
+    """
     if not suffix:
         with contextlib.closing(Journal(machine.folder, 0)):
-            pass  # all in the main file now
+            pass  # everything is in the main file now
         machine.saved = {"": (machine.folder.private / NAME).read_bytes()}
     data = machine.saved[suffix]
     for at in range(0, len(data), 4096):
@@ -178,7 +180,7 @@ def test_zeroed_pages_lose_no_sealed_step(machine: Machine, suffix: str) -> None
 def test_half_a_file_loses_no_sealed_step(
     machine: Machine, size: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = (machine.folder.private / NAME).read_bytes()  # closed: all is in it
+    whole = (machine.folder.private / NAME).read_bytes()  # closed, so everything is in it
     half = whole[: int(size if size in (0, 100, 4095, 4096) else len(whole) * size)]
     machine.check(machine.recovered({"": half}))
     asides = [each.read_bytes() for each in machine.folder.private.glob("*.damaged-*")]

@@ -1,4 +1,4 @@
-"""Nobody but SQLite opens a database file, and no process takes another's WAL away."""
+"""Only SQLite opens a database file, and no process deletes another's WAL."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ from ckpt_async.sweep import drain as drains
 from ckpt_async.sweep.sweeper import Sweeper
 from tests.faults.processes import ROOT, SOAK
 
-# Every open that Python makes tells its audit hooks; SQLite's own do not.
+# Python's audit hooks see every open that Python makes, but not SQLite's own.
 HOOK = """
 import os, re, sys
 log = os.open(os.environ["OPENED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -72,8 +72,8 @@ with Uploader(folder, remote, rank=0, world_size=1, launch_id="a", runner=runner
 
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_nothing_but_sqlite_opens_a_database_or_its_shm(tmp_path: Path, runner: str) -> None:
-    """Closing any descriptor of it drops the locks of the whole process: of a trainer with its runner, and of all that
-    looks at it, drains it and sweeps it.
+    """Closing any descriptor of a database file drops the locks of the whole process. This covers a trainer with its
+    runner, and everything that looks at the journal, drains it or sweeps it.
     """
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     log, folder, remote = tmp_path / "opened", tmp_path / "folder", f"file://{tmp_path}/remote"
@@ -108,8 +108,8 @@ def test_nothing_but_sqlite_opens_a_database_or_its_shm(tmp_path: Path, runner: 
 
 
 def deleted(pid: int, folder: Folder) -> list[str]:
-    """Files of the folder's journals that the process has open and that have no name any more. A fork of pytest also
-    has what other tests left open, of folders that are gone.
+    """Return the files of this folder's journals that the process has open although they have been deleted. A fork of
+    pytest also holds files of other tests, whose folders are gone.
     """
     found = []
     for each in os.listdir(f"/proc/{pid}/fd"):
@@ -123,7 +123,7 @@ def deleted(pid: int, folder: Folder) -> list[str]:
 def test_only_a_deleted_journal_of_this_folder_is_detected(tmp_path: Path) -> None:
     folder, other = Folder(tmp_path / "folder"), Folder(tmp_path / "other")
     with contextlib.closing(Journal(folder, 0)), contextlib.closing(Journal(other, 0)):
-        actor = Actor(folder.path)  # and has inherited both
+        actor = Actor(folder.path)  # a fork that has inherited both
         try:
             actor.tell("open", 1)
             actor.answer()
@@ -141,7 +141,7 @@ def test_only_a_deleted_journal_of_this_folder_is_detected(tmp_path: Path) -> No
 
 
 class Actor:
-    """A process that does what it is told, one thing after the other, and says when it is done."""
+    """A process that carries out commands one after the other, and reports when each is done."""
 
     def __init__(self, folder: Path) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -172,7 +172,7 @@ class Actor:
 
 def _act(told: socket.socket, path: Path) -> None:
     journal: Any = None
-    drains.LOCK_WAIT_S, drains.WANTED_POLL_S = 0.0, 0.01  # a second's wait is of no interest here
+    drains.LOCK_WAIT_S, drains.WANTED_POLL_S = 0.0, 0.01  # waiting for a second would test nothing here
     while data := told.recv(1 << 16):
         name, *arguments = json.loads(data)
         match name:
@@ -193,23 +193,23 @@ def _act(told: socket.socket, path: Path) -> None:
 
 
 class Crowd:
-    """Ranks of one node, each with a trainer and at times a runner beside it, who share its lock; and others that look,
-    drain and sweep meanwhile. Whatever was acknowledged stays.
+    """The ranks of a node, each with a trainer and at times a runner that shares its lock, while other processes look,
+    drain and sweep. Everything acknowledged must stay.
     """
 
     def __init__(self, root: Path, chance: random.Random, num_ranks: int) -> None:
         self.folder, self.chance = Folder(root / "folder"), chance
         self.acknowledged: dict[int, set[str]] = {rank: set() for rank in range(num_ranks)}
         self.actors: dict[int, list[Actor]] = {rank: [] for rank in range(num_ranks)}
-        self.locks = {rank: RankLock(self.folder, rank) for rank in range(num_ranks)}  # held for them
+        # Held on behalf of the actors.
+        self.locks = {rank: RankLock(self.folder, rank) for rank in range(num_ranks)}
         self.others = [Actor(self.folder.path) for _ in range(2)]
         self.num_done = 0
         remote = RemoteAddress(f"file://{root}/remote")
         for rank in range(num_ranks):
             with contextlib.closing(Journal(self.folder, rank)) as journal:
-                journal.open_rank(
-                    Opened(1, num_ranks + 1, remote)
-                )  # one rank never comes: all stays undecided
+                # One rank never comes, so everything stays undecided.
+                journal.open_rank(Opened(1, num_ranks + 1, remote))
                 journal.append([Sealed(CheckpointId(1, 1), "step-1", num_ranks + 1)])
 
     def play(self, num_commands: int) -> None:
@@ -248,7 +248,7 @@ class Crowd:
     def _leave(self, rank: int, actor: Actor) -> None:
         self.actors[rank].remove(actor)
         if not self.actors[rank]:
-            self.locks[rank].release()  # now others may adopt it
+            self.locks[rank].release()  # now others may adopt the rank
 
     def _tell(self, rank: int, actor: Actor) -> tuple[int, Actor, str, list[str]]:
         name = self.chance.choices(["append", "sync", "compact", "close"], [8, 2, 1, 1])[0]
@@ -259,7 +259,7 @@ class Crowd:
         return rank, actor, name, numbers
 
     def check(self) -> None:
-        """While some are still open, and after all were killed."""
+        """Check while some processes still have the journals open, or after all were killed."""
         for _ in range(2):
             found = journals.read(self.folder.path)
             for rank, wanted in self.acknowledged.items():
@@ -287,8 +287,8 @@ class Crowd:
 def test_processes_on_one_folder_lose_nothing(
     tmp_path: Path, seed: int, num_ranks: int, num_commands: int
 ) -> None:
-    """Appends, syncs, closes and kills in any order, beside `status`, `drain` and sweeps: no acknowledged row is lost,
-    none comes to another rank, and no live process has a WAL that is deleted.
+    """Appends, syncs, closes and kills come in any order, beside `status`, `drain` and sweeps. No acknowledged row may
+    be lost or go to another rank, and no live process may be left with a deleted WAL.
     """
     crowd = Crowd(tmp_path, random.Random(seed), num_ranks)
     try:
@@ -302,7 +302,7 @@ def test_processes_on_one_folder_lose_nothing(
 
 
 class Disk:
-    """What was fsynced, in order, as (path, what a folder held then)."""
+    """Records what was fsynced, in order, as (path, what a folder contained at that time)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.synced: list[tuple[str, frozenset[str]]] = []
@@ -316,7 +316,7 @@ class Disk:
         monkeypatch.setattr(os, "fsync", noting)
 
     def first(self, path: Path | str, *, holding: str = "") -> int:
-        """When it was durable: a folder, with this entry in it."""
+        """Return when this path, or a folder with this entry in it, first became durable."""
         return next(
             number
             for number, (each, entries) in enumerate(self.synced)
@@ -325,8 +325,8 @@ class Disk:
 
 
 def test_durable_data_is_fsynced_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shard and its folders, then the manifest that speaks of it and its entry, then the journal, and only then the row
-    that says so.
+    """Each record must become durable after what it refers to: the shard and its folders, then the manifest that names
+    it and the manifest's entry, then the journal, and only then the row that says so.
     """
     disk, append = Disk(monkeypatch), Journal.append
     durable_at: list[int] = []
@@ -387,7 +387,9 @@ def test_replacing_a_file_or_symlink_fsyncs_its_directory_entry(
 
 
 def test_the_journal_checkpoints_with_fsync(tmp_path: Path) -> None:
-    """`synchronous=OFF` would move the WAL into the main file, and overwrite it, with neither on the disk."""
+    """`synchronous=OFF` would copy the WAL into the main file and then overwrite it,
+    without either being on the disk.
+    """
     with contextlib.closing(Journal(Folder(tmp_path), 0)) as journal:
         journal.append([Released(CheckpointId(1, 1))])
         journal._checkpoint("PASSIVE")
@@ -396,7 +398,7 @@ def test_the_journal_checkpoints_with_fsync(tmp_path: Path) -> None:
 
 
 def test_a_fifo_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
-    """Without hard links the trainer's own path is opened again; opening a FIFO to read waits for a writer."""
+    """Without hard links the trainer's own path is opened again, and opening a FIFO for reading waits for a writer."""
     folder = Folder(tmp_path)
     os.mkfifo(tmp_path / "a.pt")
     facts = os.stat(tmp_path / "a.pt")
@@ -408,4 +410,5 @@ def test_a_fifo_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
                 opening.result(timeout=10)
         finally:
             if not opening.done():
-                os.close(os.open(tmp_path / "a.pt", os.O_WRONLY | os.O_NONBLOCK))  # lets it go
+                # Unblocks the opening thread.
+                os.close(os.open(tmp_path / "a.pt", os.O_WRONLY | os.O_NONBLOCK))

@@ -1,4 +1,4 @@
-"""SIGKILL at random times, again and again. The parent outlives them all and knows what they were promised."""
+"""SIGKILL at random times, again and again. The parent outlives the trainers and knows what was promised to them."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ SETTINGS = {"decision_poll_s": 0.05, "close_grace_s": 0.0, "retry_initial_s": 0.
 
 
 class Run:
-    """One folder and one remote; every round is a start of the run that ends in a SIGKILL of each rank."""
+    """One folder and one remote; every round is a start of the run that ends with a SIGKILL of each rank."""
 
     def __init__(
         self, nursery: Nursery, folder: Path, remote: str, seed: int, num_local: int, longest_s: float
@@ -32,7 +32,7 @@ class Run:
         self.oracle = Oracle(remote, WORLD_SIZE)
         self.sealed: list[set[CheckpointId]] = [set() for _ in range(WORLD_SIZE)]
         self.begun: list[set[CheckpointId]] = [set() for _ in range(WORLD_SIZE)]
-        self.verified: dict[str, object] = {}  # key → what the store has there; must never change again
+        self.verified: dict[str, object] = {}  # key → what the store has there, which must never change again
         self.num_kills = self.num_starts = 0
 
     def start(self, steps: list[int]) -> list[Trainer]:
@@ -60,7 +60,7 @@ class Run:
     def round(self) -> None:
         trainers = self.start([1, 2, 3])
         for rank in self.random.sample(range(WORLD_SIZE), WORLD_SIZE):
-            if self.random.random() < 0.5:  # else also while it opens and recovers
+            if self.random.random() < 0.5:  # otherwise it may be killed while it opens and recovers
                 trainers[rank].expect("opened")
             trainers[rank].listen(self.random.uniform(0.0, self.longest_s))
             assert trainers[rank].exit_code is None
@@ -93,13 +93,13 @@ class Run:
         }
 
     def stored(self) -> dict[str, object]:
-        """Every object under `ckpt/`: of a file, what changes when it is written again."""
+        """Return every object under `ckpt/`, with the attributes of its file that change if it is written again."""
         root = Path(self.remote.removeprefix("file://"))
         facts = {path: path.stat() for path in (root / keys.DATA).rglob("*.pt")}
         return {str(path.relative_to(root)): (each.st_ino, each.st_mtime_ns) for path, each in facts.items()}
 
     def finish(self) -> None:
-        """One start that is not killed: everything that both ranks had sealed must now be committed."""
+        """Start once more without a kill: everything that both ranks had sealed must be committed now."""
         trainers = self.start([])
         for trainer in trainers:
             trainer.expect("saved")
@@ -113,7 +113,7 @@ class Run:
             assert trainer.finish() == 0, trainer.log.read_text()
         self.check(trainers)
         assert not wanted - self.oracle.committed, "sealed by all ranks, yet lost"
-        # What was sealed by a rank that was killed before it could say so may be committed, need not be.
+        # A checkpoint sealed by a rank that was killed before it could say so may be committed, or not.
         assert self.oracle.committed <= self.begun[0] & self.begun[1], (
             "committed, though a rank never saved it"
         )
@@ -141,7 +141,9 @@ def test_sigkills_at_random_times_lose_nothing_and_send_nothing_twice(
     num_rounds: int,
     num_s3_rounds: int,
 ) -> None:
-    """The promise: what was enqueued and sealed is committed after the restart, and no half checkpoint shows."""
+    """This is the promise: what was enqueued and sealed is committed after the restart, and no
+    partial checkpoint is visible.
+    """
     runs: list[Run] = []
     for number, num_local in enumerate((-1, 0, 1, 2)):
         remote = tmp_path / f"remote-{number}"

@@ -1,4 +1,4 @@
-"""A start that comes again with the same launch key, after some of its ranks had died before they opened."""
+"""A start that is repeated with the same launch key after some of its ranks died before they opened."""
 
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from tests.faults.processes import Nursery, Trainer
 def test_ranks_with_a_reused_launch_key_share_one_new_generation(
     nursery: Nursery, tmp_path: Path, runner: str
 ) -> None:
-    """R5: the free place that a dead rank never took was taken for this start's: two generations for ever, of which
-    neither commits anything, and exit code 0. With `process`, the dead trainer's engine goes on for a while.
+    """R5: a place that a dead rank never took used to be mistaken for one in the new start. That left two
+    generations, neither of which ever committed anything, and exit code 0. With `process`, the dead
+    trainer's engine goes on for a while.
     """
     remote, promised = f"file://{tmp_path}/remote", set()
 
@@ -36,7 +37,7 @@ def test_ranks_with_a_reused_launch_key_share_one_new_generation(
         alone.tell("save 1")
         alone.expect("done save 1")
         alone.kill()
-        whole = [start(dies_early), start(1 - dies_early)]  # whose place is free comes first
+        whole = [start(dies_early), start(1 - dies_early)]  # the rank whose place is still free comes first
         assert {each.expect("opened") for each in whole} == {f"opened {2 * attempt + 2}"}
         for each in whole:
             each.tell("save 1")
@@ -52,7 +53,7 @@ def test_ranks_with_a_reused_launch_key_share_one_new_generation(
 def test_a_start_that_can_never_commit_exits_with_an_error(
     nursery: Nursery, tmp_path: Path, runner: str
 ) -> None:
-    """Else the job ends with exit code 0 and without a checkpoint. Whoever is only late gets a warning."""
+    """Otherwise the job ends with exit code 0 and without a checkpoint. A rank that is only late gets a warning."""
     settings = {"runner": runner, "close_grace_s": 1.0, "decision_poll_s": 0.05, "decision_poll_max_s": 0.2}
 
     def start(name: str, rank: int, launch: str, *steps: int, **more: str) -> Trainer:

@@ -1,4 +1,4 @@
-"""Power cuts: of a real ext4, and of a folder from which everything is taken that no fsync had made durable."""
+"""Power cuts of a real ext4, and of a folder that loses everything that no fsync had made durable."""
 
 import ctypes
 import fcntl
@@ -21,8 +21,8 @@ SETTINGS = {
     "decision_poll_s": 0.05,
     "close_grace_s": 0.0,
 }
-# linux/fs.h and ext4.h: what is in memory only, the file system's own log included, never reaches the disk.
-# xfstests (src/godown.c) tests file systems with it.
+# From linux/fs.h and ext4.h: nothing that is only in memory reaches the disk, not even the file system's own
+# log. xfstests (src/godown.c) tests file systems with it.
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
 CLONE_NEWNS = 0x00020000  # linux/sched.h; Python 3.12 has os.unshare
@@ -45,7 +45,9 @@ class Ext4:
         _run("mount", "-o", "loop", str(self._image), str(self.path))
 
     def cut(self, trainer: Trainer) -> None:
-        """From one moment to the next no byte reaches the image any more; mounted again, ext4 replays its log."""
+        """Stop all writes to the image from one moment to the next, and mount it
+        again, so that ext4 replays its log.
+        """
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(descriptor, EXT4_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
@@ -53,7 +55,7 @@ class Ext4:
             os.close(descriptor)
         trainer.kill()
         _run("umount", str(self.path))
-        # After a boot disks may be numbered in another order: every other time the lowest number is another's.
+        # A boot may number disks differently, so every other time another image takes the lowest number.
         self._num_cuts += 1
         if self._num_cuts % 2 == 0:
             self._mount()
@@ -75,7 +77,7 @@ def _run(*command: str) -> str:
 
 
 def mount_in_private() -> None:
-    """From now on what this process and its children mount goes with them, however they end."""
+    """Make the mounts of this process and its children disappear with them, however they end."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWNS) failed")
     _run("mount", "--make-rprivate", "/")
@@ -98,7 +100,7 @@ def ext4(tmp_path: Path) -> Iterator[Ext4]:
 
 @pytest.fixture
 def nursery(ext4: Ext4, tmp_path: Path) -> Iterator[Nursery]:
-    """Its processes see the mounted disk; they are gone before it is."""
+    """A nursery whose processes see the mounted disk and are gone before it is."""
     with Nursery(tmp_path) as nursery:
         yield nursery
 
@@ -130,9 +132,11 @@ class Machine:
         )
 
     def live_until_a_cut(self) -> None:
-        """Half of the lives upload nothing: then only the disk holds what was promised."""
+        """Run until a power cut. In half of these runs nothing is uploaded, so that only
+        the disk holds what was promised.
+        """
         trainer = self.start([1, 2, 3, 4], is_held=self.random.random() < 0.5)
-        if self.random.random() < 0.9:  # else the cut may come while it opens and recovers
+        if self.random.random() < 0.9:  # otherwise the cut may come while it opens and recovers
             trainer.expect("opened")
         trainer.listen(self.random.uniform(0.0, 0.35))
         promised = heard(trainer.said, "durable")
@@ -155,9 +159,9 @@ def cut_power(nursery: Nursery, disk: Ext4, tmp_path: Path, seed: int, num_cuts:
     machine = Machine(nursery, disk, tmp_path / "remote", seed)
     for number in range(3 * num_cuts):
         if number >= num_cuts and machine.num_at_stake:
-            break  # else they all came beside the moment that matters
+            break  # otherwise all cuts missed the moment that matters, so continue
         machine.live_until_a_cut()
-        if machine.random.random() < 0.5:  # else the next cut may strike what recovers from this one
+        if machine.random.random() < 0.5:  # otherwise the next cut may hit the recovery from this one
             machine.finish()
     machine.finish()
     num_committed, num_aborted = len(machine.oracle.committed), len(machine.oracle.aborted)
@@ -172,5 +176,5 @@ def cut_power(nursery: Nursery, disk: Ext4, tmp_path: Path, seed: int, num_cuts:
 def test_durable_checkpoints_survive_a_power_cut_on_ext4(
     nursery: Nursery, ext4: Ext4, tmp_path: Path, seed: int, num_cuts: int
 ) -> None:
-    """From `MadeDurable` on a checkpoint is committed after the next boot, with the bytes that were saved."""
+    """From `MadeDurable` on, a checkpoint must be committed after the next boot, with the bytes that were saved."""
     cut_power(nursery, ext4, tmp_path, seed, num_cuts)

@@ -1,4 +1,4 @@
-"""Forks, exits, and who may touch what when processes come and go."""
+"""Forks and exits, and which process may touch what as processes come and go."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from tests.faults.processes import ROOT, Nursery
 
 @contextmanager
 def fifo_in(tmp_path: Path) -> Iterator[str]:
-    """Whoever reads it stays until the block ends."""
+    """Yield a FIFO whose readers block until the block ends."""
     path = str(tmp_path / "fifo")
     os.mkfifo(path)
     writer = os.open(path, os.O_RDWR)
@@ -33,7 +33,7 @@ def fifo_in(tmp_path: Path) -> Iterator[str]:
 def test_using_an_uploader_in_a_forked_child_raises_and_does_no_harm(
     nursery: Nursery, tmp_path: Path, how: str
 ) -> None:
-    """Dataloader workers are forks of the trainer: a call into a loop that does not run there would hang."""
+    """Dataloader workers are forks of the trainer; a call into an event loop that does not run there would hang."""
     remote = f"file://{tmp_path}/remote"
     with fifo_in(tmp_path) as fifo:
         trainer = nursery.start("forks", folder=str(tmp_path / "f"), remote=remote, how=how, fifo=fifo)
@@ -51,13 +51,13 @@ def test_using_an_uploader_in_a_forked_child_raises_and_does_no_harm(
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(nursery: Nursery, tmp_path: Path) -> None:
-    """Otherwise a dataloader worker that outlives its trainer keeps the restarted one out."""
+    """Otherwise a dataloader worker that outlives its trainer would keep the restarted trainer out."""
     remote = f"file://{tmp_path}/remote"
     with fifo_in(tmp_path) as fifo:
         trainer = nursery.start("forks", folder=str(tmp_path / "f"), remote=remote, how="os.fork", fifo=fifo)
         child = int(trainer.expect("child pid").split()[-1])
         trainer.kill()
-        os.kill(child, 0)  # it is still there
+        os.kill(child, 0)  # it is still alive
         started = time.monotonic()
         again = nursery.start(
             "saves", folder=str(tmp_path / "f"), remote=remote, rank=0, world_size=1, steps=[]
@@ -92,7 +92,7 @@ def save(uploader, step, num_shards=20):
 
 
 def test_a_script_that_forgets_to_close_still_uploads_before_it_exits(tmp_path: Path) -> None:
-    """The last checkpoint of a run is the one that everyone wants; executors refuse work at exit."""
+    """The last checkpoint of a run is the one that everyone wants, but executors refuse work at exit."""
     remote = f"file://{tmp_path}/remote"
     done = run_script(
         PREAMBLE + "uploader = Uploader(folder, remote)\nsave(uploader, 1)\nprint('end')",
@@ -124,8 +124,8 @@ def test_an_exception_in_the_training_loop_is_not_masked(tmp_path: Path) -> None
 def test_a_second_uploader_for_the_same_rank_and_folder_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """Two engines on one journal would race for every shard; the message must say who is there. One of the same process
-    would not go away by being waited for (a notebook's cell that is run again): the lock is not even asked for.
+    """Two engines on one journal would race for every shard, so the error must say who holds it. An uploader in the
+    same process would not go away by waiting (a notebook cell that is run again), so the lock is not even tried.
     """
     from ckpt_async import Uploader
     from ckpt_async.errors import FolderInUseError
@@ -149,7 +149,7 @@ def test_a_second_uploader_for_the_same_rank_and_folder_is_rejected(
 
 
 def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:
-    """Someone who sees that the bucket is wrong presses Ctrl-C, once."""
+    """A user who sees that the bucket is wrong presses Ctrl-C, once."""
     done = run_script(
         PREAMBLE
         + textwrap.dedent("""
@@ -173,7 +173,7 @@ def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_can_exit_normally(tmp_path: Path, s3_url: str) -> None:
-    """libuv joined the threads that looked up a name, which are not in the child: SIGSEGV behind the last line."""
+    """libuv joined the threads of a name lookup, which do not exist in the child: SIGSEGV after the last line."""
     done = run_script(
         PREAMBLE
         + textwrap.dedent("""

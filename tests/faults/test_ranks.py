@@ -1,4 +1,4 @@
-"""Ranks as processes of their own that share nothing but the store: no collective, no coordinator."""
+"""Ranks as processes of their own that share nothing but the store: no collectives and no coordinator."""
 
 import asyncio
 from pathlib import Path
@@ -24,7 +24,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_the_last_rank_commits_and_a_missing_rank_delays_no_other_checkpoint(
     nursery: Nursery, tmp_path: Path, remote: str, num_ranks: int
 ) -> None:
-    """R9: there is nobody whose absence, slowness or death could stop a complete checkpoint."""
+    """R9: no rank's absence, slowness or death may keep a complete checkpoint from being committed."""
     trainers = start(nursery, tmp_path, remote, num_ranks)
     for trainer in trainers:
         trainer.expect("saved")
@@ -41,7 +41,7 @@ def test_the_last_rank_commits_and_a_missing_rank_delays_no_other_checkpoint(
             last.tell(f"save {step}")
             last.tell(f"wait {step}")
             last.expect(f"done wait {step}")
-    # Rank 0 never saves step `num_ranks`; the step after it is not held up.
+    # Rank 0 never saves step `num_ranks`; that must not delay the step after it.
     for trainer in trainers:
         trainer.tell(f"save {incomplete + 1}")
         trainer.tell(f"wait {incomplete + 1}")
@@ -62,7 +62,7 @@ def test_the_last_rank_commits_and_a_missing_rank_delays_no_other_checkpoint(
 
 
 def test_the_last_rank_commits_even_if_all_others_are_dead(nursery: Nursery, tmp_path: Path) -> None:
-    """What was promised to a rank that has died since is kept by whoever is left."""
+    """A promise to a rank that has died since is kept by the remaining ranks."""
     remote = f"file://{tmp_path}/remote"
     trainers = start(nursery, tmp_path, remote, 4)
     for trainer in trainers[:3]:
@@ -87,7 +87,7 @@ def test_the_last_rank_commits_even_if_all_others_are_dead(nursery: Nursery, tmp
 def test_a_restart_with_another_world_size_never_mixes_shards(
     nursery: Nursery, tmp_path: Path, remote: str
 ) -> None:
-    """R5: step 2 of the first start lacks rank 3; the receipts of later starts, of fewer ranks, do not complete it."""
+    """R5: step 2 of the first start lacks rank 3; receipts of later starts with fewer ranks must not complete it."""
     world_sizes = {1: 4, 2: 2, 3: 3}
     promised: set[CheckpointId] = set()
     for generation, num_ranks in world_sizes.items():
@@ -117,7 +117,7 @@ def test_a_restart_with_another_world_size_never_mixes_shards(
 def test_eight_processes_agree_on_the_generation_and_a_reused_launch_key_gets_a_new_one(
     nursery: Nursery, tmp_path: Path, remote: str
 ) -> None:
-    """R5: ranks that disagreed would never commit; two starts in one generation would mix their shards."""
+    """R5: ranks that disagreed would never commit, and two starts in one generation would mix their shards."""
     for wanted in (1, 2):
         trainers = start(nursery, tmp_path, remote, 8, launch="always the same")
         assert {trainer.expect("opened") for trainer in trainers} == {f"opened {wanted}"}
@@ -126,7 +126,7 @@ def test_eight_processes_agree_on_the_generation_and_a_reused_launch_key_gets_a_
 
 
 def test_an_explicit_generation_that_was_used_is_rejected(tmp_path: Path) -> None:
-    """A job script that passes the same number at every start would overwrite what is committed."""
+    """A job script that passes the same number at every start would overwrite committed checkpoints."""
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "a", remote, rank=0, world_size=1, generation=3) as uploader:
         assert uploader.generation == 3

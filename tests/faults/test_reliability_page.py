@@ -1,4 +1,4 @@
-"""docs/reliability.md says which test shows what: each must exist, and no fault be forgotten."""
+"""Every test that docs/reliability.md names exists, and no fault is missing from the page."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ def functions_of(file: Path) -> set[str]:
 
 
 def test_every_test_named_on_the_page_exists() -> None:
-    """A promise without a test, or with one that was renamed away, is none."""
+    """A promise whose test is missing or was renamed is worth nothing."""
     named = set(re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", PAGE))
     assert len(named) > 50
     missing = []
@@ -33,7 +33,9 @@ def test_every_test_named_on_the_page_exists() -> None:
 
 
 def test_every_fault_has_a_row_with_a_test() -> None:
-    """F1 to F32, and from F33 on what was found later; in order, none twice."""
+    """F1 to F32 are the planned faults, and F33 and later were found since; they must
+    be in order, without duplicates.
+    """
     rows = re.findall(r"(?m)^\| \*\*F(\d+)\*\* [^|]+\|[^|]+\|([^|]+)\|[^|]+\|$", PAGE)
     numbers = [int(number) for number, _ in rows]
     assert numbers[:32] == list(range(1, 33))

@@ -1,4 +1,4 @@
-"""A real S3 server that is slow, silent, wrong, away or killed; a proxy in front of it counts what is sent."""
+"""A real S3 server that is slow, silent, wrong, away or killed, behind a proxy that counts what is sent."""
 
 import json
 import logging
@@ -40,7 +40,9 @@ CONTROL = r"/\.ckpt_async/"
 def test_every_kind_of_request_failure_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str, lane: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R13, R14: a peer that accepts and stays silent hung aiobotocore for ever; a lost reply reads like a defeat."""
+    """R13, R14: a peer that accepts and stays silent used to hang aiobotocore forever, and after a lost reply the
+    repeated write looks as if another writer had won.
+    """
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         fault = proxy.add(Fault(kind, "PUT", lane, times=2, after_bytes=100))
         started = time.monotonic()
@@ -55,7 +57,7 @@ def test_every_kind_of_request_failure_is_survived(
 def test_an_attempt_to_a_silent_server_ends_at_its_deadline(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """R14, measured: the attempt ends when no byte has moved for `stall_timeout_s`, not when the SDK gives up."""
+    """R14, measured: an attempt must end when no byte has moved for `stall_timeout_s`, not when the SDK gives up."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK | {"stall_timeout_s": 0.4}) as uploader:
         fault = proxy.add(Fault("silent", "PUT", SHARDS, times=1))
         started = time.monotonic()
@@ -69,7 +71,9 @@ def test_an_attempt_to_a_silent_server_ends_at_its_deadline(
 def test_a_lost_reply_to_any_conditional_write_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """R13: all that the protocol decides it decides by these; none may be taken for another's because of it."""
+    """R13: the protocol's decisions depend on these writes, so after a lost reply none may be
+    mistaken for another writer's.
+    """
     kinds = ("generations", "members", "receipts", "decisions", "latest")
     faults = [proxy.add(Fault("drop_reply", "PUT", f"{CONTROL}{kind}", times=1)) for kind in kinds]
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
@@ -89,7 +93,7 @@ def test_a_lost_reply_to_any_conditional_write_is_survived(
 
 
 def test_refusing_half_of_all_requests_loses_nothing(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
-    """503 SlowDown by the thousand is how S3 says that a prefix is busy: everything arrives, without a storm."""
+    """S3 sends thousands of 503 SlowDown when a prefix is busy. Everything must arrive, without a retry storm."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         before = len(proxy.exchanges)
         proxy.add(Fault("unavailable", probability=0.5))
@@ -98,21 +102,21 @@ def test_refusing_half_of_all_requests_loses_nothing(proxy: FaultProxy, s3_url: 
         for step in range(10):
             uploader.wait(step, timeout_s=60)
         num_requests = len(proxy.exchanges) - before
-        # Its own retries are off: two layers of them would multiply. Ten checkpoints of 4 + about 5 requests.
+        # The SDK's own retries are off: two layers would multiply. Ten checkpoints of 4 + about 5 requests.
         assert num_requests < 3 * 10 * (4 + 6)
         proxy.heal()
     assert len(Oracle(f"{s3_url}/run", 1, num_shards=4).look()) == 10
 
 
 def test_the_sdk_makes_one_attempt_per_request(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
-    """Retries belong to one layer: the engine's, which knows the deadline, the class of error and the budget."""
+    """Retries belong to one layer: the engine, which knows the deadline, the class of error and the budget."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         fault = proxy.add(Fault("unavailable", "PUT", SHARDS))
         num_sent_by_then: list[int] = []
         observe = uploader.metrics.attempt_failed
 
         def note(reason: FailureReason) -> None:
-            """Before the engine tries again."""
+            """Called before the engine tries again."""
             num_sent_by_then.append(fault.num_hits)
             proxy.heal()
             observe(reason)
@@ -126,13 +130,13 @@ def test_the_sdk_makes_one_attempt_per_request(proxy: FaultProxy, s3_url: str, t
 def test_concurrent_uploads_are_bounded_and_control_requests_bypass_them(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """The budget is kept where it counts, and a receipt does not queue behind shards that hang."""
+    """The limit applies to shards, and a receipt must not queue behind shards that hang."""
     settings = QUICK | {"num_concurrent_uploads": 3, "stall_timeout_s": 30.0, "request_timeout_s": 30.0}
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings, on_error="warn") as uploader:
         hold = proxy.add(Fault("hold", "PUT", rf"{SHARDS}2"))
         save(uploader, 2, num_shards=20)
         proxy.wait_for(lambda: hold.num_hits == 3)
-        uploader.seal(3)  # without a shard: that is given up, but takes a receipt and a decision
+        uploader.seal(3)  # without shards it is given up, but that also takes a receipt and a decision
         with pytest.raises(CheckpointAbortedError):
             uploader.wait(3, timeout_s=10)
         assert not [each for each in proxy.exchanges if re.search(rf"{SHARDS}2", each.key)]
@@ -159,7 +163,7 @@ def test_a_killed_multipart_upload_is_resumed_and_no_finished_part_is_sent_again
         "settings": QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 2, "stall_timeout_s": 30.0},
     }
     held = proxy.add(Fault("hold", "PUT", SHARDS, is_part=True))
-    held.kind = "delay"  # the first parts pass
+    held.kind = "delay"  # let the first parts pass
     trainer = nursery.start("saves", steps=[1], **arguments)
     trainer.expect("saved")
     proxy.wait_for(lambda: len(proxy.sent(SHARDS)) >= 3)
@@ -176,7 +180,7 @@ def test_a_killed_multipart_upload_is_resumed_and_no_finished_part_is_sent_again
     assert again.finish() == 0, again.log.read_text()
     assert Oracle(remote, 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
     sent = proxy.sent(SHARDS)
-    # What had gone out whole when its sender was killed: stored or not, nobody saw the answer.
+    # Parts that were sent completely when their sender was killed: stored or not, nobody saw the answer.
     unanswered = {
         each.part
         for each in proxy.exchanges
@@ -189,7 +193,7 @@ def test_a_killed_multipart_upload_is_resumed_and_no_finished_part_is_sent_again
 
 
 def test_a_broken_part_is_retried_alone(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
-    """One reset in a terabyte costs one part."""
+    """A single reset in a terabyte must cost only one part."""
     settings = QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 3}
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **settings) as uploader:
         faults = [
@@ -232,9 +236,9 @@ def test_training_continues_while_s3_is_down_and_everything_commits_afterwards(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An outage is the store's business: the trainer sees a warning line, operators see counters, nobody a loss."""
+    """During an outage the trainer logs a warning, operators see counters, and nothing is lost."""
     monkeypatch.setattr(patient, "QUIET_OUTAGE_S", min(5.0, outage_s / 4))
-    remote, training = f"s3://{own_server.bucket}/run", threading.Event()  # that goes on and on
+    remote, training = f"s3://{own_server.bucket}/run", threading.Event()  # its wait stands for training
     settings = QUICK | {"retry_max_s": 1.0 if outage_s < 30 else 20.0}
     with (
         caplog.at_level(logging.INFO, "ckpt_async"),
@@ -279,7 +283,7 @@ def test_training_continues_while_s3_is_down_and_everything_commits_afterwards(
 def test_exiting_without_close_is_bounded_while_the_store_is_silent(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """A job that cannot end costs a node; what is left is in the journal, for the next start."""
+    """A job that cannot end blocks a node; what is left is in the journal, for the next start."""
     script = """
 import sys
 from pathlib import Path
@@ -314,7 +318,7 @@ print("end")
 
 @pytest.fixture
 def silence() -> Iterator[socket.socket]:
-    """A peer that is connected to, by its kernel, and never says a word."""
+    """A peer whose kernel accepts connections, but which never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening
 
@@ -323,7 +327,7 @@ def silence() -> Iterator[socket.socket]:
 def test_configuration_errors_are_raised_at_open(
     s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silence: socket.socket, what: str
 ) -> None:
-    """Before the first step, in one sentence, with what to do; and nothing is left behind."""
+    """The user gets one sentence with what to do before the first step, and nothing is left behind."""
     remote, options = f"{s3_url}/run", StoreOptions(connect_timeout_s=0.5, read_timeout_s=0.5)
     monkeypatch.setattr("ckpt_async.runners.host.START_TIMEOUT_S", 1.0)
     match what:
@@ -350,7 +354,7 @@ def test_configuration_errors_are_raised_at_open(
 def test_uploads_wait_for_expired_credentials_to_be_renewed(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """Tokens are rotated beneath a long run; a 403 is never "missing", and giving up would lose the checkpoint."""
+    """Tokens are rotated during a long run; a 403 never means "missing", and giving up would lose the checkpoint."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         fault = proxy.add(Fault("denied", key=SHARDS, times=6))
         save(uploader, 1)

@@ -1,4 +1,4 @@
-"""Descriptors, memory, the right to write, our own folder: each is taken away from a real process that needs it."""
+"""Descriptors, memory, write permission and our own folder are each taken away from a real process that needs them."""
 
 import subprocess
 import sys
@@ -56,8 +56,8 @@ def run(tmp_path: Path, runner: str, script: str) -> subprocess.CompletedProcess
 def test_opening_with_too_few_descriptors_raises_and_never_aborts_or_hangs(
     tmp_path: Path, runner: str
 ) -> None:
-    """libuv aborts without a word if it gets no pipe, and a lock that is sent to a process that has no place for it
-    does not arrive.
+    """libuv aborts silently if it gets no pipe, and a lock sent to a process without a
+    free descriptor does not arrive.
     """
     done = run(
         tmp_path,
@@ -88,8 +88,9 @@ def test_opening_with_too_few_descriptors_raises_and_never_aborts_or_hangs(
 def test_an_engine_short_of_descriptors_or_memory_resumes_when_they_are_back(
     tmp_path: Path, runner: str, what: str
 ) -> None:
-    """Not memory in the runner process: where its polite threads are being made anew just then, `Thread.start` of
-    CPython waits without end for one that had no memory to begin. It is ended by force at close; the journal has all.
+    """Memory is not limited in the runner process: if its polite threads are being recreated at that moment,
+    CPython's `Thread.start` waits forever for a thread that had no memory to begin. Such a process is killed at
+    close, and the journal has everything.
     """
     done = run(
         tmp_path,
@@ -129,7 +130,9 @@ def test_an_engine_short_of_descriptors_or_memory_resumes_when_they_are_back(
 
 @both
 def test_removing_our_folder_beside_a_live_trainer_raises(tmp_path: Path, runner: str) -> None:
-    """Nothing is promised that would not survive; what has lost its links is given up; the next start goes on."""
+    """Nothing may be promised that would not survive. What has lost its links is given
+    up, and the next start continues.
+    """
     done = run(
         tmp_path,
         runner,
@@ -223,7 +226,7 @@ def test_a_full_disk_is_one_log_line_for_any_number_of_shards(tmp_path: Path) ->
     assert done.stdout == "full\n"
     lines = [each for each in done.stderr.splitlines() if "action_failed" in each]
     assert 2 <= len(lines) <= 4, lines
-    assert "is full" in lines[0] or "No space left" in lines[0]  # whichever writes first
+    assert "is full" in lines[0] or "No space left" in lines[0]  # depends on which of the two writes first
     assert any("num_more=" in each for each in lines[1:]), lines
 
 

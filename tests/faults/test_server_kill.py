@@ -1,4 +1,4 @@
-"""The S3 server itself killed and started again, over and over, while two ranks upload to it."""
+"""The S3 server itself is killed and started again, over and over, while two ranks upload to it."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 def test_killing_the_server_at_random_times_loses_nothing(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, num_kills: int
 ) -> None:
-    """All that both ranks sealed is committed in the end, once and whole; no rank ends, none is held up."""
+    """Everything that both ranks sealed is committed in the end, once and complete; no rank ends or is delayed."""
     rng, pause = random.Random(seed), threading.Event()
     with SeaweedServer(tmp_path / "seaweed") as server:
         for name, value in server.environment().items():
@@ -66,7 +66,7 @@ def test_killing_the_server_at_random_times_loses_nothing(
             pause.wait(rng.uniform(0.0, 0.6))
             server.kill()
             for rank in ranks:
-                rank.expect(f"done save {step}")  # a save needs no server
+                rank.expect(f"done save {step}")  # saving needs no server
             server.start()
             oracle.look()
         for rank in ranks:
@@ -81,7 +81,7 @@ def test_killing_the_server_at_random_times_loses_nothing(
         assert all(heard(rank.said, "sealed") == wanted for rank in ranks)
         assert oracle.look() == wanted
         assert oracle.latest == CheckpointId(1, step)
-        # An upload that was begun, and its answer lost with the server, is nobody's but the sweeper's.
+        # An upload whose creation was never answered because the server died belongs only to the sweeper.
         assert asyncio.run(Sweeper([], [remote]).sweep()).is_clean
         result = verified(remote)
         print(f"kills={num_kills} committed={result.num_committed} read={result.num_shards_read}")

@@ -1,4 +1,4 @@
-"""A checkpoint of many small shards against a real S3 server: each is sent once, whatever becomes of the others."""
+"""A checkpoint of many small shards against a real S3 server: each is sent once, whatever happens to the others."""
 
 import re
 from collections import Counter
@@ -19,9 +19,9 @@ from tests.faults.trainer import content, shard_name
 
 NUM = 100
 SIZE_BYTES = 3000
-# Only what is broken on purpose times out.
+# Only requests that are broken on purpose time out.
 CALM: dict[str, Any] = QUICK | {"request_timeout_s": 30.0, "stall_timeout_s": 30.0}
-# One place, so that of four series the last is read when the first has gone.
+# A single place, so that the last of four series is read only after the first has been sent.
 ONE: dict[str, Any] = CALM | {"num_concurrent_uploads": 1, "max_concurrent_uploads": 1}
 
 
@@ -43,7 +43,7 @@ def sent(proxy: FaultProxy) -> Counter[str]:
 
 @pytest.fixture
 def series(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many objects went past the SDK with others, by series."""
+    """How many objects bypassed the SDK together with others, by series."""
     found: list[int] = []
     original = SmallUploads.put_many
 
@@ -69,7 +69,7 @@ def test_each_small_shard_is_sent_once_and_is_readable(
         save_many(uploader)
         uploader.wait(1, timeout_s=30)
     assert sent(proxy) == {shard_name(0, number): 1 for number in range(NUM)}
-    assert sum(series) > NUM * 0.8  # the last ones go alone, so that none waits behind another
+    assert sum(series) > NUM * 0.8  # the last ones are sent alone, so that none waits behind another
     assert oracle(s3_url).look() == {CheckpointId(1, 1)}
     found = restore.fetch_latest(f"{s3_url}/run", tmp_path / "back")
     assert found is not None
@@ -124,7 +124,7 @@ def test_a_changed_small_shard_fails_only_its_checkpoint(
 def test_a_kill_in_the_middle_of_a_series_loses_and_resends_nothing(
     nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """What the journal does not know yet, the store is asked for."""
+    """What the journal does not know yet must be looked up in the store."""
     arguments: dict[str, Any] = {
         "folder": str(tmp_path / "folder"),
         "remote": f"{s3_url}/run",
@@ -135,7 +135,7 @@ def test_a_kill_in_the_middle_of_a_series_loses_and_resends_nothing(
         "settings": ONE,
     }
     order = sorted(range(NUM), key=lambda number: shard_name(0, number))
-    held = proxy.add(Fault("hold", "PUT", shard(order[45])))  # amid the second series
+    held = proxy.add(Fault("hold", "PUT", shard(order[45])))  # in the middle of the second series
     trainer = nursery.start("saves", steps=[1], **arguments)
     trainer.expect("saved")
     proxy.wait_for(lambda: held.num_hits == 1)

@@ -1,7 +1,7 @@
-"""SIGKILL before every single call that changes a file, of a trainer, of a sweep, and of what recovers from it.
+"""SIGKILL before every single call that changes a file, in a trainer, in a sweep, and in what recovers from them.
 
-The store is a folder here, so that not only enqueue and seal but also upload, commit, latest and prune are local
-calls. `shim.c` counts them and kills; each point is a run of its own from the beginning.
+The store is a folder here, so that upload, commit, latest and prune are local calls as well, not only enqueue and seal.
+`shim.c` counts the calls and kills; each point is a run of its own from the beginning.
 """
 
 import itertools
@@ -38,7 +38,7 @@ def nursery_under_shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nur
 
 
 class Place:
-    """One folder and its remote, for one point."""
+    """The folder and remote of one point."""
 
     def __init__(self, nursery: Nursery, root: Path) -> None:
         self.nursery, self.folder, self.store = nursery, root / "folder", root / "remote"
@@ -47,7 +47,7 @@ class Place:
         self.num_starts = self.num_kills = 0
 
     def play(self, play: str, *lines: str, kill_at: int = 0, **more: object) -> int:
-        """Let one process play until it is killed or done; the number of its calls, 0 if it was killed."""
+        """Let one process play until it is killed or done; return the number of its calls, or 0 if it was killed."""
         self.num_starts += 1
         process = self.nursery.start(
             play,
@@ -88,7 +88,7 @@ class Place:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a run; before, there is nothing to sweep."""
+        """Whether the run exists; before that there is nothing to sweep."""
         return any((self.store / keys.GENERATIONS).glob("*.json"))
 
     @property
@@ -96,7 +96,7 @@ class Place:
         return heard(self.said, "sealed")
 
     def check(self) -> None:
-        """Whatever has happened: nothing half visible, latest forward and true."""
+        """Check what must hold at any time: nothing partial is visible, and `latest` only moves forward and is true."""
         if self.store.exists():
             self.oracle.look()
 
@@ -107,10 +107,12 @@ class Place:
         assert self.oracle.committed <= heard(self.said, "enqueueing")
 
     def check_nothing_is_left(self) -> None:
-        """After two more sweeps only what is kept is there, whole; and locally nothing but what must be."""
+        """Check that after two more sweeps the remote holds only complete checkpoints that are to be kept, and the
+        folder only what must be there.
+        """
         temporary = (self.store / keys.PRIVATE / "tmp", self.folder / keys.PRIVATE)
         for path in itertools.chain.from_iterable(each.iterdir() for each in temporary):
-            os.utime(path, (0, 0), follow_symlinks=False)  # a day has passed
+            os.utime(path, (0, 0), follow_symlinks=False)  # pretend that a day has passed
         for _ in range(2):
             self.sweep()
         result = verified(f"file://{self.store}")
@@ -130,12 +132,12 @@ class Place:
 
 
 def kill_a_trainer(place: Place, kill_at: int) -> int:
-    """Opening, enqueue, seal, upload, commit, latest, release, local retention, close."""
+    """Cover opening, enqueue, seal, upload, commit, latest, release, local retention and close."""
     return place.train("wait 2", "save 3", "wait 3", steps=[1, 2], kill_at=kill_at)
 
 
 def kill_a_sweep(place: Place, kill_at: int) -> int:
-    """Adoption of what two starts left: upload, commit, give up; then prune and clean-up."""
+    """Cover the adoption of what two starts left (upload, commit, give up), then prune and clean-up."""
     if not place.num_starts:
         place.train("wait 2", steps=[1, 2])
         place.train(steps=[3, 4], play="saves_and_dies")
@@ -144,7 +146,7 @@ def kill_a_sweep(place: Place, kill_at: int) -> int:
 
 
 def kill_a_prune(place: Place, kill_at: int) -> int:
-    """Four committed checkpoints, of which two are too many; nothing to adopt."""
+    """Sweep four committed checkpoints, two of which are too many; there is nothing to adopt."""
     if not place.num_starts:
         place.train("wait 4", steps=[1, 2, 3, 4])
     return place.sweep(kill_at)
@@ -154,7 +156,7 @@ Kill = Callable[[Place, int], int]
 
 
 def survive(place: Place, kill: Kill, kill_at: int, rng: random.Random) -> None:
-    """Kill at one point; half of the time also whatever recovers, once or twice; then all must be well."""
+    """Kill at one point, and half of the time also kill what recovers, once or twice; then everything must be well."""
     kill(place, kill_at)
     place.check()
     for _ in range(rng.choice((0, 0, 1, 2))):
@@ -179,7 +181,7 @@ def survive(place: Place, kill: Kill, kill_at: int, rng: random.Random) -> None:
 def test_a_kill_before_any_call_loses_nothing_and_leaves_nothing(
     nursery_under_shim: Nursery, tmp_path: Path, seed: int, kill: Kill, num_points: int
 ) -> None:
-    """Nothing that was sealed is lost, nothing half-done is visible, nothing is left after two sweeps."""
+    """No sealed checkpoint may be lost, nothing partial may be visible, and nothing may be left after two sweeps."""
     total = kill(Place(nursery_under_shim, tmp_path / "whole"), 0)
     rng = random.Random(seed)
     num_points = min(num_points, total)
@@ -200,6 +202,6 @@ def test_a_kill_before_any_call_loses_nothing_and_leaves_nothing(
     num_kills = sum(each.num_kills for each in places)
     num_sealed = sum(len(each.sealed) for each in places)
     print(f"calls={total} points={len(points)} kills={num_kills} sealed={num_sealed}")
-    # How many calls a run makes depends on how its threads take turns: the last points may come too late.
+    # The number of calls depends on how the threads take turns, so the last points may come too late.
     assert sum(each.num_kills > 0 for each in places) >= 0.9 * len(points)
     assert num_sealed

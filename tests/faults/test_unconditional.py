@@ -1,4 +1,4 @@
-"""Row F32: a real S3 server that ignores conditions, and ranks as processes of their own."""
+"""Row F32: a real S3 server that ignores conditions, with ranks as processes of their own."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def remote(proxy: FaultProxy, s3_url: str) -> str:
 
 
 async def settled_by_a_sweep(remote: str) -> list[Done]:
-    """One sweep that helps at once; also says that the store is what it should be here."""
+    """Run one sweep that helps at once; also check that the store behaves as these tests need it to."""
     store = connect(remote, None, Settings())
     await store.open()
     assert not store.capabilities.conditional_put
@@ -54,7 +54,9 @@ def save(trainers: list[Trainer], step: int, *, waits: bool) -> None:
 def test_only_rank_0_decides_and_the_sweeper_if_it_is_dead(
     nursery: Nursery, tmp_path: Path, remote: str, proxy: FaultProxy, run: Any
 ) -> None:
-    """Of two that decide at once the later would overwrite the earlier: all others wait, for their generation too."""
+    """If two ranks decided at once, the later would overwrite the earlier. So all others wait for
+    rank 0, also for their generation.
+    """
     decision, receipts = (f"{each}000001-000000000002" for each in (keys.DECISIONS, keys.RECEIPTS))
     trainers = start(nursery, tmp_path, remote, NUM_RANKS)
     for trainer in trainers:
@@ -63,7 +65,7 @@ def test_only_rank_0_decides_and_the_sweeper_if_it_is_dead(
     held = proxy.add_first(Fault("hold", "PUT", decision))
     save(trainers, 2, waits=False)
     proxy.wait_for(lambda: len(proxy.sent(receipts)) == NUM_RANKS and held.num_hits > 0)
-    trainers[0].kill()  # all is there, and it was about to say so
+    trainers[0].kill()  # everything is there, and it was about to decide
     for trainer in trainers[1:]:
         trainer.tell("wait 2 1")
         trainer.expect("error CommitTimeoutError")

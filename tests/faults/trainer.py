@@ -1,7 +1,7 @@
 """What the trainers of the fault tests do: each function is played by a process of its own.
 
-They say what they do by whole lines on stdout, before and after each promise of the uploader; the test that reads
-them is the oracle, and outlives them.
+They report in whole lines on stdout, before and after each promise of the uploader. The test that reads these lines
+acts as the oracle and outlives them.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def say(*words: object) -> None:
 
 
 def content(generation: int, step: int, rank: int, number: int, size_bytes: int = 5000) -> bytes:
-    """The bytes of a shard: another content for every place it could turn up in."""
+    """Return the bytes of a shard, which are different for every place they could turn up in."""
     seed = f"{generation}/{step}/{rank}/{number}".encode()
     return hashlib.shake_128(seed).digest(size_bytes)
 
@@ -35,7 +35,9 @@ def shard_name(rank: int, number: int) -> str:
 def write_shards(
     folder: Path, generation: int, step: int, rank: int, num_shards: int, size_bytes: int = 5000
 ) -> Path:
-    """As a careful trainer does: complete files, moved into place. The same paths again after a restart."""
+    """Write shards as a careful trainer does: complete files, moved into place, with the
+    same paths again after a restart.
+    """
     place = folder / f"step-{step}" / f"rank-{rank}"
     place.mkdir(parents=True, exist_ok=True)
     for number in range(num_shards):
@@ -57,8 +59,8 @@ def saves(
     train_s: float = 0.0,
     settings: dict[str, Any] | None = None,
 ) -> None:
-    """Save the steps, training up to `train_s` before each and before each seal; then do as told: `save STEP`,
-    `wait STEP [SECONDS]`, `stop`.
+    """Save the steps, training for up to `train_s` before each step and before each seal; then follow commands: `save
+    STEP`, `wait STEP [SECONDS]`, `stop`.
     """
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(levelname)s %(message)s")
     say("opening")
@@ -98,7 +100,7 @@ def saves(
 
 
 def forks(*, folder: str, remote: str, how: str, fifo: str) -> None:
-    """Fork while uploads run. The child tries the uploader, then stays until somebody opens the FIFO."""
+    """Fork while uploads run. The child tries to use the uploader, then stays until somebody opens the FIFO."""
     uploader = Uploader(folder, remote)
     place = write_shards(Path(folder), uploader.generation, 1, 0, 200)
     uploader.enqueue(place, 1)
@@ -111,14 +113,15 @@ def forks(*, folder: str, remote: str, how: str, fifo: str) -> None:
                 call()
             except CkptAsyncError as error:
                 say("child", type(error).__name__, error)
-        uploader.close()  # a dataloader worker that closes what it was handed does no harm
+        uploader.close()  # a dataloader worker that closes the uploader it inherited does no harm
         say("child took", time.monotonic() - started)
         with Path(fifo).open() as file:
             say("child pid", os.getpid())
             file.read()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what this is about
+        # The warning of Python 3.12 is about exactly this.
+        warnings.simplefilter("ignore", DeprecationWarning)
         if how == "os.fork":
             pid = os.fork()
             if pid == 0:

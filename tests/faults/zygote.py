@@ -1,7 +1,7 @@
-"""Starts trainers by forking a process that has everything imported: a start costs 5 ms, not 300 ms.
+"""Starts trainers by forking a process that has everything imported, so that a start takes 5 ms and not 300 ms.
 
-It reads requests from the socket whose descriptor is its only argument, and ends, with all it started, when the
-other side closes.
+The zygote reads requests from the socket whose descriptor is its only argument. It ends, together with all processes it
+started, when the other side closes the socket.
 """
 
 import contextlib

@@ -162,7 +162,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_falls_back_to_the_next_older(run_: Run, damage: str, monkeypatch: Any) -> None:
-    """With one clear sentence and a mark, so that the next reader does not try it again; unless it is asked for."""
+    """One clear sentence says why, and a mark keeps later readers from trying it again, unless it is asked for by step."""
     run_.commit(10)
     id_ = run_.commit(20)
     do, reason = DAMAGES[damage]

@@ -433,7 +433,7 @@ def test_a_missing_library_is_named_before_training(
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Return a function that installs a Python script as the program `lzop`. A working one here speaks gzip, not LZO."""
+    """Return a function that installs a Python script as the program `lzop`. A working one here speaks gzip."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
