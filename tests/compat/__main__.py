@@ -1,8 +1,8 @@
-"""`./dev compat [NAME…]`: the plays of each framework, in an environment of its own, and docs/compatibility.md.
+"""`./dev compat [NAME…]`: play each framework in an environment of its own, and write docs/compatibility.md.
 
-A framework is a folder beside this file: `requirements.txt`, whose first line pins the framework itself, and
-`test_*.py`, whose docstrings say in their first lines what is played. Other arguments (`-k …`, `-x`) go to pytest, and
-then the page is left as it is.
+A framework is a folder beside this file. It has a `requirements.txt`, whose first line pins the framework itself, and
+`test_*.py` files, whose docstrings say in their first lines what is played. Other arguments (`-k …`, `-x`) are passed
+to pytest, and the page is then left as it is.
 """
 
 import ast
@@ -49,7 +49,9 @@ def main(argv: list[str]) -> int:
 
 
 def environment(name: str) -> Path:
-    """The interpreter of a framework's environment, which is built if its requirements are new."""
+    """Return the interpreter of a framework's environment, after building the
+    environment if its requirements are new.
+    """
     requirements = HERE / name / "requirements.txt"
     pins = [path.read_text() for path in (requirements, HERE / "common.txt")]
     text = json.dumps([*pins, sys.version_info[:2]])
@@ -76,12 +78,13 @@ def exclusive(lock: Path) -> Iterator[None]:
 
 
 def play(name: str, python: Path, options: list[str]) -> str:
-    """Run the plays of a framework, and say how that went in a few words."""
+    """Run the plays of a framework, and return their result in a few words."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        # Below the root, a folder is tests.compat.composer; below this one it would be composer, as the framework.
+        # With the project's root as the root, a folder is tests.compat.composer; with this one it would be
+        # composer, like the framework.
         pytest = [python, "-m", "pytest", "--rootdir", ROOT, "-c", HERE / "pytest.ini"]
-        # `weed` comes from the project's own environment, which PATH leads to already.
+        # `weed` comes from the project's own environment, which is already on PATH.
         env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         code = subprocess.call(
             [*pytest, f"--junitxml={report}", HERE / name, *options], cwd=ROOT, env=env, timeout=LIMIT_S
@@ -105,7 +108,7 @@ def row(name: str, python: Path, result: str) -> Row:
 
 
 def version(python: Path, package: str) -> str:
-    """Its installed version, without what only says how it was built (`+cpu`)."""
+    """Return the package's installed version, without the suffix that only says how it was built (`+cpu`)."""
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
     done = subprocess.run([python, "-c", code, package], capture_output=True, text=True)
     return done.stdout.strip().partition("+")[0] or "none"

@@ -1,8 +1,9 @@
 """A play of `ckpt-async watch` beside a trainer that knows nothing of it: both are SIGKILLed at random moments.
 
-A training script is called as `SCRIPT … NODE REMOTE` (it has no use for REMOTE), saves below NODE/checkpoints with its
-framework's own rotation, goes on by itself from what is there, and says on one rank what is below: `say_left` when it
-begins, `say_resumed`, `say_step` and, when its framework says that a checkpoint is complete, `say_saved`.
+A training script is called as `SCRIPT … NODE REMOTE` (it does not use REMOTE). It saves below NODE/checkpoints with its
+framework's own rotation, and resumes by itself from what is there. One of its ranks calls the functions below:
+`say_left` when it starts, `say_resumed`, `say_step`, and `say_saved` when its framework says that a checkpoint is
+complete.
 """
 
 import hashlib
@@ -33,15 +34,16 @@ Sums = dict[str, str]  # SHA-256 of each file of a checkpoint
 
 
 def say_step(step: int, loss: float, to: str = "/dev/fd/1") -> None:
-    """Takes 0.15 s, of training: a watcher that was killed is back, 1 s later, before the trainer has rotated away all
-    that it had. Nothing else may tell the trainer when to go on, or no kill would be at a random moment.
+    """Report a step and its loss, taking 0.15 s. A watcher that was killed is back after 1 s, before the trainer has
+    rotated away everything that the watcher had seen. Nothing else may tell the trainer when to continue, or kills
+    would not come at random moments.
     """
     time.sleep(0.13)
     say_loss(step, loss, to)
 
 
 def say_left(folder: Path, to: str = "/dev/fd/1") -> None:
-    """What an earlier start has left, whole or not."""
+    """Report what an earlier start has left, complete or not."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.is_symlink():
             say(f"LEFT {path.name} {json.dumps(sums_of(path))}", to)
@@ -56,7 +58,7 @@ def say_saved(path: Path, to: str = "/dev/fd/1") -> None:
 
 
 def sums_of(path: Path) -> Sums:
-    """Of a folder, or of one file."""
+    """Return the checksums of a folder's files, or of one file."""
     if path.is_file():
         return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     files = (each for each in path.rglob("*") if each.is_file())
@@ -69,7 +71,7 @@ def sums_of(path: Path) -> Sums:
 
 
 class Heard:
-    """What the starts of a trainer said of its checkpoints."""
+    """What all starts of a trainer said about its checkpoints."""
 
     def __init__(self) -> None:
         self.saved: dict[str, Sums] = {}  # the last version of each
@@ -87,8 +89,9 @@ class Heard:
 def check_watched(
     job: Job, command: Sequence[str | Path], *, num_steps: int, options: Sequence[str] = ()
 ) -> None:
-    """Fails unless all that was committed is, to the byte, what the trainer wrote as a whole, and all that it left is
-    committed; and unless the framework itself goes on from the newest one, fetched.
+    """Fail unless every committed checkpoint is, byte for byte, a complete one that the trainer wrote, and
+    every checkpoint that the trainer left is committed; and unless the framework itself resumes from the
+    newest one after it was fetched.
     """
     heard, chance = Heard(), random.Random()
     out = job.node("node") / FOLDER
@@ -142,12 +145,14 @@ def _check_committed(done: list[tuple[tuple[int, int], str, Sums]], heard: Heard
 
 
 def _shape(sums: Sums) -> tuple[str, ...]:
-    """The names of its files, but for numbers."""
+    """Return the names of a checkpoint's files, with their numbers masked."""
     return tuple(sorted(re.sub(r"[0-9]+", "#", name) for name in sums))
 
 
 def committed(remote: str) -> list[tuple[tuple[int, int], str, Sums]]:
-    """Generation and step, name and files of each, oldest first: what the store alone says, over botocore."""
+    """Return the generation and step, name and files of each committed checkpoint, oldest first, using
+    only the store, over botocore.
+    """
     bucket, _, prefix = remote.removeprefix("s3://").partition("/")
     s3 = get_session().create_client("s3")
 
@@ -171,7 +176,9 @@ def committed(remote: str) -> list[tuple[tuple[int, int], str, Sums]]:
 
 
 def _local(name: str, files: Iterable[str]) -> str:
-    """What the trainer calls it: one file has its name within a checkpoint whose own name has the step at its end."""
+    """Return the trainer's name for a checkpoint. A single file has its own name inside a checkpoint whose name is the
+    file's with the step appended.
+    """
     first, *others = files
     return first if not others and name.startswith(first) else name
 
@@ -182,13 +189,13 @@ class _Watcher:
         self._process = self._start()
 
     def kill(self) -> None:
-        """And start it again."""
+        """Kill the watcher and start it again."""
         self._process.kill()
         self._process.wait()
         self._process = self._start()
 
     def end(self) -> None:
-        """In peace; and then adopt what it may not have seen."""
+        """End the watcher with SIGTERM; then adopt what it may not have seen."""
         self._process.send_signal(signal.SIGTERM)
         assert self._process.wait(300) == 0, "the watcher has ended badly"
         self._process = self._start("--once")

@@ -1,4 +1,4 @@
-"""docs/compatibility.md: what was played, as values."""
+"""The table of docs/compatibility.md, as values."""
 
 import xml.etree.ElementTree as ET
 from dataclasses import astuple, dataclass, fields
@@ -27,7 +27,7 @@ class Row:
 
 
 def page(text: str, rows: list[Row]) -> str:
-    """The page with these rows in place of those of the same frameworks; rows of others stay."""
+    """Return the page with these rows in place of those of the same frameworks; the rows of other frameworks stay."""
     kept = {row.framework: row for row in _rows(text)} | {row.framework: row for row in rows}
     titles = [field.name for field in fields(Row)]
     lines = [_line(titles), _line(["---"] * len(titles))]
@@ -35,7 +35,7 @@ def page(text: str, rows: list[Row]) -> str:
 
 
 def summary(report: str) -> str:
-    """pytest's JUnit report in a few words: "3 passed, 1 skipped", or "failed: " and the names."""
+    """Return pytest's JUnit report in a few words: "3 passed, 1 skipped", or "failed: " and the names."""
     cases = list(ET.fromstring(report).iter("testcase"))
     failed = [
         case.get("name", "")

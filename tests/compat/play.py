@@ -1,11 +1,11 @@
-"""A play: a training script of a framework is SIGKILLed at a random moment, its node is lost, and a fresh one goes on
-from the store with the losses of a run that nobody disturbed.
+"""A play: a framework's training script is SIGKILLed at a random moment, its node is lost, and a fresh node resumes
+from the store. The losses must be those of an undisturbed run.
 
     def test_a_killed_run_goes_on_on_a_fresh_node(job: Job) -> None:
         job.check_kill_and_resume([sys.executable, SCRIPT])
 
 The script is called as `SCRIPT NODE REMOTE`: a folder that is empty on a fresh node, and a URL below which this run is.
-It resumes by itself if the store has something, and on one rank prints each step with `say_loss(step, loss)`.
+It resumes by itself if the store has a checkpoint, and one of its ranks reports each step with `say_loss(step, loss)`.
 """
 
 import os
@@ -21,34 +21,34 @@ from pathlib import Path
 from ckpt_async import restore
 
 ROOT = Path(__file__).resolve().parents[2]
-_MARK = "CKPT_ASYNC_PLAY"  # in the environment of all that a play starts, however deep
+_MARK = "CKPT_ASYNC_PLAY"  # in the environment of every process that a play starts, however deep
 _LOSS = "LOSS"
 
 
 def say_loss(step: int, loss: float, to: str = "/dev/fd/1") -> None:
-    """For training scripts, on one rank, in one write: other ranks print to the same pipe. A process whose stdout is
-    not the script's gives `to=`, where it is.
+    """Report a step's loss from a training script, on one rank, in one write, because other ranks print to the same
+    pipe. A process whose stdout is not the script's passes the script's as `to=`.
 
-    Takes 20 ms, so that a step takes time, as real ones do.
+    It takes 20 ms, so that a step takes time, as real ones do.
     """
     time.sleep(0.02)
     say(f"{_LOSS} {step} {float(loss).hex()}", to)
 
 
 def say(line: str, to: str = "/dev/fd/1") -> None:
-    """For training scripts: a line of their own, which `Training.said` will have."""
+    """Print a line of its own from a training script; it will be in `Training.said`."""
     with open(to, "wb", buffering=0) as pipe:
         pipe.write(f"\n{line}\n".encode())
 
 
 def ranks(count: int) -> list[str]:
-    """Begins the command of a script that torchrun is to start."""
+    """Return the start of a command by which torchrun starts a script."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={count}"]
     return [*torchrun, "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
 
 
 class Training:
-    """One start of a training script. Iterates over its losses as they come; killed in any case at the end."""
+    """One start of a training script. Iterate over it for its losses as they come; it is always killed at the end."""
 
     def __init__(self, command: Sequence[str | Path], node: Path, log: Path) -> None:
         self._mark = uuid.uuid4().hex
@@ -82,14 +82,14 @@ class Training:
                 self.said.append(line.rstrip())
 
     def finish(self) -> dict[int, str]:
-        """All losses of a run that must end well."""
+        """Return all losses of a run that must end well."""
         for _ in self:
             pass
         assert self.process.wait(120) == 0, self.tail()
         return self.losses
 
     def processes(self) -> list[int]:
-        """Every process of this start: ranks, and what they started, adopted by init or not."""
+        """Return every process of this start: ranks and what they started, whether adopted by init or not."""
         mark = f"{_MARK}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -97,12 +97,12 @@ class Training:
                 try:
                     if mark in (entry / "environ").read_bytes().split(b"\0"):
                         found.append(int(entry.name))
-                except OSError:  # it has ended, or is somebody else's
+                except OSError:  # it has ended, or belongs to another user
                     continue
         return found
 
     def kill(self) -> None:
-        """SIGKILL to all of it, as when a node dies; what forks meanwhile is found in the next round."""
+        """Send SIGKILL to all processes, as when a node dies; those forked in between are found in the next round."""
         while pids := [pid for pid in self.processes() if not _is_zombie(pid)]:
             for pid in pids:
                 try:
@@ -112,7 +112,7 @@ class Training:
         self.process.wait()
         assert self.process.stdout is not None
         if not self.process.stdout.closed:
-            for _ in self:  # what it had said before
+            for _ in self:  # what it had said before the kill
                 pass
             self.process.stdout.close()
 
@@ -122,7 +122,7 @@ class Training:
 
 
 class Job:
-    """Starts of one training script, each on a node of its own."""
+    """Several starts of one training script, each on a node of its own."""
 
     def __init__(self, folder: Path, remote: str) -> None:
         self._folder = folder
@@ -131,7 +131,7 @@ class Job:
         self.remote = remote
 
     def start(self, command: Sequence[str | Path], name: str, remote: str | None = None) -> Training:
-        """Start it on the node of this name: the folder is new unless the name was used before."""
+        """Start the script on the node of this name, whose folder is new unless the name was used before."""
         node = self.node(name)
         log = self._folder / f"{name}-{len(self._started)}.log"
         training = Training([*command, node, remote or f"{self.remote}/run"], node, log)
@@ -139,7 +139,7 @@ class Job:
         return training
 
     def node(self, name: str) -> Path:
-        """The folder of a node."""
+        """Return the folder of a node, creating it if necessary."""
         node = self._folder / name
         node.mkdir(exist_ok=True)
         return node
@@ -147,14 +147,14 @@ class Job:
     def check_kill_and_resume(
         self, command: Sequence[str | Path], kills: int = 1, *, kind: str | None = None
     ) -> None:
-        """Fails unless a run that loses its node `kills` times has the losses of one that ended in peace.
+        """Fail unless a run that loses its node `kills` times has the losses of an undisturbed run.
 
-        Each kill comes within a second or so after a checkpoint was committed that the start before had not seen.
+        Each kill comes within about a second after the commit of a checkpoint that the start before had not seen.
         """
         self._kind = kind
         expected = self.start(command, "undisturbed", f"{self.remote}/undisturbed").finish()
         assert expected, "the script said no losses"
-        committed = 0  # resumed from step 0, a run looks like one that began afresh
+        committed = 0  # a run resumed from step 0 would look like one that started afresh
         for count in range(kills):
             training = self.start(command, f"node-{count}")
             committed = self._kill_after_commit(training, committed)
@@ -166,7 +166,7 @@ class Job:
         assert self.committed() == self.committed("undisturbed")
 
     def committed(self, name: str = "run") -> int:
-        """The step of the newest committed checkpoint; -1 if there is none."""
+        """Return the step of the newest committed checkpoint; -1 if there is none."""
         found = restore.find(f"{self.remote}/{name}", kind=self._kind)
         return -1 if found is None else found.step
 
@@ -175,7 +175,7 @@ class Job:
             each.kill()
 
     def _kill_after_commit(self, training: Training, before: int) -> int:
-        """Kill it at a random moment after a commit newer than `before`, and return the newest step committed."""
+        """Kill it at a random moment after a commit newer than `before`, and return the newest committed step."""
         for _ in training:
             if self.committed() > before:
                 break
@@ -193,7 +193,7 @@ class Job:
         return self.committed()
 
     def check_losses(self, training: Training, expected: dict[int, str], *, is_resumed: bool) -> None:
-        """Fails unless every step had the loss that it has in an undisturbed run."""
+        """Fail unless every step had the same loss as in the undisturbed run."""
         assert training.losses, training.tail()
         wrong = {
             step: (float.fromhex(loss), float.fromhex(expected[step]) if step in expected else None)

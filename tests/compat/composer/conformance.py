@@ -2,8 +2,8 @@
 
     python tests/compat/composer/conformance.py COMPOSER_SOURCE [pytest's options]
 
-in an environment with requirements.txt and conformance.txt. COMPOSER_SOURCE is the source of v0.32.1, for the
-wheel has no tests. COMPOSER_REMOTE=1 gives each saver a `remote`, too.
+Run it in an environment with requirements.txt and conformance.txt. COMPOSER_SOURCE is the source of v0.32.1, because
+the wheel has no tests. COMPOSER_REMOTE=1 also gives each saver a `remote`.
 """
 
 import os
@@ -20,7 +20,8 @@ TESTS = (
 
 
 def main(source: str, *options: str) -> int:
-    markers = "--strict-markers -m 'not gpu and not doctest and not daily and not remote'"  # Composer's own
+    # The same as Composer's own.
+    markers = "--strict-markers -m 'not gpu and not doctest and not daily and not remote'"
     pytest = [sys.executable, "-m", "pytest", "-p", "swap", "-o", f"addopts={markers}", "--timeout=300"]
     env = os.environ | {
         "PYTHONPATH": f"{HERE.parents[2]}{os.pathsep}{HERE}",

@@ -1,6 +1,6 @@
-"""A pytest plugin: Composer's own tests, with our `CheckpointSaver` in place of theirs. See `conformance.py`.
+"""A pytest plugin for Composer's own tests that puts our `CheckpointSaver` in place of theirs. See `conformance.py`.
 
-COMPOSER_REMOTE=1 gives every saver a `remote` too, so that each save is also uploaded.
+COMPOSER_REMOTE=1 also gives every saver a `remote`, so that each save is uploaded as well.
 """
 
 import os
@@ -21,7 +21,7 @@ def _with_remote() -> type[CheckpointSaver]:
             remote = tempfile.mkdtemp(dir=REMOTES)
             super().__init__(*args, remote=f"file://{remote}/{{run_name}}", **kwargs)
 
-    Saver.__name__ = Saver.__qualname__ = "CheckpointSaver"  # under this name its state is saved
+    Saver.__name__ = Saver.__qualname__ = "CheckpointSaver"  # the name under which its state is saved
     return Saver
 
 

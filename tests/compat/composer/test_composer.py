@@ -31,7 +31,7 @@ from tests.seaweed import SeaweedServer
 SCRIPT = Path(train.__file__)
 SHARDED = SCRIPT.with_name("train_sharded.py")
 ROOT = SCRIPT.parents[3]
-# Trains until its first save, at batch 5, and is then killed by itself, before the next event. How it uploads: argv[2].
+# Trains until its first save, at batch 5, and then kills itself before the next event. argv[2]: how it uploads.
 KILLED = """
 import os, signal, sys
 from composer.core import Callback
@@ -55,7 +55,7 @@ trainer.fit()
 """
 
 
-# On 2 ranks, of which the second comes late to each save, with names that are the same on both.
+# Runs on 2 ranks, the second of which comes late to each save, with names that are the same on both.
 LATE = """
 import sys, time
 from composer.core import Callback
@@ -79,7 +79,7 @@ trainer.close()
 
 @pytest.fixture(autouse=True)
 def on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Composer's folders are relative; a fresh node is an empty one."""
+    """Composer's folders are relative, and a fresh node is an empty folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -89,7 +89,7 @@ def saver_of(remote: str, **more: Any) -> CheckpointSaver:
 
 
 def run(duration: str, *, model: train.Model | None = None, fits: bool = True, **more: Any) -> Any:
-    """A trainer, at its end unless it `fits` not, and closed."""
+    """Return a trainer that has been closed, after fitting to its end unless `fits` is false."""
     trainer = train.trainer_of(
         model or train.Model(), duration, **{"run_name": "run", "autoresume": True, **more}
     )
@@ -265,7 +265,7 @@ def test_what_is_not_there_is_not_found(s3_url: str) -> None:
 
 
 def test_algorithms_that_a_checkpoint_needs_are_applied_on_load(s3_url: str, on_a_node: Path) -> None:
-    """As Composer does: its own loader loads."""
+    """As with Composer's own, this works because Composer's loader does the loading."""
     run("5ba", callbacks=[saver_of(s3_url)], algorithms=[NoOpModel()])
     lose_node(on_a_node)
     again = run("5ba", fits=False, callbacks=[saver_of(s3_url)])
@@ -310,7 +310,7 @@ def test_files_may_go_at_once_when_they_are_saved(s3_url: str) -> None:
 
 
 def test_a_name_that_is_saved_again_and_again_is_committed_each_time(s3_url: str) -> None:
-    """Composer writes into the same file; what is on its way must not change."""
+    """Composer writes into the same file again, and what is being uploaded must not change."""
     names = {"filename": "model.pt", "remote_file_name": "model.pt", "save_interval": "1ba"}
     run("8ba", callbacks=[saver_of(s3_url, overwrite=True, **names)])
     for step in range(1, 9):

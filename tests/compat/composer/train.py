@@ -20,9 +20,8 @@ SAMPLES, BATCH_SIZE, WIDTH = 96, 4, 8
 class Model(ComposerModel):
     def __init__(self) -> None:
         super().__init__()
-        self.layer: Any = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-        )  # needs the random numbers back
+        # Dropout depends on restoring the random number generators.
+        self.layer: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
         self.layer._fsdp_wrap = True
 
     def forward(self, batch: Any) -> torch.Tensor:

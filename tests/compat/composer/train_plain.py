@@ -1,4 +1,4 @@
-"""A Composer Trainer, which knows nothing of ckpt_async. `train_plain.py file|sharded NODE REMOTE`."""
+"""A Composer Trainer, which knows nothing of ckpt_async: `train_plain.py file|sharded NODE REMOTE`."""
 
 import os
 import re
@@ -18,7 +18,7 @@ STEPS = 60
 
 
 class Says(Callback):
-    """Before its saver rotates: Composer's own comes later than those that it was given."""
+    """Reports before the saver rotates, because Composer's own saver runs after the callbacks given to the Trainer."""
 
     def __init__(self, is_sharded: bool) -> None:
         self._is_sharded = is_sharded
@@ -37,7 +37,7 @@ class Says(Callback):
             say_step(state.timestamp.batch.value, float(state.loss))
 
     def say_saved(self, state: Any) -> None:
-        """What was saved after an earlier batch."""
+        """Report what was saved after an earlier batch."""
         (saver,) = (each for each in state.callbacks if type(each).__name__ == "CheckpointSaver")
         if saver.saved_checkpoints and saver.saved_checkpoints[-1] != self._said:
             self._said = saver.saved_checkpoints[-1]
@@ -47,8 +47,8 @@ class Says(Callback):
 
 
 def newest(folder: Path) -> str | None:
-    """The last that is whole. Composer's own link may lead to the one before it; then a whole file would be written
-    again in place, which watch refuses.
+    """Return the newest complete checkpoint. Composer's own link may lead to the one before it; a complete file would
+    then be overwritten in place, which watch refuses.
     """
     whole = {
         int(match[1]): path
@@ -63,7 +63,7 @@ def main(mode: str, node: str, _remote: str) -> None:
     os.environ.setdefault("NODE_RANK", "0")  # as Composer's own launcher does
     dist.initialize_dist("cpu", 120.0)
     is_sharded, folder = mode == "sharded", Path(node, FOLDER)
-    if is_sharded:  # all that Composer needs a GPU for is its number
+    if is_sharded:  # Composer needs a GPU only for its number
         torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     if dist.get_global_rank() == 0:
         say_left(folder)

@@ -1,4 +1,4 @@
-"""The same with FSDP and sharded checkpoints, on CPUs: all that Composer needs a GPU for is its number."""
+"""A Composer Trainer with FSDP and sharded checkpoints, on CPUs. Composer needs a GPU only for its number."""
 
 import sys
 

@@ -11,12 +11,12 @@ from tests.compat.play import Job, ranks
 SCRIPT = Path(__file__).with_name("train.py")
 
 
-@pytest.mark.timeout(1800)  # on CPUs it compiles an extension at its first start
+@pytest.mark.timeout(1800)  # on CPUs, DeepSpeed compiles an extension at its first start
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_a_killed_run_goes_on_on_a_fresh_node(
     job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stage: str
 ) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # looked for when deepspeed is imported
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
     job.check_kill_and_resume([*ranks(2), SCRIPT, stage])
     assert_same_weights(
         whole_of(f"{job.remote}/run", tmp_path), whole_of(f"{job.remote}/undisturbed", tmp_path)
@@ -24,7 +24,7 @@ def test_a_killed_run_goes_on_on_a_fresh_node(
 
 
 def whole_of(remote: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The newest checkpoint's model, as docs/torch.md says: by DeepSpeed's own tool."""
+    """Return the newest checkpoint's model, made as docs/torch.md says: with DeepSpeed's own tool."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found = restore.find(remote)

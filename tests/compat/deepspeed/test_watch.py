@@ -22,7 +22,7 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.timeout(1800)  # on CPUs it compiles an extension at its first start
+@pytest.mark.timeout(1800)  # on CPUs, DeepSpeed compiles an extension at its first start
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_an_unmodified_engine_s_checkpoints_are_in_the_store(tmp_path: Path, s3_url: str, stage: str) -> None:
     out = tmp_path / "out"
@@ -41,7 +41,7 @@ def test_an_unmodified_engine_s_checkpoints_are_in_the_store(tmp_path: Path, s3_
     assert sorted(there) == [4, 8, 12]
     for step, written in there.items():
         found = restore.find(s3_url, step=step)
-        if found is None:  # `latest` moved on before it was seen, and says nothing of it
+        if found is None:  # `latest` moved on before it was seen, and no longer names this step
             assert f"global_step{step}" in ended["incomplete"]
             assert step != 12
             continue

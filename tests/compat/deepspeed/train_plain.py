@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with ZeRO, saving to `NODE/out`: it knows nothing of ckpt_async."""
+"""DeepSpeed's engine with ZeRO, saving to `NODE/out` and knowing nothing of ckpt_async."""
 
 import sys
 from pathlib import Path

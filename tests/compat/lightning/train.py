@@ -36,7 +36,7 @@ def main(node: str, remote: str) -> None:
     dist.init_process_group("gloo")
     folder = Path(node, "checkpoints")
     torch.manual_seed(1)
-    # One sample again and again: Lightning does not say where in an epoch a plain loader was.
+    # Repeat one sample, because Lightning does not save the position of a plain loader within an epoch.
     data: Any = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(2)).repeat(64, 1)
     trainer = pl.Trainer(
         accelerator="cpu",

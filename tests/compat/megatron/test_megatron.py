@@ -28,7 +28,7 @@ def test_it_goes_on_with_other_numbers_of_ranks(job: Job) -> None:
         training = job.start(command, f"node-{number}")
         losses = training.finish()
         assert sorted(losses) == list(range(first, end))
-        for step, loss in losses.items():  # sums of another number of parts
+        for step, loss in losses.items():  # they are sums of a different number of parts
             assert math.isclose(float.fromhex(loss), float.fromhex(expected[step]), rel_tol=1e-4), step
         assert states(training.said, "loaded") == saved
         saved = states(training.said, "saved")

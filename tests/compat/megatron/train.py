@@ -1,9 +1,9 @@
 """Two tensor-parallel layers of Megatron-core, saved by its dist_checkpointing as docs/integrations.md shows it.
 `train.py async|sync TENSOR_PARALLEL STEPS NODE REMOTE`.
 
-Megatron asks CUDA for its current device, and to synchronize, also where all tensors are on the CPU. These two calls
-are replaced; all else is Megatron's own. Once loaded, and before each save, rank 0 says what the whole state is,
-however it is sharded: `STATE loaded|saved STEP DIGEST`.
+Even where all tensors are on the CPU, Megatron asks CUDA for its current device, and to synchronize. These two calls
+are replaced; everything else is Megatron's own. After loading and before each save, rank 0 reports a digest of the
+whole state, however it is sharded: `STATE loaded|saved STEP DIGEST`.
 """
 
 import hashlib
@@ -76,7 +76,7 @@ class Run:
 
     def sharded(self, step: int) -> dict[str, Any]:
         model = self.model.sharded_state_dict()
-        if not self.optimizer.state:  # to be loaded into
+        if not self.optimizer.state:  # make the state that is to be loaded into
             for each in self.model.parameters():
                 each.grad = torch.zeros_like(each)
             self.optimizer.step()
@@ -100,7 +100,7 @@ class Run:
         return step
 
     def say_state(self, what: str, step: int) -> None:
-        """All weights and moments, as on one rank."""
+        """Report a digest of all weights and moments, gathered as on one rank."""
         digest = hashlib.sha256()
         for name, weight in self.model.named_parameters():
             moments = self.optimizer.state[weight]

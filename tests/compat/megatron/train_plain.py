@@ -1,8 +1,8 @@
-"""megatron-core's dist_checkpointing, which knows nothing of ckpt_async. `train_plain.py sync|async|core NODE REMOTE`.
+"""megatron-core's dist_checkpointing, which knows nothing of ckpt_async: `train_plain.py sync|async|core NODE REMOTE`.
 
-It is saved as Megatron-LM's `checkpointing.py` does it: `iter_NNNNNNN` and then, after a barrier,
+It saves as Megatron-LM's `checkpointing.py` does: `iter_NNNNNNN` and then, after a barrier,
 `latest_checkpointed_iteration.txt`. `core` has no such file. megatron-core asks CUDA to synchronize and for its current
-device, even when all tensors are on the CPU: here these two calls are replaced.
+device, even when all tensors are on the CPU, so these two calls are replaced here.
 """
 
 import shutil
@@ -31,7 +31,9 @@ class Saver:
         return self._folder / f"iter_{step:07d}"
 
     def newest(self) -> int:
-        """As Megatron-LM finds it, by its tracker; without one (a fresh node, `core`), what is whole."""
+        """Find the newest step as Megatron-LM does, by its tracker; without one (a fresh node,
+        `core`), by complete checkpoints.
+        """
         tracker = self._folder / TRACKER
         if tracker.exists():
             return int(tracker.read_text())
@@ -60,7 +62,7 @@ class Saver:
         self._calls.close()
 
     def _finish(self, step: int) -> None:
-        """Every rank, when all is written. Older ones go as by `--save-retain-interval`."""
+        """Finish a save on every rank once everything is written. Older ones go as with `--save-retain-interval`."""
         dist.barrier()
         if dist.get_rank() == 0:
             if self._mode != "core":

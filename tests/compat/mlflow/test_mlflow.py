@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_each_checkpoint_becomes_one_version_with_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpoints of two starts are registered in MLflow's own file store; what is told twice is there once."""
+    """Checkpoints of two starts are registered in MLflow's own file store; an event reported
+    twice must not register twice.
+    """
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MODEL_NAME", "model")

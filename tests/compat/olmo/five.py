@@ -1,5 +1,8 @@
-"""Saves with each of OLMo's five checkpointers, loses the local folder (of one, all but a copy, for `local_cache`) and
-restores into another model. `python five.py NODE REMOTE`.
+"""Save with each of OLMo's five checkpointers, lose the local folder, and restore into another model.
+
+    python five.py NODE REMOTE
+
+The folder is moved away before restoring; only the full checkpointer gets it, as `local_cache`.
 """
 
 import shutil
@@ -28,7 +31,7 @@ def built(cfg: TrainConfig, seed: int, *, is_ddp: bool) -> tuple[Any, Any]:
 
 
 def losses(model: Any, optim: Any) -> list[float]:
-    """Of 3 steps, with the same random numbers every time."""
+    """Return the losses of 3 steps, with the same random numbers every time."""
     torch.manual_seed(7)
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH))
     found = []
@@ -71,7 +74,7 @@ def check(cfg: TrainConfig, name: str, step: int) -> None:
         weights = checkpointer.unshard_checkpoint(url)[0]
         shapes = {key: value.shape for key, value in OLMo(cfg.model).state_dict().items()}
         assert {key: value.shape for key, value in weights.items()} == shapes
-        if dist.get_rank() == 0:  # without OLMo
+        if dist.get_rank() == 0:  # `unshard` does it without OLMo
             unshard(found, path := Path(f"{name}.safetensors"))
             ours_whole = load(path)
             assert ours_whole.keys() == weights.keys()

@@ -1,4 +1,4 @@
-"""A tiny OLMo 0.6 on CPU, and its two ranks: what the plays train."""
+"""A tiny OLMo 0.6 on CPU, and its ranks: what the plays train."""
 
 import os
 import socket
@@ -73,7 +73,7 @@ def wrapped(model: OLMo, *, is_ddp: bool) -> Any:
 
 
 def start_ranks(world_size: int) -> None:
-    """Returns in each rank: forks of this process, since importing OLMo takes long."""
+    """Fork into the ranks and return in each of them; forking saves importing OLMo again, which takes long."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]

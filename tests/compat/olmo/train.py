@@ -18,7 +18,7 @@ from tests.compat.play import say_loss
 
 MOST_STEPS, BATCH = 100, 8
 
-# OLMo's trainer keeps the random numbers of CUDA, and there is none here.
+# OLMo's trainer saves the random number generators of CUDA, and there is no CUDA here.
 torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
 torch.cuda.set_rng_state = lambda state: None  # type: ignore[assignment,misc]
 
@@ -41,7 +41,7 @@ def trainer_of(
     interval: int = 10,
     **more: Any,
 ) -> Any:
-    """In each rank, one that saves below NODE/checkpoints."""
+    """Return, in each rank, a trainer that saves below NODE/checkpoints."""
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(1)
     is_ddp = strategy == "ddp"
@@ -55,7 +55,7 @@ def trainer_of(
         device_train_microbatch_size=BATCH // ranks,
         device_train_grad_accum=1,
         max_duration=steps,
-        stop_at=steps,  # or OLMo goes on for 10 more
+        stop_at=steps,  # otherwise OLMo continues for 10 more
         console_log_interval=1,
         eval_interval=10**6,
         save_interval=interval,
@@ -71,7 +71,8 @@ def trainer_of(
     tokens = torch.randint(0, VOCABULARY, (BATCH * (MOST_STEPS + 1), LENGTH), generator=numbers)
     samples: Any = [{"input_ids": sample} for sample in tokens]
     data = IterableDataset(samples, BATCH, num_threads=0)
-    # A loader that begins takes a random number, after those of the checkpoint were restored: here from its own.
+    # A loader draws a random number when it starts, after the checkpoint's generators were restored; this one
+    # draws from its own generator.
     loader = DataLoader(data, BATCH // ranks, drop_last=True, generator=torch.Generator())
     return kind(
         cfg=cfg,

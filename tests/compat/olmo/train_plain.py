@@ -1,4 +1,4 @@
-"""OLMo's own Trainer, which knows nothing of ckpt_async. `train_plain.py fsdp|ddp NODE REMOTE`."""
+"""OLMo's own Trainer, which knows nothing of ckpt_async: `train_plain.py fsdp|ddp NODE REMOTE`."""
 
 import os
 import re
@@ -16,7 +16,8 @@ from tests.compat.olmo.train import trainer_of
 
 STEPS = 60
 
-# OLMo reads as torch did before 2.6, and lacks two methods that torch 2.3 has added: they have nothing to do.
+# OLMo reads as torch did before 2.6, and lacks two methods that torch 2.3 has added, which would have nothing
+# to do.
 os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
 RemoteFileSystemReader.__abstractmethods__ = frozenset()
 
@@ -34,7 +35,7 @@ class Saying(Trainer):
 
 
 def newest(folder: Path) -> Path | None:
-    """What was renamed into place, as OLMo's own `find_latest_checkpoint` has it."""
+    """Return the newest folder that was renamed into place, as OLMo's own `find_latest_checkpoint` does."""
     there = {
         int(match[1]): path
         for path in folder.glob("step*")

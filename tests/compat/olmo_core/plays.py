@@ -15,7 +15,7 @@ STEPS = 30
 
 
 class Disturbance(Callback):
-    """Comes between the save of step 20 and our callback, on rank 1."""
+    """Interferes between the save of step 20 and our callback, on rank 1."""
 
     def __init__(self, kind: str | None) -> None:
         self.kind = kind
@@ -29,7 +29,7 @@ class Disturbance(Callback):
 
 
 class Watch(Callback):
-    """Says that a step is over, and in the end what became of step 20."""
+    """Reports the end of each step, and finally what became of step 20."""
 
     priority = -200
 

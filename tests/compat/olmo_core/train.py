@@ -32,7 +32,7 @@ STEPS, SAVE_INTERVAL, VOCABULARY, LENGTH = 100, 10, 64, 16
 
 
 class Data(TextDataLoaderBase):
-    """Random tokens, the same for a batch of a number whatever happened before."""
+    """Random tokens, which depend only on the batch's number and not on what happened before."""
 
     total_batches = 1000
 
@@ -60,8 +60,10 @@ class Data(TextDataLoaderBase):
 def _record_what_all_ranks_have(
     self: Trainer, name: str, *args: Any, record: Any = Trainer.record_metric, **kwargs: Any
 ) -> None:
-    """OLMo-core 3.0 notes how long an asynchronous save took at whatever step each rank is by then, and reduces the
-    metrics of all ranks as if they had the same: now and then it waits for ever, or gloo aborts.
+    """Drop a metric that OLMo-core 3.0 does not record at the same step on all ranks.
+
+    It records how long an asynchronous save took at whatever step each rank has reached by then, and reduces the
+    metrics of all ranks as if they had the same ones: now and then it waits forever, or gloo aborts.
     """
     if name != "checkpoint/save_async_duration_s":
         record(self, name, *args, **kwargs)
@@ -71,7 +73,7 @@ Trainer.record_metric = _record_what_all_ranks_have  # type: ignore[method-assig
 
 
 class Losses(Callback):
-    """What `say` is told of every step, on rank 0."""
+    """Calls `say` with every step and its loss, on rank 0."""
 
     def __init__(self, say: Any) -> None:
         self.say = say
@@ -82,7 +84,7 @@ class Losses(Callback):
 
 
 def trainer_of(node: str, steps: int, checkpointer: CheckpointerCallback) -> Trainer:
-    """On each rank, in `prepare_training_environment`. Saves below NODE/checkpoints."""
+    """Return a trainer that saves below NODE/checkpoints. Called on each rank, after `prepare_training_environment`."""
     torch.manual_seed(1)
     model = TransformerConfig.llama_like(
         d_model=32,
@@ -101,7 +103,7 @@ def trainer_of(node: str, steps: int, checkpointer: CheckpointerCallback) -> Tra
         device=torch.device("cpu"),
     )
     data = Data(
-        collator=None,  # not used: whole batches
+        collator=None,  # not used, because batches come complete
         work_dir=str(Path(node, "work")),
         global_batch_size=2 * LENGTH * get_world_size(),
         dp_world_size=get_world_size(),

@@ -1,4 +1,6 @@
-"""The same on two nodes of one rank, each with a folder of its own: `NODE/0` and `NODE/1`, under one relative path."""
+"""OLMo-core's Trainer on two nodes of one rank, each with a folder of its own: `NODE/0` and
+`NODE/1`, under one relative path.
+"""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""OLMo-core's Trainer, which knows nothing of ckpt_async. `train_plain.py sync|async NODE REMOTE`."""
+"""OLMo-core's Trainer, which knows nothing of ckpt_async: `train_plain.py sync|async NODE REMOTE`."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ STEPS = 60
 
 
 class Says(Callback):
-    priority = -200  # after the one that saves the config
+    priority = -200  # after the callback that saves the config
 
     def post_checkpoint_saved(self, path: Any) -> None:
         if get_rank() == 0:
@@ -28,7 +28,7 @@ class Says(Callback):
 
 def main(mode: str, node: str, _remote: str) -> None:
     prepare_training_environment(backend="cpu:gloo", shared_filesystem=True)
-    # What it rotates away are the ephemeral ones, and those beyond `max_checkpoints`.
+    # It rotates away the ephemeral checkpoints, and those beyond `max_checkpoints`.
     checkpointer = CheckpointerCallback(
         save_interval=10, ephemeral_save_interval=5, max_checkpoints=2, save_async=mode == "async"
     )

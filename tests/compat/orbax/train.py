@@ -1,7 +1,7 @@
-"""JAX with Orbax, which knows nothing of ckpt_async. `train.py MODE NODE REMOTE`.
+"""JAX with Orbax, which knows nothing of ckpt_async: `train.py MODE NODE REMOTE`.
 
-`manager`: a CheckpointManager that saves asynchronously; `sync`: one that does not; `commit_file`: one that renames
-nothing, as on object stores. `checkpointer`: an AsyncCheckpointer alone.
+The modes are `manager`, a CheckpointManager that saves asynchronously; `sync`, one that does not; `commit_file`, one
+that renames nothing, as on object stores; and `checkpointer`, an AsyncCheckpointer alone.
 """
 
 import shutil
@@ -31,7 +31,7 @@ def advance(w: jax.Array, momentum: jax.Array, step: jax.Array) -> tuple[jax.Arr
 
 
 class Manager:
-    """What most use."""
+    """A CheckpointManager, which most users use."""
 
     def __init__(self, folder: Path, mode: str) -> None:
         is_commit_file = mode == "commit_file"
@@ -54,7 +54,7 @@ class Manager:
 
 
 class Checkpointer:
-    """AsyncCheckpointer alone; who rotates is the script."""
+    """An AsyncCheckpointer alone; the script does the rotation."""
 
     def __init__(self, folder: Path, _: str) -> None:
         self._folder = folder
@@ -87,7 +87,7 @@ def main(mode: str, node: str, _remote: str) -> None:
         w, momentum, loss = advance(state["w"], state["momentum"], jnp.float32(step))
         state = {"step": step, "w": w, "momentum": momentum}
         say_step(step, float(loss))
-        if step % INTERVAL == 2 and step > INTERVAL:  # it was saved beside two steps
+        if step % INTERVAL == 2 and step > INTERVAL:  # two steps ran while it was being saved
             checkpoints.wait()
             say_saved(folder / str(step - 2))
         if step % INTERVAL == 0:

@@ -1,4 +1,4 @@
-"""What the Ray job runs: `job.py FOLDER REMOTE`. The first start is killed in its middle."""
+"""What the Ray job runs: `job.py FOLDER REMOTE`. The first start is killed in the middle."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def main(folder: Path, remote: str) -> None:
             path.write_bytes(b"%d" % step)
             uploader.enqueue(path, step)
             uploader.seal(step)
-            time.sleep(0.05)  # of training: what was sealed is sent meanwhile
+            time.sleep(0.05)  # stands for training, while the sealed checkpoint is uploaded
             if first == 1 and step == KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
     print("DONE", flush=True)

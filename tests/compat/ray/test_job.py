@@ -28,7 +28,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def cluster() -> Iterator[dict[str, str]]:
-    """A cluster of its own; yields the environment in which it is found. Ends with all its processes."""
+    """A cluster of its own, which ends with all its processes; yields the environment by which it is found."""
     dashboard, mark = free_port(), secrets.token_hex(8)
     environment = {
         **os.environ,
@@ -76,7 +76,8 @@ def test_a_job_whose_driver_is_killed_is_submitted_again_and_goes_on(
     (code / "job.py").write_text(Path(__file__).with_name("job.py").read_text())
     done = subprocess.run(
         [ROOT / "deploy/ray/submit.sh", code, sys.executable, "job.py", tmp_path / "folder", remote],
-        env=cluster | {"TRIES": "10", "PAUSE_S": "3"},  # a cluster that has just begun refuses the first
+        # A cluster that has just started refuses the first tries.
+        env=cluster | {"TRIES": "10", "PAUSE_S": "3"},
         capture_output=True,
         text=True,
         timeout=240,

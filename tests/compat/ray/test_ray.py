@@ -26,11 +26,10 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
         monkeypatch.setenv("RAY_PLAY_FOLDER", folder)
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        monkeypatch.setenv("RAY_worker_niceness", "0")  # or a busy machine has no time for them
-        monkeypatch.setenv(
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300"
-        )  # nor to import torch within a minute
-        monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # it takes one report per look
+        monkeypatch.setenv("RAY_worker_niceness", "0")  # otherwise a busy machine has no time for the workers
+        # A busy machine may take more than a minute to import torch.
+        monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "300")
+        monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # Ray takes one report per check
         yield
 
 
@@ -40,18 +39,19 @@ def test_a_killed_run_goes_on_on_a_fresh_node(job: Job) -> None:
 
 @pytest.mark.timeout(300 + 120 * KILLS)
 def test_killed_workers_never_leave_a_partial_checkpoint(job: Job) -> None:
-    """Ray's issue 41700: at each start all that Ray has registered is compared with what was written, by SHA-256; and
-    the losses say that no state was mixed. The group may fail as often as it was killed, and not once more.
+    """Ray's issue 41700: at each start, everything that Ray has registered is compared with what was
+    written, by SHA-256, and the losses show that no states were mixed. The group may fail as often as it
+    was killed, and not once more.
     """
     command = [sys.executable, SCRIPT, str(100 + 30 * KILLS), "ASYNC", str(KILLS)]
     undisturbed = job.start(command, "undisturbed", f"{job.remote}/undisturbed").finish()
     training, num_killed, target = job.start(command, "killed"), 0, -1
     for step in training:
         if target < 0:
-            target = step + random.randrange(30)  # reports come every 5
+            target = step + random.randrange(30)  # reports come every 5 steps
         workers = [pid for pid in training.processes() if _is_worker(pid)] if step >= target else []
         if num_killed < KILLS and len(workers) == 2:
-            time.sleep(random.random())  # anywhere within a step, a save, an upload, a report
+            time.sleep(random.random())  # anywhere within a step, a save, an upload or a report
             os.kill(random.choice(workers), signal.SIGKILL)
             num_killed, target = num_killed + 1, -1
             print(f"killed {num_killed} of {KILLS}, at step {step}", file=sys.stderr, flush=True)

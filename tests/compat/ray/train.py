@@ -1,7 +1,7 @@
 """A TorchTrainer with 2 workers, as docs/integrations.md shows it. Each worker has a state of its own, and the loss
-depends on both: a checkpoint made of two steps would show.
+depends on both, so a checkpoint made of two steps would show.
 
-Each worker notes the SHA-256 of every file before it reports it. At each start, and at the end, every checkpoint that
+Each worker records the SHA-256 of every file before it reports it. At each start, and at the end, every checkpoint that
 Ray has registered is fetched from the store and compared.
 """
 
@@ -32,7 +32,8 @@ from ckpt_async.integrations.ray import checkpoint_of, newest_checkpoint, open_i
 from tests.compat.play import say, say_loss
 
 WIDTH, KEEP, WORKERS = 8, 2, 2
-BALLAST_BYTES, MAX_BYTES_PER_S = 512 << 10, 1 << 20  # an upload takes 0.5 s: time to kill a worker in
+# An upload takes 0.5 s, time enough to kill a worker in it.
+BALLAST_BYTES, MAX_BYTES_PER_S = 512 << 10, 1 << 20
 
 
 def digest(path: Path, step: int) -> str:
@@ -40,7 +41,9 @@ def digest(path: Path, step: int) -> str:
 
 
 def check(pointer: Checkpoint, written: str) -> None:
-    """Fails unless it leads to the files of all workers, of one step and one start, byte for byte as written."""
+    """Fail unless the pointer leads to the files of all workers, from one step and one
+    start, byte for byte as written.
+    """
     found = checkpoint_of(pointer)
     with tempfile.TemporaryDirectory() as folder:
         paths = restore.fetch(found, folder).paths.values()
@@ -63,7 +66,8 @@ def train_func(config: dict[str, Any]) -> None:
         for each in registered:
             check(each.checkpoint, config["written"])
         say(f"CHECKED {len(registered)}", config["stdout"])
-    dist.barrier()  # before newest_checkpoint uploads what was left here: that would hide what was not committed
+    # Must come before newest_checkpoint, whose uploads of what was left would hide what was not committed.
+    dist.barrier()
     if (newest := newest_checkpoint(folder, remote)) is not None:
         state = torch.load(Path(newest, f"rank-{rank}.pt"), weights_only=True)
         model.load_state_dict(state["model"])
@@ -107,7 +111,7 @@ def main(steps: str, mode: str, kills: str, node: str, remote: str) -> None:
     ray.init(
         num_cpus=4, include_dashboard=False, _temp_dir=os.environ["RAY_PLAY_FOLDER"], configure_logging=False
     )
-    folder, written = Path(node, "checkpoints"), Path(node).with_name("written")  # of all nodes
+    folder, written = Path(node, "checkpoints"), Path(node).with_name("written")  # shared by all nodes
     folder.mkdir(exist_ok=True)
     written.mkdir(exist_ok=True)
     trainer = TorchTrainer(
@@ -134,7 +138,8 @@ def main(steps: str, mode: str, kills: str, node: str, remote: str) -> None:
     storage = Path(node, "ray", "play")
     kept = {path.parent.name for path in storage.glob("checkpoint_*/.metadata.json")}
     assert {Path(each.path).name for each in pointers} <= kept, "Ray lost a pointer that it should keep"
-    for name in kept:  # also those that Ray was never told of: a worker died just after the commit
+    # Includes those that Ray was never told of, because a worker died just after the commit.
+    for name in kept:
         check(Checkpoint.from_directory(str(storage / name)), str(written))
     say(f"CHECKED {len(kept)}")
     ray.shutdown()

@@ -1,7 +1,7 @@
-"""torchft as docs/integrations.md shows it: a lighthouse, and two replicas, of which the first saves.
-`train.py NODE REMOTE`.
+"""torchft as docs/integrations.md shows it: a lighthouse and two replicas, the first of which saves. `train.py NODE
+REMOTE`.
 
-Each replica once dies by SIGKILL, is started again, loads the newest checkpoint, and gets what is newer from the other.
+Each replica dies once by SIGKILL, is started again, loads the newest checkpoint, and gets newer state from the other.
 """
 
 import os
@@ -47,7 +47,7 @@ class Replica:
             world_size=1,
             lighthouse_addr=lighthouse,
             hostname=HOST,
-            init_sync=False,  # both begin with the same weights
+            init_sync=False,  # both start with the same weights
         )
         self._ddp = DistributedDataParallel(self.manager, model)
         self._optimizer = Optimizer(self.manager, optimizer)
@@ -64,8 +64,8 @@ class Replica:
         self.load(state)
 
     def train(self) -> tuple[int, float] | None:
-        """A step and its loss, or None if a replica was lost in its middle."""
-        self._optimizer.zero_grad()  # who is there?
+        """Train for one step; return it and its loss, or None if a replica was lost in the middle."""
+        self._optimizer.zero_grad()  # finds out which replicas are there
         step = self.manager.current_step()
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
         loss = (self._ddp(batch) - batch.flip(-1)).square().mean()
@@ -105,7 +105,7 @@ def run_replica(index: int, life: int, lighthouse: str, node: str, remote: str) 
             uploader.enqueue(path, step)
             uploader.seal(step)
         if manager.num_participants() == 1:
-            time.sleep(1)  # so that the other is back before the end
+            time.sleep(1)  # so that the other replica is back before the end
         elif step >= dies_from:
             os.kill(os.getpid(), signal.SIGKILL)
     if uploader is not None:

@@ -1,5 +1,5 @@
 """torchtitan's CheckpointManager with what its Trainer gives it: an FSDP model, and torchtitan's own containers of
-optimizers and schedulers. The Trainer itself needs an accelerator: where torch has none, it takes CUDA for granted.
+optimizers and schedulers. The Trainer itself needs an accelerator: where torch has none, it assumes CUDA.
 """
 
 import sys
@@ -18,7 +18,7 @@ STEPS, WIDTH = 150, 16
 
 
 class TrainState:
-    """What torchtitan's trainer saves of itself."""
+    """What torchtitan's trainer saves of its own state."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -31,7 +31,9 @@ class TrainState:
 
 
 def train(config: Any, node: str, num_steps: int, say: Any, begun: Any = None, saved: Any = None) -> None:
-    """`config` is that of a CheckpointManager. `begun` is told the step, `saved` the manager and each step."""
+    """Train with a CheckpointManager of this `config`. `begun` is called with the step, `saved`
+    with the manager and each step.
+    """
     dist.init_process_group("gloo")
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))

@@ -1,4 +1,4 @@
-"""torchtitan's own CheckpointManager, which knows nothing of ckpt_async. `train_plain.py MODE NODE REMOTE`."""
+"""torchtitan's own CheckpointManager, which knows nothing of ckpt_async: `train_plain.py MODE NODE REMOTE`."""
 
 import os
 import sys

@@ -17,7 +17,8 @@ STEPS, WIDTH = 150, 8
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))  # needs the random numbers back
+        # Dropout depends on restoring the random number generators.
+        self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": self.layer(x).square().mean()}

@@ -21,7 +21,7 @@ BLOCK_BYTES = 32 << 10
 def test_each_checkpoint_becomes_an_artifact_that_refers_to_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An offline run for each, as `wandb sync` would send it."""
+    """Each checkpoint gets an offline run, which `wandb sync` would upload."""
     [text] = re.findall(
         r'```python title="log_artifact.py"\n(.*?)```', (ROOT / "docs/events.md").read_text(), re.DOTALL
     )
@@ -67,7 +67,7 @@ def test_each_checkpoint_becomes_an_artifact_that_refers_to_its_files(
 
 
 def records(data: bytes) -> Iterator[Record]:
-    """What an offline run has written: a log like LevelDB's, after seven bytes of its own."""
+    """Yield what an offline run has written: a log in LevelDB's format, after seven bytes of wandb's own."""
     at, parts = 7, b""
     while at + 7 <= len(data):
         if (left := BLOCK_BYTES - at % BLOCK_BYTES) < 7:
@@ -76,6 +76,6 @@ def records(data: bytes) -> Iterator[Record]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or its last part
+        if kind in (1, 4):  # a complete record, or its last part
             yield Record.FromString(parts)
             parts = b""
