@@ -162,7 +162,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_falls_back_to_the_next_older(run_: Run, damage: str, monkeypatch: Any) -> None:
-    """One clear sentence says why, and a mark keeps later readers from trying it again, unless it is asked for by step."""
+    """One clear sentence says why, and a mark keeps later readers from trying it again unless they ask for the step."""
     run_.commit(10)
     id_ = run_.commit(20)
     do, reason = DAMAGES[damage]
