@@ -1,7 +1,8 @@
-"""Runs one measured client in its own process: both sides of the handshake. Standard library only.
+"""Runs one measured client in a process of its own: both sides of the handshake. Standard library only.
 
-The child prepares everything (imports, connections), reports that it is ready and waits; then it does the work and
-reports. So wall and CPU time are those of the transfer alone, and memory is relative to the idle process.
+The child prepares everything (imports, connections), reports that it is ready and waits; then it does the
+work and reports the result. So wall and CPU time cover the transfer alone, and memory is relative to the idle
+process.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
-SAMPLE_S = 0.01  # a look at /proc costs some 20 µs
+SAMPLE_S = 0.01  # one look at /proc costs some 20 µs
 
-# What it makes ready does the work, and may return what else is to be told of it, as plain data.
+# Gets the client ready. The callable it returns does the work, and may return more to report, as plain data.
 Prepare = Callable[["Work"], Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One file to send. `part_bytes` and `concurrency` of 0 stand for the client's own defaults."""
+    """One file to send. A `part_bytes` or `concurrency` of 0 stands for the client's own default."""
 
     path: str
     size_bytes: int
@@ -40,7 +41,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one transfer took. `anonymous_bytes` is the most above the idle process; `told`: what the work returned."""
+    """What one transfer took. `anonymous_bytes` is the peak above the idle process; `told` is what the work
+    returned.
+    """
 
     wall_s: float
     cpu_s: float
@@ -54,11 +57,11 @@ def cpu_s() -> float:
 
 
 def child_main(clients: Mapping[str, Prepare]) -> None:
-    """In the child: `PROGRAM --child NAME WORK`."""
+    """Run in the child: `PROGRAM --child NAME WORK`."""
     name, work = sys.argv[2], Work(**json.loads(sys.argv[3]))
     run = clients[name](work)
-    # As in a program that has run for a while: else one look at all that the import of torch has left, 0.25 s,
-    # falls to whoever is the first to make many objects.
+    # Start from the state of a program that has run for a while. Otherwise one garbage collection of all that
+    # the import of torch has left, 0.25 s, hits whichever client first creates many objects.
     gc.collect()
     print("ready", flush=True)
     sys.stdin.readline()
@@ -66,11 +69,11 @@ def child_main(clients: Mapping[str, Prepare]) -> None:
     told = run()
     print(json.dumps([time.perf_counter() - wall, cpu_s() - cpu, told]), flush=True)
     sys.stdin.readline()
-    os._exit(0)  # what a client does at exit is not measured, and must not hang
+    os._exit(0)  # a client's exit is not measured, and must not hang
 
 
 def measure(python: str, program: Path, name: str, work: Work, environment: Mapping[str, str]) -> Measured:
-    """In the parent. Raises RuntimeError with what the child printed."""
+    """Measure one client, from the parent. Raises RuntimeError with what the child printed."""
     command = [python, str(program), "--child", name, json.dumps(asdict(work))]
     with subprocess.Popen(
         command,
@@ -101,7 +104,9 @@ def measure(python: str, program: Path, name: str, work: Work, environment: Mapp
 
 
 def measure_command(command: list[str], idle_command: list[str], environment: Mapping[str, str]) -> Measured:
-    """A program that is not Python: the whole process, less the CPU of one that does nothing."""
+    """Measure a program that is not Python: the whole process, minus the CPU time of `idle_command`, which
+    does nothing.
+    """
     idle_cpu = _command(idle_command, environment).cpu_s
     measured = _command(command, environment)
     return Measured(measured.wall_s, measured.cpu_s - idle_cpu, measured.anonymous_bytes)

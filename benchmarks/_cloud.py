@@ -1,4 +1,4 @@
-"""One file to and from a store of its own API: what `gcs` and `azure_blob` have in common."""
+"""Sends one file to a store with an API of its own, and fetches it back: what `gcs` and `azure_blob` have in common."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ RUN = "run"
 
 @dataclass(frozen=True)
 class Cloud:
-    """A kind of store, and the servers that stand for it, each with a folder of its own: the environment leads to the
-    one that runs, and its endpoint is what the context manager gives. The one called `sink` counts bytes.
+    """A kind of store, with the servers that stand in for it. Each server gets a folder of its own; its
+    context manager points the environment at it and yields its endpoint. The server called `sink` counts
+    bytes.
     """
 
     name: str
     remote: str  # URL of the bucket
     program: str
     servers: Mapping[str, Callable[[Path], AbstractContextManager[str]]]
-    stats: str  # path at the sink: bytes of parts received, and sent
+    stats: str  # path at the sink that reports the bytes of parts received and sent
     uploads: Table
     downloads: Table
     serve: Callable[[], None]
@@ -96,7 +97,7 @@ class Cloud:
                     ]
                 else:
                     passed = self._stored_size(work.key)
-                # Less than a MiB more: records of ours.
+                # Our client also transfers its records, which are less than a MiB.
                 if not 0 <= passed - size_bytes < MIB or target.stat().st_size != size_bytes:
                     raise RuntimeError(f"{client}: {passed} bytes of {size_bytes}")
                 runs[client].append(measured)
@@ -110,7 +111,7 @@ class Cloud:
         report(arguments, title, rows)
 
     def _moved(self, url: str) -> tuple[int, int]:
-        """What the sink has received of parts, and sent."""
+        """Return how many bytes of parts the sink has received and sent."""
         parts = urlsplit(url)
         with urllib.request.urlopen(f"{parts.scheme}://{parts.netloc}{self.stats}") as answer:
             received, sent = map(int, answer.read().split())
@@ -190,7 +191,7 @@ class Cloud:
 
 @contextmanager
 def sink_of(program: str) -> Iterator[list[str]]:
-    """The sink in a process of its own; the words of its first line."""
+    """Run the sink in a process of its own; yields the words of its first line."""
     command = [sys.executable, program, "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""What the comparisons share: servers, turns of clients, facts of the machine, tables. Standard library only."""
+"""What the comparisons share: servers, turns of clients, facts about the machine, tables. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ BUCKET = "ckpt"
 
 
 class Server:
-    """The sink, the sink behind TLS, or SeaweedFS; as a context manager it is what this process's environment names."""
+    """The sink, the sink behind TLS, or SeaweedFS. As a context manager, it points this process's environment
+    at the server.
+    """
 
     def __init__(self, kind: str, folder: Path, **options: Any) -> None:
         self.is_sink = kind != "seaweed"
@@ -53,14 +55,14 @@ class Server:
         return {**self._server.environment(), "AWS_REGION": "us-east-1", "AWS_ENDPOINT_URL": self.url}
 
     def stats(self) -> Stats:
-        """Of the sink; nothing of other servers."""
+        """Return the sink's counters; zeros for other servers."""
         return self._server.stats() if isinstance(self._server, SinkServer) else Stats(0, 0, 0)
 
     def cpu_s(self) -> float:
         return self._server.cpu_s() if isinstance(self._server, SinkServer) else 0.0
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Of all objects there."""
+        """Return the size of every object on the server."""
         return asyncio.run(self._sizes(prefix))
 
     def clear(self) -> None:
@@ -91,7 +93,9 @@ class Server:
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name): everybody once a round, each round begun by the next one; a dot on stderr for each."""
+    """Yield (round, name): every name once per round, each round starting with the next name. Print a dot to
+    stderr after each.
+    """
     for number in range(rounds):
         for name in itertools.islice(itertools.cycle(names), number, number + len(names)):
             yield number, name
@@ -103,7 +107,7 @@ Table = Mapping[str, tuple[str, Prepare | None]]
 
 
 class Clients:
-    """Those of `wanted` that can be had here: of the program's own, and of the `peers`."""
+    """Those of the `wanted` clients that are available here: the program's own, and those of `peers`."""
 
     def __init__(self, wanted: Sequence[str], table: Table) -> None:
         self._table = table
@@ -118,8 +122,8 @@ class Clients:
     def run(
         self, name: str, program: str, work: Work, environment: Mapping[str, str] | None = None
     ) -> Measured:
-        """A client of ours is in the benchmark `program`, run with this added to the environment, those of others
-        in `peers`.
+        """Run one client. Ours is in the benchmark `program`, which runs with `environment` added; the others
+        are in `peers`.
         """
         if name not in self._table:
             return measure(sys.executable, Path(program), name, work, environment or {})
@@ -143,7 +147,7 @@ def scratch(parent: str | None = None) -> Iterator[Path]:
 
 
 def real_file(path: Path, size_bytes: int, *, is_zero: bool = False) -> Path:
-    """Real bytes, written and so in the page cache, and on the disk so that nothing writes beside the runs."""
+    """Write real bytes to the page cache, and also to the disk so that no write-back runs during the measurement."""
     path.parent.mkdir(parents=True, exist_ok=True)
     block = bytes(8 * MIB) if is_zero else os.urandom(8 * MIB)
     with path.open("wb") as file:
@@ -162,7 +166,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def add_ratio(rows: Mapping[str, dict[str, Any]], column: str, peer: str) -> None:
-    """How each row's median in `column` compares with the peer's, if that was run."""
+    """Add how each row's median in `column` compares with the peer's, if the peer was run."""
     if peer in rows:
         theirs = rows[peer][column]["median"]
         for row in rows.values():
@@ -170,7 +174,9 @@ def add_ratio(rows: Mapping[str, dict[str, Any]], column: str, peer: str) -> Non
 
 
 def compared(runs: Mapping[str, Sequence[Measured]], mib: float, ours: str) -> dict[str, dict[str, Any]]:
-    """Rows of a comparison of transfers. Memory is the most of all rounds; the ratios are ours over theirs."""
+    """Return the rows of a comparison of transfers. Memory is the maximum of all rounds; the ratios are ours
+    over theirs.
+    """
     rows: dict[str, dict[str, Any]] = {
         name: {
             "MiB/s": spread(mib / each.wall_s for each in measured),
@@ -193,7 +199,7 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what a result was had."""
+    """Return where, and with which versions, a result was obtained."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -222,7 +228,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 def report(
     arguments: argparse.Namespace, title: str, rows: Mapping[str, Mapping[str, Any]], **more: Any
 ) -> None:
-    """Print `rows` (name to its columns; a spread is shown by its median and range) or, with --json, all there is."""
+    """Print `rows` (name to its columns; a spread is shown by its median and range) or, with --json, all the data."""
     if arguments.json:
         settings = {
             name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()
@@ -243,7 +249,7 @@ def report(
 
 def _cell(value: Any) -> str:
     if isinstance(value, Mapping):
-        if value["low"] == value["high"]:  # one round
+        if value["low"] == value["high"]:  # a single round
             return _cell(value["median"])
         return f"{_cell(value['median'])} ({_cell(value['low'])} … {_cell(value['high'])})"
     if isinstance(value, float):

@@ -1,10 +1,11 @@
 """How fast, and with how much CPU, does one file go to Azure Blob Storage and come back, compared with other clients?
 
-Never run against Azure: the server is a sink on loopback that speaks its API (the tests' own peer, which computes the
-CRC64 of what arrives, as Azure does, and drops it; it answers zeros), or Azurite. Either takes its share of the cores,
-the same for every client, so read the ratios. As in `upload` and `download`, each run is a whole process, clients take
-turns, and a run counts only if every byte of the file has passed once (Azurite: if the blob has the file's size).
-`ours` has each block compared by the service (CRC64; MD5 by Azurite); the others send no checksum and compare none.
+This never runs against Azure: the server is either Azurite, or a sink on loopback that speaks Azure's API
+(the tests' own peer, which, like Azure, computes the CRC64 of what arrives, then drops it; it answers with
+zeros). Either uses some of the cores, equally for every client, so read the ratios. As in `upload` and
+`download`, each run is a whole process, the clients take turns, and a run counts only if every byte of the
+file was transferred once (Azurite: if the blob has the file's size). `ours` has the service verify each block
+(CRC64; MD5 with Azurite); the other clients send no checksum and verify none.
 """
 
 from __future__ import annotations

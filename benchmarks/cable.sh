@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Run a command, such as a benchmark, where the loopback address is a slow cable: packets queue in the kernel, and TCP
-# itself finds out what fits. In a network namespace of its own; needs root and iproute2.
+# Run a command, such as a benchmark, in a network namespace of its own whose loopback address is a slow cable: packets
+# queue in the kernel, and TCP itself finds out how much fits. Needs root and iproute2.
 #     benchmarks/cable.sh 1600mbit 20 ./dev bench network --links ceiling
-# RATE as `tc` writes it, QUEUE_MS how long a packet may wait before it is dropped.
+# RATE is in the notation of `tc`; QUEUE_MS is how long a packet may wait before it is dropped.
 set -eu
 [ $# -ge 3 ] || { echo "usage: cable.sh RATE QUEUE_MS COMMAND..." >&2; exit 2; }
 rate=$1 queue_ms=$2 name=cable$$

@@ -1,5 +1,4 @@
-"""How long, and how many requests, does a commit take from the last rank's `seal` when nothing is left to
-upload?
+"""How long, and how many requests, does a commit take after the last `seal`, if everything is uploaded by then?
 
 1 to 64 ranks, each an `Uploader` with its own folder, in up to 8 processes. All shards are in the store before any
 rank seals. "last": all ranks but one have sealed and stored their receipts; then the last one seals. "together": all
@@ -55,7 +54,7 @@ async def round_trip_s(remote: str) -> float:
 
 
 def ranks_main(settings: dict[str, Any]) -> None:
-    """Obey lines `enqueue STEP`, `seal STEP RANK…`, `wait STEP RANK…`; answer each with one line of JSON."""
+    """Obey the lines `enqueue STEP`, `seal STEP RANK…` and `wait STEP RANK…`; answer each with one line of JSON."""
     from ckpt_async import Uploader
 
     def open_rank(rank: int) -> Uploader:
@@ -141,14 +140,14 @@ def wait_for(server: Server, prefix: str, count: int) -> None:
 
 
 def commit(ranks: Ranks, way: str, step: int, server: Server, run: str, log: Path) -> tuple[float, list[str]]:
-    """Seconds from the last seal to the commit, and the lines of the requests of all of it."""
+    """Return the seconds from the last seal to the commit, and the log lines of all requests of the commit."""
     from ckpt_async.core import keys
     from ckpt_async.core.model import CheckpointId
 
     id_ = CheckpointId(1, step)
     ranks.tell("enqueue", step, *ranks.all)
     wait_for(server, f"{run}/{keys.data_prefix(f'step-{step}', 1)}", len(ranks.all))
-    time.sleep(5 * ranks.round_trip_s)  # for the answers to reach the ranks
+    time.sleep(5 * ranks.round_trip_s)  # so that the answers reach the ranks
     seen = len(log.read_text().splitlines())
     last = ranks.all[-1]
     receipts = f"{run}/{keys.receipts_prefix(id_)}"
@@ -157,7 +156,7 @@ def commit(ranks: Ranks, way: str, step: int, server: Server, run: str, log: Pat
         wait_for(server, receipts, last)
         time.sleep(5 * ranks.round_trip_s)
         sealed = ranks.tell("seal", step, last)
-        known = ranks.tell("wait", step, last)  # others ask at their own pace
+        known = ranks.tell("wait", step, last)  # the others ask at their own pace
     else:
         sealed = ranks.tell("seal", step, *ranks.all)
         known = []
@@ -173,7 +172,7 @@ def commit(ranks: Ranks, way: str, step: int, server: Server, run: str, log: Pat
 
 
 def kind(line: str) -> str:
-    """What a request of the log is about; listings name their prefix in the query."""
+    """Return what a request in the log is about; listings name their prefix in the query."""
     method, _, target = line.partition(" ")
     what = next(
         (word for word in ("receipts", "decisions", "generations", "latest", "boundary") if word in target),

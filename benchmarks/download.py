@@ -1,5 +1,4 @@
-"""How fast, and with how much CPU and memory, is a shard downloaded to a local file, compared with other
-clients?
+"""How fast, and with how much CPU and memory, is a shard downloaded to a file, compared with other clients?
 
 Every client fetches the same object to a file of its own and ends with an fsync (free on tmpfs, the default; `--to
 disk` writes to a disk). Each run is a whole process, and the clients take turns. "ours" is `restore.fetch` of a
@@ -83,7 +82,7 @@ DEFAULT = ["ours", *peers.DOWNLOADS, "recv"]
 
 
 def commit_one(folder: Path, path: Path, url: str) -> str:
-    """Commit a checkpoint of this one shard; the key of the shard."""
+    """Commit a checkpoint of this one shard, and return the shard's key."""
     from ckpt_async import Uploader
     from ckpt_async.stores import StoreOptions
 
@@ -105,7 +104,7 @@ def main() -> None:
     parser.add_argument("--server", choices=("sink", "tls", "seaweed"), default="sink")
     parser.add_argument("--to", choices=("tmpfs", "disk"), default="tmpfs")
     arguments = parser.parse_args()
-    # The one signs nothing, the other trusts no certificate of ours.
+    # `recv` does not sign requests, and s3torchconnector does not trust our certificate.
     only = {"recv": {"sink"}, "s3torchconnector": {"sink", "seaweed"}}
     wanted = [name for name in arguments.clients if arguments.server in only.get(name, {arguments.server})]
     clients = Clients(wanted, peers.DOWNLOADS)

@@ -28,7 +28,7 @@ import peers
 from _child import MIB, Measured, Work, child_main
 from _compare import BUCKET, Clients, Server, key_of, parser_of, report, scratch, spread, turns
 
-# What a save may send besides the tensors: a thousandth for headers, the records of a commit.
+# What a save may send besides the tensors: headers (a thousandth) and the records of a commit.
 SMALL_CHANGE_BYTES = 4 * MIB
 TENSOR_MIB = 16
 
@@ -45,7 +45,7 @@ Save = Callable[[Any, Any, Path], Any]
 
 
 def prepare_ours(work: Work, save: Save) -> Callable[[], float]:
-    import ckpt_async.torch.dcp  # noqa: F401  else at first use
+    import ckpt_async.torch.dcp  # noqa: F401  imported now, not at first use
     from ckpt_async import Uploader
     from ckpt_async.stores import StoreOptions
 
@@ -102,7 +102,7 @@ def prepare_open(work: Work) -> Callable[[], float]:
 
 
 def prepare_fsspec(work: Work) -> Callable[[], float]:
-    import s3fs  # noqa: F401  else at first use
+    import s3fs  # noqa: F401  imported now, not at first use
     from torch.distributed.checkpoint import async_save
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -120,7 +120,7 @@ def prepare_fsspec(work: Work) -> Callable[[], float]:
 
 
 def prepare_lightning(work: Work) -> Callable[[], float]:
-    import s3fs  # noqa: F401  else at first use
+    import s3fs  # noqa: F401  imported now, not at first use
     from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
     state, plugin = state_of(work), AsyncCheckpointIO(TorchCheckpointIO())
@@ -129,7 +129,7 @@ def prepare_lightning(work: Work) -> Callable[[], float]:
         began = time.perf_counter()
         plugin.save_checkpoint({"state_dict": state}, f"s3://{work.bucket}/{work.key}/last.ckpt")
         blocked_s = time.perf_counter() - began
-        plugin.teardown()  # waits, and raises what went wrong
+        plugin.teardown()  # waits, and raises any error
         return blocked_s
 
     return run
@@ -142,12 +142,12 @@ OURS = {
     "torch, FsspecWriter": prepare_fsspec,
     "Lightning": prepare_lightning,
 }
-# The project's own Python runs all of them; these come with what it lacks.
+# All of them run in the project's own Python; these groups provide the packages it lacks.
 GROUPS = {"torch, FsspecWriter": ("fsspec",), "Lightning": ("fsspec", "lightning")}
 
 
 def environments(names: list[str]) -> dict[str, dict[str, str]]:
-    """Of those that can be had here."""
+    """Return the additional environment variables for each way that is available here."""
     found = {}
     for name in names:
         pythons = [peers.install(group) for group in GROUPS.get(name, ())]

@@ -44,7 +44,7 @@ OPERATIONS = {
 
 
 class Clock:
-    """Time of operations within one call, in seconds, as far as the calling thread spent it."""
+    """The time that operations took within one call, in seconds, counting only the calling thread."""
 
     def __init__(self) -> None:
         self.spent = dict.fromkeys(OPERATIONS, 0.0)
@@ -71,7 +71,7 @@ def waited_for_core_s() -> float:
 
 
 def floor_s(path: Path, notes: int) -> float:
-    """What the file system alone asks of a thread that keeps a file and notes that it did."""
+    """Return what the file system alone costs a thread that keeps a file and writes a note of it."""
     kept = path.with_suffix(".kept")
     started = time.perf_counter()
     kept.mkdir()
@@ -119,14 +119,14 @@ def rank_main(settings: dict[str, Any]) -> None:
         samples.append({**sample, "floor": floor_s(path, notes)})
         time.sleep(settings["pause_s"] / 2)
     print(json.dumps(samples), flush=True)
-    os._exit(0)  # what is not uploaded yet is of no interest
+    os._exit(0)  # what has not been uploaded by now does not matter
 
 
 # --- the writer beside it ----------------------------------------------------------------------------------
 
 
 def writer_main(settings: dict[str, Any]) -> None:
-    """Write until killed, or until the bound."""
+    """Write until killed, or until the limit is reached."""
     block = os.urandom(8 * MIB)
     left = settings["write_bytes"]
     for number in itertools.cycle(range(4)):
@@ -144,7 +144,7 @@ def writer_main(settings: dict[str, Any]) -> None:
 
 
 def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float]], int]:
-    """The samples of all ranks, and the bytes that reached the sink meanwhile."""
+    """Return the samples of all ranks, and the bytes that reached the sink during the run."""
     processes: list[subprocess.Popen[str]] = []
     link = Link(20, 400, 30) if arguments.link else None
     with scratch(arguments.folder) as folder, SinkServer(link=link, is_idle=arguments.link) as sink:
@@ -189,7 +189,9 @@ def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float
 
 
 def rows_of(title: str, samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """In ms. The last row says what the slowest hundredth of the calls (at least three) spent their time on."""
+    """Return the rows, in ms. The last row says what the slowest hundredth of the calls (at least three)
+    spent their time on.
+    """
     tail = sorted(samples, key=lambda each: each["wall"])[-max(3, len(samples) // 100) :]
     columns = list(samples[0])
     rows = {

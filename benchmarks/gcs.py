@@ -1,10 +1,11 @@
 """How fast, and with how much CPU, does one file go to Google Cloud Storage and come back, compared with other clients?
 
-Never run against Google: the server is a sink on loopback that speaks its API (the tests' own peer, which here counts
-and drops the bytes of parts, and answers zeros). It is written in Python and takes its share of the cores, the same
-for every client, so read the ratios. As in `upload` and `download`, each run is a whole process, clients take turns,
-and a run counts only if every byte of the file has passed once. `ours` compares what it sent and got with CRC32C;
-obstore sends no checksum and compares none; Google's transfer manager runs with its defaults, in threads.
+This never runs against Google: the server is a sink on loopback that speaks Google's API (the tests' own
+peer, which here counts and drops the bytes of parts, and answers with zeros). It is written in Python and
+uses some of the cores, equally for every client, so read the ratios. As in `upload` and `download`, each run
+is a whole process, the clients take turns, and a run counts only if every byte of the file was transferred
+once. `ours` verifies what it sent and got with CRC32C; obstore sends no checksum and verifies none; Google's
+transfer manager runs with its defaults, in threads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def serve() -> None:
     zeros, local = memoryview(bytes(64 * MIB)), threading.local()
 
     class Hole(bytes):
-        """What was dropped."""
+        """Stands for a body whose bytes were dropped."""
 
         size_bytes, crc32c = 0, ""
 
@@ -88,7 +89,7 @@ def serve() -> None:
         def resource(self, name: str) -> dict[str, object]:
             found, facts = super().resource(name), self.objects[name].metadata
             if "size" in facts:
-                del found["crc32c"]  # of nothing
+                del found["crc32c"]  # computed over the empty `Hole`
                 found |= facts
             return found
 

@@ -1,5 +1,4 @@
-"""Does anything grow with the number of checkpoints ever saved: memory, start-up, requests, `enqueue`, the
-journal?
+"""Does anything grow with the number of checkpoints ever saved: memory, start-up, requests, `enqueue`, journal?
 
 One rank saves one tiny checkpoint after another with `num_checkpoints_to_keep=3` to the sink over HTTP. Nothing is
 ever deleted remotely, which is the worst case. After 10, 100, 1,000, … checkpoints it closes the uploader, measures,
@@ -29,15 +28,15 @@ from typing import Any
 from _child import MIB, anonymous_bytes
 from _compare import BUCKET, Server, parser_of, quantile, report, scratch
 
-AHEAD = 8  # checkpoints under way
-REPEATS = 3  # of what takes milliseconds: opening, finding
+AHEAD = 8  # checkpoints in progress at once
+REPEATS = 3  # measurements of what takes only milliseconds: opening, finding
 KEEP = 3
-SAMPLES = 500  # `enqueue` is timed for the last ones before each line
+SAMPLES = 500  # the number of `enqueue` calls timed before each line
 PATIENCE_S = 60.0
 
 
 def milestones(last: int) -> Iterator[int]:
-    """10, 100, … and `last`."""
+    """Yield 10, 100, … and `last`."""
     yield from itertools.takewhile(lambda count: count < last, (10**power for power in itertools.count(1)))
     yield last
 
@@ -59,7 +58,7 @@ class Run:
         )
 
     def save_until(self, count: int) -> list[float]:
-        """Seconds that the last calls of `enqueue` took."""
+        """Save checkpoints up to step `count`; return the seconds that each of the last calls of `enqueue` took."""
         first = self._num_saved + 1
         first_timed = max(first, count - SAMPLES + 1)
         for step in range(first, first_timed):
@@ -75,7 +74,7 @@ class Run:
         return took
 
     def _save(self, step: int) -> float:
-        """Seconds that `enqueue` took."""
+        """Save one checkpoint, and return the seconds that `enqueue` took."""
         path = self._folder / f"step-{step}" / "shard.bin"
         path.parent.mkdir()
         path.write_bytes(b"%d" % step)
@@ -86,7 +85,7 @@ class Run:
         return took_s
 
     def _rest(self) -> None:
-        """Until the engine has seen all that there is and has nothing left to do; `flush` would wake it once more."""
+        """Wait until the engine has seen everything and has nothing left to do. `flush` would wake it once more."""
         engine, changed = self._uploader._engine.view(), self._uploader._engine.changed  # noqa: SLF001
         asked = engine.wake()
 

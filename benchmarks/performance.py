@@ -1,12 +1,12 @@
-"""Generates docs/performance.md: runs the benchmarks, saves their JSON, and creates tables and the chart from
-it.
+"""Generates docs/performance.md: runs the benchmarks, saves their JSON, and creates tables and the chart from it.
 
-`./dev bench performance --run` runs every benchmark with the arguments below and saves one file each to `--from`,
-which takes an hour on two cores; names select some of them. Without `--run` it uses the saved results. A benchmark
-without saved results keeps its previous table; text outside the markers is left unchanged.
+`./dev bench performance --run` runs every benchmark with the arguments below and saves one file for each to
+`--from`, which takes an hour on two cores; give names to select some of them. Without `--run` it uses the
+saved results. A benchmark without saved results keeps its previous table; text outside the markers is left
+unchanged.
 
-`--quick` is for your machine: one round of most, ten minutes in all, and the page is written beside the results, with
-their tables only.
+`--quick` is for your machine: one round of most benchmarks, ten minutes in all. The page is written beside
+the results, with their tables only.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Part:
     name: str
     command: str
     title: str
-    counted: str  # what keeps it honest
-    quick: str | None = None  # what to add to the command for a rough answer; None: it takes too long
+    counted: str  # the check that keeps the result honest
+    quick: str | None = None  # arguments to add for a rough answer; None: takes too long for that
 
 
 SINK = "bytes counted by a sink that reads all of them before it answers"
@@ -153,7 +153,9 @@ def run(part: Part, folder: Path) -> bool:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Markdown; a spread as its median and range. Columns that hold more than a number are for the JSON only."""
+    """Return a Markdown table; a spread is shown by its median and range. Columns that hold more than a
+    number appear only in the JSON.
+    """
     columns = [name for name, value in next(iter(rows.values())).items() if not is_nested(value)]
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
     for name, row in rows.items():
@@ -178,7 +180,9 @@ def section(part: Part, saved: Mapping[str, Any]) -> list[str]:
 
 
 def machine_lines(machines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Where and with what; more than one line if the results are not of one machine."""
+    """Return where, and with which versions, the results were measured: several lines if they come from
+    several machines.
+    """
     lines = []
     for each in machines:
         versions = ", ".join(f"{name} {version}" for name, version in each["versions"].items())
@@ -190,7 +194,7 @@ def machine_lines(machines: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def replaced(page: str, name: str, lines: Iterable[str]) -> str:
-    """The page with what is between the markers of `name` replaced. Raises ValueError without markers."""
+    """Return the page with the text between the markers of `name` replaced. Raises ValueError if they are missing."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, _, rest = page.partition(begin)
     _, found, after = rest.partition(end)
@@ -202,7 +206,8 @@ def replaced(page: str, name: str, lines: Iterable[str]) -> str:
 
 # --- the chart ---------------------------------------------------------------------------------------------
 
-# Colours that carry on white and on GitHub's dark background; the text follows the reader's scheme.
+# Colours that are legible on white and on GitHub's dark background; the text follows the reader's colour
+# scheme.
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f }
 .title { font-weight: 600 } .note { fill: #57606a }
@@ -221,7 +226,7 @@ PANELS = (  # result, column, title
 
 
 def bars(rows: Mapping[str, float], title: str, x: int, y: int, width: int) -> tuple[list[str], int]:
-    """One panel, and where it ends."""
+    """Return one panel, and the y coordinate where it ends."""
     lines = [f'<text class="title" x="{x}" y="{y + 14}">{escape(title)}</text>']
     y += 26
     most = max(rows.values())
@@ -239,7 +244,7 @@ def bars(rows: Mapping[str, float], title: str, x: int, y: int, width: int) -> t
 
 
 def chart(saved: Mapping[str, Mapping[str, Any]]) -> str:
-    """An SVG of all panels that there are results for, in two columns."""
+    """Return an SVG of all panels that have results, in two columns."""
     half = WIDTH // 2
     lines: list[str] = []
     ends = [10, 10]
@@ -261,8 +266,8 @@ def chart(saved: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def use_memory_once() -> None:
-    """Touch half of the available memory. A page that a virtual machine has never used costs a page of its host, too:
-    seen 2.7 instead of 0.6 s/GiB, which whoever came first would pay.
+    """Touch half of the available memory. A page that a virtual machine has never used costs its host a page,
+    too (seen: 2.7 instead of 0.6 s/GiB), which the first client to run would pay for.
     """
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     (available_kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -32,18 +32,18 @@ from _compare import BUCKET, Clients, Server, compared, key_of, parser_of, repor
 
 RUN = "run"
 FILE = "__0_0.distcp"
-# A transformer's layer, roughly: two matrices, a bias, a norm.
+# Roughly the layer of a transformer: two matrices, a bias, a norm.
 LAYER = (("w", 2 << 20), ("o", 512 << 10), ("b", 2048), ("n", 1024))
 LAYER_MIB = 10
 
 
 def shapes(mib: int) -> dict[str, int]:
-    """Number of elements of every tensor, all of float32."""
+    """Return the number of elements of every tensor, all of float32."""
     return {f"layer{i:03d}.{name}": count for i in range(mib // LAYER_MIB) for name, count in LAYER}
 
 
 def tenth(mib: int) -> dict[str, int]:
-    """One in ten of each kind of tensor."""
+    """Return a tenth of the tensors of each kind."""
     num_layers, lot = mib // LAYER_MIB, random.Random(1)
     drawn = ((each, lot.sample(range(num_layers), max(1, num_layers // 10))) for each in LAYER)
     return {f"layer{i:03d}.{name}": count for (name, count), layers in drawn for i in layers}
@@ -71,7 +71,7 @@ def check(state: dict[str, Any], mib: int) -> None:
 def load_ours(work: Work, *, is_partial: bool = False, **places: Any) -> Callable[[], None]:
     from torch.distributed.checkpoint import load
 
-    import ckpt_async.stores.s3.client  # noqa: F401  else at first use
+    import ckpt_async.stores.s3.client  # noqa: F401  imported now, not at first use
     from ckpt_async import restore
     from ckpt_async.stores import StoreOptions
     from ckpt_async.torch import CkptAsyncReader
@@ -125,7 +125,7 @@ def read_ours(work: Work) -> Callable[[], None]:
 
 
 def load_fsspec(work: Work, *, is_partial: bool = False) -> Callable[[], None]:
-    import s3fs  # noqa: F401  else at first use
+    import s3fs  # noqa: F401  imported now, not at first use
     from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -164,12 +164,12 @@ LOADS = {
     "FsspecReader, 10 %": load_fsspec_partly,
     "FileSystemReader": load_files,
 }
-NEARER = ("local", "FileSystemReader", "peer")  # not from the store
+NEARER = ("local", "FileSystemReader", "peer")  # these do not read from the store
 OURS = {**LOADS, "ours, bytes": read_ours}
 
 
 def save(folder: Path, mib: int, url: str) -> str:
-    """Commit the checkpoint; the folder of its keys in the run."""
+    """Commit the checkpoint; return the prefix of its keys within the run."""
     import torch
 
     from ckpt_async import Uploader
@@ -188,7 +188,7 @@ def save(folder: Path, mib: int, url: str) -> str:
 
 @contextlib.contextmanager
 def peer(folder: Path, prefix: str) -> Iterator[str]:
-    """Serves the checkpoint's files from this process; yields the address."""
+    """Serve the checkpoint's files from this process; yield the address."""
     from ckpt_async import restore
 
     files = {f"{prefix}/{path.name}": path for path in folder.iterdir()}
@@ -210,7 +210,7 @@ def main() -> None:
     mib = arguments.mib // LAYER_MIB * LAYER_MIB
     wanted = [
         name for name in arguments.clients if arguments.server != "tls" or name != "s3torchconnector"
-    ]  # which trusts no certificate of ours
+    ]  # s3torchconnector does not trust our certificate
     if any(name.startswith("FsspecReader") for name in wanted) and (python := peers.install("fsspec")):
         fsspec = {"PYTHONPATH": peers.site_packages(python)}
     else:

@@ -1,8 +1,8 @@
-"""How long does a save of a state block training, and how much does training lose beside it?
+"""How long does a save of a state block training, and how much does training lose while it is written and uploaded?
 
 Ways to save a state to the local disk; each run is a whole process, and they take turns:
 
-  CheckpointSaver           copied into memory that is used again, written by a thread, and then uploaded
+  CheckpointSaver           copied into memory that is reused, written by a thread, and then uploaded
   CheckpointSaver, process  the same, uploaded by a process of its own
   CheckpointSaver, blocking written in `step`, then uploaded
   torch.save                written, and nothing else
@@ -10,11 +10,12 @@ Ways to save a state to the local disk; each run is a whole process, and they ta
   torch, kept stager        the same with a `DefaultStager` that keeps its memory from save to save
   Lightning                 AsyncCheckpointIO: copied, then torch.save on a thread
 
-A torch training loop runs on one thread. "blocked" is how long the call took. "beside" is what training lost from then
-until the file was written, "upload" what it lost from then until the commit (ours only: fsync, upload to a sink,
-receipts), each by comparison with the same number of steps when alone. "lost" is blocked + beside. The first save of a
-process takes its memory from the kernel; the later ones may use it again. "extra MiB" is the peak resident memory of a
-save over that before the first. "step us" is what a `CheckpointSaver.step` costs when nothing is due.
+A torch training loop runs on one thread. "blocked" is how long the call took. "beside" is what training lost
+from then until the file was written, "upload" what it lost from then until the commit (ours only: fsync,
+upload to a sink, receipts), each compared with the same number of steps when training runs alone. "lost" is
+blocked + beside. The first save of a process takes its memory from the kernel; the later ones may reuse it.
+"extra MiB" is the peak resident memory of a save above that before the first. "step us" is what a
+`CheckpointSaver.step` costs when nothing is due.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ class Way:
         self.folder, self.written = Path(work.path), threading.Event()
 
     def save(self, state: Any, number: int) -> None:
-        """What the training loop calls."""
+        """Save, as called from the training loop."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Until nothing goes on beside training. On another thread."""
+        """Wait, on another thread, until nothing runs beside training."""
 
     def call_us(self) -> float | None:
-        """Of a call when nothing is due."""
+        """Return the microseconds of a call when nothing is due."""
         return None
 
 
@@ -105,7 +106,7 @@ class AsyncSave(Way):
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # The two that need an accelerator are off.
+        # The two options that need an accelerator are off.
         kept = DefaultStager(StagingOptions(False, True, False, False)) if keeps_stager else None
         self.options = {"async_stager": kept} if keeps_stager else {}
         self.dcp, self.future = dcp, None
@@ -156,7 +157,7 @@ WAYS: dict[str, Callable[[Work], Way]] = {
 
 
 def train(step: Callable[[], object], is_over: Callable[[float], bool]) -> tuple[float, int]:
-    """Seconds and steps until `is_over(seconds so far)`."""
+    """Train until `is_over(seconds so far)`; return the seconds and the steps."""
     began = now = time.perf_counter()
     num_steps = 0
     while not is_over(now - began):
@@ -172,9 +173,9 @@ def resident_bytes(name: str) -> int:
 
 
 def one_save(way: Way, state: Any, number: int, step: Callable[[], object]) -> dict[str, float]:
-    """The call, then training until all is quiet, between two windows of training alone."""
+    """Save once, then train until nothing runs in the background, between two windows of training alone."""
     before = train(step, lambda spent_s: spent_s >= ALONE_S)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     way.written.clear()
     began = time.perf_counter()
     way.save(state, number)
@@ -213,7 +214,7 @@ def prepare(name: str) -> Callable[[Work], Callable[[], Any]]:
             for number in range(1, work.concurrency + 1):
                 each = one_save(way, state, number, step)
                 saves.append(each | {"extra": each.pop("peak") - idle_bytes})
-                if name not in OURS:  # retention removes ours
+                if name not in OURS:  # retention removes our files
                     for path in way.folder.iterdir():
                         remove(path)
             return {"saves": saves, "call_us": way.call_us()}

@@ -1,15 +1,15 @@
-"""What would 10,000 ranks that save 20 GiB each every 10 minutes request from S3, and what would that cost per
-month?
+"""What would 10,000 ranks that save 20 GiB each every 10 minutes request from S3, and what would that cost per month?
 
-Calculated, and checked by simulation. The cutting of shards into parts is that of `transfer`. The requests of a
-commit are counted: the real `Engine`, `PatientStore`, `protocol` and `decide` of every rank run on one virtual clock
-against a store that answers with latency, has S3's page size and its request limits per prefix (503 SlowDown beyond),
-and counts. Only the bytes are left out: an upload is a sleep, the journal a list. The uploads of a checkpoint end
-spread over `--spread-s`, as real ones do.
+The answer is calculated, and checked by simulation. Shards are cut into parts by the code of `transfer`. The
+requests of a commit are counted: the real `Engine`, `PatientStore`, `protocol` and `decide` of every rank run
+on one virtual clock against a store that answers with latency, has S3's page size and its request limits per
+prefix (503 SlowDown beyond), and counts. Only the bytes are left out: an upload is a sleep, the journal a
+list. The uploads of a checkpoint end spread over `--spread-s`, as real ones do.
 
-The calculation says N PUTs of receipts, N fencing LISTs, and so on; a run fails if the simulation disagrees. The
-default simulates 1,250 engines: 10,000 ranks at eight per node, if one engine wrote one receipt for its node;
-`--simulate 10000` takes an hour and 8 GiB. Prices are list prices of S3 Standard in us-east-1 as of 2025.
+The calculation says N PUTs of receipts, N fencing LISTs, and so on; a run fails if the simulation disagrees.
+The default simulates 1,250 engines: 10,000 ranks at eight per node, if one engine wrote one receipt for its
+node; `--simulate 10000` takes an hour and 8 GiB. Prices are list prices of S3 Standard in us-east-1 as of
+2025.
 """
 
 from __future__ import annotations
@@ -70,11 +70,9 @@ from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 from ckpt_async.transfer.patient import PatientStore
 
 GIB = 1 << 30
-PAGE = 1000  # S3 API reference, ListObjectsV2: keys of one answer
-WRITES_PER_S, READS_PER_S = (
-    3500,
-    5500,
-)  # S3 user guide, "best practices design patterns": per partitioned prefix
+PAGE = 1000  # S3 API reference, ListObjectsV2: keys per answer
+# S3 user guide, "best practices design patterns": per partitioned prefix.
+WRITES_PER_S, READS_PER_S = 3500, 5500
 CHECKPOINT = CheckpointId(1, 100)
 NAME = "step-100"
 
@@ -84,11 +82,13 @@ NAME = "step-100"
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is asked for. A writer is what has an engine and writes a receipt: a rank, or a node for all its ranks."""
+    """The workload. A writer is whatever has an engine and writes a receipt: a rank, or a node on behalf of
+    all its ranks.
+    """
 
     num_writers: int
     bytes_per_writer: int
-    part_size_bytes: int  # the setting: the smallest part
+    part_size_bytes: int  # the setting: the minimum part size
 
     @property
     def part_bytes(self) -> int:
@@ -96,13 +96,13 @@ class Fleet:
 
     @property
     def data_writes(self) -> int:
-        """Of one checkpoint, one shard for each writer: create, parts, complete."""
+        """Requests that write one checkpoint, with one shard per writer: create, parts, complete."""
         return self.num_writers * (len(upload.plan_parts(self.bytes_per_writer, self.part_bytes)) + 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What the receipts and the decision of one checkpoint take, beside its bytes."""
+    """The requests for the receipts and the decision of one checkpoint, without its data."""
 
     writes: float
     lists: float  # pages: each is a request
@@ -111,8 +111,8 @@ class Commit:
 
 
 def looks_until(waited_s: float, num_writers: int) -> tuple[int, int]:
-    """How often an engine looks for the others before `waited_s` have passed since its own receipt, and how often it
-    lists the receipts for that.
+    """Return how often an engine looks for the other receipts within `waited_s` after its own, and how many
+    of these looks list the receipts.
     """
     settings, watch, now, num_listings = Settings(), decide.Watch(), 0.0, 0
     waiting = LocalCheckpoint(CHECKPOINT, NAME, sealed=Sealed(CHECKPOINT, NAME, num_writers))
@@ -128,8 +128,9 @@ def looks_until(waited_s: float, num_writers: int) -> tuple[int, int]:
 
 
 def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers: float) -> Commit:
-    """The last of N uploads ends after `spread_s`, the others evenly before it. Whoever is done looks at once (fencing,
-    receipts), and then now and then at the decision and, while there is none, the receipts.
+    """Calculate the requests of one commit, and its duration. The last of N uploads ends after `spread_s`,
+    the others evenly spread before it. An engine whose upload is done looks at once (fencing, receipts), then
+    periodically at the decision and, while there is none, at the receipts.
     """
     if num_writers == 1:  # looks for nobody, and knows what its receipt says
         return Commit(writes=3, lists=1, gets=2, to_commit_s=2 * latency_s)
@@ -138,17 +139,18 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     pages = math.ceil((num_writers + 1) / PAGE)
     to_commit_s = latency_s * (1 + pages + waves + 1)  # PUT receipt, LIST, GETs 16 at a time, PUT decision
     period_s = max(decide.SUCCESSOR_POLL_S, num_writers / decide.SUCCESSOR_LOOKS_PER_S)
-    # By the way, while its own upload goes on and then until the commit.
+    # Each engine looks for a successor periodically during its own upload, and then until the commit.
     looks_for_successor = sum(
         (spread_s - wait) // period_s + (wait + to_commit_s) // period_s for wait in waits
     )
     looks, listings = zip(*(looks_until(wait + to_commit_s, num_writers) for wait in waits), strict=True)
     return Commit(
-        writes=num_writers + num_committers + 1,  # of latest
-        # A listing ends at the first page that lacks somebody's: only who commits reads all, and looks again
-        # for a successor.
+        writes=num_writers + num_committers + 1,  # 1 for latest
+        # A listing ends at the first page that lacks a rank. Only a committer reads all pages, and it looks
+        # for a successor once more.
         lists=num_writers + looks_for_successor + sum(listings) + num_committers * (pages - 1 + 1),
-        # Decision and boundary at each look but the first, and once more when it is there, but for the committers.
+        # Each look but the first reads the decision and the boundary. Engines other than the committers read
+        # both once more when the decision is there.
         gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,
         to_commit_s=to_commit_s,
     )
@@ -158,7 +160,7 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
-    """Does not wait: tells the loop that the time has passed."""
+    """A selector that does not wait, but tells the loop that the time has passed."""
 
     passed_s = 0.0
 
@@ -170,7 +172,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """`time()` moves only when nothing else is left to do; what would go to a thread is done at once."""
+    """An event loop whose `time()` moves only when nothing else is left to do; work for a thread is done at once."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -187,7 +189,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @dataclass(slots=True)
 class Counts:
-    """Requests by what they are, and by second."""
+    """Requests counted by kind, and by second."""
 
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
     seconds: collections.Counter[tuple[str, int]] = field(default_factory=collections.Counter)
@@ -198,7 +200,7 @@ class Counts:
 
 
 class DistantStore:
-    """Objects in memory, an answer after a while, and S3's limits as if all keys were in one prefix."""
+    """Objects in memory, answered after a delay, with S3's limits applied as if all keys were in one prefix."""
 
     url = "s3://model/run"
     capabilities: Capabilities = CAPABILITIES
@@ -258,7 +260,7 @@ class DistantStore:
             begin = bisect.bisect_right(self._keys, max(prefix, start_after))
             page = self._keys[begin : begin + PAGE]
             mine = [key for key in page if key.startswith(prefix)]
-            # To the second, as S3 says it.
+            # Times are in whole seconds, as S3 reports them.
             found += [ObjectInfo(key, 1, "", None, int(self._objects[key][1])) for key in mine]
             await self._answer()
             is_whole = len(mine) < PAGE
@@ -296,10 +298,10 @@ class ListJournal:
 
 
 class ModelEngine(Engine):
-    """The real one, except that an upload is a sleep and nothing is on a disk."""
+    """The real engine, except that an upload is a sleep and nothing is on disk."""
 
     upload_s = 0.0
-    committed = 0  # by all of them
+    committed = 0  # by all engines
 
     async def _carry_out(self, action: decide.Action) -> None:
         if isinstance(action, decide.MakeDurable):
@@ -321,7 +323,7 @@ class Simulated:
     """One checkpoint of all writers."""
 
     kinds: collections.Counter[str]
-    peaks: dict[str, int]  # requests in the fullest second
+    peaks: dict[str, int]  # requests in the busiest second
     num_throttled: int
     to_commit_s: float  # from the end of the last upload
     to_known_s: float  # until the last engine knew
@@ -388,7 +390,9 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
 
 
 def check(simulated: Simulated, paper: Commit, num_writers: int) -> None:
-    """Raise unless paper and simulation agree: exactly on what is fixed, and within 30% on what is left to chance."""
+    """Raise unless calculation and simulation agree: exactly where numbers are fixed, within 30% where chance
+    has a part.
+    """
     once = {"PUT receipts": num_writers}
     once["GET receipts"] = simulated.num_committers * num_writers if num_writers > 1 else 0
     once["PUT decisions"] = simulated.num_committers
@@ -410,7 +414,7 @@ def check(simulated: Simulated, paper: Commit, num_writers: int) -> None:
 
 
 def dollars_a_month(arguments: argparse.Namespace, writes: float, gets: float) -> float:
-    """Of requests; DELETE is free, and so are bytes that come in."""
+    """The cost of requests. DELETE is free, and so is incoming traffic."""
     checkpoints = 30 * 86_400 / arguments.interval_s
     return (
         checkpoints
@@ -420,7 +424,7 @@ def dollars_a_month(arguments: argparse.Namespace, writes: float, gets: float) -
 
 
 def storage_dollars_a_month(arguments: argparse.Namespace) -> float:
-    """What AWS bills as a GB is 2**30 bytes."""
+    """The cost of storage. What AWS bills as a GB is 2**30 bytes."""
     return arguments.ranks * arguments.gib * arguments.kept * arguments.dollars_per_gb_month
 
 

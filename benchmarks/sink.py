@@ -1,9 +1,10 @@
 """An S3 server for benchmarks that reads every byte before it answers, and counts what clients send.
 
-The other benchmarks send to it; run alone, it prints the environment variables that make any client use it. Servers
-that answer before they have read the body (nginx `return 200`) make clients look two to four times faster than they
-are. `sink.c` documents which requests it understands. With TLS (`--tls`; needs OpenSSL's headers and its command) it
-decrypts on the cores that the client needs too: then compare CPU seconds rather than MiB/s.
+The other benchmarks send to it; run alone, it prints the environment variables that point any client to it.
+Servers that answer before they have read the body (nginx `return 200`) make clients look two to four times
+faster than they are. `sink.c` documents which requests it understands. With TLS (`--tls`; needs OpenSSL's
+headers and its command) it decrypts on the cores that the client needs too: then compare CPU seconds rather
+than MiB/s.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from pathlib import Path
 from typing import Self
 
 SOURCE = Path(__file__).with_name("sink.c")
-CACHE = (
-    Path(__file__).resolve().parent.parent / ".venv" / "benchmarks"
-)  # ignored by git, gone with ./dev clean
+# Ignored by git, removed by ./dev clean.
+CACHE = Path(__file__).resolve().parent.parent / ".venv" / "benchmarks"
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Since the sink started. Bytes are those of objects and parts, without framing. Connections are the most at once
-    since these were last asked for.
+    """Counters since the sink started. Bytes are those of objects and parts, without framing. `connections`
+    is the most that were open at once since the previous call of `stats`.
     """
 
     bytes_in: int
@@ -50,8 +50,9 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What one connection moves and what all move together, how long an answer takes, how many connections there are
-    for one that moves a tenth, and how many requests a second are answered with anything but SlowDown. 0: no limit.
+    """The limits of the network between the sink and its clients: the throughput of one connection and of all
+    together, and the delay of an answer. One of every `slow_every` connections has a tenth of the throughput.
+    Beyond `requests_per_s`, requests are answered with SlowDown. 0: no limit.
     """
 
     connection_mib_s: float = 0
@@ -72,9 +73,10 @@ class Link:
 
 
 class SinkServer:
-    """One sink process on a free port. A context manager. It writes the method and target of every request to `log`,
-    and keeps up to `keep_mib` of large bodies. `link` is what lies between it and its clients. `is_idle`: it has only
-    the cores that nobody else wants, for a server on another machine takes none of a trainer's.
+    """One sink process on a free port. A context manager. It writes the method and target of every request to
+    `log`, and keeps up to `keep_mib` of large bodies. `link` is what lies between it and its clients. With
+    `is_idle` it gets only the CPU time that nobody else wants, because a server on another machine would take
+    none from a trainer.
     """
 
     def __init__(
@@ -109,32 +111,32 @@ class SinkServer:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self._port = int(self._process.stdout.readline())
-        if self._is_idle:  # the threads that it makes from now on, one for each connection, inherit it
+        if self._is_idle:  # the threads that it creates from now on, one per connection, inherit this
             os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        self._process.communicate()  # closes its standard input, upon which it ends
+        self._process.communicate()  # closes its standard input, upon which it exits
 
     def stats(self) -> Stats:
         with urllib.request.urlopen(f"{self.url}/__stats", timeout=30, context=self._trust) as answer:
             return Stats(*map(int, answer.read().split()))
 
     def cpu_s(self) -> float:
-        """User and system seconds of the sink so far."""
+        """Return the user and system seconds of the sink so far."""
         assert self._process is not None
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def size_of(self, bucket: str, key: str) -> int:
-        """The object's size as the sink has it. Raises urllib.error.HTTPError if there is none."""
+        """Return the object's size as the sink has it. Raises urllib.error.HTTPError if there is none."""
         request = urllib.request.Request(f"{self.url}/{bucket}/{key}", method="HEAD")
         with urllib.request.urlopen(request, timeout=30, context=self._trust) as answer:
             return int(answer.headers["Content-Length"])
 
     def environment(self) -> dict[str, str]:
-        """The variables that make an S3 client find the sink."""
+        """Return the variables that point an S3 client to the sink."""
         trusted = self._certificate and str(self._certificate.with_name("trust.pem"))
         return {
             **(dict.fromkeys(("AWS_CA_BUNDLE", "SSL_CERT_FILE"), trusted) if trusted else {}),
@@ -149,7 +151,7 @@ class SinkServer:
 
 
 def build(*, is_tls: bool = False) -> Path:
-    """Compile the sink once per version of its source. Exits with a clear message without a compiler."""
+    """Compile the sink once per version of its source. Exits with a clear message if there is no compiler."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         sys.exit(
@@ -169,8 +171,8 @@ def build(*, is_tls: bool = False) -> Path:
 
 
 def certificate() -> Path:
-    """A key and its own certificate for 127.0.0.1, made once. The certificate alone, for clients, is in `trust.pem`
-    beside it: CRT takes no file that holds a key too.
+    """Return the path of a key with its own certificate for 127.0.0.1, made once. The certificate alone, for
+    clients, is in `trust.pem` beside it, because CRT rejects a file that also holds a key.
     """
     path = CACHE / "tls.pem"
     if not path.exists():

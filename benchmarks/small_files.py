@@ -25,7 +25,8 @@ from sink import Link
 
 RUN = "run"
 FILE_BYTES = 64 << 10
-# Of what is not a file, whatever the number of files: the lease, the decision, and what s5cmd lists.
+# Requests that are not for files, independent of the number of files: the lease, the decision, and s5cmd's
+# listings.
 MOST_OTHER_REQUESTS = 20
 
 
@@ -53,7 +54,7 @@ def s5cmd(python: Path, work: Work) -> Measured:
 
 
 def commit_all(folder: Path, num_files: int, url: str) -> tuple[str, dict[str, bytes]]:
-    """Commit a checkpoint of this many files; where it is, and what it has."""
+    """Commit a checkpoint of this many files; return its location and its contents."""
     from ckpt_async import Uploader
     from ckpt_async.stores import StoreOptions
 
@@ -70,7 +71,9 @@ def commit_all(folder: Path, num_files: int, url: str) -> tuple[str, dict[str, b
 
 
 def checked(name: str, lines: list[str], target: Path, files: dict[str, bytes]) -> int:
-    """Requests besides those for files. Raises unless each was asked for once, and all are there."""
+    """Return the number of requests besides those for files. Raises unless each file was requested once, and
+    all are there.
+    """
     asked: Counter[str] = Counter()
     others = 0
     for line in lines:

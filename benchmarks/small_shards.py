@@ -21,7 +21,8 @@ from _compare import BUCKET, Server, add_ratio, key_of, parser_of, report, scrat
 from sink import Link
 
 SHARD_BYTES = 64 << 10
-# Of what is not a shard: opening and closing requests of a rank with one checkpoint, whatever the number of shards.
+# Requests that are not for shards, independent of their number: opening and closing a rank with one
+# checkpoint.
 MOST_OTHER_REQUESTS = 40
 
 
@@ -37,7 +38,7 @@ def _prepare(work: Work, runner: str) -> Callable[[], None]:
     from ckpt_async import Uploader
     from ckpt_async.stores import StoreOptions
 
-    # A folder and a journal of its own; the files are the same ones, still in the page cache.
+    # Each run has its own folder and journal; the files are the same ones, still in the page cache.
     folder = Path(work.path).parent / work.key
     (folder / "step").mkdir(parents=True)
     for path in Path(work.path).iterdir():
@@ -70,7 +71,9 @@ def s5cmd(python: Path, work: Work) -> Measured:
 
 
 def checked(name: str, log: Path, seen: int, num_shards: int) -> tuple[int, int]:
-    """Requests for shards and others since line `seen`. Raises unless every shard was sent by exactly one PUT."""
+    """Return the requests for shards, and the others, since line `seen`. Raises unless every shard was sent
+    by exactly one PUT.
+    """
     shards: dict[str, int] = {}
     others = 0
     for line in log.read_text().splitlines()[seen:]:
@@ -117,7 +120,8 @@ def main() -> None:
                     measured = s5cmd(python, keyed)
                 _, other = checked(name, log, seen, arguments.shards)
                 moved = (server.stats() - before).bytes_in
-                # Besides the shards there are only small records; the receipt has some 200 bytes for each shard.
+                # Besides the shards, only small records are sent; the receipt has some 200 bytes for each
+                # shard.
                 if not 0 <= moved - size_bytes < 400 * arguments.shards + (64 << 10):
                     raise RuntimeError(f"{name}: {moved} bytes arrived of {size_bytes}")
                 if name in OURS and other > MOST_OTHER_REQUESTS:

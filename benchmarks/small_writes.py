@@ -1,9 +1,9 @@
-"""What does a small durable write from an event loop cost: one hop to a thread, or aiofiles, with a hop for each
-call?
+"""What does a small durable write from an event loop cost: with one hop to a thread, or with aiofiles' hop per call?
 
-A manifest or a record of the directory store: 4 KiB to a temporary file, fsync, rename, fsync of the folder.
-`to_thread` runs `durable.write_durably` as a whole; `aiofiles` awaits each of the same steps. "read" reads the file
-back. The variants take turns. On tmpfs an fsync is free, so only the hops remain.
+The write is that of a manifest or a record of the directory store: 4 KiB to a temporary file, fsync, rename,
+fsync of the folder. `to_thread` runs `durable.write_durably` as a whole; `aiofiles` awaits each of the same
+steps. "read" reads the file back. The variants take turns. On tmpfs an fsync is free, so only the hops
+remain.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WORKS: dict[str, Work] = {
 
 
 async def measure(work: Work, folder: Path, num_files: int, at_once: int) -> tuple[float, float]:
-    """Seconds, and CPU seconds of this process, for one file."""
+    """Return the seconds, and the CPU seconds of this process, per file."""
     paths = [folder / f"{number}" for number in range(num_files)]
     began, cpu_began = time.perf_counter(), time.process_time()
     for start in range(0, num_files, at_once):

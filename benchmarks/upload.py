@@ -32,7 +32,7 @@ SMALL_CHANGE_BYTES = 1 * MIB
 
 
 def _knobs(work: Work) -> dict[str, Any]:
-    """As settings of ours."""
+    """Return the options of `work` as our settings."""
     return peers.given(work, "part_size_bytes", "num_concurrent_uploads")
 
 
@@ -75,7 +75,7 @@ def prepare_transfer_uvloop(work: Work) -> Callable[[], None]:
 
 
 def prepare_transfer_slices(work: Work) -> Callable[[], None]:
-    """Without sendfile: the bytes pass through the process, slice by slice."""
+    """Upload without sendfile: the bytes pass through the process, slice by slice."""
     from ckpt_async.stores.http import uploads
 
     uploads.Exchange.takes_files = property(lambda _: False)  # type: ignore[assignment,method-assign]
@@ -86,7 +86,8 @@ def prepare_uploader(work: Work) -> Callable[[], None]:
     from ckpt_async import Uploader
     from ckpt_async.stores import StoreOptions
 
-    # A folder and a journal of its own, as the runs before had; the file is the same one, still cached.
+    # Each run has its own folder and journal, as the previous ones did; the file is the same one, still
+    # cached.
     folder = Path(work.path).parent / work.key
     folder.mkdir()
     path = folder / "shard.bin"
@@ -153,13 +154,14 @@ DEFAULT = ["ours", "ours, Uploader", *peers.UPLOADS, "sendfile"]
 
 @contextlib.contextmanager
 def checked(server: Server, name: str, work: Work) -> Iterator[None]:
-    """Raise unless what is done inside brings exactly the file's bytes."""
+    """Raise unless the work done inside transfers exactly the bytes of the file."""
     before = server.stats()
     yield
     moved = (server.stats() - before).bytes_in
     if server.is_sink and not 0 <= moved - work.size_bytes < SMALL_CHANGE_BYTES:
         raise RuntimeError(f"{name}: {moved} bytes arrived of a file of {work.size_bytes}")
-    # The largest, for what the Uploader writes beside the shard is small. The parts of `sendfile` are objects.
+    # Take the largest object, since what the Uploader writes beside the shard is small. With `sendfile`, the
+    # parts are objects.
     if name != "sendfile" and (size := max(server.sizes(work.key).values(), default=0)) != work.size_bytes:
         raise RuntimeError(f"{name}: the object has {size} bytes of {work.size_bytes}")
 
@@ -174,7 +176,7 @@ def main() -> None:
     parser.add_argument("--server", choices=("sink", "tls", "seaweed"), default="sink")
     parser.add_argument("--verify", action="store_true", help="let the sink check every checksum it can")
     arguments = parser.parse_args()
-    # The one signs nothing, the other trusts no certificate of ours.
+    # `sendfile` does not sign requests, and s3torchconnector does not trust our certificate.
     only = {"sendfile": {"sink"}, "s3torchconnector": {"sink", "seaweed"}}
     wanted = [name for name in arguments.clients if arguments.server in only.get(name, {arguments.server})]
     clients = Clients(wanted, peers.UPLOADS)
