@@ -42,13 +42,14 @@ FILE = Path(__file__).with_name("ckpt-async.json")
 SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 WIDTH = 24  # columns of Grafana's grid
 
-# Every port of a node exports the values of its journals, so one port of each node counts: docs/metrics.md, (N).
+# Every port of a node exports the values of that node's journals, so only one port per node counts:
+# docs/metrics.md, (N).
 NODE = '"node", "$1", "instance", "(.+?)(?::[0-9]+)?"'
 RUN = 'run=~"$run"'
 
 
 def of_node(metric: str, by: str, matchers: str = RUN) -> str:
-    """One value of each node for a metric that all ports of a node export alike."""
+    """Return an expression with one value per node, for a metric that all ports of a node export alike."""
     labels = ", ".join(filter(None, (by, "node")))
     selected = f"{metric}{{{matchers}}}" if matchers else metric
     return f"max by ({labels}) (label_replace({selected}, {NODE}))"
@@ -61,7 +62,7 @@ def rate(metric: str, matchers: str = RUN) -> str:
 
 
 def mean(histogram: str, by: str, matchers: str = "") -> str:
-    """Mean over what was observed, and no line where nothing was."""
+    """Return the mean of the observations, with no line where there were none."""
     total, count = (f"sum by ({by}) ({rate(f'{histogram}_{part}', matchers)})" for part in ("sum", "count"))
     return f"{total} / ({count} > 0)"
 
@@ -79,18 +80,18 @@ class Graph:
     unit: str
     queries: tuple[Query, ...]
     width: int = 8
-    warn: float | None = None  # from here on yellow
-    alarm: float | None = None  # from here on red
+    warn: float | None = None  # yellow from this value on
+    alarm: float | None = None  # red from this value on
     is_stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Number(Graph):
-    """The newest value, large, with a name beside it where there are several."""
+    """The newest value, large, with a name beside it if there are several."""
 
 
 def mean_time(title: str, meaning: str, histogram: str, by: str) -> Graph:
-    """A line for each `by`."""
+    """Return a graph with a line for each `by`."""
     return Graph(title, meaning, "s", (Query(mean(histogram, by), f"{{{{{by}}}}}"),))
 
 
