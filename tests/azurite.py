@@ -1,7 +1,7 @@
-"""A real server of Azure Blob Storage's interface on this machine: Microsoft's emulator Azurite, from npm.
+"""A real server for the Azure Blob Storage API on this machine: Microsoft's emulator Azurite, from npm.
 
-Standard library only. npm installs it into this Python's environment when it is first needed, which takes half a minute
-and Node.js. Version 3.35.0 is the last one for Node 20. Flags as of that version (`azurite-blob --help`).
+Standard library only. npm installs Azurite into this Python's environment at first use, which takes half a minute and
+needs Node.js. Version 3.35.0 is the last one for Node 20. Flags as of that version (`azurite-blob --help`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from tests.server_process import ServerProcess, is_free
 VERSION = "3.35.0"
 
 _HOST = "127.0.0.1"
-_PORTS = range(22_000, 32_000)  # below what Linux gives to clients, above tests/seaweed.py's
+# Below Linux's ephemeral ports for clients, above the range of tests/seaweed.py.
+_PORTS = range(22_000, 32_000)
 _INSTALL_S = 300.0
 
 
 class AzuriteServer(ServerProcess):
     """One Azurite in `folder`, on a port of its own, with one container. Also a context manager.
 
-    Its index is written to disk every few seconds: what was stored just before `kill` may be gone after `start`.
+    Its index is written to disk every few seconds, so what was stored just before `kill` may be gone after `start`.
     """
 
     name = "azurite"
@@ -46,7 +47,9 @@ class AzuriteServer(ServerProcess):
         key: str | None = None,
         tls: tuple[Path, Path] | None = None,
     ) -> None:
-        """`tls`: certificate and key, in PEM. Then it speaks HTTPS, and whoever asks must trust them."""
+        """`tls`: certificate and key, in PEM. If given, the server speaks HTTPS, and its clients must trust the
+        certificate.
+        """
         super().__init__(folder)
         self.account, self.container = account, container
         self.key = key or b64encode(b"ckpt-demo-secret" * 4).decode()
@@ -59,7 +62,7 @@ class AzuriteServer(ServerProcess):
         return f"http{'s' if self._tls else ''}://{_HOST}:{self._port}/{self.account}"
 
     def environment(self) -> dict[str, str]:
-        """The variable that makes a client find this server."""
+        """The variable that points a client to this server."""
         fields = {
             "DefaultEndpointsProtocol": "https" if self._tls else "http",
             "AccountName": self.account,
@@ -81,10 +84,10 @@ class AzuriteServer(ServerProcess):
         return self.create_container(self.container)
 
     def is_ready(self, status: str) -> bool:
-        return status in ("201", "409")  # 409: it is there from before a `kill`
+        return status in ("201", "409")  # 409: the container exists since before a `kill`
 
     def create_container(self, container: str) -> str:
-        """PUT it, signed by hand (Shared Key), and return the HTTP status."""
+        """PUT the container, signed by hand (Shared Key), and return the HTTP status."""
         path = f"/{self.account}/{container}"
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2023-11-03"}
         lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
@@ -104,7 +107,7 @@ class AzuriteServer(ServerProcess):
 
 
 def find_azurite() -> list[str]:
-    """The command that runs Azurite's blob service; it is installed beside this Python first if it is not there.
+    """Return the command that runs Azurite's blob service, after installing it beside this Python if it is missing.
 
     Raises FileNotFoundError with what to do, or CalledProcessError.
     """
@@ -130,12 +133,12 @@ def find_azurite() -> list[str]:
 
 @contextlib.contextmanager
 def _alone(path: Path):
-    """Test processes side by side install it once."""
+    """Let only one of several parallel test processes install it."""
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _free_port() -> int:
-    """Random, so that test sessions side by side rarely meet."""
+    """Return a random port, so that parallel test sessions rarely collide."""
     return next(port for port in random.sample(_PORTS, len(_PORTS)) if is_free(_HOST, port))

@@ -1,4 +1,4 @@
-"""What every folder of tests may use: a way to run coroutines, and a real S3 server."""
+"""Fixtures for the tests of every folder: a way to run coroutines, and real servers."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.seaweed import SeaweedServer
 from tests.stores.gcs_peer import GcsPeer
 from tests.sweep.trainers import Trainers
 
-# Hypothesis must find the same today as tomorrow: a pure test that fails by chance helps nobody.
+# Hypothesis must find the same examples every day: a pure test that fails by chance helps nobody.
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -30,7 +30,7 @@ settings.register_profile(
 )
 settings.load_profile("ci")
 
-# Files that take longest, longest first: one of them at the end would leave a core idle.
+# The slowest files, slowest first: started last, one of them would leave a core idle.
 LONGEST = (
     "stores/test_conformance.py",
     "watch/test_nodes.py",
@@ -82,13 +82,13 @@ LONGEST = (
 )
 TESTS = Path(__file__).resolve().parent
 
-# Tests that run beside each other would judge the link by what the others move (`ckpt_async.transfer.node`).
+# Tests that run in parallel would judge the link by each other's transfers (`ckpt_async.transfer.node`).
 _link = tempfile.TemporaryDirectory(
     prefix="ckpt-link-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
 )
 os.environ["XDG_RUNTIME_DIR"] = _link.name
 
-# In the background SIGINT is ignored, and processes inherit that: tests of Ctrl-C would wait for ever.
+# Background processes ignore SIGINT, and their children inherit that: tests of Ctrl-C would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -123,7 +123,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServe
 
 @pytest.fixture
 def s3_url(s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A prefix in the session's S3 server that no other test uses; the environment leads there."""
+    """A prefix in the session's S3 server that no other test uses. The environment points to the server."""
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return f"s3://{s3_server.bucket}/test-{uuid.uuid4().hex}"
@@ -138,7 +138,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzuriteServer]
 
 @pytest.fixture
 def azure_url(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A prefix in the session's Azurite that no other test uses; the environment leads there."""
+    """A prefix in the session's Azurite that no other test uses. The environment points to the server."""
     for name, value in azurite.environment().items():
         monkeypatch.setenv(name, value)
     return f"az://{azurite.container}/test-{uuid.uuid4().hex}"
@@ -146,21 +146,21 @@ def azure_url(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="session")
 def gcs_peer() -> Iterator[GcsPeer]:
-    """For all tests that do not meddle; each has a prefix of its own."""
+    """One peer for all tests that do not tamper with it; each test has a prefix of its own."""
     with GcsPeer() as peer:
         yield peer
 
 
 @pytest.fixture
 def gcs_url(gcs_peer: GcsPeer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A prefix in the session's Google Cloud Storage that no other test uses; the environment leads there."""
+    """A prefix in the session's Google Cloud Storage peer that no other test uses. The environment points to it."""
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs_peer.url)
     return f"gs://{gcs_peer.bucket}/test-{uuid.uuid4().hex}"
 
 
 @pytest.fixture(scope="session")
 def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileServer]:
-    """One for the whole session, as with SeaweedFS."""
+    """One SFTP server for the whole session, as with SeaweedFS."""
     with FileServer("sftp", tmp_path_factory.mktemp("sftp")) as server:
         yield server
 
@@ -182,7 +182,9 @@ def webdav_url(webdav_server: FileServer, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def use_file_server(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A folder in it that no other test uses. fsspec's configuration leads there, here and in other processes."""
+    """Return the URL of a folder in the server that no other test uses. fsspec's configuration points to the server,
+    in this process and in its children.
+    """
     for name, options in server.configuration().items():
         monkeypatch.setitem(fsspec.config.conf, name, options)
     for name, value in server.environment().items():
@@ -192,7 +194,7 @@ def use_file_server(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def trainers() -> Iterator[Trainers]:
-    """None outlives the test."""
+    """Trainers, none of which outlives the test."""
     made = Trainers()
     yield made
     made.kill()

@@ -1,10 +1,10 @@
-"""What torch.distributed.checkpoint writes beside its shards."""
+"""The metadata file that torch.distributed.checkpoint writes beside its shards."""
 
 import pickle
 
 
 def metadata_of(sizes: dict[str, int]) -> bytes:
-    """As DCP writes it, for one tensor in each of these files."""
+    """Return the metadata as DCP writes it, for one tensor in each of these files."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 

@@ -5,12 +5,12 @@ import os
 import resource
 from collections.abc import Iterator
 
-NUM_OPEN = 1_100  # beyond what select() takes
+NUM_OPEN = 1_100  # more than select() can handle
 
 
 @contextlib.contextmanager
 def many_open() -> Iterator[None]:
-    """What is opened within has a number above 1,023."""
+    """Open so many files that every descriptor opened in the block has a number above 1,023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, NUM_OPEN + 500), hard))
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(NUM_OPEN)]

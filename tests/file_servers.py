@@ -1,6 +1,6 @@
-"""Real servers of file systems on this machine: SFTP by asyncssh, WebDAV by wsgidav, both from PyPI.
+"""Real file servers on this machine: SFTP by asyncssh, WebDAV by wsgidav, both from PyPI.
 
-As programs: `python -m tests.file_servers sftp|webdav FOLDER`; the port is the first line of stdout.
+Can be run as programs: `python -m tests.file_servers sftp|webdav FOLDER`; the port is the first line of stdout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 class FileServer:
     """One server of `folder` in a process of its own, on a free port of the loopback address. Also a context manager.
-    What is in the folder survives `kill` and `start`, which listens on the same port again.
+    The contents of the folder survive `kill` and `start`, which listens on the same port again.
     """
 
     def __init__(self, kind: str, folder: Path | str) -> None:
@@ -32,17 +32,17 @@ class FileServer:
 
     @property
     def url(self) -> str:
-        """Of a folder in it that is not there yet."""
+        """The URL of a folder on the server that does not exist yet."""
         return f"sftp://127.0.0.1:{self._port}/runs" if self._kind == "sftp" else "webdav:///runs"
 
     def environment(self) -> dict[str, str]:
-        """What fsspec needs, for other processes: it reads this when it is imported."""
+        """The variables that fsspec needs in other processes: it reads them when it is imported."""
         if self._kind == "sftp":
             return {"FSSPEC_SFTP_USERNAME": USER, "FSSPEC_SFTP_PASSWORD": PASSWORD}
         return {"FSSPEC_WEBDAV_BASE_URL": f"http://127.0.0.1:{self._port}/"}
 
     def configuration(self) -> dict[str, dict[str, object]]:
-        """The same as `fsspec.config.conf`, for this process."""
+        """The same settings in the form of `fsspec.config.conf`, for this process."""
         found: dict[str, dict[str, object]] = {}
         for name, value in self.environment().items():
             _, scheme, option = name.lower().split("_", 2)
@@ -60,11 +60,11 @@ class FileServer:
         self._port = int(line)
 
     def kill(self) -> None:
-        """With SIGKILL: what it was about to do is lost."""
+        """Kill the server with SIGKILL: whatever it was about to do is lost."""
         self._signal(signal.SIGKILL)
 
     def pause(self, *, is_paused: bool) -> None:
-        """Keep it from answering, with every connection left open."""
+        """Keep the server from answering, while every connection stays open."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP if is_paused else signal.SIGCONT)
 

@@ -1,5 +1,7 @@
-"""Builds deploy/kubernetes as `kubectl kustomize` does, as far as our own files ask for it: no field of theirs is
-passed over. So what is applied can be looked at where there is no kubectl; where there is one, both must say the same.
+"""Builds deploy/kubernetes as `kubectl kustomize` does, but supports only the fields that our files use.
+
+A field that is not supported raises instead of being ignored. So the tests can look at what is applied without having
+kubectl; where there is one, both must build the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ LOCAL = "config.kubernetes.io/local-config"
 
 
 def build(folder: Path) -> list[Object]:
-    """Every object that `kubectl apply -k FOLDER` sends. Raises KeyError on a field that is not known here."""
+    """Return every object that `kubectl apply -k FOLDER` sends. Raises KeyError on a field that is not supported
+    here.
+    """
     objects: list[Object] = []
     _accumulate(folder, objects)
     return [each for each in objects if not each["metadata"].get("annotations", {}).get(LOCAL)]
@@ -73,7 +77,7 @@ def _images(objects: list[Object], asked: list[Object]) -> None:
 
 
 def containers(node: Any) -> list[Object]:
-    """All of them, those that start first and the sidecars included, wherever they are."""
+    """Return all containers at any depth, including init containers and sidecars."""
     if isinstance(node, list):
         return [each for one in node for each in containers(one)]
     if not isinstance(node, dict):
@@ -96,7 +100,9 @@ def _replacements(objects: list[Object], asked: list[Object]) -> None:
 
 
 def _put(node: Any, path: str, value: Object) -> None:
-    """`path` ends with a list's name and `[name=…]`: the element of that name, which is made if there is none."""
+    """Put `value` at `path`, which ends with a list's name and `[name=…]`: the element of that name is replaced or
+    added.
+    """
     *steps, last, of_name = path.split(".")
     for step in steps:
         node = node[int(step) if step.isdecimal() else step]

@@ -1,4 +1,4 @@
-"""A server on an event loop of its own, on a thread: for tests that block."""
+"""A server on an event loop of its own, in a thread, for tests that block."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class LoopServer(ABC):
-    """Context manager. What begins with an underscore runs on the loop."""
+    """The server, as a context manager. Methods that begin with an underscore run on the loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -16,11 +16,11 @@ class LoopServer(ABC):
 
     @abstractmethod
     async def _start(self) -> None:
-        """Listen."""
+        """Start listening."""
 
     @abstractmethod
     async def _stop(self) -> None:
-        """Break all connections, and listen no more."""
+        """Break all connections, and stop listening."""
 
     def __enter__(self) -> Self:
         self._thread.start()

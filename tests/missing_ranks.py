@@ -1,4 +1,4 @@
-"""Ranks on several nodes, of which some have not delivered: what `status` and the sweeper's page are to tell."""
+"""Ranks on several nodes, some of which have not delivered: what `status` and the sweeper's page must report."""
 
 import contextlib
 import threading
@@ -24,7 +24,9 @@ def save(uploader: Uploader, *steps: int) -> None:
 def lacking_ranks(
     folder: Path, store: Path, nodes: tuple[int, ...], committed: tuple[int, ...]
 ) -> Iterator[list[Uploader]]:
-    """A start with the rank n on node `nodes[n]`. All have delivered `committed`, only rank 0 the step after them."""
+    """Open a start whose rank n is on node `nodes[n]`. All ranks have delivered `committed`; the step after that,
+    only rank 0.
+    """
     start: dict[str, Any] = {
         "world_size": len(nodes),
         "launch_id": "a",

@@ -10,7 +10,7 @@ from ckpt_async.local.journal import Journal
 
 
 class Node:
-    """Each is opened when it is written first."""
+    """The journals of a node's ranks. Each is opened when it is first written."""
 
     def __init__(self, folder: Folder, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._clock = folder, clock

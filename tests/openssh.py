@@ -1,6 +1,8 @@
-"""A real OpenSSH server on this machine, as whoever runs the tests: Debian's `openssh-server`, or any on the PATH.
+"""A real OpenSSH server on this machine, run by the user who runs the tests: Debian's `openssh-server`, or any on the
+PATH.
 
-Standard library only. It needs no rights, listens on the loopback address, and knows one key, which is made for it.
+Standard library only. It needs no root privileges, listens on the loopback address, and accepts one key, which is
+made for it.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Self
 
-_SEPARATED = Path("/run/sshd")  # where sshd locks up who has not logged in, when root runs it
+_SEPARATED = Path("/run/sshd")  # where sshd, if run by root, confines clients that have not logged in yet
 
 
 def find_sshd() -> str | None:
-    """It is not on most users' PATH."""
+    """Return the path of sshd, which is not on most users' PATH."""
     return shutil.which("sshd", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 
@@ -43,7 +45,7 @@ class OpensshServer:
         return {"FSSPEC_SFTP_USERNAME": getpass.getuser(), "FSSPEC_SFTP_KEY_FILENAME": str(self._key)}
 
     def configuration(self) -> dict[str, dict[str, object]]:
-        """The same as `fsspec.config.conf`, for this process."""
+        """The same settings in the form of `fsspec.config.conf`, for this process."""
         return {"sftp": {"username": getpass.getuser(), "key_filename": str(self._key)}}
 
     def __enter__(self) -> Self:
@@ -84,7 +86,9 @@ class OpensshServer:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """And every connection's process: its group is all of them that have not logged in yet, and their parents."""
+        """Kill the server and the process of every connection. The server's process group only has those that have
+        not logged in yet, and the parents of the others.
+        """
         if self._process is not None:
             for child in self._descendants(self._process.pid):
                 os.kill(child, signal.SIGKILL)

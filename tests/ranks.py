@@ -1,4 +1,4 @@
-"""The ranks of a job, for tests: forks of one process, which has imported torch for all of them.
+"""The ranks of a job, for tests: forks of one process that has imported torch for all of them.
 
 A test calls `run_ranks(SCRIPT, 3, folder)`; the script calls `become_ranks(3)` once it has imported what it needs.
 """
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_ranks(script: Path, world_size: int, folder: Path, *, timeout_s: float = 180) -> None:
-    """Run `python SCRIPT WORLD_SIZE FOLDER`. Fails with what it printed unless all ranks end with 0 in time."""
+    """Run `python SCRIPT WORLD_SIZE FOLDER`. Fails with its output unless all ranks exit with 0 in time."""
     ranks = subprocess.Popen(
         [sys.executable, str(script), str(world_size), str(folder)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
@@ -26,15 +26,15 @@ def run_ranks(script: Path, world_size: int, folder: Path, *, timeout_s: float =
     try:
         output, _ = ranks.communicate(timeout=timeout_s)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
+        with contextlib.suppress(ProcessLookupError):  # all have exited
             os.killpg(ranks.pid, signal.SIGKILL)
         ranks.wait()
     assert ranks.returncode == 0, output
 
 
 def become_ranks(world_size: int) -> int:
-    """Fork a process for each rank and return its number there. This one waits for all of them, and exits with 1 if any
-    has failed.
+    """Fork a process for each rank and return its number there. The parent waits for all of them, and exits with 1 if
+    any has failed.
     """
     pids = []
     for rank in range(world_size):

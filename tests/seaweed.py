@@ -52,7 +52,7 @@ class SeaweedServer(ServerProcess):
         return f"http://{_HOST}:{self._ports['s3']}"
 
     def environment(self) -> dict[str, str]:
-        """The variables that make an S3 client find this server."""
+        """The variables that point an S3 client to this server."""
         return {
             "AWS_ACCESS_KEY_ID": self._access_key,
             "AWS_SECRET_ACCESS_KEY": self._secret_key,
@@ -62,7 +62,7 @@ class SeaweedServer(ServerProcess):
         }
 
     def command(self, data: Path) -> tuple[list[str], dict[str, str]]:
-        # It also leaves logs in the folder for temporary files.
+        # SeaweedFS also writes logs to the folder for temporary files.
         environment = {**os.environ, **self.environment(), "TMPDIR": str(self._folder)}
         return [find_weed(), *self._flags(data)], environment
 
@@ -85,7 +85,7 @@ class SeaweedServer(ServerProcess):
             "-admin.ui=false",
             "-webdav=false",
             "-master.telemetry=false",
-            "-s3.autoCreateBucket=false",  # as on S3, a bucket that nobody made is an error
+            "-s3.autoCreateBucket=false",  # as on S3, using a bucket that was never created is an error
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             f"-s3.localSocket={data / 's3.sock'}",
@@ -122,7 +122,7 @@ class SeaweedServer(ServerProcess):
 
 
 def find_weed() -> str:
-    """The `weed` program beside this Python, else on the PATH. Raises FileNotFoundError with what to do."""
+    """Return the path of `weed`, beside this Python or else on the PATH. Raises FileNotFoundError with what to do."""
     beside = Path(sys.executable).with_name("weed")
     found = str(beside) if beside.is_file() else shutil.which("weed")
     if found is None:
@@ -131,10 +131,10 @@ def find_weed() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that are free together with their gRPC twins.
+    """Return ports that are free together with their gRPC counterparts.
 
-    Random, so that test sessions side by side rarely meet: between this look and the server's bind another
-    process could still take one, and then the server's start fails.
+    They are random, so that parallel test sessions rarely collide: another process could still take one between this
+    check and the server's bind, and then the server fails to start.
     """
     found: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):

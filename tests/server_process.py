@@ -1,4 +1,4 @@
-"""A server of the tests as a process of its own: started until it answers, killed, stopped. Standard library only."""
+"""A test server in a process of its own: started until it answers, killed, stopped. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Self
 
 def is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        # A port in TIME_WAIT counts as free, as it does for the server.
+        # A port in TIME_WAIT counts as free, because the server can bind it too.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -25,7 +25,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 class ServerProcess(ABC):
-    """Runs in `folder`, and logs there. Also a context manager."""
+    """A server that runs in `folder` and logs there. Also a context manager."""
 
     name: str
 
@@ -35,29 +35,29 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def command(self, data: Path) -> tuple[Sequence[str], Mapping[str, str]]:
-        """What to run on the folder `data`, and in which environment."""
+        """Return the command that serves the folder `data`, and its environment."""
 
     @abstractmethod
     def probe(self) -> str:
-        """Ask whether it serves; what it answered. Raises OSError or HTTPException."""
+        """Ask whether the server is ready, and return its answer. Raises OSError or HTTPException."""
 
     @abstractmethod
     def is_ready(self, status: str) -> bool:
-        """Whether `probe` says so."""
+        """Return whether this answer of `probe` means that the server is ready."""
 
     @property
     def pid(self) -> int | None:
-        """The server's process while it runs."""
+        """The ID of the server's process while it runs."""
         return self._process.pid if self._process is not None else None
 
     @property
     def log(self) -> Path:
-        """What the server printed."""
+        """The path of the file with the server's output."""
         return self._folder / f"{self.name}.log"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Start the server, also again after `kill`, and return once it serves. Raises RuntimeError with the end of its
-        log.
+        """Start the server, also again after `kill`, and return once it serves. Raises RuntimeError with the end of
+        its log.
         """
         if self._process is not None:
             raise RuntimeError("the server is running already")
@@ -80,11 +80,11 @@ class ServerProcess(ABC):
             raise
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would. Idempotent."""
+        """Send SIGKILL, as in a crash. Idempotent."""
         self._end(signal.SIGKILL, timeout_s=10.0)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """SIGTERM, and SIGKILL if that takes longer than `timeout_s`. Idempotent."""
+        """Send SIGTERM, then SIGKILL if that takes longer than `timeout_s`. Idempotent."""
         self._end(signal.SIGTERM, timeout_s)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""docs/settings.md, made from the settings: `python -m tests.settings_page > docs/settings.md`."""
+"""Generates docs/settings.md from the settings: `python -m tests.settings_page > docs/settings.md`."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,7 @@ from ckpt_async.core.settings import Settings
 
 
 def describe() -> str:
-    """The text of `docs/settings.md`."""
+    """Return the text of `docs/settings.md`."""
     lines = [
         "# Settings",
         "",

@@ -1,6 +1,6 @@
-"""The shape of the package, read from its source: which modules are pure, and which may import which.
+"""The architecture of the package, read from its source: which modules are pure, and which may import which.
 
-Nothing is imported to find this out, so a module that is broken or needs torch is judged like any other.
+Nothing is imported for this, so a module that is broken or needs torch is judged like any other.
 """
 
 import ast
@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ckpt_async"
 HERE = "tests/test_architecture.py"
 
-# Top to bottom, a room each: a folder of the package, or one of the four modules beside them. A room imports from the
-# rooms below it, never from above or beside: lazily and for types too.
+# From top to bottom. A room is a folder of the package, or one of the four modules beside the folders. A room
+# imports only from the rooms below it, never from those above or beside it; this includes lazy imports and
+# imports for types.
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("integrations", "cli"),
@@ -37,7 +38,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 )
 DEPTH = {name: depth for depth, rooms in enumerate(ROOMS) for name in rooms}
 
-# Values in, values out. A name stands for the module and, if it is a room, for all that is in it.
+# Pure modules: values in, values out. A name stands for the module and, if it is a room, for all modules in
+# it.
 PURE = (
     *("errors", "core", "protocol.sweep_plan", "transfer.concurrency", "doctor.diagnosis"),
     *("saver.timestamp", "saver.schedule", "saver.auto", "saver.names"),
@@ -47,14 +49,16 @@ IMPURE_IMPORTS = {
     *("tempfile", "threading", "time"),
     *("aiobotocore", "aiofiles", "aiohttp", "awscrt", "botocore", "prometheus_client", "tenacity", "torch"),
 }
-# Above `transfer` every request is patient: what makes one attempt is seen there by the doctor only, which measures it.
+# Above `transfer`, every request goes through the patient store. What makes single attempts may be imported
+# there only by the doctor, which measures it.
 ONE_ATTEMPT = tuple(
     f"ckpt_async.stores.{name}."
     for name in ("interface.Store", "open_store", "s3", "azure", "directory", "memory")
 )
 MAY_MAKE_ONE_ATTEMPT = {"stores", "transfer", "doctor"}
 MAY_IMPORT_TORCH = {"torch", "saver", "integrations"}
-# What users of the package import, and nothing else: an adapter is what a user could have written.
+# The modules that users of the package import. An adapter may import only these, because a user could have
+# written it.
 PUBLIC = {"__init__", "errors", "restore", "torch", "saver"}
 
 
@@ -81,7 +85,7 @@ def _module_name(path: str) -> str:
 
 
 def _room(module: str) -> str:
-    """The name under which ROOMS lists a module of the package: ckpt_async.stores.s3.client -> stores."""
+    """Return the name under which ROOMS lists a module of the package: ckpt_async.stores.s3.client -> stores."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -130,7 +134,7 @@ def _impurities(path: str, tree: ast.Module, imports: list[Import]) -> Iterator[
 
 
 def violations(sources: Mapping[str, str]) -> list[str]:
-    """Every breach of the architecture in {path below the root: source}, one line each."""
+    """Return every breach of the architecture in {path below the root: source}, one line each."""
     modules = {_module_name(path) for path in sources}
     graph: dict[str, set[str]] = {}
     problems: list[str] = []
@@ -182,12 +186,12 @@ def test_the_package_keeps_its_shape() -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-# Of code: public functions have long docstrings, which is no reason to take them apart.
+# Lines of code. Docstrings do not count: a long docstring is no reason to split a public function.
 MOST_LINES = {"file": 550, "class": 350, "function": 60}
 
 
 def _code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without docstrings, its own and those within."""
+    """Return the number of lines without docstrings, neither its own nor nested ones."""
     documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docs = (
         each.body[0] for each in ast.walk(node) if isinstance(each, documented) and ast.get_docstring(each)
@@ -358,7 +362,9 @@ def test_every_room_is_on_one_floor() -> None:
 
 
 def test_tests_take_nothing_from_other_test_modules() -> None:
-    """What several share is in a helper module. Mutants run the tests of others; the drawing is held to ROOMS."""
+    """Shared code belongs in a helper module. There are two exceptions: the mutants run other modules' tests, and the
+    drawing is compared with ROOMS.
+    """
     takers = {"sweep/test_upkeep_mutants.py", "test_docs.py"}
     folder = ROOT / "tests"
     found = {

@@ -1,4 +1,4 @@
-"""./dev compat: what its page says, and that a play's processes end with it."""
+"""./dev compat: its page matches the code, and the processes of a play end with it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The demo is the main job, so it runs here for real; and its verdict must be able to be 'no'."""
+"""The demo shows the main purpose of the package, so it runs here for real; and its verdict must be able to fail."""
 
 import json
 import subprocess
@@ -12,7 +12,9 @@ DEV = Path(__file__).resolve().parent.parent / "dev"
 
 
 def test_a_killed_rank_loses_nothing_and_a_damaged_byte_is_found(tmp_path: Path) -> None:
-    """torchrun, SIGKILL in the middle of an upload, resume, every byte and loss; then the check with damage."""
+    """Run torchrun, SIGKILL a rank in the middle of an upload, resume, compare every byte and loss, then check with
+    damage.
+    """
     command = [DEV, "demo", "--store", "file", "--json", "--keep", tmp_path, "--steps", "12"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     result = json.loads(ended.stdout)

@@ -1,5 +1,5 @@
-"""The files of deploy/ and docs/operations.md cannot rot: their command lines, settings, metrics and rights are those
-of the code, and Kubernetes takes its own.
+"""Keeps the files of deploy/ and docs/operations.md up to date: their command lines, settings, metrics and
+permissions must be those of the code, and Kubernetes must accept its files.
 """
 
 import json
@@ -53,7 +53,7 @@ def environment_of(path: Path) -> dict[str, str]:
 
 
 def command_lines() -> Iterator[tuple[str, list[str]]]:
-    """Every `ckpt-async …` that somebody will run, and where it is written."""
+    """Yield every `ckpt-async …` command that users are told to run, and where it is written."""
     (started,) = re.findall(r"^ExecStart=\S+/ckpt-async (.*)$", UNIT.read_text(), re.MULTILINE)
     folders = environment_of(ENVIRONMENT)["SWEEP_FOLDERS"]
     yield UNIT.name, shlex.split(started.replace("$SWEEP_FOLDERS", folders))
@@ -96,7 +96,7 @@ def test_command_lines_parse() -> None:
 
 
 def test_environment_files_set_known_settings() -> None:
-    """A variable that nobody reads looks like a setting that is made."""
+    """A variable that no code reads would look like a setting that has an effect."""
     given = environment_of(ENVIRONMENT)
     written = [
         {one["name"]: one["value"] for one in each.get("env", ()) if one["name"].startswith("CKPT_")}
@@ -118,7 +118,7 @@ def test_environment_files_set_known_settings() -> None:
 
 @pytest.mark.parametrize("path", APPLIED, ids=lambda path: path.name)
 def test_what_is_applied_fits_together(path: Path) -> None:
-    """What a pod refers to by its name is applied with it, and no placeholder is left."""
+    """A pod that refers to an object by name fails if that is not applied with it, or if a placeholder is left."""
     objects = build(path)
     names = {(each["kind"], each["metadata"]["name"]) for each in objects}
     assert len(names) == len(objects)
@@ -137,11 +137,11 @@ def test_what_is_applied_fits_together(path: Path) -> None:
 
 
 def test_kubectl_builds_what_these_tests_look_at() -> None:
-    """What they look at is built by tests/kustomize.py, which is held against the real one wherever there is one."""
+    """These tests look at what tests/kustomize.py builds, so it is compared with the real kubectl if there is one."""
     kubectl = shutil.which("kubectl")
     for path in [*APPLIED, KUBERNETES / "base"] if kubectl else []:
         done = subprocess.run([str(kubectl), "kustomize", path], capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stderr) == (0, ""), path  # what is deprecated is said there
+        assert (done.returncode, done.stderr) == (0, ""), path  # deprecated fields are reported there
 
         def named(objects: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
             return {(each["kind"], each["metadata"]["name"]): each for each in objects}
@@ -174,13 +174,14 @@ def test_a_field_that_the_loader_does_not_know_is_refused(
         build(tmp_path / "overlays/job")
 
 
-# What our JobSet says of itself: its CRD has 800 kB. By hand, the file was held against that, too.
+# The fields that our JobSet uses, because its CRD has 800 kB. The file was also checked against the CRD by
+# hand.
 OF_JOBSET = {"failurePolicy": {"maxRestarts"}, "replicatedJobs": {"name", "replicas", "template"}}
 
 
 @pytest.mark.parametrize("path", APPLIED, ids=lambda path: path.name)
 def test_manifests_follow_the_schemas_of_kubernetes(path: Path) -> None:
-    """Unknown fields count: a misspelt one is left out in silence."""
+    """Unknown fields are errors, because Kubernetes silently ignores a misspelt one."""
     for each in build(path):
         manifest = of_jobset(each) if each["kind"] == "JobSet" else each
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
@@ -192,7 +193,7 @@ def test_manifests_follow_the_schemas_of_kubernetes(path: Path) -> None:
 
 
 def of_jobset(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The Job that it makes."""
+    """Return the Job that the JobSet creates."""
     spec = manifest["spec"]
     assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
     assert spec.keys() == OF_JOBSET.keys()
@@ -203,7 +204,7 @@ def of_jobset(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def pods(node: Any) -> Iterator[dict[str, Any]]:
-    """The specification of every pod in there."""
+    """Yield the specification of every pod in `node`."""
     below = node if isinstance(node, list) else node.values() if isinstance(node, dict) else ()
     if isinstance(node, dict) and "containers" in node:
         yield node
@@ -212,12 +213,12 @@ def pods(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def containers() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every container that is applied, with the folder it is in."""
+    """Yield every container that is applied, with the folder it is in."""
     return ((path.name, each) for path in APPLIED for each in containers_of(build(path)))
 
 
 def test_probes_ask_the_page_and_not_the_store() -> None:
-    """A liveness probe that depends on the store would end training whenever that is away."""
+    """A liveness probe that depended on the store would end training whenever the store is unavailable."""
     probes = {}
     for where, each in containers():
         ports = {port["name"]: port["containerPort"] for port in each.get("ports", ())}
@@ -247,14 +248,16 @@ def test_a_jobset_has_as_many_nodes_for_torchrun_as_pods() -> None:
 
 @pytest.mark.parametrize("path", [*SCRIPTS, DEPLOY / "ray/submit.sh"], ids=lambda path: path.name)
 def test_scripts_are_bash_and_say_how_they_are_called(path: Path) -> None:
-    """They run for real by `./dev slurm`, `./dev elastic` and `./dev compat ray`."""
+    """The scripts run for real in `./dev slurm`, `./dev elastic` and `./dev compat ray`."""
     done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=60, env={})
     assert done.returncode
     assert f"usage: {'sbatch ' if path in BATCHES else ''}{path.name} FOLDER" in done.stderr
 
 
 def test_batch_scripts_end_within_the_time_that_slurm_leaves_them() -> None:
-    """Flush, wait and drain must fit between the signal and the end. They run under a real Slurm by `./dev slurm`."""
+    """Flush, wait and drain must fit between the signal and the end of the job. The scripts run under a real Slurm in
+    `./dev slurm`.
+    """
     assert [path.name for path in BATCHES] == ["multi-node.sbatch", "single-node.sbatch"]
     for path in BATCHES:
         text = path.read_text()
@@ -267,7 +270,9 @@ def test_batch_scripts_end_within_the_time_that_slurm_leaves_them() -> None:
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """By systemd's own judgement where it is there; its sections and the places of its files in any case."""
+    """systemd itself checks the unit where it is available; its sections and the paths of its files are always
+    checked.
+    """
     text = UNIT.read_text()
     assert re.findall(r"^\[(\w+)\]$", text, re.MULTILINE) == ["Unit", "Service", "Install"]
     (writable,) = re.findall(r"^ReadWritePaths=(.*)$", text, re.MULTILINE)
@@ -291,7 +296,7 @@ def test_the_dockerfile_copies_existing_files() -> None:
 
 
 def test_alerts_use_existing_metrics() -> None:
-    """An alert on a name that nobody exports never fires."""
+    """An alert on a metric that nothing exports never fires."""
     known = {each.name: each for each in (*DEFINITIONS, *SWEEPER_DEFINITIONS)}
     known |= {f"{each.name}_count": each for each in known.values() if each.kind == "histogram"}
     text = ALERTS.read_text()
@@ -310,7 +315,7 @@ def test_alerts_use_existing_metrics() -> None:
 
 
 def test_every_alert_fires_and_resolves() -> None:
-    """By Prometheus' own rule tests, from deploy/prometheus/alerts_test.yaml; in a real server by `./dev alerts`."""
+    """Prometheus' own rule tests run deploy/prometheus/alerts_test.yaml; `./dev alerts` uses a real server."""
     text = ALERTS_TEST.read_text()
     for alert in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
         looks = re.findall(rf"(?m)^.*alertname: {alert}\b.*(?:\n +exp_alerts:)?", text)
@@ -331,14 +336,15 @@ def _has_labels(definition: Definition, labels: set[str]) -> bool:
 
 
 def test_every_alert_is_documented() -> None:
-    """Whoever is woken up finds what to do."""
+    """Whoever is woken by an alert must find out what to do."""
     for alert in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
         assert f"`{alert}`" in OPERATIONS.read_text(), alert
 
 
 # --- rights ------------------------------------------------------------------------------------------------
 
-# What each request of ours needs (S3 user guide, "Required permissions for Amazon S3 API operations").
+# The permission that each of our requests needs (S3 user guide, "Required permissions for Amazon S3 API
+# operations").
 ACTIONS = {
     "put": "s3:PutObject",
     "create_multipart": "s3:PutObject",
@@ -349,19 +355,19 @@ ACTIONS = {
     "head": "s3:GetObject",
     "delete": "s3:DeleteObject",
     "delete_if": "s3:DeleteObject",
-    "copy": "s3:GetObject",  # of the source; what is written is written by `put` too
+    "copy": "s3:GetObject",  # for the source; the destination needs the permission of `put`
     "list_parts": "s3:ListMultipartUploadParts",
     "abort_multipart": "s3:AbortMultipartUpload",
     "list": "s3:ListBucket",
     "list_multiparts": "s3:ListBucketMultipartUploads",
 }
 OF_BUCKET = {"list", "list_multiparts"}
-# What opening a store for writing asks (`S3Store.open`), which a memory store does not.
+# The requests that opening a store for writing makes (`S3Store.open`), which a memory store does not.
 PROBE = {(operation, f"{keys.PROBES}x") for operation in ("put", "get", "delete")}
 
 
 class Recorded(Meddled):
-    """Remembers every request with its key."""
+    """A store that records every request with its key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +386,7 @@ class Recorded(Meddled):
 
 
 def refused(role: str, requests: set[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Those of the requests that the role's policy does not allow."""
+    """Return the requests that the role's policy does not allow."""
     policy = json.loads((DEPLOY / "iam" / f"{role}.json").read_text())
     allowed = {
         (action, resource)
@@ -398,14 +404,16 @@ def refused(role: str, requests: set[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def of_kind(requests: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """The same for a kind of checkpoints, which is below the run."""
+    """Return the same requests for a kind of checkpoints, which is stored below the run."""
     return {(operation, f"kinds/weights/{key}") for operation, key in requests}
 
 
 def test_each_roles_permissions_suffice_and_are_minimal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
-    """Two starts of a trainer, a restore and a sweep, every request of them held against the policies of deploy/iam."""
+    """Two starts of a trainer, a restore and a sweep: each of their requests is checked against the policies of
+    deploy/iam.
+    """
     store = Recorded()
     monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
     for generation in (1, 2):
@@ -461,8 +469,8 @@ def test_each_roles_permissions_suffice_and_are_minimal(
 def test_a_sidecar_needs_only_a_trainers_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainers: Trainers
 ) -> None:
-    """It finishes what the trainer left with the trainer's role, and tries nothing that this refuses: no listing of
-    multipart uploads, no pruning, no deletion. Its command line is the manifest's.
+    """The sidecar has the trainer's role and finishes what the trainer left. It must not try anything that the role
+    denies: no listing of multipart uploads, no pruning, no deletion. Its command line is the manifest's.
     """
     folder = tmp_path / "folder"
     trainers.die(folder, "memory://test", 1, 2, sealed=(1,))
@@ -485,7 +493,7 @@ def test_a_sidecar_needs_only_a_trainers_permissions(
 
 
 def test_lifecycle_rule_only_aborts_uploads_older_than_the_sweepers_limit() -> None:
-    """A rule that lets objects expire would take shards of committed checkpoints."""
+    """A rule that expired objects would delete shards of committed checkpoints."""
     (rule,) = json.loads((DEPLOY / "iam/lifecycle.json").read_text())["Rules"]
     assert rule.keys() == {"ID", "Status", "Filter", "AbortIncompleteMultipartUpload"}
     days = rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"]

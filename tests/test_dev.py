@@ -1,4 +1,4 @@
-"""./dev, the way in: it sets up once, repairs what was interrupted, and says what is missing."""
+"""./dev, the entry point for developers: it sets up once, repairs an interrupted one, and reports what is missing."""
 
 import contextlib
 import fcntl
@@ -45,7 +45,7 @@ def load(tree: Path) -> ModuleType:
 
 
 class Commands:
-    """Stands in for subprocess.run: records each command, and fails those that `fails` picks."""
+    """Stands in for subprocess.run: records each command, and fails those that `fails` selects."""
 
     def __init__(self, tree: Path, fails: Callable[[str], bool] = lambda _command: False) -> None:
         self.python = tree / ".venv" / "bin" / "python"
@@ -98,7 +98,8 @@ def test_the_second_setup_starts_nothing(tree: Path, monkeypatch: pytest.MonkeyP
     assert module.main(["setup"]) == 0
     assert [command for command in first.seen if "-m uv pip install" in command]
     monkeypatch.setattr(module.subprocess, "run", second)
-    (tree / "pyproject.toml").write_text(PYPROJECT + "[tool.ruff]\nline-length = 99\n")  # needs no install
+    # A change that needs no new install.
+    (tree / "pyproject.toml").write_text(PYPROJECT + "[tool.ruff]\nline-length = 99\n")
     assert module.main(["setup"]) == 0
     assert not second.seen
     monkeypatch.setattr(module.subprocess, "run", third)
@@ -132,7 +133,7 @@ def test_without_uv_pip_installs_the_same(tree: Path, monkeypatch: pytest.Monkey
 
 
 def test_concurrent_setups_run_once(tree: Path) -> None:
-    """The second waits for the first, and then finds that there is nothing left to do."""
+    """The second set-up waits for the first, and then finds that there is nothing left to do."""
     module = load(tree)
     first = os.open(tree, os.O_RDONLY)
     fcntl.flock(first, fcntl.LOCK_EX)
@@ -241,14 +242,14 @@ def test_what_failed_is_tried_once_more_alone(
     assert module.main(["test"]) == code
     out, err = capfd.readouterr()
     assert err.splitlines()[-len(last) :] == last
-    assert out.count("test_unsteady.py ") == 2  # pytest's line of the file, in each of both goes
+    assert out.count("test_unsteady.py ") == 2  # pytest's line for the file, once in each of the two runs
     assert "1 failed, 1 passed" in out or "2 failed, 1 passed" in out
 
 
 def test_what_python_compiles_is_kept_even_where_it_may_not_lie_beside_the_sources(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every start would compile torch anew."""
+    """Otherwise every start would compile torch again."""
     module = load(tree)
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -280,8 +281,8 @@ def test_a_broken_index_is_a_clear_message(tree: Path) -> None:
     }
     done = dev(tree, "setup", **offline)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "-m pip install -e '.[dev]' -c constraints.txt" in done.stderr  # which command failed
-    assert "No matching distribution found for hatchling" in done.stderr  # its last lines
+    assert "-m pip install -e '.[dev]' -c constraints.txt" in done.stderr  # the command that failed
+    assert "No matching distribution found for hatchling" in done.stderr  # the last lines of its output
     assert "check the network" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
     assert not load(tree).ready()
@@ -311,11 +312,11 @@ def test_hears_no_signal():
 
 
 def checked(tree: Path, tests: str, *limits: str) -> subprocess.CompletedProcess[str]:
-    """What `./dev test` makes of these tests, with the project's own settings but for the limits."""
+    """Run `./dev test` on these tests, with the project's own settings except for the limits."""
     (tree / "test_hang.py").write_text(tests)
     command = load(DEV.parent).CHECKS["pytest"]
     settings = ("-c", str(DEV.parent / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider")
-    # What else is installed registers plugins that take seconds to import, in each of three processes.
+    # Other installed packages register plugins that take seconds to import, in each of three processes.
     plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout")
     return run(
         [sys.executable, "-m", *command, *plugins, *settings, *limits, str(tree / "test_hang.py")],
@@ -325,7 +326,9 @@ def checked(tree: Path, tests: str, *limits: str) -> subprocess.CompletedProcess
 
 
 def test_a_hanging_test_fails_and_shows_where(tmp_path: Path) -> None:
-    """It costs its own time, once: with a process ended for each, that test would be begun again and again."""
+    """A hanging test costs its time limit only once. If its process were ended and restarted each time, the test
+    would be run again and again.
+    """
     done = checked(tmp_path, HANGS, "--timeout=1")
     assert done.returncode == 1
     assert "2 failed, 1 passed" in done.stdout
@@ -343,7 +346,7 @@ def test_a_test_that_cannot_be_interrupted_ends_the_run(tmp_path: Path) -> None:
     ("has_apt", "fails", "is_had"),
     [
         (True, "nothing", True),
-        (True, "apt-get -q download prometheus", True),  # its lists are empty: with lists of our own
+        (True, "apt-get -q download prometheus", True),  # apt's lists are empty, so ours are used
         (True, "download", False),
         (False, "nothing", False),
     ],
@@ -351,7 +354,9 @@ def test_a_test_that_cannot_be_interrupted_ends_the_run(tmp_path: Path) -> None:
 def test_prometheus_falls_back_to_debians_package(
     tree: Path, monkeypatch: pytest.MonkeyPatch, has_apt: bool, fails: str, is_had: bool
 ) -> None:
-    """Unpacked into .venv, without rights; where it cannot be had, that is an answer and no error."""
+    """The package is unpacked into .venv, without root privileges. If it is not available, that is a normal answer,
+    not an error.
+    """
     module = load(tree)
     commands = Commands(tree, lambda command: command.endswith(fails) or f"{fails} prometheus" in command)
     (tree / ".venv").mkdir()

@@ -25,14 +25,14 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Every call of `ckpt-async` in a block of the page."""
+    """Yield every call of `ckpt-async` in a code block of the page."""
     for block in (*blocks(page, ""), *blocks(page, "bash")):
         for call in re.findall(r"^(?:\$ )?ckpt-async (.*)$", block, re.MULTILINE):
             yield shlex.split(call, comments=True)
 
 
 def test_the_readme_works_as_written(tmp_path: Path) -> None:
-    """In the order of the page; each step is a process of its own, without a launcher."""
+    """The steps run in the order of the page, each in a process of its own, without a launcher."""
     remote = f"file://{tmp_path}/store/run-a"
     environment = {name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL", name)}
 

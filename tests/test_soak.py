@@ -1,4 +1,4 @@
-"""A long test that nobody runs for weeks rots. So each is a long case of a test that `./dev test` runs short."""
+"""A long test that nobody runs for weeks rots. So each must be a long case of a test that `./dev test` runs short."""
 
 import ast
 import itertools
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-MARKS = TESTS / "faults" / "processes.py"  # where SOAK is made
-# The short case is another test, by another program.
+MARKS = TESTS / "faults" / "processes.py"  # where SOAK is defined
+# Long tests whose short case is another test, run by another program.
 SHORT_ELSEWHERE = {
     "alerts/test_play.py": ("test_deploy.py", "promtool"),
     "dashboard/test_play.py": ("dashboard/test_play.py", "test_queries_ask_for_metrics_and_labels"),
@@ -17,7 +17,7 @@ SHORT_ELSEWHERE = {
 
 
 def of_soak(node: ast.expr) -> bool:
-    """Whether it is `pytest.param(…, marks=SOAK)`."""
+    """Return whether the node is `pytest.param(…, marks=SOAK)`."""
     return isinstance(node, ast.Call) and any(
         keyword.arg == "marks" and isinstance(keyword.value, ast.Name) and keyword.value.id == "SOAK"
         for keyword in node.keywords
@@ -31,7 +31,7 @@ def values(node: ast.expr) -> list[ast.expr]:
 
 
 def words(node: ast.expr) -> set[object]:
-    """What chooses between ways to go, not how far: everything but numbers and what is computed."""
+    """Return the values that select a code path, not an amount: everything except numbers and computed values."""
     found = {each.value for each in values(node) if isinstance(each, ast.Constant)}
     return {each for each in found if each is None or isinstance(each, str)}
 

@@ -1,4 +1,4 @@
-"""Between blocking code and an event loop."""
+"""`threads.run`, between blocking code and an event loop: results, errors and Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from ckpt_async import threads
 
 
 def run_in_a_running_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Without `asyncio.run`, which has a handler of its own."""
+    """Run it without `asyncio.run`, which has a SIGINT handler of its own."""
 
     async def main() -> None:
         threads.run(work)
@@ -24,11 +24,11 @@ def run_in_a_running_loop(work: Coroutine[Any, Any, None]) -> None:
         try:
             loop.run_until_complete(task)
         finally:
-            task.exception()  # seen
+            task.exception()  # marks it as retrieved
 
 
 def test_ctrl_c_just_before_the_loop_waits_is_raised() -> None:
-    """The signal interrupts no system call of the main thread: as if it had come a moment before."""
+    """The signal does not interrupt a system call of the main thread, as if it had come a moment earlier."""
     old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, [])
     waits = threading.Event()
     has_slept_on: list[bool] = []
@@ -44,7 +44,7 @@ def test_ctrl_c_just_before_the_loop_waits_is_raised() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     striking = threading.Thread(target=strike)
-    striking.start()  # a thread that takes the signal, which the main thread does not
+    striking.start()  # a thread that takes the signal, which the main thread blocks
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -56,8 +56,8 @@ def test_ctrl_c_just_before_the_loop_waits_is_raised() -> None:
 
 
 def test_ctrl_c_in_a_running_loop_is_raised() -> None:
-    """A notebook's: the work does not go on in its thread without anybody, and nothing interrupts the middle of a
-    finalizer or of a lock, which would keep the interrupt to itself.
+    """As in a notebook. The work must not continue unattended in its thread. And the interrupt must not be raised
+    inside a finalizer or a lock, which would swallow it.
     """
     ended, handlers = threading.Event(), []
 
@@ -77,7 +77,7 @@ def test_ctrl_c_in_a_running_loop_is_raised() -> None:
 
 
 def test_the_second_ctrl_c_is_raised_at_once() -> None:
-    """The work may be one that takes its time to end."""
+    """The work may take its time to end, so the user must be able to give up on it."""
     go_on = threading.Event()
 
     async def stubborn() -> None:

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps: a test of an hour of back-off takes milliseconds, and always the same path."""
+"""An event loop whose clock jumps: a test of an hour of back-off takes milliseconds, and always takes the same path."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
-    """Never waits for the time to pass: tells the loop that it has."""
+    """Never waits for time to pass: tells the loop that it has passed."""
 
     advanced_s = 0.0
 
@@ -21,7 +21,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """`time()` starts at 0 and moves only when nothing else is left to do. For code without threads."""
+    """A loop whose `time()` starts at 0 and advances only when nothing else is left to do. For code without threads."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()

@@ -17,8 +17,8 @@ from aiohttp import web
 def serving_ranges(
     folder: Path, *, page: str = "", forbids: bool = False, asked: list[str] | None = None
 ) -> Iterator[str]:
-    """The URL of `folder`; below /moved/ everything is redirected there. `page` is what is answered to what is missing;
-    with `forbids` that is 403, as buckets do that may not be listed. `asked` gets the path of each request.
+    """Yield the URL of `folder`; below /moved/, everything is redirected there. `page` is the answer for missing
+    files; with `forbids` it is 403, as from buckets that may not be listed. `asked` gets the path of each request.
     """
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -62,7 +62,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serving_whole_files(folder: Path) -> Iterator[str]:
-    """It ignores a request for a range, and answers with the whole file."""
+    """Serve `folder` without ranges: a request for a range is answered with the whole file."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder))) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs training as a Ray job, resubmitted until it is done: if the driver dies or the cluster restarts, only what was not
-# committed is lost. Workers that die are handled by Ray Train itself (FailureConfig).
+# Runs training as a Ray job, resubmitted until it is done: if the driver dies or the cluster restarts, only what was
+# not committed is lost. Workers that die are handled by Ray Train itself (FailureConfig).
 #   RAY_API_SERVER_ADDRESS=http://head:8265 submit.sh FOLDER-OF-THE-CODE python train.py s3://bucket/prefix/run-a
 set -u
 code=${1:?usage: submit.sh FOLDER COMMAND...}

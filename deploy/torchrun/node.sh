@@ -1,8 +1,8 @@
 #!/bin/bash
 # Runs one node of a multi-node torchrun training. Start it on each node, by whatever means you start processes there:
 #   node.sh /local/checkpoints node0:29400 2 --nproc-per-node=8 train.py s3://bucket/prefix/run-a
-# It restarts torchrun until training is done. A node that comes back, with or without its disk, joins the others, and all
-# resume from the store. RUN_ID distinguishes runs that use the same HOST:PORT.
+# It restarts torchrun until training is done. A node that comes back, with or without its disk, joins the others, and
+# all resume from the store. RUN_ID distinguishes runs that use the same HOST:PORT.
 set -u
 usage="usage: node.sh FOLDER HOST:PORT NODES [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]"
 folder=${1:?$usage} endpoint=${2:?$usage} nodes=${3:?$usage}
