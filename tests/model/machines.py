@@ -21,7 +21,7 @@ MAX_GENERATIONS = 3
 
 
 class Protocol(RuleBasedStateMachine):
-    """Trainers that save, crash and restart; engines, sweepers and readers in between."""
+    """Trainers that save, crash and restart, with engines, sweepers and readers in between."""
 
     collect_at_least = 10**6
     lowest_keep = -1
@@ -47,7 +47,7 @@ class Protocol(RuleBasedStateMachine):
         self.arrange()
 
     def arrange(self) -> None:
-        """Where the rules begin."""
+        """Set up the state in which the rules begin."""
 
     def _pick(self, hosts: list[Host], number: int) -> Host | None:
         return hosts[number % len(hosts)] if hosts else None
@@ -61,7 +61,7 @@ class Protocol(RuleBasedStateMachine):
         expects_all=st.booleans(),
     )
     def save(self, who: int, num_shards: int, what: str, expects_all: bool) -> None:
-        """One rank alone, perhaps without sealing it, perhaps not at all."""
+        """Save on one rank alone, perhaps without sealing, perhaps no shard at all."""
         host = self._pick([host for host in self.world.hosts if self._may_save(host)], who)
         if host is None:
             return
@@ -72,7 +72,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(num_shards=st.sampled_from([1, 2]))
     def save_everywhere(self, num_shards: int) -> None:
-        """The common case, so that deep states are reached."""
+        """Save on all ranks: the common case, so that deep states are reached."""
         for host in filter(self._may_save, self.cluster):
             self.world.save(host, num_shards=num_shards, is_sealed=True)
 
@@ -118,7 +118,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 5))
     def finish_for_the_dead(self, who: int) -> None:
-        """`drain` or the sweeper adopts the folder of a trainer that is gone."""
+        """Adopt the folder of a dead trainer, as `drain` or the sweeper does."""
         host = self._pick([host for host in self.world.hosts if host.engine is None], who)
         if host is not None:
             self.world.start_engine(host)
@@ -126,7 +126,9 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world and len(self.world.world_sizes) < MAX_GENERATIONS)
     @rule(num_ranks=st.integers(1, 3), first_step=st.integers(1, MAX_STEP), is_elsewhere=st.booleans())
     def restart(self, num_ranks: int, first_step: int, is_elsewhere: bool) -> None:
-        """With more or fewer ranks; the same steps are saved again. Elsewhere: the old trainer is still running."""
+        """Restart with more or fewer ranks; the same steps are saved again. With `is_elsewhere`, the old trainer
+        still runs.
+        """
         if not any(self.world.truths):
             return
         if is_elsewhere:
@@ -170,7 +172,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 class Steady(Protocol):
-    """Whole saves, no misfortune: reaches what only happens after many commits (retention, pruning, readers)."""
+    """Whole saves and no faults: reaches what happens only after many commits (retention, pruning, readers)."""
 
     suffer = None
     restart = None
@@ -180,7 +182,7 @@ class Steady(Protocol):
 
 
 class Reading(Steady):
-    """Begins with a committed checkpoint that a reader has taken a lease of. Then only sweepers and engines run."""
+    """Begins with a committed checkpoint on which a reader holds a lease. Then only sweepers and engines run."""
 
     work = None
     read = None
@@ -204,7 +206,7 @@ class Collecting(Protocol):
 
 
 class Publishing(Protocol):
-    """Shards are published under exact keys too."""
+    """Shards are also published under exact keys."""
 
     publishes = True
 
@@ -214,7 +216,7 @@ class PublishingSteady(Steady):
 
 
 def explore(max_examples: int, machine: type[Protocol] = Protocol, **more: Any) -> None:
-    """`phases` without shrinking find a mistake in seconds; with it they take a minute to explain it."""
+    """Run the machine. `phases` without shrinking find a mistake in seconds; with it, explaining it takes a minute."""
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -1,4 +1,4 @@
-"""Mistakes made on purpose in the protocol, each as a context in which it is made."""
+"""Deliberate mistakes in the protocol, each as a context in which it is made."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def patched(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def commits_what_has_no_shards() -> contextlib.AbstractContextManager[None]:
-    """An empty checkpoint would be the newest one, and retention would remove the last that is not."""
+    """An empty checkpoint would be the newest one, and retention would remove the last one with data."""
     real = agreement.obstacle
 
     def obstacle(*arguments: Any) -> str | None:
@@ -39,12 +39,12 @@ def commits_what_has_no_shards() -> contextlib.AbstractContextManager[None]:
 
 
 def commits_without_what_is_expected() -> contextlib.AbstractContextManager[None]:
-    """R5: a file that the writer's mark names is on a node that nobody looked at."""
+    """R5: a file that the writer's mark names is on a node that was not looked at."""
     return patched((agreement, "_lacking", lambda *_: None))
 
 
 def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
-    """R1: whoever is first commits what is there."""
+    """R1: the first rank commits whatever is there."""
 
     async def read_receipts(store: Any, checkpoint: Any, world_size: int, _: Any) -> list[bytes]:
         found = [await cas.read(store, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)]
@@ -64,13 +64,13 @@ def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
 
 
 def commits_before_uploads() -> contextlib.AbstractContextManager[None]:
-    """R1: the receipt goes out when the checkpoint is sealed, not when its shards are verified."""
+    """R1: the receipt is written when the checkpoint is sealed, not when its shards are verified."""
     is_verified = property(lambda checkpoint: checkpoint.sealed is not None)
     return patched((LocalCheckpoint, "is_verified", is_verified))
 
 
 def mixes_generations() -> contextlib.AbstractContextManager[None]:
-    """R5: receipts are kept by step alone, and the newest one counts."""
+    """R5: receipts are stored by step alone, and the newest one counts."""
 
     def receipts_prefix(checkpoint: Any) -> str:
         return f"{keys.RECEIPTS}{1:06d}-{checkpoint.step:012d}/"
@@ -100,7 +100,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
 
 
 def removes_before_commit() -> contextlib.AbstractContextManager[None]:
-    """R7: local files go when they are uploaded, not when the checkpoint is committed."""
+    """R7: local files are removed when they are uploaded, not when the checkpoint is committed."""
 
     def decide_(local: Any, remote: Any, policy: Any, now: float) -> list[Any]:
         early = [
@@ -115,7 +115,7 @@ def removes_before_commit() -> contextlib.AbstractContextManager[None]:
 
 
 def releases_before_decision() -> contextlib.AbstractContextManager[None]:
-    """R7: the links go when they are uploaded."""
+    """R7: the links are removed when the files are uploaded."""
 
     def decide_(local: Any, remote: Any, policy: Any, now: float) -> list[Any]:
         early = [
@@ -130,7 +130,7 @@ def releases_before_decision() -> contextlib.AbstractContextManager[None]:
 
 
 def retention_counts_uncommitted() -> contextlib.AbstractContextManager[None]:
-    """R8: the newest N are kept, committed or not."""
+    """R8: the newest N checkpoints are kept, committed or not."""
 
     def after(local: Any, remote: Any, policy: Any) -> Any:
         def keep_(self: Any, _: Any) -> Any:
@@ -144,7 +144,7 @@ def retention_counts_uncommitted() -> contextlib.AbstractContextManager[None]:
 
 
 def removes_before_the_link_moves() -> contextlib.AbstractContextManager[None]:
-    """R2, locally: what the symlink leads to is removed while it still leads there."""
+    """R2, locally: a checkpoint is removed while the symlink still points to it."""
 
     def after(local: Any, remote: Any, policy: Any) -> Any:
         actions = list(real(local, remote, policy))
@@ -158,7 +158,7 @@ def removes_before_the_link_moves() -> contextlib.AbstractContextManager[None]:
 
 
 def skips_fsync() -> contextlib.AbstractContextManager[None]:
-    """I4: `MadeDurable` is journaled, nothing was fsynced."""
+    """I4: `MadeDurable` is journaled although nothing was fsynced."""
 
     async def make_durable(state: State, action: Any) -> None:
         checkpoint = state.checkpoint(action.checkpoint)
@@ -168,7 +168,7 @@ def skips_fsync() -> contextlib.AbstractContextManager[None]:
 
 
 def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
-    """I4: the files are on the disk, their names are not."""
+    """I4: the files are on disk, but their names are not."""
 
     def fsync_shards(state: State, checkpoint: Any, shards: Any) -> list[Any]:
         for each in shards:
@@ -179,7 +179,9 @@ def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
 
 
 def skips_read_back() -> contextlib.AbstractContextManager[None]:
-    """R13: a 412 is taken as 'somebody else gave it up'; it was our own PUT, whose reply was lost."""
+    """R13: a 412 is taken for another process's abort, although it is the answer to a retry of our own PUT, whose
+    first reply was lost.
+    """
 
     async def decide_once(store: Any, wanted: Any, _: Any = None) -> Any:
         data = records.encode_decision(wanted)
@@ -193,7 +195,7 @@ def skips_read_back() -> contextlib.AbstractContextManager[None]:
 
 
 def abort_does_not_compete() -> contextlib.AbstractContextManager[None]:
-    """R4: decisions are written without a condition: a straggler commits what was given up."""
+    """R4: decisions are written unconditionally, so a straggler commits what was given up."""
 
     async def create_once(store: Any, key: str, data: bytes) -> bytes:
         await store.put(key, data)
@@ -223,7 +225,7 @@ def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:
 
 
 def prunes_what_is_read() -> contextlib.AbstractContextManager[None]:
-    """R2: leases are not looked at."""
+    """R2: leases are ignored."""
 
     async def readers(*_: Any) -> list[str]:
         return []
@@ -249,7 +251,7 @@ def prunes_shards_first() -> contextlib.AbstractContextManager[None]:
 
 
 def prunes_past_latest() -> contextlib.AbstractContextManager[None]:
-    """R2: latest still names the victim."""
+    """R2: a checkpoint is pruned while latest still names it."""
 
     def retain(view: Any, valid: Any, policy: Any) -> Any:
         yield from real(_ahead(view), valid, policy)
@@ -266,7 +268,7 @@ def prunes_past_latest() -> contextlib.AbstractContextManager[None]:
 
 
 def waits_for_the_oldest() -> contextlib.AbstractContextManager[None]:
-    """R9: a checkpoint that never completes holds up all later ones."""
+    """R9: a checkpoint that never completes blocks all later ones."""
 
     def decide_(local: Any, remote: Any, policy: Any, now: float) -> list[Any]:
         undecided = sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
@@ -280,19 +282,19 @@ def waits_for_the_oldest() -> contextlib.AbstractContextManager[None]:
 
 
 def never_looks_again() -> contextlib.AbstractContextManager[None]:
-    """I8: who was not last never learns, and helps nobody whose last rank died."""
+    """I8: a rank that was not last never learns of the decision, and does not help if the last rank has died."""
     return patched((decide, "next_look", lambda *_, **__: float("inf")))
 
 
 def _with(module: Any, **changes: Any) -> Any:
-    """A module with some functions replaced, for one importer only."""
+    """Return a module with some functions replaced, for one importer only."""
     from types import SimpleNamespace
 
     return SimpleNamespace(**{**vars(module), **changes})
 
 
 def moves_latest_before_commit() -> contextlib.AbstractContextManager[None]:
-    """R1: the pointer first."""
+    """R1: latest is moved before the commit."""
 
     async def commit(state: State, action: Any) -> None:
         name = state.checkpoint(action.checkpoint).name
@@ -315,17 +317,18 @@ def moves_latest_back() -> contextlib.AbstractContextManager[None]:
 
 
 def compares_latest_by_step() -> contextlib.AbstractContextManager[None]:
-    """R6: a run that was set back to an older step never becomes latest again."""
+    """R6: a run that was reset to an older step never becomes latest again."""
     return patched(
         (decide, "is_ahead", lambda id_, latest: latest is None or id_.step > latest.checkpoint.step)
     )
 
 
-# The machine that finds it within seconds, and what it says: another invariant would mean a broken mutant.
+# `MUTANTS` has each mutant with the machine that finds it within seconds, and the invariant that it must
+# violate: another one would mean a broken mutant.
 
 
 def leaves_copies_when_pruning() -> contextlib.AbstractContextManager[None]:
-    """R2: a copy stays when its checkpoint goes."""
+    """R2: a copy stays when its checkpoint is pruned."""
 
     async def retract(*_: Any) -> None: ...
 
@@ -333,7 +336,7 @@ def leaves_copies_when_pruning() -> contextlib.AbstractContextManager[None]:
 
 
 def the_last_to_come_has_the_key() -> contextlib.AbstractContextManager[None]:
-    """R6, of claims: an older checkpoint's copy replaces a newer one's."""
+    """R6, for claims: an older checkpoint's copy replaces a newer one's."""
 
     async def claim(store: Any, checkpoint: Any, shard: Any) -> Any:
         await store.delete([keys.claim_key(shard.publish_as)])

@@ -1,4 +1,4 @@
-"""Bugs put in on purpose: one function of the package with a piece of its source replaced, for a while."""
+"""Deliberate bugs: one function of the package, with a piece of its source replaced for a while."""
 
 import __future__
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def changed(function: Callable[..., Any], old: str, new: str) -> Iterator[None]:
-    """Whoever calls `function` runs what its source says with `new` in place of `old`, which must be there once."""
+    """Make every caller of `function` run its source with `new` in place of `old`, which must occur exactly once."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{function.__qualname__} has {old!r} {source.count(old)} times"
     made: dict[str, Any] = {}

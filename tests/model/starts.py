@@ -1,8 +1,8 @@
-"""Starts of a run that all have one launch key, in every order: ranks that die before they open, while they do, and
-after it; single ranks that are started again; whole starts; writes that arrive long after their writer's death.
+"""Starts of a run that all have one launch key, in every order: ranks that die before, while and after they open;
+single ranks that are restarted; whole restarts; writes that arrive long after their writer's death.
 
-What is real: `generation.agree` and `beat`, `conditional`, records, `MemoryStore`. Requests are carried out when the
-schedule says so, whether or not anybody is left to hear of it.
+What is real: `generation.agree` and `beat`, `conditional`, records, `MemoryStore`. A request is carried out when the
+schedule says so, whether or not its sender is still alive.
 """
 
 import random
@@ -19,19 +19,20 @@ from ckpt_async.transfer.patient import PatientStore
 from tests.model.world import ViolationError
 
 AGAIN = "make the request again"
-LOST = 0.05  # of all requests, the reply
-SLOW = 0.1  # is what nobody waits for any more, and whoever gives up a reply
+LOST = 0.05  # share of requests whose reply is lost
+# How likely, at each step, a request that nobody waits for may arrive, or a rank may give up on a reply.
+SLOW = 0.1
 
 
 @types.coroutine
 def until(what: Any) -> Iterator[Any]:
-    """Yield to the schedule; what it answers."""
+    """Yield to the schedule, and return its answer."""
     return (yield what)
 
 
 @dataclass(eq=False, slots=True)
 class Wire:
-    """A request under way."""
+    """A request in flight."""
 
     attempt: Callable[[], Coroutine[Any, Any, Any]]
     arrives_at: float
@@ -59,12 +60,12 @@ class Rank:
     work: Coroutine[Any, Any, None] | None = None
     waits_for: Wire | None = None
     goes_on_at: float = 0.0
-    gives_up_at: float = 0.0  # on the reply
-    generation: int = 0  # that it has agreed on
+    gives_up_at: float = 0.0  # waiting for the reply
+    generation: int = 0  # the one that it has agreed on
 
 
 class ScheduledStore(PatientStore):
-    """Whose requests arrive, and are answered, when the schedule says so."""
+    """A store whose requests arrive, and are answered, when the schedule says so."""
 
     def __init__(self, starts: "Starts") -> None:
         super().__init__(starts.store, Settings())
@@ -79,8 +80,8 @@ class ScheduledStore(PatientStore):
 
 @dataclass
 class Starts:
-    """All processes and requests. `is_timed`: everything takes a while, but nobody is starved. Otherwise anybody may be
-    held up for as long as the schedule likes.
+    """All processes and requests. With `is_timed`, everything takes a while, but no process is starved. Otherwise the
+    schedule may hold up a process for as long as it likes.
     """
 
     world_size: int
@@ -108,7 +109,7 @@ class Starts:
         return [each for each in self.ranks if each.work is not None]
 
     def kill(self, rank: Rank) -> None:
-        """SIGKILL. What it has sent is on its way."""
+        """Send SIGKILL. Requests that the rank has sent may still arrive."""
         assert rank.work is not None
         rank.work.close()
         rank.work = None
@@ -128,7 +129,7 @@ class Starts:
         await generations.beat(store, number, **same)
 
     async def request(self, attempt: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Tried again when the reply is late. The first may yet arrive."""
+        """Make a request, and make it again if the reply is late. The first one may still arrive."""
         while True:
             wire = Wire(attempt, self.now + self.rng.uniform(0.0, 0.4))
             if self.rng.random() < LOST and self.has_conditional_put:
@@ -143,7 +144,7 @@ class Starts:
     # --- the schedule --------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Let one thing happen; False if nothing can."""
+        """Let one thing happen; return False if nothing can."""
         awaited = {each.waits_for for each in self.alive()}
         events: list[tuple[float, Callable[[], None]]] = [
             (wire.arrives_at, partial(self._carry_out, wire))
@@ -188,8 +189,8 @@ class Starts:
     # --- what is played ------------------------------------------------------------------------------------
 
     def play_start(self, start: int, num_steps: int, *, spread_s: float = 0.0) -> None:
-        """One start: all before it are dead. Some of its ranks die before they open, some later, and some of these are
-        started again alone.
+        """Play one start, after killing all earlier ones. Some of its ranks die before they open, some later, and
+        some of these are restarted alone.
         """
         self.close()
         for rank in self.rng.sample(range(self.world_size), self.rng.randint(0, self.world_size)):
@@ -206,7 +207,7 @@ class Starts:
                 self.step()
 
     def converge(self, start: int, *, spread_s: float, within_s: float) -> None:
-        """A last, whole start, of which nobody dies: it ends in one generation, in time."""
+        """Play a last, complete start in which no rank dies, and require that it ends in one generation, in time."""
         self.close()
         whole = [
             self.launch(start, rank, at=self.now + self.rng.uniform(0.0, spread_s))

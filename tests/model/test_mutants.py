@@ -12,6 +12,6 @@ from tests.model.world import ViolationError
     ("mutant", "machine", "invariant"), MUTANTS, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_the_model_finds_each_seeded_mistake(mutant: Mutant, machine: type[Protocol], invariant: str) -> None:
-    """A test that never failed on purpose is not yet a test."""
+    """A test that has never failed on purpose proves nothing."""
     with mutant(), pytest.raises(ViolationError, match=f"^({invariant}):"):
         explore(6000, machine, phases=[Phase.generate])

@@ -1,7 +1,8 @@
-"""The protocol under every schedule Hypothesis can think of: the real engine, sweeper and decisions (rules R1-R13).
+"""The protocol under every schedule that Hypothesis can generate: the real engine, sweeper and decisions (rules
+R1-R13).
 
-`World` cuts them at every await and holds the invariants I1-I8 after every step. A failure prints the rules to
-replay. `test_mutants` shows that each seeded mistake is found by this very machine.
+`World` cuts them at every await and checks the invariants I1-I8 after every step. A failure prints the rules to
+replay. `test_mutants` shows that this very machine finds each seeded mistake.
 """
 
 import pytest
@@ -21,23 +22,25 @@ from tests.model.machines import Collecting, Protocol, Publishing, PublishingSte
     ],
 )
 def test_no_schedule_breaks_an_invariant(machine: type[Protocol], max_examples: int) -> None:
-    """The one test that sees what happens *between* modules, where checkpoints are lost."""
+    """This is the one test that sees what happens *between* modules, where checkpoints are lost."""
     explore(max_examples, machine)
 
 
 @pytest.mark.parametrize("machine", [Publishing, PublishingSteady])
 def test_copies_are_of_what_is_committed_and_go_with_it(machine: type[Protocol]) -> None:
-    """Never before the commit, all of it in the end, the newest where all share a key, and nothing after pruning."""
+    """Copies appear never before the commit and completely in the end; a shared key holds the newest; pruning removes
+    them.
+    """
     explore(60, machine)
 
 
 def test_collected_decision_stays_void() -> None:
-    """R4: a decision below the boundary is void, whoever reads it; believing it loses local files."""
+    """R4: a decision below the boundary is void for every reader; trusting it would lose local files."""
     explore(300, Collecting, phases=[Phase.generate])
 
 
 def test_local_latest_never_dangles_when_everything_was_pruned_remotely() -> None:
-    """Found by the model: the owner lost power, the run went on elsewhere, and its checkpoints were pruned."""
+    """Found by the model: the owner lost power, the run continued elsewhere, and its checkpoints were pruned."""
     state = Protocol()
     state.begin(num_ranks=2, keep=1, keep_remote=1)
     for _ in range(2):
@@ -57,7 +60,7 @@ def test_local_latest_never_dangles_when_everything_was_pruned_remotely() -> Non
 
 
 def test_local_latest_never_dangles_after_a_lost_journal() -> None:
-    """Found by the model: the manifests bring back a checkpoint whose files retention had removed."""
+    """Found by the model: the manifests restore a checkpoint whose files retention had removed."""
     state = Protocol()
     state.begin(num_ranks=1, keep=1, keep_remote=1)
     state.save_everywhere(num_shards=1)

@@ -1,4 +1,4 @@
-"""What a commit asks of the store when many ranks finish: the real engines against a store that counts."""
+"""How many requests a commit makes when many ranks finish together: the real engines against a store that counts."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "scale_model.py"
 
 
 def simulate(num_writers: int, spread_s: float) -> dict[str, Any]:
-    """The model's own check, of every count against the formulas on paper, fails the command."""
+    """Run the model. It checks every count against the calculated one, and fails the command on a difference."""
     arguments = ["--json", "--simulate", str(num_writers), "--spread-s", str(spread_s)]
     output = subprocess.check_output([sys.executable, MODEL, *arguments], timeout=120)
     (row,) = json.loads(output)["simulated"].values()
@@ -30,7 +30,7 @@ def test_requests_of_a_commit_match_the_calculation(num_writers: int, spread_s: 
 
 
 def test_not_every_rank_that_finishes_together_reads_all_receipts() -> None:
-    """64 at once: each saw the receipts of all 64, and would read them."""
+    """64 ranks finish at once. Each sees the receipts of all 64, and without a limit each would read all of them."""
     row = simulate(64, 0)
     assert row["kinds"]["PUT decisions"] <= NUM_COMMITTERS
     assert row["requests/writer"] < 20

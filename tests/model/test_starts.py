@@ -1,4 +1,4 @@
-"""Which generation a rank is of, under every order of starts that all say the same of themselves (`starts`)."""
+"""Which generation a rank joins, under every order of starts that all have the same launch key (`starts`)."""
 
 import random
 import types
@@ -17,13 +17,13 @@ NUM_SEEDS = 200
 
 @pytest.fixture(autouse=True)
 def schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sleep is the schedule's."""
+    """Let the schedule control sleep."""
     monkeypatch.setattr(generations, "asyncio", types.SimpleNamespace(sleep=until))
     monkeypatch.setattr(generations.logger, "disabled", True)
 
 
 def in_any_order(seed: int) -> None:
-    """Nothing is said of time: whoever is mistaken for dead is fenced, and mixed with nobody."""
+    """Without timing guarantees: a rank that is mistaken for dead is fenced, and never mixed with another start."""
     rng = random.Random(seed)
     starts = Starts(rng.randint(2, 4), rng, has_conditional_put=rng.random() < 0.8)
     try:
@@ -54,12 +54,12 @@ def explore(play: Callable[[int], None], seeds: range = range(NUM_SEEDS)) -> Non
 
 
 def test_no_generation_has_ranks_of_two_starts() -> None:
-    """R5: a commit holds what all members of one generation have saved."""
+    """R5: a commit contains what all members of one generation have saved."""
     explore(in_any_order)
 
 
 def test_a_complete_start_ends_in_one_generation() -> None:
-    """What launchers do: all are killed, all come again, and the key is the same."""
+    """Launchers do this: they kill all ranks and restart all of them with the same key."""
     explore(in_time)
 
 
@@ -102,7 +102,7 @@ def _endless_patience(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(generations, "PATIENCE_S", 1e9)
 
 
-# And the seed to begin with, not far before the first that shows it.
+# Each with the seed to begin with, shortly before the first that reveals the mistake.
 MISTAKES = {
     "a free place is enough": (in_any_order, _of(0), 0),
     "one sign is enough": (in_any_order, _of(1), 140),

@@ -1,9 +1,9 @@
-"""A small world for the real engine, sweeper and protocol steps: hosts with disks that lose power, one bucket, and
-a scheduler that cuts every coroutine at each of its awaits. No threads, no event loop, no clock of its own.
+"""A small world for the real engine, sweeper and protocol steps: hosts whose disks lose power, one bucket, and a
+scheduler that cuts every coroutine at each of its awaits. No threads, no event loop, no clock of its own.
 
-What is real: `decide`, `fold`, `Engine` (its choice and its carrying out of actions), `protocol`, `conditional`,
-`records`, `RemoteSweep`, `plan`, `MemoryStore`. What is not: the disk, the journal's file, and how bytes move.
-`World.check` holds the invariants; it runs after every single step.
+What is real: `decide`, `fold`, `Engine` (which actions it chooses, and how it carries them out), `protocol`,
+`conditional`, `records`, `RemoteSweep`, `plan`, `MemoryStore`. What is not: the disk, the journal's file, and how
+bytes move. `World.check` verifies the invariants; it runs after every single step.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ LEASE_TTL_S = 60.0
 class ViolationError(AssertionError):
     """An invariant does not hold."""
 
-    was_raised = False  # in this world: then there is nothing to be settled
+    was_raised = False  # in this world: if so, there is nothing left to settle
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ class ViolationError(AssertionError):
 
 @types.coroutine
 def pause() -> Iterator[None]:
-    """A point at which anybody else may act, and at which this process may be killed."""
+    """A point at which any other process may act, and at which this process may be killed."""
     yield
 
 
@@ -101,7 +101,7 @@ async def in_turn(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 class Task:
-    """What `loop.create_task` gives: advanced one await at a time, by hand."""
+    """What `loop.create_task` returns: advanced by hand, one await at a time."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine, self._is_cancelled, self._error = coroutine, False, None
@@ -142,7 +142,7 @@ class Task:
 
 
 class Crash:
-    """The future in which an engine puts an error that is a bug."""
+    """The future to which an engine passes an error that is a bug."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -170,9 +170,9 @@ class Loop:
 
 
 class LossyStore(PatientStore):
-    """A store whose replies can be lost: before the effect, after it, or after it and then tried again."""
+    """A store whose replies can be lost: before the effect, after it, or after it and then retried."""
 
-    concurrency = 2  # so that shards go in series
+    concurrency = 2  # small, so that shards go in series
 
     def __init__(self, world: "World") -> None:
         super().__init__(world.store, world.settings)
@@ -219,7 +219,7 @@ class Inode:
 
 
 class DiskPath(PurePosixPath):
-    """A path on the one disk that is in use right now."""
+    """A path on the one disk that is currently in use."""
 
     disk: "Disk"
 
@@ -242,9 +242,10 @@ class DiskPath(PurePosixPath):
 
 
 class Disk:
-    """Files, links and folders; what was not fsynced may be gone, or back, after a power loss.
+    """Files, links and folders. What was not fsynced may be gone after a power loss, and what was deleted may be
+    back.
 
-    It is also what the engine knows as its `Folder`.
+    It also serves the engine as its `Folder`.
     """
 
     _numbers = itertools.count(1)
@@ -252,7 +253,7 @@ class Disk:
     def __init__(self, world: "World", rank: int) -> None:
         self.world, self.rank = world, rank
         self.entries: dict[str, Inode] = {}
-        self.durable: dict[str, dict[str, Inode | None]] = {}  # folder: what it held at its last fsync
+        self.durable: dict[str, dict[str, Inode | None]] = {}  # folder to its contents at its last fsync
         self.link_target: str | None = None
         self.path, self.private = DiskPath("/disk"), DiskPath("/disk") / keys.PRIVATE
 
@@ -281,13 +282,13 @@ class Disk:
         self.fsync(path.parent)
 
     def write(self, source: str, content: bytes) -> Inode:
-        """The trainer writes a new file."""
+        """Write a new file, as the trainer."""
         number = next(self._numbers)
         inode = self.entries[str(self.path / source)] = Inode(number, content, number)
         return inode
 
     def lose_power(self, is_lucky: bool) -> None:
-        """Everything not fsynced is gone (or, with luck, all of it is there)."""
+        """Lose everything that was not fsynced (or, with luck, nothing)."""
         if is_lucky:
             return
         found: dict[str, Inode] = {}
@@ -302,7 +303,7 @@ class Disk:
         visit(str(self.path))
         for inode in found.values():
             if not inode.is_synced:
-                inode.content = b""  # the inode was written, its data was not
+                inode.content = b""  # the inode was written, but not its data
         self.entries = found
 
     # --- what the engine calls ---------------------------------------------------------------------------
@@ -359,7 +360,7 @@ class Source:
 
 
 async def upload(store: Any, source: Source, key: str, **_: Any) -> tuple[int, Any]:
-    """How a shard moves: read it, send it, look whether it is still the file that was opened."""
+    """Upload a shard: read it, send it, and check that it is still the file that was opened."""
     await pause()
     data = source.inode.content
     checksum = checksum_of(data, store.capabilities.checksum_algorithm)
@@ -370,7 +371,7 @@ async def upload(store: Any, source: Source, key: str, **_: Any) -> tuple[int, A
 
 
 async def upload_many(store: Any, shards: Iterable[SmallShard]) -> list[Any]:
-    """The same for one after the other, up to the first that the store does not take."""
+    """Upload shards one after the other, up to the first that the store rejects."""
     found: list[Any] = []
     with contextlib.suppress(StoreError):
         for each in shards:
@@ -385,7 +386,7 @@ async def upload_many(store: Any, shards: Iterable[SmallShard]) -> list[Any]:
 
 
 class Journal:
-    """Rows, with every state since the last fsync: power loss takes back to one of them."""
+    """Rows, with every state since the last fsync: a power loss goes back to one of them."""
 
     def __init__(self, world: "World", rank: int) -> None:
         self.world, self.rank = world, rank
@@ -443,7 +444,7 @@ class Journal:
 
 @dataclass(eq=False, slots=True)
 class Host:
-    """One rank's machine: its disk outlives the processes on it."""
+    """One rank's machine. Its disk outlives the processes on it."""
 
     rank: int
     disk: Disk
@@ -455,17 +456,17 @@ class Host:
 
 @dataclass(slots=True)
 class Truth:
-    """What a trainer handed over: kept outside of everything under test."""
+    """What a trainer handed over, recorded outside of everything under test."""
 
     shards: dict[str, bytes] = field(default_factory=dict)
     is_sealed: bool = False
     is_promised: bool = True  # no fault has happened to it that it need not survive
-    is_acknowledged: bool = False  # made durable, seal and all: it survives power loss
-    expected: tuple[str, ...] = ()  # shards of whichever ranks
+    is_acknowledged: bool = False  # made durable, with its seal: it survives power loss
+    expected: tuple[str, ...] = ()  # shards that any rank may hold
 
 
 class World:
-    """Everything there is, and what must hold of it."""
+    """Everything there is, and the invariants that must hold for it."""
 
     def __init__(
         self,
@@ -486,8 +487,8 @@ class World:
         self.world_sizes: dict[int, int] = {}
         self.truths: dict[tuple[CheckpointId, int], Truth] = {}
         self.fault = ""
-        self.fresh: list[Task] = []  # an event loop starts them in turn before anything else happens
-        self.others: list[Task] = []  # a sweeper, a reader
+        self.fresh: list[Task] = []  # an event loop starts these in turn before anything else happens
+        self.others: list[Task] = []  # sweepers and readers
         self._readers = itertools.count()
         self._seen: dict[str, Any] = {}
         self._contents: dict[str, bytes] = {}
@@ -500,7 +501,7 @@ class World:
         self._patch()
 
     def _patch(self) -> None:
-        """Put the world in the place of the operating system's."""
+        """Put the world in place of the operating system."""
         patch = self._patches.enter_context
         loop = Loop(self)
 
@@ -560,7 +561,7 @@ class World:
     # --- trainers ----------------------------------------------------------------------------------------
 
     def start(self, hosts: list[Host], *, first_step: int = 1) -> int:
-        """A new generation on these hosts; `hosts` are in rank order."""
+        """Start a new generation on these hosts, given in rank order."""
         generation = max(self.world_sizes, default=0) + 1
         self.world_sizes[generation] = len(hosts)
         record = Generation(generation, "launch", len(hosts), "host", f"nonce-{generation}", self.now)
@@ -584,7 +585,7 @@ class World:
         return hosts
 
     def start_engine(self, host: Host, *, is_trainer: bool = False) -> None:
-        """As `Uploader` or a drain does: recover, then be ready to run."""
+        """Do what `Uploader` or a drain does: recover, then be ready to run."""
         DiskPath.disk = host.disk
         known = State(
             rank=host.rank,
@@ -609,7 +610,7 @@ class World:
         name: str | None = None,
         expects_all: bool = False,
     ) -> None:
-        """The trainer's `enqueue` and `seal` of its next step."""
+        """Call `enqueue` and `seal` for the trainer's next step."""
         id_ = CheckpointId(host.generation, host.next_step)
         truth = self.truths.setdefault((id_, host.rank), Truth())
         full_name = checkpoint_name(name, id_.step)
@@ -634,11 +635,11 @@ class World:
             host.next_step += 1
 
     def _exact_key(self, id_: CheckpointId, rank: int, number: int) -> str:
-        """The first shard has one of its own, the second one that all checkpoints share."""
+        """Return a key of its own for the first shard, and one that all checkpoints share for the second."""
         return f"exact/{keys.checkpoint_tag(id_)}/r{rank}" if number == 0 else f"exact/shared-r{rank}"
 
     def tamper(self, host: Host, how: str) -> None:
-        """The trainer does to the oldest undecided file in the spool what it must not."""
+        """Do to the oldest undecided file in the spool what a trainer must not do."""
         for path, inode in list(host.disk.entries.items()):
             tag = path.split("/")[-2] if f"/{keys.spool_rank(host.rank)}/" in path else ""
             id_ = keys.parse_checkpoint_tag(tag)
@@ -652,7 +653,7 @@ class World:
             return
 
     def rotate(self, host: Host) -> None:
-        """The trainer deletes its own files: the links must do."""
+        """Delete the trainer's own files: the links must be enough."""
         for path in list(host.disk.entries):
             if not path.startswith(str(host.disk.private)):
                 del host.disk.entries[path]
@@ -666,7 +667,7 @@ class World:
         host.engine = None
 
     def stop(self, host: Host) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self._stop(host)
         host.generation = 0
 
@@ -677,7 +678,7 @@ class World:
         self._break_promises(host, is_lucky)
 
     def lose_journal(self, host: Host) -> None:
-        """Somebody deletes the journal: what had been made durable is in the manifests too (R10)."""
+        """Delete the journal. What had been made durable is in the manifests too (R10)."""
         self.stop(host)
         host.journal = Journal(self, host.rank)
         self._break_promises(host, False)
@@ -698,7 +699,7 @@ class World:
         return fault
 
     def run(self, host: Host, num_steps: int, choice: int = 0) -> int:
-        """Let a host's engine work for some awaits; returns how many it could use."""
+        """Let a host's engine work for some awaits; return how many it could use."""
         made = host.engine
         if made is None:
             return 0
@@ -759,7 +760,7 @@ class World:
         found = await steps.read_settled(store, lease.checkpoint, only_reads=True)
         if found is None or found.outcome is not Outcome.COMMIT:
             return
-        vanished = await self._vanished(store, found, ranks=[0])  # while the lease is taken, as readers do
+        vanished = await self._vanished(store, found, ranks=[0])  # while it holds the lease, as readers do
         decision = await steps.take_lease(store, lease)
         if decision is None:
             return
@@ -772,7 +773,7 @@ class World:
     async def _vanished(
         self, store: Any, decision: Decision, ranks: Iterable[int]
     ) -> InvalidRecordError | None:
-        """What of a committed checkpoint is not there."""
+        """Return the parts of a committed checkpoint that are missing."""
         for rank in ranks:
             try:
                 receipt = await steps.bound_receipt(store, decision, rank)
@@ -787,8 +788,8 @@ class World:
     # --- what must hold ----------------------------------------------------------------------------------
 
     def _is_collected(self, event: Decided) -> bool:
-        """Of what was collected nobody can know any more that it had been committed; taking it for given up keeps the
-        user's files.
+        """Return whether a collected checkpoint may be taken for given up. Once its decision is collected, no one can
+        know that it was committed, and taking it for given up keeps the user's files.
         """
         boundary = self._boundary
         return event.outcome is Outcome.ABORT and boundary is not None and boundary.voids(event.checkpoint)
@@ -835,7 +836,7 @@ class World:
             raise ViolationError(f"I5: {path} of rank {rank} removed, only {newer} are newer; keep {keep}")
 
     def check(self, host: Host | None = None) -> None:
-        """Compare the bucket with what it was: cheap when nothing changed."""
+        """Compare the bucket with its previous state. This is cheap if nothing changed."""
         objects = self.bucket.objects
         if host is not None:
             self._check_link(host)
@@ -844,7 +845,7 @@ class World:
         before, self._seen = self._seen, dict(objects)
         if boundary := objects.get(keys.BOUNDARY):
             self._boundary = records.decode_boundary(boundary.data)
-            # What nobody had decided is given up by it: its node was away for longer than any age.
+            # The boundary gives up whatever was not decided: its node was away for longer than any age limit.
             voided = {id_ for id_, _ in self.truths if self._boundary.voids(id_)}
             self.given_up |= voided - self.committed
         gone = [key for key in before if key not in objects]
@@ -897,7 +898,7 @@ class World:
             raise ViolationError(f"I1: {id_} committed by {error}") from None
 
     def _check_abort(self, id_: CheckpointId, decision: Decision) -> None:
-        """I4: what was promised is not given up by those who promised it."""
+        """I4: no rank gives up what it has promised."""
         if not decision.decided_by.startswith("rank "):
             return
         rank = int(decision.decided_by.split()[1])
@@ -910,7 +911,7 @@ class World:
         return any(truth.shards for (each, _), truth in self.truths.items() if each == id_)
 
     def _check_commit(self, id_: CheckpointId, decision: Decision) -> None:
-        """I1 and R5: every rank of that generation, every shard, every byte, and something at all."""
+        """I1 and R5: every rank of that generation, every shard, every byte, and at least one shard."""
         if not self._has_shards(id_):
             raise ViolationError(f"I1: {id_} committed without any shard")
         world_size = self.world_sizes[id_.generation]
@@ -934,7 +935,7 @@ class World:
             raise ViolationError(f"I1: {id_} committed without {lacking}, which is expected")
 
     def _lacks(self, id_: CheckpointId) -> str | None:
-        """A shard that some rank expects and none has."""
+        """Return a shard that some rank expects and none has."""
         truths = [truth for (each, _), truth in self.truths.items() if each == id_]
         there = {name for truth in truths for name in truth.shards}
         return next((name for truth in truths for name in truth.expected if name not in there), None)
@@ -971,7 +972,7 @@ class World:
         self._latest = latest
 
     def _check_link(self, host: Host) -> None:
-        """The local symlink leads to files that are there."""
+        """The local symlink must point to existing files."""
         target = host.disk.link_target
         if target is None or any(path.startswith(f"{target}/") for path in host.disk.entries):
             return
@@ -980,7 +981,9 @@ class World:
     # --- the end -----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Faults end, somebody finishes for the dead, time passes: then everything that can be is committed."""
+        """End all faults, finish the work of dead processes, let time pass: then everything that can be committed
+        must be.
+        """
         self.fault = ""
         for task in list(self.others):
             self.run_other(task, 10_000)
@@ -1013,7 +1016,7 @@ class World:
         )
 
     def _check_copies(self, alive: set[CheckpointId]) -> None:
-        """What is committed is under its exact keys, and nothing else is."""
+        """Committed checkpoints must be under their exact keys, and nothing else may be."""
         there = {key: each.data for key, each in self.bucket.objects.items() if key.startswith("exact/")}
         for key, data in there.items():
             if not self._is_of(alive, data):
@@ -1035,7 +1038,7 @@ class World:
                 raise ViolationError(f"I8: {key} has {there.get(key)!r}, not {data!r}")
 
     def _check_clean(self) -> None:
-        """I7: what is left belongs to what is committed; and latest names the newest of it."""
+        """I7: everything left belongs to a committed checkpoint, and latest names the newest of them."""
         alive = {id_ for id_, each in self._decisions.items() if each.outcome is Outcome.COMMIT}
         for key in self.bucket.objects:
             parsed = keys.parse_receipt_key(key) or keys.parse_data_key(key)

@@ -1,7 +1,7 @@
-"""A store over a bad network, for one process: what goes wrong with each request is drawn from the seed.
+"""A store over a bad network, for one process: the fault of each request is drawn from the seed.
 
 Everything here is what a real, strongly consistent S3 may do to a client. A listing that was cut short is an error
-(`store.py`), and one that is whole may still have pages of different moments.
+(`store.py`), and the pages of a complete one may still come from different moments.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.simulation.processes import Process
 
 URL = "memory://simulated/run"
-# Small parts: their number is what matters, not their size.
+# Parts are small, since their number matters, not their size.
 PART_BYTES = 48
 PARTS = replace(CAPABILITIES, min_part_size_bytes=PART_BYTES)
-# A request that its client has given up still arrives within this time.
+# A request that its client has given up on still arrives within this time.
 LATEST_ARRIVAL_S = 100.0
 
-# What happens to one request, and how often in a schedule with faults.
+# What happens to a request, and how often in a schedule with faults.
 KINDS = {
     "error_before": 4,  # a reset connection: nothing has happened
-    "error_after": 4,  # it happened, the reply is lost
+    "error_after": 4,  # it happened, but the reply is lost
     "slow_before": 4,
-    "slow_after": 4,  # the reply is old news when it arrives
+    "slow_after": 4,  # the reply is outdated when it arrives
     "stall_before": 1,
-    "stall_after": 1,  # it happened, and no reply ever comes
+    "stall_after": 1,  # it happened, but no reply ever comes
     "stall_midway": 1,  # the body stops moving
-    "late": 2,  # the client has long given up when it happens
+    "late": 2,  # it happens long after the client has given up
     "throttled": 3,
-    "torn": 3,  # a listing whose pages are of different moments
+    "torn": 3,  # a listing whose pages are from different moments
 }
 REASONS = {"auth": FailureReason.AUTH, "down": FailureReason.TRANSIENT, "slow_down": FailureReason.THROTTLED}
 
@@ -52,7 +52,7 @@ class Window:
 
 @dataclass(slots=True)
 class Network:
-    """Between all processes and the one bucket. `rate`: of requests that suffer something."""
+    """The network between all processes and the one bucket. `rate` is the share of requests that suffer a fault."""
 
     bucket: MemoryBucket
     rng: random.Random
@@ -101,7 +101,7 @@ class FaultyStore:
         await self._request("open", "", lambda: self._store.open(is_read_only=is_read_only))
 
     async def close(self) -> None:
-        """There are no connections."""
+        """Do nothing: there are no connections."""
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -141,7 +141,9 @@ class FaultyStore:
     async def _send(
         self, operation: str, key: str, body: Body, make: Callable[[Body], Awaitable[Any]]
     ) -> Any:
-        """A request with a body, which may stop moving, or be all on its way when the client is gone."""
+        """Send a request with a body, which may stop moving, or may already be completely on its way when the client
+        dies.
+        """
 
         async def stop() -> None:
             await _forever()
@@ -186,7 +188,7 @@ class FaultyStore:
                 self._arrive_late(sent)
                 await _forever()
         result = await make()
-        network.on_effect()  # nobody else has run in between
+        network.on_effect()  # nothing else has run in between
         if fault == "torn":
             result = await self._tear(result, make)
         phase = "after"
@@ -216,12 +218,14 @@ class FaultyStore:
                 return
             network.on_effect()
 
-        task = asyncio.Task(arrive())  # nobody's: it goes on when the client is killed
+        task = asyncio.Task(arrive())  # belongs to no process: it continues when the client is killed
         network.late.add(task)
         task.add_done_callback(network.late.discard)
 
     async def _tear(self, first: Listing, make: Callable[[], Awaitable[Listing]]) -> Listing:
-        """Keys up to some point as they are now, the rest as they are later. Its time is the first page's."""
+        """Return the keys up to some point as they are now, and the rest as they are later, with the first page's
+        time.
+        """
         rng, listed = self._network.rng, [each.key for each in first.objects]
         last = rng.choice(listed) if listed else ""
         await asyncio.sleep(rng.uniform(0.1, 5))

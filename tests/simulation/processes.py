@@ -1,4 +1,4 @@
-"""Processes that can be killed at any await: nothing of them runs on, and nothing they hold stays held.
+"""Processes that can be killed at any await: none of their code runs on, and nothing they hold stays held.
 
 They share one event loop whose time jumps. What a thread would do happens at one virtual moment.
 """
@@ -22,11 +22,13 @@ def current() -> "Process":
 
 
 class KilledError(BaseException):
-    """A dead process tried to have an effect: while its coroutines are closed their `finally` blocks run."""
+    """A dead process tried to have an effect: while its coroutines are closed, their `finally` blocks run."""
 
 
 class Process:
-    """What runs in it is found by context, as are the tasks that it makes. `awaits_left`: then it is killed."""
+    """A process. Its code is recognised by context, and so are the tasks that it creates. It is killed after
+    `awaits_left` awaits, if that is given.
+    """
 
     def __init__(self, name: str, *, clock_offset_s: float = 0.0) -> None:
         self.name, self.clock_offset_s = name, clock_offset_s
@@ -49,7 +51,7 @@ class Process:
         return self.main is not None and not self.main.done() and not self.is_dead
 
     def in_flight(self) -> Iterator[FrameType]:
-        """Frames of what it is at, outermost first, coroutine by coroutine."""
+        """Yield the frames that are being executed, outermost first, coroutine by coroutine."""
         for coroutine in self.coroutines:
             each: Any = coroutine
             while getattr(each, "cr_frame", None) is not None:
@@ -60,7 +62,7 @@ class Process:
         return [frame.f_code.co_qualname for frame in self.in_flight()]
 
     def hold(self, close: Callable[[], None]) -> None:
-        """What the kernel closes when the process is gone."""
+        """Register what the kernel closes when the process is gone."""
         self._handles.append(close)
 
     def check_alive(self) -> None:
@@ -83,7 +85,7 @@ class Process:
                 self.kill()
 
     def kill(self) -> None:
-        """SIGKILL: no coroutine is ever resumed. Each is closed, for descriptors and locks are freed by the kernel."""
+        """Send SIGKILL: no coroutine is ever resumed. Each is closed, as the kernel frees descriptors and locks."""
         if not self.is_running:
             return
         self.on_kill(self)
@@ -105,7 +107,7 @@ class Process:
 
 
 class _Steps(Coroutine[Any, Any, Any]):
-    """A coroutine of a process, which may die whenever it awaits."""
+    """A coroutine of a process that may be killed at each of its awaits."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], process: Process) -> None:
         self._coroutine, self._process = coroutine, process
@@ -132,7 +134,7 @@ class _Steps(Coroutine[Any, Any, Any]):
 
 
 class SimulatedLoop(VirtualTimeLoop):
-    """`delay_s` says how long the next disk operation takes."""
+    """A loop on which `delay_s` says how long the next disk operation takes."""
 
     def __init__(self, delay_s: Callable[[], float]) -> None:
         super().__init__()
@@ -147,7 +149,9 @@ class SimulatedLoop(VirtualTimeLoop):
         return process.make_task(coroutine, loop, **more)
 
     def run_in_executor(self, _: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Like a thread it goes on when nobody waits for it any more, but not when its process is killed."""
+        """Run the function. As in a thread, it continues if its caller stops waiting, but not if its process is
+        killed.
+        """
         process, future = current(), self.create_future()
 
         def work() -> None:
@@ -169,6 +173,6 @@ class SimulatedLoop(VirtualTimeLoop):
 
 
 def _report(loop: asyncio.AbstractEventLoop, facts: dict[str, Any]) -> None:
-    """An asynchronous generator that was killed in the middle cannot be closed before Python 3.13."""
+    """Ignore one error: an asynchronous generator that was killed midway cannot be closed before Python 3.13."""
     if "asynchronous generator" not in str(facts.get("exception")):
         loop.default_exception_handler(facts)

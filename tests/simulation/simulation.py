@@ -1,10 +1,10 @@
-"""One schedule from one number: trainers, sweepers and readers on one virtual clock, and what can go wrong with them.
+"""One schedule from one number: trainers, sweepers and readers on one virtual clock, and the faults that hit them.
 
 What is real: `Engine`, `Journal` and `Folder` (files, hard links, SQLite), `PatientStore` with its deadlines and
 back-off, `protocol`, `generation.agree`, `Sweeper` with `drain` and `RemoteSweep`, `MemoryStore`. What is not:
-`Uploader` itself, which owns a thread; `Simulation._train` makes the calls to folder, journal and engine that it makes,
-in its order. Power loss is not simulated here but in `tests/model/world.py`, whose invariants are checked here after
-every effect that any request has.
+`Uploader` itself, which owns a thread; instead, `Simulation._train` makes the same calls to folder, journal and
+engine, in the same order. Power loss is not simulated here but in `tests/model/world.py`, whose invariants are
+checked here after every effect of any request.
 """
 
 import asyncio
@@ -67,22 +67,22 @@ from tests.simulation.processes import Process, SimulatedLoop, current
 EPOCH_S = 1_000_000.0
 ADOPTION_S = 60.0
 NEVER_S = 1e9
-# Ten times as slow as they are: where a rank never comes, most of a schedule would be beats.
+# Ten times slower than in reality: where a rank never comes, most of a schedule would otherwise be beats.
 BEATS = {"BEAT_S": 2.0, "BEAT_MAX_S": 20.0, "PATIENCE_S": 100.0}
-# Fast file systems make 2,000 folders a minute; what is on it need not survive anything.
+# A fast file system, which can create 2,000 folders a minute; its contents need not survive anything.
 SCRATCH = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A machine: its disk outlives the processes on it."""
+    """A machine. Its disk outlives the processes on it."""
 
     path: Path
     trainers: list[Process] = field(default_factory=list)
 
 
 class SimulatedJournal(Journal):
-    """Tells the world what is recorded, and dies with its process."""
+    """Reports what is recorded to the world, and dies with its process."""
 
     world: "Simulation"
 
@@ -100,7 +100,7 @@ class SimulatedJournal(Journal):
 
 
 class SimulatedFolder(Folder):
-    """Tells the world what is removed."""
+    """Reports what is removed to the world."""
 
     world: "Simulation"
 
@@ -118,7 +118,7 @@ class SimulatedFolder(Folder):
 
 
 class SimulatedLock(RankLock):
-    """Whoever waits for it does so in virtual time."""
+    """A lock whose waiters wait in virtual time."""
 
     wanted: "set[Path]" = set()  # noqa: RUF012  replaced by every world
 
@@ -150,7 +150,7 @@ class Simulation(World):
             keep_remote=rng.choice([1, 1, 2]),
             collect_at_least=rng.choice([10**6, 1]),
         )
-        self.is_patient = rng.random() < 0.5  # the sweeper gives up nothing while the schedule lasts
+        self.is_patient = rng.random() < 0.5  # the sweeper gives up nothing during the schedule
         age_s = NEVER_S if self.is_patient else rng.choice([60.0, 200.0])
         self.settings = Settings(
             num_checkpoints_to_keep=keep_local,
@@ -158,7 +158,7 @@ class Simulation(World):
             upload_timeout_s=rng.choice([60.0, 300.0]),
             remote_retention=f"last={self.keep_remote}",
             part_size_bytes=PART_BYTES,
-            decision_poll_s=2.0,  # who waits looks this often
+            decision_poll_s=2.0,  # how often a waiting engine looks
             abandon_after_s=age_s,
             abandon_newest_after_s=min(NEVER_S, 5 * age_s),
         )
@@ -176,13 +176,13 @@ class Simulation(World):
 
     @now.setter
     def now(self, _: float) -> None:
-        """The loop's clock is the only one."""
+        """Ignore the value: the loop's clock is the only one."""
 
     def clock_of(self, process: Process) -> float:
         return self.now + process.clock_offset_s
 
     def _patch(self) -> None:
-        """Put the world in the place of the network, of clocks, and of whatever waits in real time."""
+        """Put the world in place of the network, of clocks, and of everything that waits in real time."""
         replaced = SimulatedJournal, SimulatedFolder, SimulatedLock
         for each in (SimulatedJournal, SimulatedFolder):
             each.world = self
@@ -197,7 +197,7 @@ class Simulation(World):
             ),
             *((module, "time", clock) for module in (drain, sweeper, patient, progress)),
             (patient, "open_store", lambda *_: self.store_of(current())),
-            (database, "TICK_S", 0.0),  # nobody else writes while one reads
+            (database, "TICK_S", 0.0),  # there are no concurrent writers during a read
             (drain, "LOCK_WAIT_S", 0.0),
             (drain, "WANTED_POLL_S", 5.0),
             (engine, "POLL_S", 30.0),  # a safety net: every append wakes the engine
@@ -228,7 +228,9 @@ class Simulation(World):
     # --- what must hold ----------------------------------------------------------------------------------
 
     def check(self, _: Any = None) -> None:
-        """After every effect. The first violation is kept: it may be raised in a process that nobody waits for."""
+        """Check the invariants after every effect. The first violation is kept, because it may be raised in a process
+        that no one awaits.
+        """
         try:
             super().check()
         except ViolationError as error:
@@ -269,7 +271,7 @@ class Simulation(World):
         self.counts["removed locally"] += 1
 
     def _on_kill(self, process: Process) -> None:
-        """What is cut short, and whether a request of it has had its effect."""
+        """Count where the process is cut short, and whether its request in flight has had its effect."""
         kind = process.name.partition("-")[0]
         self.counts[f"crash of a {kind}"] += 1
         for frame in process.in_flight():
@@ -296,7 +298,7 @@ class Simulation(World):
         return process.start(self._guard(main))
 
     async def _guard(self, main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """An error that no caller of the package would expect is a violation."""
+        """Run a process: an error that no caller of the package would expect is a violation."""
         try:
             await main()
         except CkptAsyncError as error:
@@ -318,7 +320,7 @@ class Simulation(World):
     async def _train(
         self, node: Node, rank: int, world_size: int, launch: str, first_step: int, num_steps: int
     ) -> None:
-        """As `Uploader` and the thread it owns."""
+        """Do what `Uploader` and the thread it owns do."""
         process, settings = current(), self.settings
         folder = SimulatedFolder(node.path)
         lock = SimulatedLock(folder, rank)
@@ -367,13 +369,14 @@ class Simulation(World):
     async def _save(
         self, folder: Folder, journal: Journal, made: Engine, id_: CheckpointId, rank: int, world_size: int
     ) -> None:
-        """`enqueue`, `seal`, and what trainers do to their files."""
+        """Call `enqueue` and `seal`, and do to the files what trainers do."""
         rng, name = self.rng, checkpoint_name(None, id_.step)
         truth = self.truths.setdefault((id_, rank), Truth())
         for number in range(rng.choice([1, 1, 2, 0])):
             shard = f"r{rank}-{number}"
             content = f"{id_} {shard} ".encode().ljust(rng.choice([40, 3 * PART_BYTES - 7]), b".")
-            # Another generation's file of this name may still be there: one that is written anew, not over.
+            # A file of this name may still be there from another generation: it is replaced by a new file,
+            # not overwritten.
             source = folder.path / name / shard
             source.parent.mkdir(exist_ok=True)
             source.unlink(missing_ok=True)
@@ -388,7 +391,7 @@ class Simulation(World):
             await asyncio.sleep(0)
             self._misuse(source, truth)
         if rng.random() < 0.05:
-            return  # training ends here, or forgets about it
+            return  # training ends here, or forgets to seal
         await asyncio.sleep(rng.choice([0.0, 3.0]))
         truth.is_sealed = True
         journal.append([Sealed(id_, name, world_size)])
@@ -405,7 +408,8 @@ class Simulation(World):
             facts = source.stat()
             with source.open("r+b") as file:
                 file.write(b"overwritten")
-            os.utime(source, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))  # a coarse clock might not tell
+            # A coarse clock might not show the change.
+            os.utime(source, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
 
     def _supersede(self, journal: Journal, made: Engine, rank: int) -> None:
         for id_ in backlog.supersedable(made.fresh_local(), KeepLast(1))[:1]:
@@ -416,7 +420,7 @@ class Simulation(World):
             self.counts["superseded"] += 1
 
     async def _finish(self, made: Engine) -> None:
-        """As `close`: our own work, then a while for the others'."""
+        """Do what `close` does: finish our own work, then wait a while for the other ranks."""
         made.hurry(True)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + 60.0
@@ -444,7 +448,7 @@ class Simulation(World):
             await asyncio.sleep(self.rng.uniform(20, 90))
 
     async def _read(self) -> None:
-        """A reader of any checkpoint that takes its time, and renews its lease once."""
+        """Read any checkpoint slowly, and renew the lease once."""
         store, clock = PatientStore(self.store_of(current()), self.settings), asyncio.get_running_loop().time
         listing = await store.list(keys.DECISIONS)
         found = [keys.parse_decision_key(each.key) for each in listing.objects]
@@ -477,7 +481,7 @@ class Simulation(World):
     # --- the schedule ------------------------------------------------------------------------------------
 
     async def play(self) -> None:
-        """Starts of the run, one after the other or at once, each with its own world size."""
+        """Start the run several times, one after the other or at once, each time with its own world size."""
         rng, loop = self.rng, self._loop
         self.network.rate = rng.choice([0.0, 0.1, 0.25])
         first_step = 1
@@ -488,7 +492,7 @@ class Simulation(World):
                 self.network.windows = (Window(kind, begins_at, begins_at + rng.uniform(10, 90)),)
             is_elsewhere = not self.nodes or rng.random() < 0.3
             world_size, num_steps = rng.choice([1, 1, 2, 2, 3]), rng.choice([1, 1, 2])
-            if is_elsewhere:  # what ran before runs on
+            if is_elsewhere:  # the earlier processes keep running
                 used = [self._new_node() for _ in range(rng.choice([1, world_size]))]
             else:
                 used = self.nodes[-rng.randint(1, len(self.nodes)) :]
@@ -500,7 +504,7 @@ class Simulation(World):
                 node = used[rank % len(used)]
                 train = partial(self._train, node, rank, world_size, f"launch-{start}", first_step, num_steps)
                 node.trainers.append(self._start("trainer", train))
-            for _ in range(rng.choice([0, 1, 1, 2])):  # two at once
+            for _ in range(rng.choice([0, 1, 1, 2])):  # possibly two at once
                 nodes = self.nodes if rng.random() < 0.7 else []
                 sweep = partial(self._sweep, nodes, rng.randint(1, 2), begins_after_s=rng.uniform(0, 60))
                 self.others_running.append(self._start("sweeper", sweep))
@@ -519,7 +523,7 @@ class Simulation(World):
         return node
 
     def _lose_journal(self, node: Node) -> None:
-        """What had been made durable is in the manifests too (R10)."""
+        """Delete the journal. What had been made durable is in the manifests too (R10)."""
         self.counts["journal lost"] += 1
         for each in node.path.glob(f"{keys.PRIVATE}/journal-*"):
             each.unlink()
@@ -533,8 +537,8 @@ class Simulation(World):
     # --- the end -----------------------------------------------------------------------------------------
 
     async def settle_down(self) -> None:
-        """Faults end, the dead are finished for, two sweeps: then everything that can be is committed, and nothing is
-        left of the rest.
+        """End the faults, finish the work of the dead, and sweep twice: then everything that can be committed is, and
+        nothing is left of the rest.
         """
         self.network.heal()
         await self._pass(LATEST_ARRIVAL_S)
@@ -547,7 +551,7 @@ class Simulation(World):
         await self._end([self._start("drain", self._drain_all, may_die=False)])
         await self._end(
             [self._start("drain", self._drain_all, may_die=False)]
-        )  # learns what the first brought
+        )  # learns what the first drain brought
         self._check_finished()
         reader = self._start("reader", self._read)
         await self._pass(self.rng.uniform(0, 3))
@@ -564,7 +568,7 @@ class Simulation(World):
             self.counts[f"outcome {outcome.value}"] += 1
 
     async def _drain_all(self) -> None:
-        """As `ckpt-async drain --remote`: a journal that was lost does not say where to."""
+        """Do what `ckpt-async drain --remote` does, since a lost journal does not say which remote to use."""
         for node in self.nodes:
             adopting = drain.drain(
                 node.path,
@@ -582,7 +586,7 @@ class Simulation(World):
                 raise ViolationError(f"R12: an adopting engine died of {rank.error}")
 
     async def _end(self, processes: list[Process]) -> None:
-        """Wait for them; nobody waits for anything much longer than an hour."""
+        """Wait for the processes; none waits for anything much longer than an hour."""
         mains = [each.main for each in processes if each.is_running and each.main is not None]
         if mains:
             _, late = await asyncio.wait(mains, timeout=2 * 3600.0)
@@ -605,7 +609,7 @@ class Simulation(World):
             raise ViolationError(f"I7: {', '.join(map(str, found.findings))}")
 
     def _check_finished(self) -> None:
-        """I8 and I4: whatever all ranks had sealed is committed; only a sweeper may have lost patience."""
+        """I8 and I4: whatever all ranks had sealed is committed, unless a sweeper has lost patience."""
         for id_ in {id_ for id_, _ in self.truths}:
             truths = [self.truths.get((id_, rank)) for rank in range(self.world_sizes[id_.generation])]
             is_whole = all(each and each.is_sealed and each.is_promised for each in truths)
@@ -633,11 +637,11 @@ class Simulation(World):
 
 
 def simulate(seed: int) -> Simulation:
-    """Play one schedule, and check it. Raises ViolationError, or whatever the simulation itself died of."""
+    """Play one schedule, and check it. Raises ViolationError, or whatever error ended the simulation itself."""
     rng = random.Random(seed)
     state = random.getstate()
-    random.seed(seed)  # of the back-off
-    gc.disable()  # a tenth of the time: there is little to collect before the world ends
+    random.seed(seed)  # for the back-off
+    gc.disable()  # it would take a tenth of the time, and there is little to collect before the world ends
     loop_rng = random.Random(seed + 1)
 
     def delay_s() -> float:

@@ -13,7 +13,7 @@ from tests.simulation.simulation import simulate
 
 
 def skips_the_deadline() -> contextlib.AbstractContextManager[None]:
-    """R14: a request waits for its answer for ever."""
+    """R14: a request waits for its answer forever."""
 
     async def control(self: PatientStore, operation: str, attempt: Callable[[], Any]) -> Any:
         return await self._persist(operation, attempt)
@@ -21,8 +21,8 @@ def skips_the_deadline() -> contextlib.AbstractContextManager[None]:
     return core.patched((PatientStore, "control", control))
 
 
-# What is said when each is found: another invariant would mean a broken mutant. The number is that of seeds
-# within which it is: room for schedules that change.
+# The invariant that each mistake must violate: another one would mean a broken mutant. The number is how many
+# seeds may be needed, with room for schedules that change.
 MUTANTS = [
     (core.commits_without_all_receipts, "I1", 10),
     (core.commits_before_uploads, "I1|I4", 10),

@@ -1,6 +1,6 @@
-"""Hundreds of schedules, each made from one number: no invariant breaks, nothing hangs, nothing is left.
+"""Hundreds of schedules, each made from one number: no invariant breaks, nothing hangs, nothing is left behind.
 
-A failure names its seed: `CKPT_ASYNC_SEED=<seed> ./dev test tests/simulation -k schedules` plays it again, alone.
+A failure names its seed: `CKPT_ASYNC_SEED=<seed> ./dev test tests/simulation -k schedules` replays it alone.
 """
 
 import asyncio
@@ -24,14 +24,15 @@ from tests.model.world import ViolationError
 from tests.simulation.faults import KINDS, REASONS
 from tests.simulation.simulation import simulate
 
-# As many as find every mistake of `test_simulated_mutants`. The soak plays others for as long as it is told to.
+# Enough to find every mistake of `test_simulated_mutants`. The soak plays others, for as long as it is told
+# to.
 NUM_SEEDS = 250
-# This test's part of the soak: the other soak tests share the minutes.
+# This test's share of the soak: the other soak tests share the minutes.
 SOAK_SHARE = 0.5
 SHORT_S = 1.0
 
-# What must have happened, and how often at least (about a third of what was seen): or the
-# simulation has silently stopped testing it.
+# What must have happened, with a minimum count (about a third of what was seen). Otherwise the simulation
+# could silently stop testing it.
 WANTED = {
     **{f"fault {kind}": 9 for kind in (*KINDS, *REASONS)},
     "multipart resumed": 1,
@@ -76,7 +77,7 @@ WANTED = {
 
 
 def play(seeds: Iterable[int]) -> Counter[str]:
-    """What happened in all of them."""
+    """Return how often each thing happened in all of them."""
     counts: Counter[str] = Counter()
     for seed in seeds:
         try:
@@ -91,7 +92,9 @@ def play(seeds: Iterable[int]) -> Counter[str]:
 
 
 def test_no_simulated_schedule_breaks_an_invariant() -> None:
-    """I1-I8 and I10 after every effect, and that everything is finished, and nothing left, when it is quiet again."""
+    """I1-I8 and I10 hold after every effect; once it is quiet again, everything is finished and nothing is left
+    behind.
+    """
     if replayed := os.environ.get("CKPT_ASYNC_SEED"):
         play([int(replayed)])
         return
@@ -100,7 +103,7 @@ def test_no_simulated_schedule_breaks_an_invariant() -> None:
 
 
 def test_schedule_is_a_function_of_its_seed() -> None:
-    """Or a failure could not be replayed."""
+    """Otherwise a failure could not be replayed."""
     for seed in range(5):
         first, second = simulate(seed), simulate(seed)
         assert first.network.trace == second.network.trace
@@ -110,7 +113,7 @@ def test_schedule_is_a_function_of_its_seed() -> None:
 
 
 def test_opening_a_silent_store_is_bounded() -> None:
-    """R14, found by these schedules: a probe that got no answer held the sweeper for ever."""
+    """R14, found by these schedules: a probe that got no answer blocked the sweeper forever."""
 
     class Silent(MemoryStore):
         async def open(self, *, is_read_only: bool = False) -> None:
@@ -129,7 +132,7 @@ def test_opening_a_silent_store_is_bounded() -> None:
 
 @pytest.mark.parametrize("is_soak", [False, pytest.param(True, marks=SOAK)])
 def test_no_fresh_random_schedule_breaks_an_invariant(is_soak: bool) -> None:
-    """Other ones each time: what a fixed set of seeds would never meet."""
+    """New schedules each time can meet what a fixed set of seeds never would."""
     for_s = 60 * SOAK_SHARE * float(os.environ["CKPT_ASYNC_SOAK_MINUTES"]) if is_soak else SHORT_S
     until = time.monotonic() + for_s
     seed = first = random.SystemRandom().randrange(NUM_SEEDS, 10**12)
