@@ -1,4 +1,4 @@
-"""A new start does not look for the link from the beginning."""
+"""A new start begins with the number of connections that the last one noted, instead of searching from scratch."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Where the engine runs must make no difference to a trainer, except when somebody dies: then a process goes on."""
+"""Where the engine runs must make no difference to a trainer, except when a process dies: then a process goes on."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ def nursery(_nursery: Nursery) -> Iterator[Nursery]:
 
 @pytest.fixture
 def proxy(s3_server: SeaweedServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """In front of the session's server. What is held is let go at the end, so that runners can end too."""
+    """A proxy in front of the session's server. What is held is released at the end, so that runners can end too."""
     with FaultProxy(s3_server.url) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
         yield proxy
@@ -99,7 +99,7 @@ def _no_process_is_left(tmp_path: Path) -> Iterator[None]:
 
 
 def runners(below: Path) -> list[int]:
-    """Runner processes that have a journal or a lock below this folder open, as the kernel knows them."""
+    """Return the runner processes that have a journal or a lock below this folder open, according to the kernel."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ def runners(below: Path) -> list[int]:
                 continue
             opened = set()
             for each in (process / "fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                with contextlib.suppress(FileNotFoundError):  # closed in the meantime
                     opened.add(os.readlink(each))
             if any(re.match(rf"{below}.*/(journal\.sqlite|rank-\d+\.lock)", each) for each in opened):
                 found.append(int(process.name))
@@ -115,7 +115,7 @@ def runners(below: Path) -> list[int]:
 
 
 def wait_until(is_so: Callable[[], Any], what: str = "") -> Any:
-    """Of other processes, of which nothing tells but looking."""
+    """Wait for a change in other processes, which can only be polled."""
     deadline = time.monotonic() + PATIENCE_S
     while not (found := is_so()):
         assert time.monotonic() < deadline, what or "not in time"
@@ -184,7 +184,7 @@ def test_checkpoints_are_committed_and_counted(runner: str, tmp_path: Path) -> N
 
 @both
 def test_a_closed_uploader_still_says_what_became_of_a_checkpoint(runner: str, tmp_path: Path) -> None:
-    """A saver tells of its last saves once it has closed its uploader."""
+    """A saver reports its last saves after it has closed its uploader."""
     committed = []
     with CheckpointSaver(
         tmp_path / "folder",
@@ -218,7 +218,7 @@ def test_closing_lets_go_of_the_folder_whatever_fails(
 
 
 def test_a_runner_says_why_it_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer would wait two minutes for an answer, and then not know why."""
+    """Otherwise the trainer would wait two minutes for an answer, and then not know the reason."""
 
     def full(*_: Any, **__: Any) -> None:
         raise NoSpaceError("the file system is full")
@@ -248,7 +248,7 @@ def test_a_runner_says_why_it_cannot_start(tmp_path: Path, monkeypatch: pytest.M
 
 @both
 def test_startup_errors_are_raised_unchanged(runner: str, tmp_path: Path, s3_url: str) -> None:
-    """At construction, in the trainer's own thread, as the error it is; then nothing is left behind."""
+    """Errors must be raised at construction, in the trainer's own thread, unchanged, and leave nothing behind."""
     missing = s3_url.replace("s3://", "s3://no-such-bucket-")
     with pytest.raises(StoreError) as caught:
         Uploader(tmp_path / "folder", missing, runner=runner, **QUICK)
@@ -269,7 +269,7 @@ def test_startup_errors_are_raised_unchanged(runner: str, tmp_path: Path, s3_url
 def test_a_store_unavailable_at_the_start_is_reported_and_waited_for(
     runner: str, proxy: FaultProxy, s3_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mistyped endpoint must not look like a trainer that hangs, nor may a restart of the store end the job."""
+    """A mistyped endpoint must not look like a trainer that hangs, and a restart of the store must not end the job."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
     proxy.add(Fault("reset"))
     with ThreadPoolExecutor(1) as threads:
@@ -288,11 +288,11 @@ def test_a_store_unavailable_at_the_start_is_reported_and_waited_for(
 
 
 def test_byte_threads_are_niced_unless_somebody_waits(tmp_path: Path, proxy: FaultProxy, s3_url: str) -> None:
-    """On a busy node, the last seconds were spent on waiting for a core: who is nice cannot take it back."""
+    """On a busy node, the last seconds went into waiting for a core: a niced thread cannot undo that."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
 
     def priorities(pid: int) -> list[int]:
-        """Of its threads, the event loop's first."""
+        """Return the priorities of the process's threads, that of the event loop first."""
         found = []
         for thread in [pid, *(int(each) for each in os.listdir(f"/proc/{pid}/task") if int(each) != pid)]:
             with contextlib.suppress(ProcessLookupError):
@@ -312,9 +312,8 @@ def test_byte_threads_are_niced_unless_somebody_waits(tmp_path: Path, proxy: Fau
         save(uploader, 1, size_bytes=300_000)
         proxy.wait_for(lambda: proxy.num_under_way > 0)
         wait_until(lambda: is_polite(runner), "no thread is nice")
-        num_quick = priorities(runner).count(
-            own
-        )  # the loop's and those that carry records: no more while shards are held
+        # The loop's thread, and those that transfer records: there are no others while shards are held.
+        num_quick = priorities(runner).count(own)
         save(uploader, 2, size_bytes=300_000)
         flushing = threading.Thread(target=uploader.flush, args=(PATIENCE_S,))
         flushing.start()
@@ -348,7 +347,7 @@ def test_a_superseded_trainer_is_fenced(runner: str, tmp_path: Path) -> None:
 def test_a_final_failure_is_raised_once_and_retried(
     runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R12. What is logged of it comes out of the trainer's own logging."""
+    """R12. Its log records must appear in the trainer's own logging."""
     with Uploader(
         tmp_path / "folder", f"{s3_url}/run", runner=runner, **QUICK | {"upload_timeout_s": 1.0}
     ) as uploader:
@@ -358,7 +357,7 @@ def test_a_final_failure_is_raised_once_and_retried(
             uploader.wait(1)
         with pytest.raises(UploadFailedError, match=r"shard 'rank-0-0\.pt'.*ckpt-async drain"):
             wait_until(uploader.raise_failures)
-        uploader.raise_failures()  # told once
+        uploader.raise_failures()  # raised once
         assert "shard_failed" in caplog.text
         assert counter(uploader, "upload_attempt_failures_total", "throttled") > 1
         proxy.heal()
@@ -430,7 +429,7 @@ def test_forked_workers_and_other_threads(runner: str, tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of what this is about
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns about exactly this
             worker = os.fork()
         if worker == 0:
             uploader.close()
@@ -500,7 +499,7 @@ def test_a_restarted_trainer_gets_the_folder_at_once(
 def test_the_runner_does_not_linger_for_ever(
     nursery: Nursery, tmp_path: Path, proxy: FaultProxy, s3_url: str, how: str
 ) -> None:
-    """A store that is away must not keep processes on a node; what is left is in the journal."""
+    """A store that is unavailable must not keep processes on a node; what is left is in the journal."""
     folder, remote = tmp_path / "folder", f"{s3_url}/run"
     proxy.add(Fault("hold", "PUT", SHARDS))
     linger_s = 0.5 if how == "linger_s" else 3600.0
@@ -510,9 +509,7 @@ def test_the_runner_does_not_linger_for_ever(
     (runner,) = runners(folder)
     if how == "SIGTERM":
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(
-                runner, number
-            )  # the launcher sends it to all; while the trainer lives, that is who decides
+            os.kill(runner, number)  # the launcher signals all processes; while the trainer lives, it decides
         trainer.tell("wait 1 0.2")
         trainer.expect("error CommitTimeoutError")
         assert runners(folder) == [runner]
@@ -531,7 +528,7 @@ def test_the_runner_does_not_linger_for_ever(
 def test_a_dead_runner_is_restarted_and_nothing_is_lost(
     tmp_path: Path, proxy: FaultProxy, s3_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An out-of-memory kill strikes the largest process; training does not even notice."""
+    """An out-of-memory kill hits the largest process; training does not even notice."""
     folder, remote = tmp_path / "folder", f"{s3_url}/run"
     with Uploader(folder, remote, **PROCESS) as uploader:
         save(uploader, 1)
@@ -544,7 +541,7 @@ def test_a_dead_runner_is_restarted_and_nothing_is_lost(
         flushing = threading.Thread(target=lambda: flushed.append(uploader.flush(PATIENCE_S)))
         flushing.start()
         os.kill(first, signal.SIGKILL)
-        save(uploader, 3)  # while there is none
+        save(uploader, 3)  # while there is no runner
         assert not is_free(folder), "a sweeper must not take it for a dead trainer's"
         (second,) = wait_until(lambda: [each for each in runners(folder) if each != first])
         wait_until(lambda: counter(uploader, "engine_restarts_total") == 1)
@@ -572,7 +569,7 @@ def test_a_runner_that_dies_again_and_again_is_restarted_less_and_less_often(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """However far it came; and the log says where to look for why."""
+    """This must hold however far it got before it died; and the log must say where to look for the reason."""
     monkeypatch.setattr(process_module, "LASTS_S", lasts_s)
     folder, killed = tmp_path / "folder", set[int]()
     with Uploader(folder, f"file://{tmp_path}/store", **PROCESS) as uploader:
@@ -608,7 +605,7 @@ def test_closing_while_the_runner_is_dead_loses_nothing(
 
 
 def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` keeps its time, whatever is wrong with the process, and no process stays."""
+    """`close` must keep to its timeout, whatever is wrong with the process, and leave no process behind."""
     monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.2)
     folder = tmp_path / "folder"
     with Uploader(folder, f"file://{tmp_path}/store", **PROCESS) as uploader:
@@ -623,12 +620,12 @@ def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its locks kept the next start out until somebody killed it."""
+    """Otherwise its locks would keep out the next start until somebody killed it."""
     monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.2)
     monkeypatch.setattr(process_module, "PING_TIMEOUT_S", 0.2)
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
     shared = PROCESS | {"node_shared": True, "world_size": 2, "generation": 1}
-    # It may hear of the newer start before the commit, also when it closes.
+    # It may learn of the newer start before the commit, even while it closes.
     with Uploader(folder, remote, rank=1, on_error="warn", **shared) as other:
         with Uploader(folder, remote, rank=0, **shared) as uploader:
             (runner,) = wait_until(lambda: runners(folder))
@@ -637,7 +634,7 @@ def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
             uploader.close(timeout_s=0.1)
         assert "runner_hangs" in caplog.text
         wait_until(lambda: runner not in runners(folder))
-        save(other, 1)  # by then a newer start might have superseded it
+        save(other, 1)  # by then, a newer start might have superseded it
         with Uploader(folder, remote, rank=0, **shared | {"generation": 2}) as again:
             assert wait_until(lambda: runners(folder)) != [runner]
             with contextlib.suppress(FencedError):
@@ -649,7 +646,7 @@ def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
 def test_a_hung_rank_in_a_shared_runner_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.0)  # as if it had not heard
+    monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.0)  # as if it had not received the request
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
     shared = PROCESS | {"node_shared": True, "world_size": 2, "generation": 1}
     with Uploader(folder, remote, rank=1, **shared):
@@ -680,7 +677,7 @@ def test_a_runner_that_ends_while_it_is_asked_whether_it_hangs_is_not_killed(
 def test_a_runner_killed_while_it_starts_is_restarted(
     tmp_path: Path, proxy: FaultProxy, s3_url: str, is_shared: bool
 ) -> None:
-    """Memory runs out when training starts; and its place in the generation stays this trainer's."""
+    """Memory may run out when training starts; and this trainer must keep its place in the generation."""
     folder, remote = tmp_path / "folder", f"{s3_url}/run"
     proxy.add(Fault("hold", "GET", "generations"))
     with ThreadPoolExecutor(1) as threads:
@@ -731,7 +728,7 @@ def test_sigterm_to_the_trainer_flushes(nursery: Nursery, tmp_path: Path) -> Non
 def test_a_forked_worker_that_outlives_the_trainer_keeps_nothing_open(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    """Or the runner would never learn that its trainer is dead."""
+    """Otherwise the runner would never learn that its trainer is dead."""
     folder, fifo = tmp_path / "folder", tmp_path / "fifo"
     os.mkfifo(fifo)
     trainer = nursery.start(
@@ -755,7 +752,7 @@ def test_a_forked_worker_that_outlives_the_trainer_keeps_nothing_open(
 
 
 def test_the_trainers_script_is_not_run_again_and_torch_is_not_loaded(tmp_path: Path) -> None:
-    """No `if __name__ == "__main__"` is needed, and what lies beside the script does not get in the way."""
+    """`if __name__ == "__main__"` is not needed, and modules beside the script must not interfere."""
     (tmp_path / "json.py").write_text("raise ImportError('not the one of the standard library')")
     script = tmp_path / "train.py"
     script.write_text(
@@ -782,7 +779,7 @@ def test_the_trainers_script_is_not_run_again_and_torch_is_not_loaded(tmp_path: 
     assert not ours & {os.readlink(f"/proc/{runner}/fd/{number}") for number in range(3)} - {"/dev/null"}
     children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children").read_text().split()
     assert children == [], "there would be somebody to reap"
-    trainer.stdin.close()  # not closed: at exit
+    trainer.stdin.close()  # the script does not close the uploader: exit does
     assert trainer.wait(PATIENCE_S) == 0
     assert trainer.stdout.read() == ""
     trainer.stdout.close()
@@ -839,7 +836,7 @@ def test_ranks_share_one_runner_and_its_limits_and_take_turns(
         ranks = sorted(opened, key=lambda each: each.rank)
         assert len(runners(folder)) == 1
         proxy.add(Fault("hold", "PUT", SHARDS))
-        # Each too large to share a turn with others (`transfer.SMALL_BYTES`).
+        # Each is too large to share a turn with others (`transfer.SMALL_BYTES`).
         save(ranks[0], 1, num_shards=20, size_bytes=300_000)
         proxy.wait_for(lambda: proxy.num_under_way == 2)
         save(ranks[1], 1, num_shards=1, size_bytes=300_000)
@@ -858,7 +855,7 @@ def test_ranks_share_one_runner_and_its_limits_and_take_turns(
                 lambda each=each: counter(each, "uploads_total", "ok") == (20 if each.rank == 0 else 1)
             )
         opened[0].close()
-        save(opened[1], 2)  # the process stays for the others, whoever started it
+        save(opened[1], 2)  # the process stays for the others, whichever rank started it
         assert opened[1].flush(1.0).num_shards_left == 0
         assert len(runners(folder)) == 1
     assert not (folder / ".ckpt_async/rank-00000.log").exists()
@@ -909,9 +906,9 @@ def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
 
 @pytest.mark.parametrize("letter", ["e", "é", "\N{GRINNING FACE}", "\udce9"])
 def test_the_largest_report_fits_into_a_packet(letter: str) -> None:
-    """One that does not would be tried for ever, or be cut short."""
+    """A larger report would be retried forever, or be cut short."""
     facts = reports._Facts(lambda: None)
-    while len(facts.observed) < reports.MAX_FACTS:  # of series that are cut short at their end
+    while len(facts.observed) < reports.MAX_FACTS:  # of series that are truncated
         facts.requests_finished("put", [10 + number / 7 for number in range(MAX_SERIES)])
         facts.uploads_ended(MAX_SERIES)
         facts.uploads_started(MAX_SERIES)

@@ -15,7 +15,7 @@ from tests.trainer.uploads import QUICK, Open
 
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
-    """`with opened(store, **settings) as uploader`: closes, or cuts it short after an error."""
+    """Open an uploader by `with opened(store, **settings) as uploader`: it is closed, or cut short after an error."""
     monkeypatch.setattr(book, "RETRY_ACTION_S", 0.05)
 
     @contextmanager

@@ -1,4 +1,6 @@
-"""When uploads fall behind or the disk runs low: wait, raise, or give up what nobody wants to keep. Never silently."""
+"""When uploads fall behind or the disk runs low: wait, raise, or give up checkpoints that retention would not keep,
+but never silently.
+"""
 
 import logging
 import os
@@ -26,7 +28,7 @@ SIZE_BYTES = 1000
 
 
 class Stuck(Slow):
-    """Shards do not arrive until `go` is set. Several may share a bucket."""
+    """A store to which shards do not arrive until `go` is set. Several may share a bucket."""
 
     def __init__(self, bucket: MemoryBucket | None = None) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ class Stuck(Slow):
 
 
 class Blocked(logging.Handler):
-    """Tells when a trainer was held up."""
+    """Records when a trainer was held up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ def outcomes(store: Meddled) -> dict[int, str]:
 
 
 def known(uploader: Uploader) -> Mapping[CheckpointId, LocalCheckpoint]:
-    """What the engine has taken note of."""
+    """Return what the engine has taken note of."""
     return uploader._engine.view().local.checkpoints
 
 
@@ -104,7 +106,9 @@ BOUNDS = [{"max_backlog_checkpoints": 2}, {"max_backlog_bytes": 2 * SIZE_BYTES}]
 
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_block_waits_until_there_is_room(opened: Open, blocked: Blocked, bound: dict[str, int]) -> None:
-    """One warning, the time counted, nothing lost; and shards of a checkpoint that is begun always go in."""
+    """There must be one warning, the time must be counted, and nothing lost; shards of a checkpoint in progress
+    always go in.
+    """
     store = Stuck()
     with opened(store, **bound) as uploader:
         save(uploader, 1)
@@ -158,7 +162,7 @@ def test_blocking_times_out_with_an_error_and_is_counted(opened: Open) -> None:
 
 
 def test_too_low_a_bandwidth_cap_causes_a_backlog(opened: Open, blocked: Blocked) -> None:
-    """The cap that leaves the network to training slows saving down, not the disk full."""
+    """The cap that leaves bandwidth to training must slow down saving rather than fill the disk."""
     store = Meddled()
     with opened(store, max_backlog_checkpoints=1, max_bytes_per_s=5 * SIZE_BYTES) as uploader:
         started = time.monotonic()
@@ -173,7 +177,7 @@ def test_too_low_a_bandwidth_cap_causes_a_backlog(opened: Open, blocked: Blocked
 
 
 def test_a_checkpoint_that_waits_for_another_rank_is_not_backlog(opened: Open) -> None:
-    """A rank that died would stall all the others, in `enqueue`, where nobody looks for it."""
+    """Otherwise a dead rank would stall all the others in `enqueue`, where no one looks for the cause."""
     store = Meddled()
     settings = {"rank": 0, "world_size": 2, "generation": 1, "on_error": "warn"}  # which never comes
     with opened(store, max_backlog_checkpoints=1, block_timeout_s=0, **settings) as uploader:
@@ -185,7 +189,7 @@ def test_a_checkpoint_that_waits_for_another_rank_is_not_backlog(opened: Open) -
 
 
 def test_an_unsealed_checkpoint_is_not_backlog(opened: Open) -> None:
-    """Its shards are in the store; that it is not sealed yet is up to the very thread that would be held up."""
+    """Its shards are in the store, and only the thread that would be held up can seal it."""
     store = Meddled()
     with opened(store, max_backlog_checkpoints=1, block_timeout_s=0) as uploader:
         uploader.enqueue(write(uploader, "step-1/a.pt"), 1)
@@ -197,7 +201,7 @@ def test_an_unsealed_checkpoint_is_not_backlog(opened: Open) -> None:
 
 
 def test_a_lost_checkpoint_is_not_backlog(opened: Open, tmp_path: Path) -> None:
-    """Without conditional writes another rank has to give it up; this one only waits for that."""
+    """Without conditional writes, another rank has to give up the checkpoint; this one can only wait for that."""
     store = Stuck()
     store._store = MemoryStore(
         store.bucket, url="memory://test", capabilities=replace(CAPABILITIES, conditional_put=False)
@@ -221,7 +225,9 @@ def test_a_lost_checkpoint_is_not_backlog(opened: Open, tmp_path: Path) -> None:
 def test_supersede_drops_the_oldest_that_retention_would_not_keep(
     opened: Open, blocked: Blocked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither the newest, nor the best, nor every tenth; when only those are left, it waits like `block`."""
+    """The newest, the best and every tenth checkpoint are kept; if only those are left, `supersede` waits like
+    `block`.
+    """
     store = Stuck()
     retention = "last=1,every-steps=10,best=1:loss:min"
     settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 4, "block_timeout_s": 0.2}
@@ -252,7 +258,7 @@ def test_supersede_drops_the_oldest_that_retention_would_not_keep(
 def test_local_files_of_superseded_checkpoints_are_removed_unless_all_are_kept(
     opened: Open, keep: int, is_there: bool
 ) -> None:
-    """Giving it up is to free the disk too; but -1 promises that no local file is ever touched."""
+    """Superseding is meant to free disk space too, but -1 promises that no local file is ever touched."""
     store = Stuck()
     settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "num_checkpoints_to_keep": keep}
     with opened(store, remote_retention="last=1", **settings) as uploader:
@@ -269,8 +275,8 @@ def test_local_files_of_superseded_checkpoints_are_removed_unless_all_are_kept(
 
 @pytest.mark.parametrize("shares_policy", [True, False])
 def test_superseding_on_one_rank_aborts_on_all(opened: Open, tmp_path: Path, shares_policy: bool) -> None:
-    """One decision for the checkpoint, whichever rank fell behind. The other rank's upload stops; its files go too, if
-    it has the same policy.
+    """There is one decision per checkpoint, whichever rank fell behind. The other rank's upload stops; its files are
+    removed too if it has the same policy.
     """
     bucket = MemoryBucket()
     behind, other = Stuck(bucket), Stuck(bucket)
@@ -286,8 +292,8 @@ def test_superseding_on_one_rank_aborts_on_all(opened: Open, tmp_path: Path, sha
             save(uploader, 1)
         other.go.set()
         with pytest.raises(BacklogError):
-            first.enqueue(write(first, "step-2/a.pt"), 2)  # the newest sealed one is never given up
-        first.seal(2)  # without shards: the backlog is of both now
+            first.enqueue(write(first, "step-2/a.pt"), 2)  # the newest sealed checkpoint is never given up
+        first.seal(2)  # without shards: now the backlog consists of both
         save(second, 2)
         for uploader in (first, second):
             uploader.wait(2, timeout_s=10)
@@ -316,7 +322,7 @@ def test_supersede_requires_a_retention_policy_that_removes_something(setting: s
 
 
 class Disk:
-    """How much is free, as the uploader is told."""
+    """A disk that reports the free space it is told to report."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free_bytes = 10_000
@@ -349,11 +355,11 @@ def test_low_disk_raises_or_blocks(
 
 
 def test_low_disk_supersedes_no_more_than_needed(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Space comes back when the files are gone, a moment later: until then nothing else is given up."""
+    """Space is freed only a moment later, when the files are gone. Until then, no other checkpoint may be given up."""
     disk, store = Disk(monkeypatch), Stuck()
 
     def space_of(folder: Folder) -> int:
-        # os.walk, for the engine removes files and folders beneath it
+        # os.walk tolerates that the engine removes files and folders in the meantime.
         held = (names for where, _, names in os.walk(folder.path) if Path(where).name.startswith("step-"))
         return 5000 - 1000 * sum(map(len, held)) + 4000
 
@@ -362,7 +368,8 @@ def test_low_disk_supersedes_no_more_than_needed(opened: Open, monkeypatch: pyte
         for step in (1, 2, 3, 4):
             save(uploader, step)
         disk.space_of = space_of  # type: ignore[method-assign]
-        uploader.enqueue(write(uploader, "step-5/a.pt"), 5)  # its own file makes it 4000: one has to go
+        # Its own file reduces that to 4000, so one checkpoint has to go.
+        uploader.enqueue(write(uploader, "step-5/a.pt"), 5)
         uploader.seal(5)
         with pytest.raises(CheckpointAbortedError):
             uploader.wait(1, timeout_s=10)

@@ -1,4 +1,4 @@
-"""The last seconds before a node goes away: `flush`, and SIGTERM with a budget."""
+"""The last seconds before a node goes away: `flush`, and SIGTERM with a time budget."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from tests.trainer.uploads import Open, decisions, wait_until, write
 
 
 class Ordered(Slow):
-    """Holds shards until `go` is set. `came` says in which order their uploads began."""
+    """Holds shards until `go` is set. `came` records in which order their uploads began."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def outcomes(store: Meddled) -> dict[int, str]:
 
 
 def test_the_newest_complete_checkpoint_goes_first(opened: Open) -> None:
-    """Older ones are queued, or even under way; a newer one that is not sealed is of no use to anyone."""
+    """Older checkpoints may be queued or even being uploaded; a newer one that is not sealed is useless."""
     store = Ordered()
     with opened(store, num_concurrent_uploads=1) as uploader:
         for step in (1, 2, 3):
@@ -77,7 +77,9 @@ def test_the_newest_complete_checkpoint_goes_first(opened: Open) -> None:
 
 
 def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(opened: Open) -> None:
-    """Also when all were under way; and one that is saved meanwhile does not stop it, or none would ever be sent."""
+    """It takes over even if all were being uploaded. A checkpoint saved during the flush must not stop it, or none
+    would ever be sent.
+    """
     store = Ordered()
     with opened(store, num_concurrent_uploads=8) as uploader:
         save(uploader, 1)
@@ -97,7 +99,7 @@ def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(opened: Open) -
 
 
 def test_no_older_upload_begins_during_a_flush(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while the engine's loop waits for the disk: seconds count."""
+    """This must hold even while the engine's loop waits for the disk, because seconds count."""
     store, is_stuck, has_stuck = Ordered(), threading.Event(), threading.Event()
 
     async def housekeep(_: Any) -> None:
@@ -137,13 +139,13 @@ def test_flush_returns_at_once_when_there_is_nothing_to_do(opened: Open) -> None
 
 
 def test_after_a_flush_the_oldest_goes_first_again(opened: Open) -> None:
-    """A flush that did not end the process must not starve what is older from then on."""
+    """A flush after which the process continues must not starve older checkpoints from then on."""
     store = Ordered()
     with opened(store, num_concurrent_uploads=1) as uploader:
         uploader.flush(10)
         wait_until(
             lambda: not uploader._engine.view()._queue.is_newest_first, uploader
-        )  # the loop has heard of it
+        )  # the loop has noticed it
         for step in (1, 2, 3):
             save(uploader, step)
         assert store.has_come.wait(10)
@@ -153,7 +155,7 @@ def test_after_a_flush_the_oldest_goes_first_again(opened: Open) -> None:
 
 
 def test_flush_keeps_its_budget_and_the_next_start_finishes_the_rest(opened: Open) -> None:
-    """A store that does not answer. Nothing is lost by giving up the wait."""
+    """The store does not answer. Nothing is lost when the flush stops waiting."""
     store = Ordered()
     with opened(store, generation=1, num_concurrent_uploads=1) as uploader:
         save(uploader, 1)
@@ -171,7 +173,7 @@ def test_flush_keeps_its_budget_and_the_next_start_finishes_the_rest(opened: Ope
 
 
 def test_a_missing_rank_uses_up_the_budget_but_no_more(opened: Open) -> None:
-    """Our part is in the store; whether it becomes a commit is not in our hands."""
+    """Our part is in the store; whether it is committed depends on the other rank."""
     store = Meddled()
     with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
         save(uploader, 1)
@@ -182,7 +184,7 @@ def test_a_missing_rank_uses_up_the_budget_but_no_more(opened: Open) -> None:
 
 
 def test_flush_does_not_wait_for_other_ranks_of_an_earlier_start(opened: Open, tmp_path: Path) -> None:
-    """Rank 1 was killed before it saved step 1 and will never come with it; every flush would use up its budget."""
+    """Rank 1 was killed before it saved step 1 and will never deliver it: every flush would use up its whole budget."""
     store = Meddled()
     with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
         save(uploader, 1)
@@ -199,7 +201,8 @@ def test_flush_does_not_wait_for_other_ranks_of_an_earlier_start(opened: Open, t
 
 # --- SIGTERM -----------------------------------------------------------------------------------------------
 
-# Uploads wait for a flush (or for ever, if told so). Says when it has saved; then computes until told to stop.
+# Uploads wait for a flush (or forever, if told so). The script reports when it has saved, then computes until
+# told to stop.
 TRAINER = """
 import asyncio, json, logging, os, select, signal, sys, threading, time
 from pathlib import Path
@@ -296,13 +299,12 @@ class Started:
         return line
 
     def terminate(self) -> float:
-        """SIGTERM; returns how long it lived on."""
+        """Send SIGTERM, and return how long the process lived on."""
         started = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(
-                20
-            )  # `communicate` tells it at once that there is no more to read: it would close
+            # Not `communicate`, which closes stdin at once: the trainer would then close its uploader.
+            self.process.wait(20)
         self.errors = self.process.communicate(timeout=30)[1]
         return time.monotonic() - started
 
@@ -331,7 +333,7 @@ def started(tmp_path: Path) -> Iterator[Callable[..., Started]]:
 
 
 def test_sigterm_flushes_and_then_ends_the_process_as_usual(started: Any) -> None:
-    """The launcher sees signal 15, and the checkpoint is in the store; the budget is a limit, not a delay."""
+    """The launcher sees signal 15, and the checkpoint is in the store. The budget is a limit, not a delay."""
     trainer = started("default", sigterm_flush_s=20.0)
     assert not trainer.is_committed()
     assert trainer.terminate() < 10
@@ -341,7 +343,7 @@ def test_sigterm_flushes_and_then_ends_the_process_as_usual(started: Any) -> Non
 
 
 def test_sigterm_with_an_unresponsive_store_ends_within_the_budget(started: Any) -> None:
-    """SIGKILL comes after the budget; what is left is finished by the next start."""
+    """SIGKILL follows after the budget; the next start finishes what is left."""
     trainer = started("stuck", sigterm_flush_s=0.5)
     assert 0.5 <= trainer.terminate() < 1.5 + 1.0
     assert trainer.process.returncode == -signal.SIGTERM
@@ -354,7 +356,7 @@ def test_sigterm_with_an_unresponsive_store_ends_within_the_budget(started: Any)
 
 
 def test_a_users_own_handler_decides_when_the_process_ends(started: Any) -> None:
-    """Frameworks save and requeue in theirs. It runs at once, every time; the flush goes on beside it."""
+    """Frameworks save and requeue in their handlers. It must run at once, every time, and the flush beside it."""
     trainer = started("handler", sigterm_flush_s=20.0)
     for _ in range(2):
         trainer.process.send_signal(signal.SIGTERM)
@@ -366,7 +368,7 @@ def test_a_users_own_handler_decides_when_the_process_ends(started: Any) -> None
 
 
 def test_a_process_that_ignores_sigterm_is_not_ended(started: Any) -> None:
-    """`nohup`-like wrappers do; the flush is welcome all the same."""
+    """`nohup`-like wrappers ignore SIGTERM; the flush is useful all the same."""
     trainer = started("ignored", sigterm_flush_s=20.0)
     trainer.process.send_signal(signal.SIGTERM)
     out, errors = trainer.process.communicate("go on\n", timeout=30)
@@ -383,7 +385,7 @@ def test_a_forked_worker_ends_at_once_and_flushes_nothing(started: Any) -> None:
 
 
 def test_an_uploader_closed_in_another_thread_does_not_delay_sigterm(started: Any) -> None:
-    """Only the main thread may set handlers, but any may close."""
+    """Only the main thread may set handlers, but any thread may close the uploader."""
     trainer = started("closed", sigterm_flush_s=20.0)
     assert trainer.is_committed()
     trainer.terminate()
@@ -392,7 +394,7 @@ def test_an_uploader_closed_in_another_thread_does_not_delay_sigterm(started: An
 
 
 def test_sigterm_during_close_flushes(started: Any) -> None:
-    """Training is over, the last checkpoint on its way: the one that everyone wants."""
+    """Training is over and the last checkpoint is being uploaded: the one that matters most."""
     trainer = started("closing", sigterm_flush_s=20.0)
     trainer.terminate()
     assert trainer.process.returncode == -signal.SIGTERM
@@ -412,7 +414,7 @@ def test_a_handler_is_installed_on_request_only_and_removed_at_close(opened: Ope
 
 
 def test_removing_our_handler_keeps_one_that_was_set_later() -> None:
-    """Whoever came later wraps ours, maybe, or replaced it: not ours to take away."""
+    """A handler that was set later may wrap ours or replace it, so it is not ours to remove."""
 
     def later(*_: object) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What training is told of checkpoints that come to nothing, and what it may say of them without being ended."""
+"""What a trainer is told about checkpoints that are given up, and which mistakes must not end training."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from tests.trainer.uploads import Open, decisions, save, wait_until, write
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_contradicting_ranks_raise_on_all_ranks(opened: Open, tmp_path: Path, on_error: str) -> None:
-    """Nobody calls `wait`: every checkpoint would be given up, and training would end well."""
+    """If nobody calls `wait`, every checkpoint could be given up while training still ends successfully."""
     store = Meddled()
     more = {"world_size": 2, "generation": 1, "on_error": on_error}
     with (
@@ -38,13 +38,13 @@ def test_contradicting_ranks_raise_on_all_ranks(opened: Open, tmp_path: Path, on
                     uploader.raise_failures()
                 assert str(caught.value).count("(") == 1, "one hint"
                 assert caught.value.hint.endswith("later checkpoints are not affected")
-            uploader.raise_failures()  # said once
+            uploader.raise_failures()  # raised once
             with pytest.raises(CheckpointAbortedError, match="both wrote"):
                 uploader.wait(1, timeout_s=10)
 
 
 def test_an_error_raised_by_wait_is_not_raised_again(opened: Open) -> None:
-    """Whoever handles it, and goes on, would be ended by the next save."""
+    """A trainer that handles the error and continues must not be stopped by the next save."""
     with opened(Meddled()) as uploader:
         uploader.seal(1)
         with pytest.raises(CheckpointAbortedError, match="no rank enqueued a shard"):
@@ -54,7 +54,9 @@ def test_an_error_raised_by_wait_is_not_raised_again(opened: Open) -> None:
 
 
 def test_a_checkpoint_without_shards_is_never_committed(opened: Open) -> None:
-    """`enqueue` has raised, the trainer went on to `seal`: retention would then remove the last good one."""
+    """If `enqueue` raises and the trainer still calls `seal`, retention would otherwise remove the last good
+    checkpoint.
+    """
     store = Meddled()
     with opened(store, on_error="warn") as uploader:
         uploader.enqueue(write(uploader, "step-1/a.pt", b"x"), 1)
@@ -67,7 +69,7 @@ def test_a_checkpoint_without_shards_is_never_committed(opened: Open) -> None:
 
 
 def test_a_checkpoint_that_lacks_what_is_expected_is_never_committed(opened: Open) -> None:
-    """Whoever knows what the whole is made of does not know who has it."""
+    """The rank that knows which files make up the checkpoint does not know which rank has them."""
     store = Meddled()
     with opened(store, on_error="warn") as uploader:
         for step in (1, 2):
@@ -85,7 +87,7 @@ def test_a_checkpoint_that_lacks_what_is_expected_is_never_committed(opened: Ope
 def test_numbers_of_other_libraries_are_accepted_and_non_finite_metrics_rejected(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loss that is nan must not end the training that has to be told of it."""
+    """A loss of NaN must not end the training that has to be told about it."""
     store = Meddled()
     with opened(store) as uploader, caplog.at_level(logging.WARNING, "ckpt_async"):
         step = np.int64(3)
@@ -135,7 +137,7 @@ def counter(uploader: Uploader, name: str) -> float:
 
 
 def test_a_checkpoint_that_was_given_up_does_not_come_back_with_the_next_enqueue(opened: Open) -> None:
-    """Its trainer may not know yet, and enqueues the rest. It would be uploaded for nothing, and counted twice."""
+    """Its trainer may not know yet, and enqueue the rest, which would be uploaded for nothing and counted twice."""
 
     class Changing(Meddled):
         async def before(self, operation: str, key: str) -> None:
@@ -187,7 +189,7 @@ def test_a_file_that_is_given_up_while_a_part_is_on_its_way_leaves_nothing(
         file.flush()
         wait_until(lambda: ("put_part", "ckpt/step-1.g1/big.bin") in store.asked, uploader)
         file.abandon()
-        uploader.seal(1)  # with no shard: it is given up
+        uploader.seal(1)  # with no shard, so it is given up
         wait_until(lambda: CheckpointId(1, 1) not in uploader._engine.view().local.checkpoints, uploader)
         uploader._engine.runner.engine.state.loop.call_soon_threadsafe(store.may_arrive.set)
         wait_until(lambda: ("abort_multipart", "ckpt/step-1.g1/big.bin") in store.asked, uploader)

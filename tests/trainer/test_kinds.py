@@ -1,4 +1,4 @@
-"""Several kinds of checkpoints in one folder and one run: apart in everything but their limits."""
+"""Several kinds of checkpoints in one folder and one run: independent in everything but their limits."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ def opened(folder: Path, remote: str, kind: str | None = None, **more: Any) -> U
 
 
 def save(uploader: Uploader, *steps: int, padding: int = 0) -> None:
-    """Of all kinds under the same names, in a folder for each kind."""
+    """Save checkpoints of every kind under the same names, in a folder for each kind."""
     for step in steps:
         shard = uploader.folder / (uploader.kind or "full") / f"step-{step}" / f"rank-{uploader.rank}.pt"
         shard.parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +88,12 @@ def test_each_kind_has_its_own_checkpoints_latest_and_retention(
     assert (folder / "latest-weights-rank0").resolve() == folder / "weights/step-5"
     for kind in KINDS:
         assert pulled(remote, kind, tmp_path / "pulled") == (5, {text(kind, 5)})
-    # A sweeper on the node prunes each as it was opened, and the run itself by its own settings.
+    # A sweeper on the node prunes each kind with the settings it was opened with, and the run itself with its
+    # own.
     report = asyncio.run(Sweeper([folder], settings=Settings(remote_retention="last=2")).sweep())
     assert report.is_clean
     assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [4, 5], "weights": [3, 4, 5]}
-    # One anywhere else finds the kinds below the remote, and keeps what it was not told to prune.
+    # A sweeper anywhere else finds the kinds below the remote, and keeps what it was not told to prune.
     elsewhere = Settings(remote_retention="last=1")
     asyncio.run(Sweeper(remotes=[remote], settings=elsewhere).sweep())
     assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [5], "weights": [3, 4, 5]}
@@ -168,7 +169,7 @@ def test_two_ranks_commit_each_kind_together(folder: Path, remote: str, tmp_path
 
 
 class Below(Meddled):
-    """One run in a bucket of many, whose shards are all held together."""
+    """One of many runs in a bucket whose shards are all held together."""
 
     def __init__(self, held: Slow, url: str) -> None:
         super().__init__(held.bucket)
@@ -181,14 +182,14 @@ class Below(Meddled):
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    """What `memory://test` holds, of all kinds."""
+    """A store behind `memory://test` that holds the shards of all kinds."""
     store = Slow()
     monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda url, *_, **__: Below(store, url))
     return store
 
 
 def test_the_limits_of_all_kinds_are_common(folder: Path, held: Slow) -> None:
-    """As many requests at once as one engine may make, and all through one thread."""
+    """All kinds together make no more requests at once than one engine may make, all in one thread."""
     limits = {"num_concurrent_uploads": 3, "max_concurrent_uploads": 3}
     uploaders = [opened(folder, "memory://test", kind, **limits) for kind in (None, "weights", "ema")]
     loops = [each for each in threading.enumerate() if each.name == "ckpt-async-rank-0"]
@@ -236,7 +237,7 @@ def test_kinds_have_one_runner_process_and_restart_it_together(
     save(weights, 1)
     for each in (full, weights):
         each.wait(1, 30)
-    full.close()  # who has started it
+    full.close()  # it started the runner
     group = weights._engine.runner.group
     os.killpg(group, signal.SIGKILL)
     save(weights, 2)
@@ -306,7 +307,7 @@ def test_names_that_are_not_safe_are_rejected(kind: Any, folder: Path, remote: s
 
 
 def test_a_file_that_two_kinds_have_goes_with_the_last_of_them(folder: Path, remote: str) -> None:
-    """Local retention of one kind leaves what the other still has, journal or set aside for good."""
+    """Local retention of one kind leaves files that another kind still has, in its journal or set aside for good."""
     with (
         opened(folder, remote, num_checkpoints_to_keep=1) as full,
         opened(folder, remote, "weights", num_checkpoints_to_keep=2) as weights,
@@ -323,7 +324,7 @@ def test_a_file_that_two_kinds_have_goes_with_the_last_of_them(folder: Path, rem
         for uploader, last in ((full, 14), (weights, 14), (ema, 11)):
             uploader.wait(last, 30)
         wait_until(lambda: not (folder / "shared-2.json").exists(), weights)
-    # full keeps step 14, weights 13 and 14, ema 11 for ever.
+    # full keeps step 14, weights 13 and 14, ema 11 forever.
     assert sorted(each.name for each in folder.glob("shared-*")) == [
         "shared-1.json",
         "shared-3.json",
@@ -339,7 +340,7 @@ def test_two_kinds_that_let_go_at_once_leave_no_file_behind(
     def looks(of: Folder) -> Any:
         found = look(of)
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # for the other one, if it may look now
+            both.wait(0.3)  # for the other thread, if that can look at the same time
         return found
 
     monkeypatch.setattr(claims, "of_other_kinds", looks)
@@ -364,11 +365,11 @@ def test_two_kinds_that_let_go_at_once_leave_no_file_behind(
 def test_a_kind_that_is_not_there_is_no_fresh_start(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert restore.find(remote, kind="weights") is None  # nor is anything else
+    assert restore.find(remote, kind="weights") is None  # there are no checkpoints at all yet
     with opened(folder, remote) as full, opened(folder, remote, "ema"):
         save(full, 1)
         full.wait(1, 30)
-        assert restore.find(remote, kind="ema") is None  # begun, and nothing saved yet
+        assert restore.find(remote, kind="ema") is None  # begun, but nothing saved yet
         with pytest.raises(
             restore.UnknownKindError,
             match=r"no checkpoints of kind 'emma'.*it has checkpoints without a kind",
@@ -407,7 +408,7 @@ def test_a_run_of_kinds_only_is_no_fresh_start_either(
 
 
 def test_other_formats_are_not_seen_in_kinds(folder: Path, remote: str, tmp_path: Path) -> None:
-    """A DCP checkpoint of a kind that is being uploaded is none of the run's."""
+    """A DCP checkpoint of a kind that is still being uploaded does not belong to the run itself."""
     with opened(folder, remote), opened(folder, remote, "weights") as weights:
         place = folder / "step-1"
         place.mkdir()
@@ -420,7 +421,7 @@ def test_other_formats_are_not_seen_in_kinds(folder: Path, remote: str, tmp_path
 
 # --- the end of a trainer ----------------------------------------------------------------------------------
 
-# Saves step 1 of both kinds, of which nothing is uploaded on a thread, then waits to be killed.
+# Saves step 1 of both kinds, without uploading anything, on a thread; then waits to be killed.
 TRAINER = """
 import asyncio, sys
 from pathlib import Path
@@ -461,7 +462,7 @@ def test_what_a_killed_trainer_left_is_finished_of_all_kinds(
     assert trainer.stdout.readline() == "saved\n"
     trainer.kill()
     trainer.communicate(timeout=60)
-    shutil.rmtree(folder / "weights")  # the spool has it
+    shutil.rmtree(folder / "weights")  # the spool still has it
     if by == "drain":
         assert cli.main(["drain", str(folder), "--json"]) == 0
         ranks = json.loads(capsys.readouterr().out)["ranks"]
@@ -480,7 +481,7 @@ def test_what_a_killed_trainer_left_is_finished_of_all_kinds(
         assert pulled(remote, kind, tmp_path / "pulled") == (1, {text(kind, 1)})
 
 
-# Uploads begin when both are flushed, of one kind at once and of the other only when that is over.
+# Uploads begin when both are flushed: those of one kind at once, those of the other only after that.
 FLUSHED = """
 import asyncio, sys, threading
 from pathlib import Path
@@ -534,7 +535,7 @@ def test_sigterm_flushes_all_kinds_before_the_process_ends(folder: Path, remote:
 def test_drain_to_a_remote_that_has_moved_follows_for_each_kind(
     folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a lost journal only the spool tells, and not where to."""
+    """After the loss of the journal, the spool alone is left, which does not say where to upload to."""
     for kind in KINDS:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("ckpt_async.engine.loop.Engine._start_uploads", lambda _: None)

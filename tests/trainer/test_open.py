@@ -1,4 +1,4 @@
-"""`Uploader.open`: a shard that is sent while it is written. Real SeaweedFS, and the wire watched by a proxy."""
+"""`Uploader.open`: a shard that is uploaded while it is written. Real SeaweedFS, with a proxy that watches the wire."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ DATA = random.Random(7).randbytes(6 * PART + 123)
 
 @pytest.fixture
 def proxy(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    """Between the uploader and the server: counts what arrives."""
+    """A proxy between the uploader and the server that counts what arrives."""
     monkeypatch.setattr(ahead, "PART_BYTES", PART)
     with FaultProxy(os.environ["AWS_ENDPOINT_URL_S3"]) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.url)
@@ -46,12 +46,12 @@ def content(remote: str, name: str, tmp_path: Path) -> bytes:
 def test_parts_are_sent_before_the_shard_is_finished_and_none_twice(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """The time to durable is that of what is left, not of the whole shard."""
+    """The time until the shard is durable must depend on what is left, not on the whole shard."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         with uploader.open(1, "deep/big.bin") as file:
             file.write(DATA)
             file.flush()
-            proxy.wait_for(lambda: num_parts(proxy) == 5)  # the last whole one may still be written to
+            proxy.wait_for(lambda: num_parts(proxy) == 5)  # the last complete one may still be written to
             assert restore.find(f"{s3_url}/run") is None
         uploader.seal(1)
         uploader.wait(1, timeout_s=60)
@@ -77,7 +77,7 @@ def test_seeking_back_only_resends_the_part(proxy: FaultProxy, s3_url: str, tmp_
 
 
 def test_an_exception_leaves_no_file(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
-    """Half a shard is no shard; the checkpoint may go on without it, or with another of that name."""
+    """Half a shard is not a shard. The checkpoint may continue without it, or with another shard of that name."""
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
 
         def fail() -> None:
@@ -101,7 +101,7 @@ def test_an_exception_leaves_no_file(proxy: FaultProxy, s3_url: str, tmp_path: P
 
 
 def test_an_upload_error_only_stops_sending_ahead(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
-    """It is a head start: what goes wrong with it is not a failure of the checkpoint."""
+    """Uploading ahead is only a head start, so its errors are not failures of the checkpoint."""
     refused = proxy.add(Fault("too_large", "PUT", r"big\.bin", is_part=True, times=1))
     with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
         with uploader.open(1, "big.bin") as file:
@@ -147,7 +147,7 @@ def test_sealing_while_a_shard_is_written_is_rejected(uploader: Uploader) -> Non
 
 
 def test_a_file_that_is_never_closed_is_not_enqueued(uploader: Uploader) -> None:
-    """Python closes what nobody refers to any more; half a shard must not become one that way."""
+    """Python closes unreferenced files, and half a shard must not become a shard that way."""
     file = uploader.open(1, "a.bin")
     file.write(b"half")
     del file
@@ -162,7 +162,7 @@ def test_a_file_that_is_never_closed_is_not_enqueued(uploader: Uploader) -> None
 
 
 def test_a_forked_child_leaves_its_parents_file_alone(uploader: Uploader) -> None:
-    """A dataloader worker gets a copy of everything, and drops it when it ends."""
+    """A dataloader worker gets a copy of everything, and drops it when it exits."""
     with uploader.open(1, "a.bin") as file:
         file.write(b"whole")
         child = os.fork()
@@ -176,7 +176,9 @@ def test_a_forked_child_leaves_its_parents_file_alone(uploader: Uploader) -> Non
 
 
 def test_a_start_that_comes_to_a_step_again_replaces_the_file_of_an_earlier_one(tmp_path: Path) -> None:
-    """Whether it was killed while it wrote, or after: what it enqueued is committed with its own bytes."""
+    """Whether the earlier start was killed while or after it wrote the file, what it enqueued is committed with its
+    own bytes.
+    """
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
     dies = f"""
 import os

@@ -1,4 +1,4 @@
-"""Files that are no checkpoints go up as they are, beside training, and are missed loudly."""
+"""Files that are not checkpoints are uploaded as they are, in the background, and reported loudly if they fail."""
 
 import logging
 import shutil
@@ -82,7 +82,7 @@ def test_closing_says_which_files_are_lost(
 def test_a_disk_without_room_for_the_copy_raises_nothing(
     tmp_path: Path, log: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor does a folder for copies that somebody has removed: training goes on, and the file is told."""
+    """Neither this nor a removed staging folder may stop training; the failure is reported for the file."""
     staging = tmp_path / "staging"
     staging.mkdir()
     with PlainUploader(f"file://{folder}", staging_folder=staging) as files:

@@ -1,4 +1,4 @@
-"""Files under the exact keys that a user chose: copies within the store, made after the commit and gone with it."""
+"""Files under the exact keys that a user chose: copies within the store, made after the commit and pruned with it."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def save(
 
 
 def published(remote: str) -> dict[str, bytes]:
-    """What any other tool sees under the remote, but our own folders."""
+    """Return what any other tool sees under the remote, without our own folders."""
     return {
         key: data for key, data in objects(remote).items() if not key.startswith(("ckpt/", ".ckpt_async/"))
     }
@@ -171,7 +171,9 @@ uploader.close()
 @pytest.mark.parametrize("at", ["copy", "verify_stored"])
 @pytest.mark.parametrize("by", ["start", "drain", "sweeper"])
 def test_a_copy_is_finished_after_sigkill(remote: str, tmp_path: Path, run: Run, at: str, by: str) -> None:
-    """Killed between the commit and the copy, or after the copy and before anybody knew that it was made."""
+    """The process is killed between the commit and the copy, or after the copy and before anyone knew that it was
+    made.
+    """
     folder = tmp_path / "folder"
     told = {"folder": str(folder), "remote": remote, "at": at}
     died = subprocess.run([sys.executable, "-c", KILLED_AT_A_COPY, json.dumps(told)], timeout=60)
@@ -192,7 +194,7 @@ def test_a_copy_is_finished_after_sigkill(remote: str, tmp_path: Path, run: Run,
 def test_copies_are_pruned_with_their_checkpoint_and_only_its_own(
     remote: str, tmp_path: Path, run: Run
 ) -> None:
-    """A key that several checkpoints share is the newest's; what somebody else has put under one stays."""
+    """A key that several checkpoints share belongs to the newest; an object that someone else has put there stays."""
     with Uploader(tmp_path / "folder", remote, publish_copies=True) as uploader:
         for step in (1, 2, 3):
             folder = write(uploader, f"step-{step}/config.json", b"the same").parent
@@ -216,14 +218,14 @@ def test_copies_are_pruned_with_their_checkpoint_and_only_its_own(
 
 
 def test_of_two_checkpoints_under_one_key_the_newest_wins(opened: Open) -> None:
-    """However late the older one's copy gets through."""
+    """This must hold however late the older checkpoint's copy gets through."""
     store = Meddled()
     held: list[str] = []
 
     async def after(operation: str, key: str) -> None:
         if operation == "put" and "claims/" in key and not held:
             held.append(key)
-            raise trouble(FailureReason.OTHER)  # the first checkpoint's engine falls back behind the second's
+            raise trouble(FailureReason.OTHER)  # the first checkpoint's engine falls behind the second's
 
     store.after = after  # type: ignore[method-assign]
     with opened(store, publish_copies=True, on_error="warn") as uploader:
@@ -291,7 +293,7 @@ def test_contradictions_are_refused_at_once(opened: Open) -> None:
 
 
 def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run: Run) -> None:
-    """The engine was away for long; whoever pruned could not see a copy that was not there yet."""
+    """The engine was away for long; the sweeper that pruned could not see a copy that did not exist yet."""
     store = Meddled()
 
     async def before(operation: str, key: str) -> None:
@@ -315,8 +317,8 @@ def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run
 
 
 def follow(remote: str, pointer: str) -> dict[str, bytes]:
-    """What Composer (0.32) finds behind a pointer: `get_file` reads an object name from it, without the bucket, and
-    downloads this object; of a sharded checkpoint it reads objects below that name.
+    """Return what Composer (0.32) finds behind a pointer: `get_file` reads an object name from it, without the
+    bucket, and downloads that object; for a sharded checkpoint, it reads the objects below that name.
     """
     there = objects(remote)
     name = there[pointer].decode()
@@ -347,7 +349,7 @@ def test_the_pointer_names_the_published_file(remote: str, tmp_path: Path) -> No
 
 
 def test_the_pointer_names_the_folder_of_several_files(remote: str, tmp_path: Path) -> None:
-    """As Composer's does for sharded checkpoints: the published one, where there is one."""
+    """Composer's own pointer names a folder for sharded checkpoints: the published one, if there is one."""
     with Uploader(tmp_path / "folder", remote, composer_symlink=POINTER, publish_copies=True) as uploader:
         for step, publish_as in ((1, None), (2, "ckpts/ep1-ba2")):
             folder = write(uploader, f"step-{step}/.metadata", b"m").parent
@@ -364,7 +366,7 @@ def test_the_pointer_names_the_folder_of_several_files(remote: str, tmp_path: Pa
 
 
 def test_the_pointer_waits_for_the_copies_it_names(opened: Open) -> None:
-    """What it names can be read at any time."""
+    """A reader may follow the pointer at any time, so what it names must be readable."""
     store = Meddled()
     seen: list[str] = []
 

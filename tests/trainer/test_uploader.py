@@ -43,7 +43,7 @@ from tests.trainer.uploads import QUICK, Open, decisions, save, wait_until, writ
 
 
 class ClockBehind(Meddled):
-    """Tells the time of a listing by another clock than that of what it lists: a file server's, say."""
+    """A store whose listing time and object times come from different clocks, as with a file server."""
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
         request = super().__getattr__(operation)
@@ -58,7 +58,7 @@ class ClockBehind(Meddled):
 
 
 def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
-    """Receipts from the future are new ones."""
+    """Receipts from the future must count as new ones."""
     store = ClockBehind()
     with opened(store) as uploader:
         save(uploader, 1)
@@ -72,7 +72,7 @@ def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
 def test_errors_healed_by_retries_are_silent_and_counted(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R12: a trainer hears of what it can act on; operators see the rest in the counters."""
+    """R12: a trainer hears only of errors that it can act on; operators see the rest in the counters."""
     store = Faulty()
     store.start, store.times, store.error = "ckpt/", 5, trouble(FailureReason.THROTTLED)
     with caplog.at_level(logging.WARNING), opened(store) as uploader:
@@ -100,7 +100,7 @@ def test_a_crashed_engine_restarts_is_counted_and_loses_nothing(
     """A bug of ours in one request must not end uploading for the rest of a training run."""
     store = Faulty()
     with opened(store) as uploader:
-        for step in range(30):  # many rounds: the next engine starts counting them from none
+        for step in range(30):  # many rounds: the next engine counts them from zero
             save(uploader, step)
         uploader.wait(29, timeout_s=10)
         store.start, store.times, store.error = where, 1, ZeroDivisionError("an injected bug")
@@ -119,7 +119,7 @@ def test_a_crashed_engine_restarts_is_counted_and_loses_nothing(
 
 
 def test_a_crash_while_closing_raises_and_the_next_start_finishes(opened: Open) -> None:
-    """The last seconds of a run are no time to hide a bug, nor to lose the last checkpoint to it."""
+    """The last seconds of a run must neither hide a bug nor lose the last checkpoint to it."""
     store = Slow()
     with opened(store) as uploader:
         save(uploader, 1)
@@ -176,7 +176,7 @@ def test_a_final_failure_is_raised_at_the_next_call_and_retried_later(opened: Op
 def test_a_final_failure_is_only_logged_and_counted_in_warn_mode(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Warn mode: nothing of uploading may ever stop the training."""
+    """Warn mode: no upload problem may ever stop training."""
     store = Faulty()
     store.start, store.times, store.error = "ckpt/", 1, trouble(FailureReason.OTHER)
     with opened(store, on_error="warn") as uploader:
@@ -189,7 +189,7 @@ def test_a_final_failure_is_only_logged_and_counted_in_warn_mode(
 
 
 def test_wait_distinguishes_a_failed_upload_from_a_slow_one(opened: Open) -> None:
-    """Waiting for what will not come by itself helps nobody."""
+    """Waiting for something that cannot arrive by itself helps nobody."""
     store = Faulty()
     store.start, store.times, store.error = "ckpt/", 10**9, trouble(FailureReason.OTHER)
     with opened(store, on_error="warn", upload_timeout_s=1) as uploader:
@@ -199,7 +199,7 @@ def test_wait_distinguishes_a_failed_upload_from_a_slow_one(opened: Open) -> Non
 
 
 class Denying(Meddled):
-    """Refuses shards while it `denies`, as a store does whose permissions are wrong."""
+    """Refuses shards while `denies` is set, as a store with wrong permissions does."""
 
     denies = True
 
@@ -213,8 +213,8 @@ class Denying(Meddled):
 def test_waiting_retries_failed_uploads_that_can_succeed_now(
     opened: Open, monkeypatch: pytest.MonkeyPatch, how: str, is_told: bool
 ) -> None:
-    """Denied, raised, the permissions mended: `close(20)` returned at once, with the last checkpoint on a node that
-    goes away.
+    """After an access error had been raised and the permissions fixed, `close(20)` returned at once, with the last
+    checkpoint on a node that goes away.
     """
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
@@ -241,14 +241,14 @@ def test_waiting_retries_failed_uploads_that_can_succeed_now(
 def test_waiting_lasts_for_the_given_time_despite_failures(
     opened: Open, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The engine gives a shard up, loudly, several times while it is waited for; then the store lets it in."""
+    """The engine gives up a shard, loudly, several times during the wait; then the store accepts it."""
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
         monkeypatch.setattr(book, "RETRY_ACTION_S", 3600.0)
         monkeypatch.setattr(book, "RETRY_HURRIED_S", 0.01)
         save(uploader, 1)
         with pytest.raises(UploadFailedError, match="by the test"):
-            uploader.wait(1)  # without a time: until it has failed for good
+            uploader.wait(1)  # without a timeout: until it has failed for good
 
         def mend() -> None:
             wait_until(lambda: _counter(uploader, "ckpt_async_uploads_total", "failed") >= 5, uploader, 60)
@@ -268,7 +268,7 @@ def test_waiting_lasts_for_the_given_time_despite_failures(
 
 
 def test_wait_names_what_is_missing(opened: Open) -> None:
-    """At 1,000 ranks "timeout" is no help: it must say whose part is missing."""
+    """With 1,000 ranks, "timeout" is no help: the error must say whose part is missing."""
     store = Slow()
     never_came = pytest.raises(UploadFailedError, match="ranks 1, 2 never opened it")
     with never_came, opened(store, rank=0, world_size=3, generation=1) as uploader:
@@ -282,7 +282,7 @@ def test_wait_names_what_is_missing(opened: Open) -> None:
         wait_until(lambda: bool(uploader._engine.view().missing_ranks(CheckpointId(1, 1))), uploader)
         with pytest.raises(CommitTimeoutError, match="nothing has arrived yet from rank 1, 2"):
             uploader.wait(1, timeout_s=0.05)
-        with pytest.raises(TimeoutError):  # for those who do not know this package's errors
+        with pytest.raises(TimeoutError):  # for callers that do not know this package's errors
             uploader.wait(1, timeout_s=0.01)
 
 
@@ -310,7 +310,7 @@ def test_closing_with_something_not_in_the_store_is_an_error_unless_the_caller_s
     timeout_s: float | None,
     raises: bool,
 ) -> None:
-    """A job that ended with exit status 0 would pass for one whose checkpoint is there."""
+    """A job that exits with status 0 would look as if its checkpoint were in the store."""
     store = Slow()
     with opened(store, **{**QUICK, "upload_timeout_s": 1, **settings}) as uploader:
         save(uploader, 1)
@@ -331,7 +331,7 @@ def test_closing_with_something_not_in_the_store_is_an_error_unless_the_caller_s
 def test_closing_before_the_time_is_over_does_not_say_that_it_is(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that has nothing to do now ends the wait."""
+    """An engine that currently has nothing to do ends the wait."""
     store = Slow()
     with opened(store) as uploader:
         save(uploader, 1)
@@ -344,7 +344,7 @@ def test_closing_before_the_time_is_over_does_not_say_that_it_is(
 
 
 def test_wait_returns_in_every_thread_also_after_the_commit(opened: Open) -> None:
-    """A checkpoint leaves the journal once it is done; that it was committed stays known."""
+    """A checkpoint leaves the journal once it is done, but its commit must stay known."""
     store = Slow()
     with opened(store) as uploader:
         save(uploader, 1)
@@ -366,7 +366,7 @@ def test_wait_returns_in_every_thread_also_after_the_commit(opened: Open) -> Non
 
 
 def test_calls_after_close_raise(opened: Open) -> None:
-    """A callback that fires after the training loop's end must not hang or write anywhere."""
+    """A callback that fires after the end of the training loop must not hang or write anywhere."""
     with opened(Meddled()) as uploader:
         save(uploader, 1)
         uploader.close()
@@ -377,7 +377,7 @@ def test_calls_after_close_raise(opened: Open) -> None:
 
 
 def test_pickling_an_uploader_is_rejected(opened: Open) -> None:
-    """A spawn-started dataloader would otherwise get a copy that shares lock and journal."""
+    """Otherwise a spawn-started dataloader would get a copy that shares lock and journal."""
     with opened(Meddled()) as uploader, pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(uploader)
 
@@ -414,7 +414,7 @@ def test_threads_may_enqueue_concurrently(opened: Open) -> None:
 
 
 def test_uploads_are_bounded_and_do_not_delay_enqueue(opened: Open) -> None:
-    """The trainer goes on whatever the store does; the store sees no more than it was told to expect."""
+    """The trainer continues whatever the store does, and the store never sees more uploads at once than configured."""
     store = Slow()
     with opened(store, num_concurrent_uploads=3) as uploader:
         started = time.monotonic()
@@ -434,7 +434,7 @@ def test_uploads_are_bounded_and_do_not_delay_enqueue(opened: Open) -> None:
 def test_a_fenced_trainer_accepts_nothing_new_and_its_sealed_checkpoints_commit(
     opened: Open, tmp_path: Path
 ) -> None:
-    """R11: after a split brain the old trainer must stop; its sealed work is often the newest there is."""
+    """R11: after a split brain, the old trainer must stop; its sealed work is often the newest there is."""
     bucket = MemoryBucket()
     old_store = Slow()
     old_store.bucket, old_store._store = bucket, Meddled(bucket)._store
@@ -459,7 +459,9 @@ def test_a_fenced_trainer_accepts_nothing_new_and_its_sealed_checkpoints_commit(
 def test_a_superseded_trainer_is_fenced_even_if_its_uploads_make_no_progress(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R11: on a busy node it sealed 14 steps untold: it looked when a checkpoint was uploaded, and none was."""
+    """R11: on a busy node, a trainer sealed 14 steps without noticing: it looked only after an upload, and none
+    completed.
+    """
     monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.1)
     bucket = MemoryBucket()
     store = Slow()
@@ -478,7 +480,7 @@ def test_a_superseded_trainer_is_fenced_even_if_its_uploads_make_no_progress(
 def test_waiting_for_ranks_ends_when_a_newer_start_takes_over(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R11: they may be in it, and without a limit this rank would wait for ever."""
+    """R11: the missing ranks may be part of it, and without a timeout this rank would wait forever."""
     monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.05)
     bucket = MemoryBucket()
     ended = pytest.raises(FencedError, match="nothing was committed of generation 1")
@@ -490,7 +492,7 @@ def test_waiting_for_ranks_ends_when_a_newer_start_takes_over(
 
 
 def test_an_unsealed_checkpoint_is_given_up_by_the_next_start(opened: Open) -> None:
-    """Half a checkpoint of a dead trainer would keep the other ranks, and the disk, waiting for ever."""
+    """Half a checkpoint of a dead trainer would keep the other ranks, and the disk, waiting forever."""
     store = Meddled()
     with opened(store) as uploader:
         uploader.enqueue(write(uploader, "step-1/a.pt"), 1)
@@ -506,7 +508,9 @@ def test_an_unsealed_checkpoint_is_given_up_by_the_next_start(opened: Open) -> N
 def test_latest_is_moved_by_the_next_start_if_the_committer_died_before_it_could(
     opened: Open, lost: str
 ) -> None:
-    """The last checkpoint of a run is committed, then the node goes: nobody else would ever move latest to it."""
+    """The last checkpoint of a run is committed, then the node is lost: no other process would ever move latest to
+    it.
+    """
     store = Slow()
     store.start = keys.LATEST
 
@@ -533,7 +537,7 @@ def test_latest_is_moved_by_the_next_start_if_the_committer_died_before_it_could
 def test_a_shard_slower_to_read_than_the_stall_timeout_is_uploaded(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store without parts gets 100 GB in one piece; reading them for the checksum is progress too."""
+    """A store without parts gets 100 GB in one piece, so reading them for the checksum must count as progress."""
     original = source.Source.read_into
 
     def slow(self: source.Source, piece: memoryview, *args: Any) -> None:
@@ -566,7 +570,8 @@ def test_changes_to_a_file_after_enqueue(opened: Open, how: str) -> None:
             case "truncated":
                 os.truncate(path, 3)
             case "overwritten":
-                later_ns = path.stat().st_mtime_ns + 10**7  # file systems stamp in ticks of milliseconds
+                # File systems store times in ticks of milliseconds.
+                later_ns = path.stat().st_mtime_ns + 10**7
                 with path.open("r+b") as file:
                     file.write(b"AN")
                 os.utime(path, ns=(later_ns, later_ns))
@@ -587,7 +592,7 @@ def test_changes_to_a_file_after_enqueue(opened: Open, how: str) -> None:
 def test_a_predecessors_lost_shard_is_reported_and_does_not_end_the_successor(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R12: the trainer that was restarted can do nothing about it, and has its own checkpoints to save."""
+    """R12: the restarted trainer can do nothing about it, and has its own checkpoints to save."""
     store = Slow()
     with opened(store, generation=1, on_error="warn") as first:
         path = write(first, "step-1/a.pt", b"the checkpoint")
@@ -633,7 +638,7 @@ def test_without_hard_links_a_deleted_file_is_reported_as_lost(
 
 @pytest.mark.parametrize("keep", [-1, 0, 1, 3])
 def test_local_retention_counts_committed_checkpoints_over_restarts(opened: Open, keep: int) -> None:
-    """R7, R8: what is not committed is never removed; what a former start committed counts too."""
+    """R7, R8: what is not committed is never removed; what an earlier start committed counts too."""
     store = Slow()
     store.go.set()
     with opened(store, num_checkpoints_to_keep=keep) as uploader:
@@ -669,8 +674,8 @@ def _commit(uploader: Uploader, *steps: int) -> None:
 
 
 def test_local_retention_covers_what_an_earlier_start_kept_for_good(opened: Open) -> None:
-    """First -1, then 2: what the first start kept counts and goes in its turn, but for what is another file by now and
-    what the trainer has rotated away. The times of the saves are remembered too: `every-seconds` goes by them.
+    """First -1, then 2: what the first start kept counts and is removed in its turn, except files that were replaced
+    or rotated away by the trainer. The times of the saves are remembered too, because `every-seconds` needs them.
     """
     store = Meddled()
     with opened(store, num_checkpoints_to_keep=-1) as uploader:
@@ -695,7 +700,7 @@ def test_local_retention_covers_what_an_earlier_start_kept_for_good(opened: Open
 
 
 def test_a_start_with_a_remote_that_cannot_be_opened_forgets_nothing(tmp_path: Path) -> None:
-    """A mistyped URL: the next start, with the right one, still knows what it keeps, and prunes it in its turn."""
+    """After a mistyped URL, the next start with the right one must still know what it keeps, and prune it in turn."""
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
     more: Any = QUICK | {"num_checkpoints_to_keep": 2}
     with Uploader(folder, remote, **more) as uploader:
@@ -749,7 +754,7 @@ def test_invalid_shards_are_rejected_before_anything_is_enqueued(opened: Open, t
 
 
 def test_files_must_be_a_collection_of_strings(opened: Open) -> None:
-    """One text would be taken letter by letter. Nothing is begun by what is refused."""
+    """A single string would be taken letter by letter. A rejected call must not begin a checkpoint."""
     store = Meddled()
     with opened(store) as uploader:
         folder = write(uploader, "step-1/a").parent
@@ -785,14 +790,14 @@ def test_files_must_be_a_collection_of_strings(opened: Open) -> None:
 def test_invalid_arguments_are_rejected(
     opened: Open, tmp_path: Path, name: str, wrong: Any, told: str
 ) -> None:
-    """By its name, before anything is made. Empty ones come of variables that are not set."""
+    """The error must name the argument before anything is created. Empty values come from variables left unset."""
     with pytest.raises(SettingsError, match=told), opened(Meddled(), **{name: wrong}):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_timeouts_accept_any_number_of_seconds(opened: Open) -> None:
-    """What is no number would never be over; for ever is more than a lock can wait; what is past is now."""
+    """NaN would never expire; infinity is more than a lock can wait; a negative timeout means now."""
     with opened(Meddled()) as uploader:
         save(uploader, 1)
         calls = (uploader.flush, uploader.close, uploader.wait_for_predecessor, partial(uploader.wait, 1))
@@ -814,7 +819,7 @@ def test_timeouts_accept_any_number_of_seconds(opened: Open) -> None:
 def test_a_journal_deleted_between_two_starts_is_rebuilt_and_nothing_is_sent_twice(
     opened: Open, cut: str
 ) -> None:
-    """R10: the journal is a cache. The spool has the shards, the store knows what it has."""
+    """R10: the journal is a cache. The spool has the shards, and the store knows what it has."""
     store = Slow()
     store.start = cut
     with opened(store, upload_timeout_s=1) as uploader:
@@ -863,7 +868,9 @@ def _num_verified(uploader: Uploader) -> int:
 
 
 def _write_as_version_1(private: Path) -> None:
-    """What version 0.1.0 would have left: one journal for all ranks, a row and a JSON object for every event."""
+    """Write what version 0.1.0 would have left: one journal for all ranks, with a row and a JSON object for every
+    event.
+    """
     events = [row.event for row in journals.read(private.parent)[0].rows]
     for each in private.glob("journal-*"):
         each.unlink()
@@ -874,7 +881,9 @@ def _write_as_version_1(private: Path) -> None:
 def test_a_refused_journal_append_leaves_no_link(
     opened: Open, monkeypatch: pytest.MonkeyPatch, is_first: bool
 ) -> None:
-    """`enqueue` that raises has enqueued nothing: no shard of it, and no space is held by what the trainer deletes."""
+    """An `enqueue` that raises has enqueued nothing: no shard is uploaded, and no link holds space for files that the
+    trainer deletes.
+    """
     with opened(Meddled()) as uploader:
         step = uploader.folder / "step-1"
         step.mkdir()
@@ -904,7 +913,7 @@ def _is_durable(uploader: Uploader) -> bool:
 
 
 def test_a_shard_that_arrived_before_a_kill_is_not_sent_again(opened: Open) -> None:
-    """A 100 GB shard whose last acknowledgement was lost with the process costs one HEAD, not 100 GB."""
+    """A 100 GB shard whose last acknowledgement was lost with the process must cost one HEAD, not 100 GB."""
     store = Faulty()
 
     async def die(operation: str, key: str) -> None:
@@ -925,7 +934,7 @@ def test_a_shard_that_arrived_before_a_kill_is_not_sent_again(opened: Open) -> N
 def test_a_full_journal_disk_does_not_stop_uploads_in_progress(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note of progress is for people; not being able to write it must not cut uploads short."""
+    """Progress is noted only for people, so a failure to write it must not interrupt uploads."""
     from ckpt_async.local.folder import no_space
 
     def full(*_: object) -> None:
@@ -952,7 +961,7 @@ def test_a_full_journal_disk_does_not_stop_uploads_in_progress(
 def test_links_are_not_released_while_they_are_being_made_durable(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store faster than the disk's fsync is normal; nothing may be left behind in the spool by that."""
+    """A store that is faster than the disk's fsync is normal, and must not cause links to be left in the spool."""
     go, has_come = threading.Event(), threading.Event()
     original = durable.fsync_path
 
@@ -966,7 +975,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
     with opened(Meddled()) as uploader:
         save(uploader, 1)
         uploader.wait(1, timeout_s=10)
-        save(uploader, 2)  # step 1 is not the newest any more: it could be forgotten altogether
+        save(uploader, 2)  # step 1 is no longer the newest: it could be forgotten altogether
         uploader.wait(2, timeout_s=10)
         assert has_come.is_set()
         engine = uploader._engine.view()
@@ -981,7 +990,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
 
 
 def test_retention_keeps_folders_of_steps_that_a_restarted_trainer_saves_again(opened: Open) -> None:
-    """It may just have made one: its next write would fail, and end the training."""
+    """The trainer may just have created one; if it disappeared, the next write would fail and end training."""
     store = Meddled()
     with opened(store, num_checkpoints_to_keep=1) as uploader:
         for step in (1, 5):

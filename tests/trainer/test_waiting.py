@@ -1,4 +1,4 @@
-"""A rank that never delivers is silent; those that wait for it are not."""
+"""A rank that never delivers is silent, so the ranks that wait for it must report it."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ FAST = {"decision_poll_s": 0.05, "decision_poll_max_s": 0.1, "close_grace_s": 0.
 
 
 def local(*steps: int, world_size: int = 8) -> Local:
-    """Of a rank that has delivered its part of these."""
+    """Return the state of a rank that has delivered its part of these steps."""
     ids = [CheckpointId(1, step) for step in steps]
     return Local(
         3,
@@ -54,7 +54,7 @@ def test_the_oldest_of_many_waiting_checkpoints_is_reported() -> None:
 
 
 def test_the_lowest_delivered_rank_logs_first() -> None:
-    """One line for a run of thousands; and if that rank has died since, the others speak."""
+    """A run of thousands of ranks logs one line. If that rank has died since, the others must log."""
     assert backlog.first_tell_s(Receipts((5, 2, 3)), 2) == backlog.LONG_WAIT_S == 600
     assert {backlog.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
 
@@ -62,7 +62,7 @@ def test_the_lowest_delivered_rank_logs_first() -> None:
 def test_waiting_ranks_report_a_rank_that_never_delivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Real ranks on a real store; it ends with the commit."""
+    """Real ranks on a real store; the reports end with the commit."""
     monkeypatch.setattr(backlog, "LONG_WAIT_S", 0.2)
     caplog.set_level(logging.WARNING, "ckpt_async")
 

@@ -1,4 +1,4 @@
-"""What tests of the uploader save, and how they wait for what becomes of it."""
+"""Helpers for tests of the uploader: saving checkpoints, and waiting for their outcome."""
 
 import json
 import time
@@ -49,7 +49,7 @@ def decisions(store: Meddled) -> dict[CheckpointId, str]:
 
 
 def wait_until(is_so: Callable[[], bool], uploader: Uploader, timeout_s: float = 10.0) -> None:
-    """At every change the engine makes."""
+    """Wait until the condition holds, checking it at every change that the engine makes."""
     deadline = time.monotonic() + timeout_s
     with uploader._engine.changed:
         while not is_so():
