@@ -1,4 +1,4 @@
-"""docs/metrics.md, made from the definitions: `python -m tests.monitor.metrics_page > docs/metrics.md`."""
+"""Generates docs/metrics.md from the definitions: `python -m tests.monitor.metrics_page > docs/metrics.md`."""
 
 from collections.abc import Iterable
 
@@ -82,7 +82,7 @@ never come has no span, and a failed shard has none.
 
 
 def describe() -> str:
-    """The text of `docs/metrics.md`."""
+    """Return the text of `docs/metrics.md`."""
     own = _table(DEFINITIONS) + _AFTERWORD + _table(SWEEPER_DEFINITIONS)
     return _NOTES + own + _COMMANDS + _table(COMMAND_DEFINITIONS) + _OTEL
 
@@ -104,7 +104,7 @@ def _table(definitions: Iterable[Definition]) -> str:
 
 
 def _widest(sets: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Without those that are part of another."""
+    """Return the sets that are not part of another one."""
     return [each for each in sets if not any({*each} < {*other} for other in sets)]
 
 

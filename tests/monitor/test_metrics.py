@@ -1,4 +1,4 @@
-"""What Prometheus is told, read as Prometheus reads it: over HTTP, parsed by its own parser."""
+"""The exported metrics, read as Prometheus reads them: over HTTP, parsed by its own parser."""
 
 import ast
 import contextlib
@@ -61,7 +61,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 class Clock:
-    """Time that passes when told."""
+    """A clock that advances only when told to."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -89,7 +89,9 @@ def journal(folder: Folder, wall: Clock) -> Iterator[Node]:
 
 @pytest.fixture
 def metrics(folder: Folder) -> Metrics:
-    """With a clock that stands still: replaying costs nothing, so every scrape begins anew."""
+    """Metrics with a clock that stands still: replaying seems to cost nothing, so every scrape replays from the
+    beginning.
+    """
     return Metrics("run-a", folder, clock=Clock())
 
 
@@ -116,12 +118,12 @@ def parse(text: str) -> Samples:
 
 
 def scrape(metrics: Metrics | SweeperMetrics) -> Samples:
-    """Without the half second that stopping a server takes."""
+    """Scrape without the half second that stopping a server takes."""
     return parse(generate_latest(metrics.registry).decode())
 
 
 def value(samples: Samples, name: str, **labels: str) -> float | None:
-    """A sample by its name without the prefix; None if it is absent. `run` is added where it belongs."""
+    """Return a sample by its name without the prefix; None if it is absent. `run` is added where it applies."""
     full = f"ckpt_async_{name}"
     for run in ({"run": "run-a"}, {}):
         found = samples.get((full, tuple(sorted({**run, **labels}.items()))))
@@ -142,7 +144,7 @@ def verified(id_: CheckpointId, each: Shard) -> Verified:
 
 
 def committed(id_: CheckpointId) -> list[Event]:
-    """All that a checkpoint of one shard of 10 bytes goes through."""
+    """Return all events of a committed checkpoint with one shard of 10 bytes."""
     name, one = f"step-{id_.step}", shard(f"one-{id_.step}", 10)
     return [
         Enqueued(id_, name, one),
@@ -154,7 +156,7 @@ def committed(id_: CheckpointId) -> list[Event]:
 
 
 def report_everything(metrics: Metrics, reasons: Iterable[FailureReason] = FailureReason) -> None:
-    """Every fact of an Observer, with every value it may have."""
+    """Report every fact of an Observer, with every value it may have."""
     metrics.shards_enqueued(1, 0.002)
     for operation in ("put", "list"):
         metrics.requests_finished(operation, [0.2])
@@ -202,7 +204,7 @@ def test_every_series_is_exported_from_the_start(metrics):
 
 
 def test_names_and_labels_follow_the_conventions(metrics, journal):
-    """Units and suffixes as Prometheus asks; no label whose values grow with the run."""
+    """Units and suffixes must follow Prometheus' conventions, and no label may have values that grow with the run."""
     report_everything(metrics)
     journal.append(0, [Enqueued(CheckpointId(1, 3), "step-3", shard("a", 1)), *committed(CheckpointId(1, 2))])
     text = fetch(metrics)
@@ -218,14 +220,14 @@ def test_names_and_labels_follow_the_conventions(metrics, journal):
     assert {label for _, labels in parse(text) for label, _ in labels} <= allowed
 
 
-# What an attempt can fail of: the others are told of shards, or are no failures.
+# The reasons for which an attempt can fail. The others are about shards, or are not failures.
 OF_ATTEMPTS = set(FailureReason) - {
     *(FailureReason.PRECONDITION, FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING)
 }
 
 
 def test_a_rank_has_at_most_sixty_series(metrics, journal):
-    """A thousand ranks are then 60,000: with all gauges present, and every failure that an attempt can have."""
+    """A thousand ranks then have 60,000: with all gauges present, and every failure that an attempt can have."""
     id_ = CheckpointId(1, 3)
     journal.append(0, committed(CheckpointId(1, 2)))
     journal.append(0, [Enqueued(id_, "step-3", shard("a", 1))])
@@ -242,7 +244,7 @@ def test_a_rank_has_at_most_sixty_series(metrics, journal):
 
 
 def test_openmetrics_output_is_valid(metrics, journal):
-    """What a Prometheus server asks for by default, and whose parser is strict."""
+    """A Prometheus server asks for this format by default, and its parser is strict."""
     report_everything(metrics)
     journal.append(0, committed(CheckpointId(1, 2)))
     text = fetch(metrics, "application/openmetrics-text;version=1.0.0")
@@ -254,7 +256,7 @@ def test_openmetrics_output_is_valid(metrics, journal):
 
 
 def test_promtool_accepts_the_output(metrics, journal):
-    """Prometheus' own linter, where there is one; and the parser finds every definition in any case."""
+    """Prometheus' own linter is used where it is available; the parser must find every definition in any case."""
     report_everything(metrics)
     journal.append(0, [Enqueued(CheckpointId(1, 3), "step-3", shard("a", 1)), *committed(CheckpointId(1, 2))])
     text = fetch(metrics)
@@ -268,12 +270,12 @@ def test_promtool_accepts_the_output(metrics, journal):
 
 
 def test_the_page_matches_the_code():
-    """docs/metrics.md is made from the definitions; its second paragraph says how to make it anew."""
+    """docs/metrics.md is generated from the definitions; its second paragraph says how to regenerate it."""
     assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == describe()
 
 
 def test_every_reported_fact_has_a_metric():
-    """A label value that is not defined is dropped, so a new operation or result must be added here first."""
+    """Undefined label values are dropped, so a new operation or result must be added here first."""
     reported: dict[str, set[str]] = {}
     for path in (ROOT / "ckpt_async").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -287,7 +289,9 @@ def test_every_reported_fact_has_a_metric():
 
 
 def test_a_watcher_adds_eight_series(metrics):
-    """Absent without one; with it, at 0 from the start: `increase()` misses what is also the first sample."""
+    """They are absent without a watcher. With one, they start at 0: `increase()` misses what is also the first
+    sample.
+    """
     before = scrape(metrics)
     metrics.watcher_opened()
     added = {key: count for key, count in scrape(metrics).items() if key not in before}
@@ -296,7 +300,7 @@ def test_a_watcher_adds_eight_series(metrics):
 
 
 def test_a_saver_adds_four_series(metrics):
-    """Absent without one; with it, at 0 from the start, but the interval, which nobody may have chosen."""
+    """They are absent without a saver. With one, they start at 0, except for the interval, which may not be set."""
     before = scrape(metrics)
     metrics.saver_opened()
     added = {key: count for key, count in scrape(metrics).items() if key not in before}
@@ -335,7 +339,9 @@ def test_reported_facts_are_counted(metrics):
 
 
 def test_an_observer_never_raises(metrics):
-    """A value no definition knows, a clock set back, a duration that is no number: training goes on."""
+    """Training must continue despite a value that no definition knows, a clock set back, or a duration that is no
+    number.
+    """
     before = scrape(metrics)
     metrics.shards_finished("lost in space", 1, 1.0)
     metrics.checkpoint_pruned("moon")
@@ -367,7 +373,7 @@ def test_buckets_are_cumulative_and_inclusive(metrics):
 
 
 def test_two_uploaders_in_one_process_do_not_clash(folder, journal):
-    """Two uploaders in a trainer that exports metrics of its own."""
+    """A trainer that exports metrics of its own may have two uploaders."""
     before = sorted(family.name for family in REGISTRY.collect())
     one, two = Metrics("run-a", folder), Metrics("run-b", folder)
     one.bytes_uploaded(7)
@@ -387,7 +393,7 @@ def test_a_run_of_any_name_can_be_scraped(folder, journal):
 
 
 def test_queue_of_all_ranks_is_exported_by_state(metrics, journal, wall):
-    """One scrape covers the node, also ranks that run in other processes or are dead."""
+    """One scrape covers the node, including ranks that run in other processes or are dead."""
     old, new = CheckpointId(1, 100), CheckpointId(2, 100)
     a, b, c, d, e, f = (
         shard(name, size) for name, size in zip("abcdef", (1, 10, 100, 1000, 10_000, 100_000), strict=True)
@@ -425,7 +431,7 @@ def test_an_empty_queue_exports_no_oldest_shard(metrics, journal, wall):
 
 
 def test_newest_checkpoint_is_by_generation_then_step(metrics, journal, wall):
-    """A run restarted from an older step: its checkpoints are newer although their step is smaller (R6)."""
+    """After a restart from an older step, the new checkpoints are newer although their steps are smaller (R6)."""
     wall.now = 800.0
     journal.append(0, committed(CheckpointId(1, 900)))
     wall.now = 801.0
@@ -452,7 +458,7 @@ def test_an_aborted_checkpoint_leaves_the_queue(metrics, journal):
 
 
 def test_pinned_bytes_count_linked_files(metrics, journal):
-    """Each file once, however often it was enqueued; nothing after release; nothing that is not linked."""
+    """Each file counts once, however often it was enqueued; nothing counts after release, or if it is not linked."""
     one, two = CheckpointId(1, 1), CheckpointId(1, 2)
     journal.append(0, [Enqueued(one, "s", shard("same", 10, inode=7)), Enqueued(one, "s", shard("b", 200))])
     journal.append(0, [Enqueued(two, "t", shard("same", 10, inode=7))])
@@ -471,7 +477,9 @@ def test_file_system_metrics_are_of_the_folder(metrics, folder):
 
 
 def test_removed_checkpoints_are_reflected(folder, journal, monkeypatch):
-    """`forget` deletes rows and leaves no trace: the journal is replayed anew once that costs little."""
+    """`forget` deletes rows without a trace, so the journal must be replayed from the beginning once that costs
+    little.
+    """
     clock = Clock()
     metrics = Metrics("run-a", folder, clock=clock)
     journal.append(0, committed(CheckpointId(1, 1)) + committed(CheckpointId(1, 2)))
@@ -492,7 +500,9 @@ def test_removed_checkpoints_are_reflected(folder, journal, monkeypatch):
 
 
 def test_last_enqueued_survives_removal_of_its_rows(metrics, journal, wall):
-    """With num_checkpoints_to_keep=0 the rows go with the files; an alert compares this with the commit."""
+    """With num_checkpoints_to_keep=0 the rows are removed with the files; an alert compares this metric with the
+    commit.
+    """
     wall.now = 900.0
     id_ = CheckpointId(1, 4)
     journal.append(0, committed(id_))
@@ -518,7 +528,7 @@ def test_a_damaged_journal_leaves_other_metrics(metrics, journal, folder):
 
 
 def test_a_locked_journal_leaves_other_metrics(metrics, journal, monkeypatch):
-    """In WAL mode readers wait for nobody but a recovery; then the queue is left out, not the scrape."""
+    """In WAL mode, readers wait only for a recovery; then the queue is missing, but not the scrape."""
     journal.append(0, committed(CheckpointId(1, 4)))
     assert value(scrape(metrics), "last_committed_step") == 4
 
@@ -533,7 +543,7 @@ def test_a_locked_journal_leaves_other_metrics(metrics, journal, monkeypatch):
 
 
 def test_scraping_works_beside_writers(folder, journal):
-    """2,000 events from another thread; every scrape succeeds and none sees the queue shrink or skip."""
+    """With 2,000 events from another thread, every scrape must succeed, and none may see the queue shrink or skip."""
     metrics = Metrics("run-a", folder)
     id_ = CheckpointId(1, 1)
     done = threading.Event()
@@ -579,7 +589,7 @@ def test_without_a_port_there_is_no_server(metrics):
 
 
 def two_free_ports() -> int:
-    """The first of two neighbours that nobody uses."""
+    """Return the first of two adjacent free ports."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
@@ -612,7 +622,7 @@ def test_any_free_port_ignores_the_rank(metrics, environment):
 
 
 def test_a_taken_port_is_one_warning(metrics, caplog):
-    """Training never stops for metrics."""
+    """Metrics must never stop training."""
     with socket.socket() as taken, caplog.at_level(logging.WARNING):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -647,7 +657,7 @@ def test_a_closed_server_frees_its_port(metrics):
 
 
 def test_a_single_metric_can_be_scraped(metrics):
-    """`?name[]=`: what a dashboard's author tries by hand."""
+    """`?name[]=` is what a dashboard's author tries by hand."""
     text = generate_latest(metrics.registry.restricted_registry(["ckpt_async_fenced"])).decode()
     assert {name for name, _ in parse(text)} == {"ckpt_async_fenced"}
 
@@ -656,7 +666,7 @@ def test_a_single_metric_can_be_scraped(metrics):
 
 
 def test_a_sweeper_counts_what_it_did() -> None:
-    """From the report of one sweep: every kind of action, what failed, and what verifying found."""
+    """The counts come from the report of one sweep: every kind of action, what failed, and what verifying found."""
     one, two, three = CheckpointId(1, 1), CheckpointId(1, 2), CheckpointId(1, 3)
     fate, lost = Fate(one, "step-1"), Finding("I1", "k", "the shard is missing", "missing")
     ranks = tuple(
@@ -665,7 +675,7 @@ def test_a_sweeper_counts_what_it_did() -> None:
     done = [
         Done(sweep_plan.Settle(one, 2, "r"), outcome=Outcome.COMMIT),
         Done(sweep_plan.Settle(two, 2, "r"), outcome=Outcome.ABORT),
-        Done(sweep_plan.Settle(three, 2, "r")),  # somebody else was first
+        Done(sweep_plan.Settle(three, 2, "r")),  # another process was first
         Done(sweep_plan.GiveUp(two, "step-2", 2, "r"), outcome=Outcome.ABORT),
         Done(sweep_plan.BeginPrune(one, "r"), outcome=Outcome.PRUNING),
         Done(sweep_plan.FinishPrune(one, 2, "r"), outcome=Outcome.PRUNED),
@@ -705,7 +715,7 @@ def test_a_sweeper_counts_what_it_did() -> None:
 
 
 def test_a_sweeper_exports_failing_targets_with_the_time_of_the_first_failure() -> None:
-    """One remote that does not answer is not a sweeper that does nothing: the rest of its node is well."""
+    """One remote that does not answer does not mean that the sweeper is idle: everything else on its node is well."""
     clock = Clock()
     sweeper = SweeperMetrics(clock=clock)
     away, damaged = (
@@ -734,7 +744,9 @@ def test_a_sweeper_exports_failing_targets_with_the_time_of_the_first_failure() 
 
 
 def test_a_sweeper_exports_what_a_killed_trainer_left(folder, journal, wall, tmp_path) -> None:
-    """The trainer's own port died with it. Two runs, one of them in two folders; a folder that no trainer has used."""
+    """The trainer's own port died with it. Two runs, one of them in two folders, and a folder that no trainer has
+    used.
+    """
     one = RemoteAddress("s3://b/exp7/checkpoints/")
     journal.append(0, [Opened(1, 2, one), *committed(CheckpointId(1, 1))])
     journal.append(0, [Enqueued(CheckpointId(1, 2), "step-2", shard("a", 5))])
@@ -758,7 +770,7 @@ def test_a_sweeper_exports_what_a_killed_trainer_left(folder, journal, wall, tmp
 
 
 def test_every_value_a_sweeper_reports_is_defined() -> None:
-    """Another one would be dropped in silence."""
+    """An undefined value would be dropped silently."""
 
     def arguments(path: str, name: str, place: int) -> set[str]:
         calls = (node for node in ast.walk(ast.parse((ROOT / "ckpt_async" / path).read_text())))
@@ -783,7 +795,9 @@ def test_every_value_a_sweeper_reports_is_defined() -> None:
 
 
 def test_sweeper_metrics_follow_the_conventions() -> None:
-    """As those of an uploader: all children at 0 from the start, units last, no growing labels, valid OpenMetrics."""
+    """The rules are those for an uploader: all children at 0 from the start, units last, no growing labels, valid
+    OpenMetrics.
+    """
     metrics = SweeperMetrics()
     samples = parse(fetch(metrics))
     totals = {key: count for key, count in samples.items() if key[0].endswith("_total")}

@@ -1,4 +1,4 @@
-"""OpenTelemetry, with its real SDK in a process of its own: providers are set once for a process."""
+"""OpenTelemetry, with its real SDK in a process of its own, because providers can be set only once per process."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was scraped and exported of one play."""
+    """What was scraped and exported in one play."""
     folder = str(tmp_path_factory.mktemp("played"))
     command = [sys.executable, "-c", PLAY, folder, request.param]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_a_trace_from_its_save_to_its_commit(played: dict[str, A
 
 
 def test_no_upload_begins_before_its_checkpoint() -> None:
-    """Of another process, say, by whose clock it took longer than the checkpoint by ours."""
+    """An upload in another process, say, may have taken longer by its clock than the checkpoint took by ours."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     spans = Spans("file:///run", 0)
@@ -105,7 +105,7 @@ def test_metrics_are_those_that_prometheus_scrapes(played: dict[str, Any]) -> No
                 continue
             key = (each.name.removesuffix("_count"), *sorted(each.labels.items()))
             if family.type == "histogram" and not each.value:
-                assert key not in exported  # of nothing observed OpenTelemetry has no point
+                assert key not in exported  # OpenTelemetry exports no data point where nothing was observed
             else:
                 assert key in exported
             if each.name in (

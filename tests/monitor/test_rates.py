@@ -1,4 +1,4 @@
-"""How fast something grows, and the last things that happened."""
+"""How fast something grows, and the most recent things that happened."""
 
 from ckpt_async.monitor.rates import WINDOW_S, Rates, eta_s
 from ckpt_async.monitor.recent import MAX_TEXT, MOST, SAME_S, Recent
@@ -7,7 +7,7 @@ from ckpt_async.monitor.recent import MAX_TEXT, MOST, SAME_S, Recent
 def test_a_rate_is_known_from_the_second_look_on() -> None:
     rates = Rates[str]()
     assert rates.look(0.0, {"a": 100}) == {}
-    assert rates.look(0.1, {"a": 200}) == {}  # too close to tell
+    assert rates.look(0.1, {"a": 200}) == {}  # too soon to tell
     assert rates.look(2.0, {"a": 300, "b": 5}) == {"a": 100.0}
     assert rates.look(4.0, {"a": 300, "b": 5}) == {"a": 50.0, "b": 0.0}
 
@@ -44,7 +44,7 @@ def test_how_long_nothing_has_moved() -> None:
 
 
 def test_what_is_new_or_given_up_has_not_moved_but_what_is_done_has() -> None:
-    """A store that hangs shows however often the trainer saves, and whatever is dropped for newer ones."""
+    """A store that hangs must show, however often the trainer saves, and whatever is dropped for newer checkpoints."""
     rates = Rates[str]()
     rates.look(10.0, {"a": 0}, done=["z"])
     rates.look(13.0, {"a": 0, "b": 0}, done=["z"])

@@ -75,7 +75,7 @@ COMMITTED_300 = Forgotten(id_(300), NOW - 9 * 60)
 
 
 def test_summary_names_the_last_commit_and_the_progress_of_the_next() -> None:
-    """The one question an operator has before draining a node."""
+    """An operator must know this before draining a node."""
     here = local(
         Opened(1, 1, REMOTE), COMMITTED_300, enqueued(400, 50, 50), sealed(400), verified(400, "f0", 50)
     )
@@ -128,7 +128,7 @@ def test_summary_in_every_other_case(events: list[Event | list[Event]], expected
 
 
 def test_local_ranks_that_saved_nothing_are_all_named() -> None:
-    """They were killed before they saved: no other node is to blame."""
+    """They were killed before they saved anything, so no other node is to blame."""
     saved = local(Opened(1, 3), enqueued(1, 10), sealed(1, 3), verified(1, "f0", 10), ReceiptStored(id_(1)))
     one, two = local(Opened(1, 3), rank=1), local(Opened(1, 3), rank=2)
     said = "nothing committed yet; step 1 is uploaded, but {} of this node {} nothing of it"
@@ -137,7 +137,7 @@ def test_local_ranks_that_saved_nothing_are_all_named() -> None:
 
 
 def test_a_checkpoint_is_counted_over_all_ranks_of_the_node() -> None:
-    """Half of the ranks done is half done, whatever one rank alone would say."""
+    """Half of the ranks done is half done, whatever one rank alone would report."""
     done = local(enqueued(1, 100), sealed(1, 2), verified(1, "f0", 100), ReceiptStored(id_(1)), rank=0)
     begun = local(enqueued(1, 100), sealed(1, 2), rank=1)
     (found,) = status.view([done, begun], {(1, id_(1), "f0"): 50, (0, id_(1), "f0"): 99}, NOW).checkpoints
@@ -152,7 +152,7 @@ def test_one_rank_that_read_the_decision_suffices() -> None:
 
 
 def test_progress_never_exceeds_the_size_and_100_percent_means_complete() -> None:
-    """99.9 % must not read as 100 %: someone would turn the machine off."""
+    """99.9 % must not read as 100 %: someone might turn the machine off."""
     here = local(enqueued(1, 1000), sealed(1))
     assert status.view([here], {(0, id_(1), "f0"): 5000}, NOW).checkpoints[0].uploaded_bytes == 1000
     assert status.view([here], {(0, id_(1), "f0"): 999}, NOW).checkpoints[0].percent == 99
@@ -224,7 +224,7 @@ def test_the_last_row_of_a_killed_trainers_journal_is_read(tmp_path: Path) -> No
 
 
 def test_the_recorded_remote_is_read_back(tmp_path: Path) -> None:
-    """`drain` goes by it, so encryption arguments must survive too; the newest start counts."""
+    """`drain` relies on it, so encryption arguments must survive too; the newest start counts."""
     address = RemoteAddress(
         "r2://bucket/run", "https://r2:9", "auto", "path", {"SSEKMSKeyId": "k", "Metadata": {"a": "b"}}
     )

@@ -1,4 +1,4 @@
-"""One record that cannot be read stops nothing but what it speaks of, and is named: by the sweep and by `verify`."""
+"""One unreadable record must affect only what it is about, and both the sweep and `verify` must name it."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ NEWER = json.dumps({"format": "ckpt_async/decision", "version": 2}).encode()
 
 
 async def _world() -> World:
-    """Six commits, one that is whole and undecided, one that is dead, a newer generation with three commits."""
+    """Return a run of six commits, one complete but undecided, one dead, and a newer generation with three commits."""
     world = await World.begun(1, 2, 3, 4, 5, 6)
     for rank in range(2):
         await world.receipt(WHOLE, rank)
@@ -62,7 +62,7 @@ PLACES = {
 @pytest.mark.parametrize("bad", [TOO_LARGE, b"", NEWER], ids=["large", "empty", "newer"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_sweep_works_around_unreadable_records(run: Any, place: str, bad: bytes) -> None:
-    """All of what does not hang on it is done: the newest generation is pruned in any case."""
+    """Everything that does not depend on the record is done: the newest generation is pruned in any case."""
 
     async def main() -> None:
         world = await _world()
@@ -77,9 +77,8 @@ def test_a_sweep_works_around_unreadable_records(run: Any, place: str, bad: byte
         expected |= {WHOLE: Outcome.PRUNED, DEAD: Outcome.ABORT}
         named = {each.key for each in report.violations}
         match place:
-            case (
-                "boundary"
-            ):  # whatever it may speak of is left alone: it is never moved past the newest generation
+            # Whatever the boundary may be about is left alone: it never moves past the newest generation.
+            case "boundary":
                 expected |= dict.fromkeys(ids(1, 2, 3, 4, 5, 6), Outcome.COMMIT) | {WHOLE: None, DEAD: None}
             case "decision":
                 expected[CheckpointId(1, 3)] = "unreadable"
@@ -88,7 +87,7 @@ def test_a_sweep_works_around_unreadable_records(run: Any, place: str, bad: byte
             case "generation":  # nobody knows how many ranks they have
                 expected |= {WHOLE: None, DEAD: None}
             case _:
-                named.add(PLACES[place])  # the sweep has no need of it, or removes it
+                named.add(PLACES[place])  # the sweep does not need it, or removes it
         assert named == {PLACES[place]}
         assert outcomes == expected
         for id_, outcome in expected.items():
@@ -127,7 +126,7 @@ def _run(folder: Path, remote: str, *steps: int, generation: int) -> None:
 def test_a_huge_lease_costs_a_sweep_neither_memory_nor_its_other_work(
     run: Any, tmp_path: Path, s3_url: str
 ) -> None:
-    """On a real server: nothing of it is fetched, its own checkpoint waits for it, and doctor and `verify` name it."""
+    """On a real server: nothing of it is fetched, only its checkpoint waits for it, and doctor and `verify` name it."""
     _run(tmp_path, s3_url, 1, 2, 3, generation=1)
     store, key = open_store(s3_url, StoreOptions()), keys.lease_key(CheckpointId(1, 1), "reader")
     huge = bytes(50 << 20)
@@ -159,7 +158,9 @@ def test_a_huge_lease_costs_a_sweep_neither_memory_nor_its_other_work(
 
 
 def test_a_trainer_continues_with_an_unreadable_boundary(run: Any, tmp_path: Path) -> None:
-    """It can only speak of superseded generations: what those left undecided waits, and says for what."""
+    """The boundary can only be about superseded generations: what those left undecided waits, and the log says for
+    what.
+    """
     root = tmp_path / "remote"
     remote = f"file://{root}"
     _run(tmp_path / "folder", remote, 1, generation=1)
@@ -184,7 +185,7 @@ def test_a_trainer_continues_with_an_unreadable_boundary(run: Any, tmp_path: Pat
 
 
 def test_an_unreadable_latest_is_replaced(run: Any) -> None:
-    """It is a hint: too large to be read, it is taken for none, and moved."""
+    """latest is a hint: if it is too large to be read, it counts as missing, and is moved."""
 
     async def main() -> None:
         world = await World.begun(1, 2)
@@ -199,8 +200,8 @@ def test_an_unreadable_latest_is_replaced(run: Any) -> None:
 
 
 def test_an_unreadable_decision_is_not_replaced(run: Any) -> None:
-    """Whatever it is, it may have been a commit: nobody decides, prunes or pins in its place.
-    Nor is a boundary begun anew.
+    """Whatever it is, it may have been a commit: nobody decides, prunes or pins in its place. A boundary is not begun
+    anew either.
     """
 
     async def main() -> None:
@@ -229,7 +230,7 @@ def test_an_unreadable_decision_is_not_replaced(run: Any) -> None:
 
 
 def test_an_unreadable_lease_counts_for_the_longest_term(run: Any) -> None:
-    """Then it goes, and what it held goes too."""
+    """Then it is removed, and what it protected is removed too."""
 
     async def main() -> None:
         world = await World.begun(1, 2)
@@ -249,7 +250,7 @@ def test_an_unreadable_lease_counts_for_the_longest_term(run: Any) -> None:
 
 @pytest.mark.parametrize("bad", [TOO_LARGE, b"", b"nonsense"], ids=["large", "empty", "nonsense"])
 def test_an_unreadable_generation_does_not_block_a_start(run: Any, bad: bytes) -> None:
-    """All ranks go past it, and meet in the next. Of a newer version is another matter: who wrote it can read it."""
+    """All ranks skip it, and meet in the next one. A record of a newer version is different: its writer can read it."""
 
     async def main() -> None:
         world = await World.begun(1)

@@ -52,7 +52,7 @@ def steps(found: list[Json]) -> list[int]:
 def test_a_killed_trainers_sealed_checkpoint_is_committed(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
-    """The promise of the journal, with no word about where it goes. A second drain finds nothing to do."""
+    """This is the journal's promise, without being told where to upload to. A second drain finds nothing to do."""
     trainers.die(folder, remote, 100, 200)
     assert call("ls", remote)[1]["checkpoints"] == []
     code, told = call("drain", folder)
@@ -98,7 +98,7 @@ def test_draining_to_s3_needs_only_credentials(
 
 
 def test_a_live_owner_is_left_alone(trainers: Trainers, call: Drain, folder: Path, remote: str) -> None:
-    """Two engines on one journal would fight. A dead neighbour in the same folder is still finished."""
+    """Two engines on one journal would conflict. A dead neighbour in the same folder must still be finished."""
     owner = trainers.start(folder, remote, 1, rank=0, world_size=2)
     trainers.die(folder, remote, 1, rank=1, world_size=2)
     assert call("status", folder)[1]["ranks"] == [
@@ -129,7 +129,7 @@ def test_a_live_owner_is_left_alone(trainers: Trainers, call: Drain, folder: Pat
 def test_ranks_elsewhere_are_waited_for_and_named(
     trainers: Trainers, call: Drain, tmp_path: Path, remote: str
 ) -> None:
-    """All of this node being safe is not the checkpoint being whole: a script can tell."""
+    """That everything on this node is safe does not make the checkpoint complete; a script must be able to tell."""
     for rank in (0, 1):
         trainers.die(tmp_path / f"node{rank}", remote, 5, rank=rank, world_size=2)
     code, told = call("drain", tmp_path / "node0", "--grace", 0)
@@ -142,7 +142,7 @@ def test_ranks_elsewhere_are_waited_for_and_named(
 def test_an_unsealed_checkpoint_is_given_up(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
-    """Its trainer is dead, so it never will be; the other ranks must not wait for it."""
+    """Its trainer is dead and can never seal it; the other ranks must not wait for it."""
     trainers.die(folder, remote, 1, 2, sealed=(1,))
     code, told = call("drain", folder)
     (rank,) = told["ranks"]
@@ -158,7 +158,7 @@ def test_an_unsealed_checkpoint_is_given_up(
 def test_local_retention_is_the_trainers(
     trainers: Trainers, call: Drain, folder: Path, remote: str, keep: int, there: set[str]
 ) -> None:
-    """The wish is the user's, not the drain's: with a default of its own it would delete or pile up files."""
+    """Retention is the user's choice: with a default of its own, the drain would delete files or let them pile up."""
     trainers.die(folder, remote, 1, 2, num_checkpoints_to_keep=keep, latest_filename="newest")
     assert call("drain", folder)[0] == 0
     assert {each.name for each in folder.glob("step-*")} == there
@@ -193,7 +193,7 @@ def test_an_unreachable_store_is_a_temporary_failure(
 def test_a_lost_journal_is_rebuilt_given_the_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
-    """Rule R10. The spool knows what was promised, not where to."""
+    """Rule R10. The spool knows what was promised, but not where to upload it."""
     trainers.die(folder, remote, 3)
     for each in (folder / ".ckpt_async").glob("journal-*"):
         each.unlink()
@@ -206,7 +206,7 @@ def test_a_lost_journal_is_rebuilt_given_the_remote(
 def test_a_folder_is_not_drained_to_another_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    """What is verified in one place is not in the other: the commit would name shards that are not there."""
+    """What is verified in one place is missing in the other, so the commit would name shards that do not exist."""
     trainers.die(folder, remote, 1)
     code, told = call("drain", folder, "--remote", f"file://{tmp_path}/other")
     assert (code, told["error"]["kind"]) == (2, "SettingsError")
@@ -226,7 +226,7 @@ def test_a_folder_without_a_journal_is_unchanged(tmp_path: Path, call: Drain) ->
 def test_a_shard_that_fails_is_reported_with_its_reason(
     trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal that no retry heals ends the drain at once; it does not sit out its timeout."""
+    """An error that no retry can fix must end the drain at once, instead of after its timeout."""
 
     async def refuse(*_: object, **__: object) -> None:
         raise StoreError("no such storage class", reason=FailureReason.OTHER)
@@ -267,7 +267,7 @@ def test_a_crashed_engine_does_not_stop_the_other_ranks(
 def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
-    """Its shards wait for one look at its decision; a drain that ended meanwhile would leave them."""
+    """Its shards wait for one look at its decision; a drain that ended before that would leave them behind."""
     trainers.die(folder, remote, 1)
     code = (
         "import sys; from dataclasses import replace; from ckpt_async.local.folder import Folder\n"
@@ -283,7 +283,7 @@ def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
 def test_the_trainers_options_take_precedence_over_the_environment(
     folder: Path, s3_url: str, s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are what is recorded: the environment of the drain may differ."""
+    """The trainer's options are recorded, and the drain's environment may differ."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     options = StoreOptions(endpoint_url=s3_server.url, region="us-east-1", addressing_style="path")
     with Uploader(folder, s3_url, rank=0, world_size=1, store_options=options):
@@ -296,7 +296,9 @@ def test_the_trainers_options_take_precedence_over_the_environment(
 def test_a_damaged_shared_journal_is_drained_from_the_manifests(
     trainers: Trainers, folder: Path, remote: str, call: Drain
 ) -> None:
-    """The manifests tell it too. Once nobody needs it, it is moved aside, so that `status` and sweeps work again."""
+    """The manifests can replace it. Once it is no longer needed it is moved aside, so that `status` and sweeps work
+    again.
+    """
     trainers.die(folder, remote, 1, 2)
     for each in (folder / ".ckpt_async").glob("journal-*"):
         each.unlink()

@@ -1,4 +1,4 @@
-"""The page of a sweeper: its folders as they are, its remotes as the last sweep found them."""
+"""The page of a sweeper: its folders as they are now, its remotes as the last sweep found them."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a sweep of a remote does, step by step, and that being cut short or doubled changes nothing."""
+"""What a sweep of a remote does, step by step, and that interrupting or duplicating it changes nothing."""
 
 import asyncio
 from typing import Any
@@ -15,7 +15,7 @@ from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids
 
 
 def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
-    """The point of it all: old checkpoints go, whole, and what is kept stays whole."""
+    """This is the purpose of it all: old checkpoints are removed completely, and those that are kept stay complete."""
 
     async def main() -> None:
         world = await World.begun()
@@ -34,7 +34,7 @@ def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
 
 
 def test_dry_run_changes_nothing_and_gives_reasons(run: Any) -> None:
-    """A plan one can read before it is carried out."""
+    """A plan can be read before it is carried out."""
 
     async def main() -> None:
         world = await World.begun(1, 2)
@@ -53,7 +53,7 @@ async def _mark_damaged(world: World, id_: CheckpointId) -> None:
 
 
 def test_a_damaged_checkpoint_does_not_count_for_retention(run: Any) -> None:
-    """What cannot be read must not push out what can; it goes when its turn comes, and the mark with it."""
+    """An unreadable checkpoint must not push out readable ones; it is pruned in its turn, together with its mark."""
 
     async def main() -> None:
         world = await World.begun(1, 2, 3)
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_does_not_count_for_retention(run: Any) -> None:
 
 
 def test_a_policy_that_matches_nothing_prunes_nothing(run: Any) -> None:
-    """It says why, and what other policies keep goes on to count."""
+    """The sweep reports why, and other policies still count what they keep."""
 
     async def main() -> None:
         world = await World.begun(1, 2, 3)
@@ -90,7 +90,7 @@ def test_a_policy_that_matches_nothing_prunes_nothing(run: Any) -> None:
 
 
 class _Stubborn(Counted):
-    """Multipart uploads survive so many aborts: parts were on their way."""
+    """A store whose multipart uploads survive that many aborts, because parts were still arriving."""
 
     def __init__(self, store: Any, num_aborts: int) -> None:
         super().__init__(store)
@@ -106,7 +106,7 @@ class _Stubborn(Counted):
 def test_stale_multipart_uploads_are_aborted_until_none_is_left(
     run: Any, num_aborts: int, is_clean: bool
 ) -> None:
-    """One that is still there after all is no success; the next sweep ends it."""
+    """An upload that still exists after that is not a success; the next sweep ends it."""
 
     async def main() -> None:
         world = await World.begun(5)
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_not_pruned_until_latest_is_ahead_of_it(run: Any) -> Non
 
 
 def test_pinned_survives_any_policy_and_pinning_what_is_pruned_fails(run: Any) -> None:
-    """A pin is in the object that pruning swaps: one of the two happens, never both."""
+    """A pin is in the object that pruning swaps, so only one of the two can happen, never both."""
 
     async def main() -> None:
         world = await World.begun(1, 2, 3)
@@ -156,7 +156,7 @@ def test_pinned_survives_any_policy_and_pinning_what_is_pruned_fails(run: Any) -
 
 
 def test_a_pin_set_between_plan_and_prune_wins(run: Any) -> None:
-    """The sweeper planned on a view that is old by now."""
+    """By then, the view on which the sweeper planned is outdated."""
 
     async def main() -> None:
         world = await World.begun(1, 2)
@@ -171,7 +171,7 @@ def test_a_pin_set_between_plan_and_prune_wins(run: Any) -> None:
 
 
 def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
-    """A slow restore never sees a shard vanish; a dead reader does not hold space for ever."""
+    """A slow restore never sees a shard vanish; a dead reader does not hold space forever."""
 
     async def main() -> None:
         world = await World.begun(1, 2)
@@ -192,7 +192,9 @@ def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
 
 
 def test_a_lease_taken_after_pruning_began_is_refused(run: Any) -> None:
-    """R3: lease, then the decision again. The reader goes to another checkpoint and leaves nothing behind."""
+    """R3: take the lease, then read the decision again. The reader moves on to another checkpoint and leaves nothing
+    behind.
+    """
 
     async def main() -> None:
         world = await World.begun(1, 2)
@@ -205,7 +207,7 @@ def test_a_lease_taken_after_pruning_began_is_refused(run: Any) -> None:
 
 
 def test_a_lease_that_appears_after_the_plan_still_holds_pruning_up(run: Any) -> None:
-    """The view of the leases is older than the decision `pruning`: they are listed again before anything is
+    """The view of the leases is older than the decision `pruning`, so they are listed again before anything is
     deleted.
     """
 
@@ -221,7 +223,7 @@ def test_a_lease_that_appears_after_the_plan_still_holds_pruning_up(run: Any) ->
 
 
 def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
-    """All receipts are there, nobody decided: the checkpoint is whole and must become visible."""
+    """All receipts are there but nobody decided: the checkpoint is complete and must become visible."""
 
     async def main() -> None:
         world = await World.begun()
@@ -245,7 +247,7 @@ def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
 def test_unfinishable_checkpoints_are_given_up_after_a_while_and_removed(
     run: Any, is_superseded: bool, limit_s: float
 ) -> None:
-    """Half a checkpoint costs money for ever; but a paused trainer of the newest generation gets more time."""
+    """Half a checkpoint would cost money forever; but a paused trainer of the newest generation gets more time."""
 
     async def main() -> None:
         world = await World.begun()
@@ -268,7 +270,7 @@ def test_unfinishable_checkpoints_are_given_up_after_a_while_and_removed(
 
 
 def test_a_straggler_cannot_commit_an_aborted_checkpoint(run: Any) -> None:
-    """R4: commit and abort compete for one create, also when the abort was collected since."""
+    """R4: commit and abort compete for one create-once object, even if the abort has been collected since."""
 
     async def main() -> None:
         world = await World.begun()
@@ -289,7 +291,7 @@ def test_a_straggler_cannot_commit_an_aborted_checkpoint(run: Any) -> None:
 
 
 def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Listing cost follows what is kept, and a create-once that was forgotten does not come back to life."""
+    """The cost of listing depends on what is kept, and a collected create-once object does not come back to life."""
     monkeypatch.setattr(sweep_plan, "COLLECT_AT_LEAST", 3)
 
     async def main() -> None:
@@ -302,7 +304,8 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
         await world.sweep(KeepLast(1))
         decisions = [keys.parse_decision_key(key) for key in world.keys(keys.DECISIONS)]
         assert decisions == [CheckpointId(1, 2), CheckpointId(2, 1)]
-        # A straggler creates the decision that was collected: void for itself, for readers, and swept away.
+        # A straggler creates the decision that was collected: it is void for itself and for readers, and is
+        # swept away.
         await world.receipt(CheckpointId(1, 3), 0)
         settled = await steps.settle(
             world.store, CheckpointId(1, 3), world_size=1, by="straggler", now=world.now
@@ -317,7 +320,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
         await world.sweep(KeepLast(1))
         assert keys.decision_key(CheckpointId(1, 3)) not in world.bucket.objects
         assert world.keys("ckpt/step-3.") == []
-        # The kept one is pruned later, and collected like the others.
+        # The kept checkpoint is pruned later, and collected like the others.
         await steps.set_pin(world.store, CheckpointId(1, 2), False)
         await world.sweep(KeepLast(1))
         assert await world.outcome(CheckpointId(1, 2)) is Outcome.PRUNED
@@ -326,7 +329,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
 
 
 def test_stale_multiparts_leases_members_and_probes_are_removed(run: Any) -> None:
-    """What is billed and invisible, and what would make every listing longer."""
+    """They are billed although invisible, or would make every listing longer."""
 
     async def main() -> None:
         world = await World.begun()
@@ -355,7 +358,7 @@ def test_stale_multiparts_leases_members_and_probes_are_removed(run: Any) -> Non
 
 
 def test_ages_are_measured_by_the_stores_clock(run: Any) -> None:
-    """A sweeper whose own clock is a year ahead decides nothing differently."""
+    """A sweeper whose own clock is a year ahead must make the same decisions."""
 
     async def main() -> None:
         world = await World.begun()
@@ -397,7 +400,7 @@ async def _assert_settled(world: World) -> None:
 
 @pytest.mark.parametrize("after_effect", [False, True])
 def test_killed_at_any_request_the_next_sweep_finishes(run: Any, after_effect: bool) -> None:
-    """Every request of a sweep in turn is its last; at every such moment nothing committed is damaged."""
+    """Each request of a sweep in turn is its last one; at no such moment may anything committed be damaged."""
 
     async def main() -> None:
         counter = Counted((await _messy()).store)
@@ -428,7 +431,7 @@ def test_two_sweepers_at_once_are_safe(run: Any) -> None:
     run(main())
 
 
-# --- what two sweepers know of each other --------------------------------------------------------------------
+# --- what two sweepers know about each other -------------------------------------------------------------------
 
 
 async def _boundary(world: World, upto: int, *kept: int) -> None:
@@ -437,7 +440,7 @@ async def _boundary(world: World, upto: int, *kept: int) -> None:
 
 
 def test_a_slow_sweeper_deletes_no_decision_that_the_boundary_keeps(run: Any) -> None:
-    """It had seen an abort as old enough; the other, which is further, keeps the checkpoint."""
+    """It had found an abort old enough to delete; the other sweeper, which is further, keeps the checkpoint."""
 
     async def main() -> None:
         world = await World.begun(2, 5)
@@ -451,7 +454,7 @@ def test_a_slow_sweeper_deletes_no_decision_that_the_boundary_keeps(run: Any) ->
 
 
 def test_void_decisions_stay_void_as_the_boundary_moves(run: Any) -> None:
-    """A straggler's commit below it, seen by a sweeper that did not know the boundary, is not kept by it."""
+    """A straggler commits below the boundary: a sweeper that did not know the boundary must not keep that commit."""
 
     async def main() -> None:
         world = await World.begun(2, 3)
@@ -466,7 +469,7 @@ def test_void_decisions_stay_void_as_the_boundary_moves(run: Any) -> None:
 
 
 def test_a_collected_decision_is_forgotten_by_those_who_read_it(run: Any) -> None:
-    """The same sweeper looks again and again; another has collected meanwhile."""
+    """The same sweeper looks again and again, while another has collected the decision."""
 
     async def main() -> None:
         world = await World.begun(1, 2)
@@ -480,7 +483,7 @@ def test_a_collected_decision_is_forgotten_by_those_who_read_it(run: Any) -> Non
 
 @pytest.mark.parametrize("ttl_s", [600.0, 1e12])
 def test_all_deleters_give_readers_the_same_time(run: Any, ttl_s: float) -> None:
-    """The margin, and no more than a day, also where leases are listed anew before the shards go."""
+    """The margin, and the maximum of a day, also apply where leases are listed again before the shards are deleted."""
 
     async def main() -> None:
         world = await World.begun(1, 2)

@@ -31,7 +31,7 @@ from ckpt_async.transfer.patient import PatientStore, connect
 from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Trainers
 
-# A sweep that says when it has adopted something and begins to upload it.
+# A sweep that reports when it has adopted something and begins to upload it.
 SWEEP = """
 import asyncio, json, sys
 from ckpt_async.engine.loop import Engine
@@ -49,7 +49,7 @@ Engine._upload = loudly
 asyncio.run(Sweeper([folder], settings=Settings(**settings)).sweep())
 """
 
-# Forks one sweep per line, which is how long it may live; a fork costs no imports.
+# Forks one sweep per line, which says how long the sweep may live; a fork needs no imports.
 ZYGOTE = """
 import asyncio, os, signal, sys
 from ckpt_async.core.settings import Settings
@@ -103,13 +103,15 @@ def verified(remote: str) -> Verification:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Every file with its bytes, but for SQLite's shared memory, which every reader locks and none relies on."""
+    """Return every file with its bytes, except SQLite's shared memory, which every reader locks and none relies on."""
     files = (each for each in root.rglob("*") if each.is_file() and not each.name.endswith("-shm"))
     return {str(each.relative_to(root)): each.read_bytes() for each in files}
 
 
 def is_finished(folder: Path, rank: int = 0) -> bool:
-    """Nothing is undecided, and the spool holds no link (but the manifest of the newest, which stays known)."""
+    """Return whether nothing is undecided, and the spool holds no link (except the manifest of the newest, which
+    stays known).
+    """
     local = journals.read(folder)[rank].local()
     undecided = [each for each in local.checkpoints.values() if each.decision is None]
     links = (folder / ".ckpt_async" / "spool").glob("rank-*/*/**/*")
@@ -119,7 +121,9 @@ def is_finished(folder: Path, rank: int = 0) -> bool:
 def test_a_killed_trainers_work_is_finished_and_retention_applied(
     trainers: Trainers, folder: Path, remote: str
 ) -> None:
-    """The promise to who deploys a sweeper: nothing sealed is lost, nothing piles up. Twice changes nothing."""
+    """This is the promise to whoever deploys a sweeper: nothing sealed is lost, nothing piles up. A second sweep
+    changes nothing.
+    """
     trainers.die(folder, remote, 1, 2, 3, 4, sealed=(1, 2, 3))
     report = sweep(folder, remote_retention="last=1")
     (rank,) = ranks_of(report)
@@ -155,7 +159,7 @@ def test_the_sweeper_works_on_s3(
 
 
 def test_a_live_owner_is_left_alone(trainers: Trainers, folder: Path, remote: str) -> None:
-    """A trainer that is merely slow keeps its journal, and what it has in flight."""
+    """A trainer that is merely slow keeps its journal and its uploads in progress."""
     owner = trainers.start(folder, remote, 1)
     report = sweep(folder, remote_retention="last=1")
     (rank,) = ranks_of(report)
@@ -182,7 +186,7 @@ def test_a_dry_run_changes_nothing_and_reports_the_plan(
 
 
 def test_an_upload_that_times_out_is_not_a_success(trainers: Trainers, folder: Path, remote: str) -> None:
-    """A cron job that mails on failure; the next sweep goes on."""
+    """A cron job must be able to send mail on failure; the next sweep continues."""
     trainers.die(folder, remote, 1)
     slow = Sweeper([folder], settings=Settings(max_bytes_per_s=1.0), adoption_timeout_s=0.0)
     report = asyncio.run(asyncio.wait_for(slow.sweep(), 60))
@@ -194,7 +198,7 @@ def test_an_upload_that_times_out_is_not_a_success(trainers: Trainers, folder: P
 def test_a_dry_run_opens_no_store_for_writing(
     trainers: Trainers, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dry run with a reader's rights: in S3 opening for writing stores a probe."""
+    """A dry run must work with read-only permissions: opening S3 for writing stores a probe."""
     trainers.die(folder, remote, 1, 2)
     sweep(folder)
     opened: list[bool] = []
@@ -211,13 +215,13 @@ def test_a_dry_run_opens_no_store_for_writing(
 
 @pytest.mark.parametrize("wrong", [{"folders": "/data"}, {"remotes": "file:///data/run"}])
 def test_a_string_is_not_accepted_as_a_list_of_targets(wrong: dict[str, Any]) -> None:
-    """Each would be a folder, the working directory among them."""
+    """Each character would be taken for a folder, among them the working directory."""
     with pytest.raises(InvalidNameError, match=r"must be a collection of names.*\(give"):
         Sweeper(**wrong)
 
 
 def test_two_concurrent_sweepers_are_safe(trainers: Trainers, folder: Path, remote: str) -> None:
-    """A DaemonSet and an impatient operator: one adopts, the other finds a live owner, or nothing; no harm."""
+    """A DaemonSet and an impatient operator may overlap: one adopts, the other finds a live owner or nothing to do."""
     trainers.die(folder, remote, *range(1, 9))
     arguments = ["sweep", str(folder), "--remote", remote, "--keep", "last=3", "--json"]
     running = [
@@ -236,7 +240,9 @@ def test_two_concurrent_sweepers_are_safe(trainers: Trainers, folder: Path, remo
 def test_a_starting_trainer_gets_its_lock_from_a_slow_sweeper(
     trainers: Trainers, folder: Path, remote: str
 ) -> None:
-    """A restart must not wait for the sweeper to push gigabytes; what it leaves half done, the trainer finishes."""
+    """A restart must not wait until the sweeper has uploaded gigabytes; the trainer finishes what the sweeper leaves
+    half done.
+    """
     trainers.die(folder, remote, 1, 2)
     told = json.dumps([str(folder), {"max_bytes_per_s": 20.0}])  # 300 s for all of it
     sweeper = subprocess.Popen([sys.executable, "-c", SWEEP, told], stdout=subprocess.PIPE, text=True)
@@ -259,7 +265,7 @@ def test_a_starting_trainer_gets_its_lock_from_a_slow_sweeper(
 def test_the_lock_of_an_idle_rank_is_released_while_another_is_finished(
     trainers: Trainers, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its trainer may start at any time, and nobody would look whether it wants its lock."""
+    """Its trainer may start at any time, and nobody would check whether it wants its lock."""
     trainers.die(folder, remote, 1, rank=0, world_size=2)
     trainers.die(folder, remote, rank=1, world_size=2)
     upload, free = Engine._upload, []
@@ -280,7 +286,7 @@ def test_the_lock_of_an_idle_rank_is_released_while_another_is_finished(
 def test_a_lock_is_released_while_the_store_does_not_respond(
     trainers: Trainers, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sweeper waits a minute for a store that is away; a starting trainer gives up on its lock sooner."""
+    """The sweeper waits a minute for an unavailable store; a starting trainer gives up on its lock sooner."""
     trainers.die(folder, remote, 1)
     is_opening = threading.Event()
 
@@ -308,7 +314,7 @@ def test_a_lock_is_released_while_the_store_does_not_respond(
 def test_the_next_sweep_finishes_after_a_kill_at_any_moment(
     trainers: Trainers, folder: Path, remote: str
 ) -> None:
-    """Adopting, uploading, committing, pruning: SIGKILL in the middle of each, and again."""
+    """SIGKILL strikes while it adopts, uploads, commits or prunes, and again."""
     seed = random.SystemRandom().randrange(10**9)
     print(f"seed={seed}")
     rng = random.Random(seed)

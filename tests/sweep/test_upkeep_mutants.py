@@ -1,4 +1,4 @@
-"""Bugs put in on purpose into what prunes, collects, verifies and reads: the test named with each must find it."""
+"""Deliberate bugs in what prunes, collects, verifies and reads: the test named with each must find it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ def in_loop(test: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
 
 
 def over(index: int) -> Any:
-    """Of `test_unsettled_checkpoints_are_not_collected`, one of its views."""
+    """Return `test_unsettled_checkpoints_are_not_collected`, bound to one of its views."""
     (mark,) = [
         each
         for each in planning.test_unsettled_checkpoints_are_not_collected.pytestmark  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ BUGS = [
 
 @pytest.mark.parametrize("bug", BUGS, ids=str)
 def test_each_seeded_bug_is_found(bug: Bug, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that never failed on purpose is not yet a test."""
+    """A test that has never failed on purpose proves nothing."""
     monkeypatch.setattr(sweep_plan, "COLLECT_AT_LEAST", 1)
     with changed(bug.where, bug.old, bug.new), pytest.raises((AssertionError, pytest.fail.Exception)):
         bug.test(run) if bug.needs_run else bug.test()

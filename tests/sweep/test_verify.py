@@ -1,4 +1,4 @@
-"""The oracle of all fault tests must itself be tested: it says exactly what was damaged, and nothing else."""
+"""`verify` is the oracle of all fault tests, so it must itself be tested: it reports exactly what was damaged."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ async def _world() -> World:
 
 
 def test_a_sound_run_has_no_findings(run: Any) -> None:
-    """No false alarms."""
+    """There must be no false alarms."""
 
     async def main() -> None:
         result = await (await _world()).verify()
@@ -37,7 +37,7 @@ def test_a_sound_run_has_no_findings(run: Any) -> None:
 
 
 def test_one_damaged_byte_is_named(run: Any) -> None:
-    """By the store's own checksum, and by reading where the store only repeats what it was told."""
+    """It is found by the store's own checksum, and by reading where the store only repeats what it was told."""
 
     async def main() -> None:
         world = await _world()
@@ -56,7 +56,7 @@ def test_one_damaged_byte_is_named(run: Any) -> None:
 
 @pytest.mark.parametrize("key", [SHARD, keys.receipt_key(ID, 0)])
 def test_one_missing_key_is_named(run: Any, key: str) -> None:
-    """A lifecycle rule, a careless hand."""
+    """A lifecycle rule or a careless user may delete it."""
 
     async def main() -> None:
         world = await _world()
@@ -68,7 +68,7 @@ def test_one_missing_key_is_named(run: Any, key: str) -> None:
 
 
 def test_a_truncated_shard_is_named(run: Any) -> None:
-    """The classic of stores that lie: a short object under the right name."""
+    """The classic failure of unreliable stores: a short object under the right name."""
 
     async def main() -> None:
         world = await _world()
@@ -81,7 +81,7 @@ def test_a_truncated_shard_is_named(run: Any) -> None:
 
 
 def test_a_forged_decision_is_named(run: Any) -> None:
-    """A commit whose receipts are not the ones it was made from, or that claims other counts."""
+    """The receipts are not those that the commit was made from, or it claims other counts."""
 
     async def main() -> None:
         world = await _world()
@@ -102,7 +102,7 @@ def test_a_forged_decision_is_named(run: Any) -> None:
 
 
 def test_latest_that_names_nothing_committed_is_named(run: Any) -> None:
-    """It may be behind, it is a hint; but it must never lead to what is not there."""
+    """latest is a hint and may be behind, but it must never lead to something that does not exist."""
 
     async def main() -> None:
         world = await _world()
@@ -123,7 +123,7 @@ def test_stray_objects_are_leftovers_not_violations(run: Any) -> None:
     async def main() -> None:
         world = await _world()
         await world.shard(ID, 9)
-        await world.shard(CheckpointId(1, 6), 0)  # under way: not stray
+        await world.shard(CheckpointId(1, 6), 0)  # in progress: not stray
         result = await world.verify()
         assert result.violations == []
         assert [each.key for each in result.findings] == [keys.data_key("step-5", 1, "rank-9.pt")]
@@ -149,14 +149,14 @@ def test_a_latest_with_a_wrong_name_is_named(run: Any) -> None:
 
 
 class _NoChecksums(Counted):
-    """A store that keeps none, or does not tell them by HEAD."""
+    """A store that keeps no checksums, or does not return them on HEAD."""
 
     async def head(self, key: str) -> ObjectInfo:
         return replaced(await self._store.head(key), checksum=None)  # type: ignore[no-any-return]
 
 
 def test_objects_without_a_stored_checksum_are_read(run: Any) -> None:
-    """Nothing is taken for sound that nobody compared."""
+    """Nothing counts as sound that was not compared."""
 
     async def main() -> None:
         world = await _world()
@@ -171,7 +171,7 @@ def test_objects_without_a_stored_checksum_are_read(run: Any) -> None:
 
 
 class _PrunedMeanwhile(Counted):
-    """Retention takes checkpoint 4 while somebody looks at it."""
+    """Retention prunes checkpoint 4 during the check."""
 
     world: World
 
@@ -195,7 +195,7 @@ def test_pruning_during_verify_is_not_damage(run: Any) -> None:
 
 
 class _ForbidsUploads(Meddled):
-    """The policy of a reader, as many write it: objects may be listed and read, and nothing else."""
+    """A typical policy for a reader: objects may be listed and read, and nothing else."""
 
     async def before(self, operation: str, key: str) -> None:
         if operation == "list_multiparts":

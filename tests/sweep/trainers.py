@@ -11,7 +11,7 @@ Json = dict[str, Any]
 
 
 class Trainers:
-    """Starts trainers and sees to it that none outlives the test."""
+    """Starts trainers and makes sure that none outlives the test."""
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[str]] = []
@@ -27,7 +27,7 @@ class Trainers:
         put_args: Json | None = None,
         **settings: Any,
     ) -> subprocess.Popen[str]:
-        """Returns when all it saved is safe on disk."""
+        """Start a trainer, and return when everything it saved is safe on disk."""
         told = {
             "folder": str(folder),
             "remote": remote,
@@ -50,18 +50,18 @@ class Trainers:
         return process
 
     def kill(self, *processes: subprocess.Popen[str]) -> None:
-        """SIGKILL, as the kernel does when memory is out."""
+        """Send SIGKILL, as the kernel does when it is out of memory."""
         for process in processes or self._running:
             process.send_signal(signal.SIGKILL)
             process.communicate(timeout=60)
 
     def die(self, *args: Any, **more: Any) -> None:
-        """Start one and kill it."""
+        """Start a trainer and kill it."""
         self.kill(self.start(*args, **more))
 
 
-# A trainer whose uploads never get anywhere. It tells when all it saved would survive power loss, and then lives on
-# until it is killed or its input ends.
+# A trainer whose uploads never make progress. It reports when everything it saved would survive a power loss,
+# and then lives until it is killed or its input ends.
 TRAINER = """
 import asyncio, json, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run in a memory store, made by the same protocol steps the engine takes, with a clock that tests move."""
+"""A run in a memory store, made by the same protocol steps that the engine takes, with a clock that the tests move."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ HOUR_S = 3600.0
 
 
 class World:
-    """One run, `world_size` ranks. Everything is awaited in the test's own loop."""
+    """One run of `world_size` ranks. Everything is awaited in the test's own loop."""
 
     def __init__(self, world_size: int = 2) -> None:
         self.now = 1_000_000.0
@@ -33,7 +33,7 @@ class World:
 
     @classmethod
     async def begun(cls, *steps: int, world_size: int = 2, moves_latest: bool = True) -> "World":
-        """Generation 1 was started, and these steps were committed."""
+        """Return a run in which generation 1 was started and these steps were committed."""
         world = cls(world_size)
         await world.start(1)
         for id_ in ids(*steps):
