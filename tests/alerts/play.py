@@ -1,8 +1,8 @@
-"""Every alert of deploy/prometheus, seen firing and resolving in a real Prometheus: what `./dev alerts` runs.
+"""Every alert of deploy/prometheus fires and resolves in a real Prometheus: this is what `./dev alerts` runs.
 
 Real trainers and sweepers get into real trouble, and out of it again. The rules are those of the file with all times
-divided by 300, an hour being twelve seconds: thresholds, ranges and `for`. One thing is pretended, the space on disk:
-to fill one takes rights to mount, and the real one is not ours alone.
+divided by 300, so that an hour is twelve seconds: thresholds, ranges and `for`. Only the disk space is simulated:
+filling a disk needs the permission to mount one, and the real one is shared with others.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ scrape_configs:
     file_sd_configs: [{files: [targets.json], refresh_interval: 500ms}]
 """
 
-# (alert, what one of its labels is): an act gets into trouble, says what shall fire, and then gets out of it again. The
-# first time it says nothing, and goes on when all is well.
+# A pair of an alert and one of its label values. An act gets into trouble, yields what must fire, and then
+# gets out of trouble again. Its first yield is empty, and it continues when all is well.
 Wanted = set[tuple[str, str]]
 Act = Iterator[Wanted]
 
 
 def faster(rules: str) -> str:
-    """The same rules for a world in which everything takes a 300th of the time."""
+    """Return the same rules for a world in which everything takes a 300th of the time."""
 
     def duration(found: re.Match[str]) -> str:
         return f"{int(found[1]) * {'m': 60, 'h': 3600}[found[2]] * 1000 // FASTER}ms"
@@ -64,11 +64,11 @@ def faster(rules: str) -> str:
     return "".join([head, *scaled])
 
 
-# --- who is in it ------------------------------------------------------------------------------------------
+# --- the participants --------------------------------------------------------------------------------------
 
 
 class Trainer:
-    """Saves a checkpoint of one small shard; every `pause_s` seconds by itself, if that is given."""
+    """Saves a checkpoint of one small shard; by itself every `pause_s` seconds, if that is given."""
 
     server: MetricsServer
 
@@ -77,7 +77,7 @@ class Trainer:
     ) -> None:
         self.remote = root / "remotes" / (remote or name) / "checkpoints"
         usual = {"rank": 0, "world_size": 1, "launch_id": name, "on_error": "warn", "close_grace_s": 0}
-        # Looks and retries come as much faster as all else.
+        # Polling and retries are faster, like everything else.
         usual |= {
             "retry_initial_s": 0.05,
             "retry_max_s": 0.1,
@@ -94,7 +94,7 @@ class Trainer:
             self._thread.start()
 
     def set_space(self, free_bytes: int) -> None:
-        """Of 100 GiB. The real disk is others' too: what they do must not be taken for a trend."""
+        """Set the free space, of 100 GiB. The real disk is shared, and what others do must not look like a trend."""
         self.uploader._folder.space = lambda: (free_bytes, 100 << 30)  # type: ignore[method-assign]
 
     def train(self) -> None:
@@ -113,7 +113,7 @@ class Trainer:
 
     def _train(self, pause_s: float) -> None:
         while not self._ended.wait(pause_s):
-            with contextlib.suppress(CkptAsyncError):  # it was told; training goes on
+            with contextlib.suppress(CkptAsyncError):  # it was told; training continues
                 self.save()
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class SweepLoop:
 
 
 class World:
-    """Makes what the acts need, and ends it all. Everything that exports metrics is a target."""
+    """Creates what the acts need, and ends all of it. Everything that exports metrics is a scrape target."""
 
     def __init__(self, root: Path, ends: contextlib.ExitStack) -> None:
         self.root, self.targets, self._ends = root, list[str](), ends
@@ -165,7 +165,7 @@ class World:
         return made
 
     def sweeper(self, *folders: Path, remotes: tuple[Path, ...] = ()) -> tuple[SweepLoop, str]:
-        """The sweeper, and its name among the targets."""
+        """Return a sweeper, and its name among the targets."""
         made = SweepLoop(*folders, remotes=remotes)
         self._ends.callback(made.close)
         return made, target(self.serve(made.sweeper.metrics))
@@ -177,7 +177,7 @@ def target(server: MetricsServer) -> str:
 
 @contextlib.contextmanager
 def away(store: Path) -> Iterator[None]:
-    """A file is where the store's folder was."""
+    """Put a file in place of the store's folder."""
     aside = store.with_name("aside")
     store.rename(aside)
     store.write_text("")
@@ -314,7 +314,7 @@ ACTS: tuple[Callable[[World], Act], ...] = (
 
 
 class Prometheus:
-    """A server of its own, asked over HTTP."""
+    """A Prometheus server of its own, queried over HTTP."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -342,7 +342,7 @@ class Prometheus:
         part.rename(self.folder / "targets.json")
 
     def firing(self) -> Wanted:
-        """Each alert that fires, with each of its labels. Empty while the server starts."""
+        """Return each firing alert with each of its labels. Empty while the server starts."""
         if self._process.poll() is not None:
             raise RuntimeError((self.folder / "log").read_text())
         try:
@@ -370,7 +370,7 @@ class Prometheus:
 
 
 def play(say: Callable[[str], None] = print) -> set[str]:
-    """The alerts that fired and resolved. Raises TimeoutError, saying which one did not."""
+    """Return the alerts that fired and resolved. Raises TimeoutError that names the one that did not."""
     with contextlib.ExitStack() as ends:
         root = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-async-alerts-")))
         world = World(root, ends)
@@ -380,7 +380,7 @@ def play(say: Callable[[str], None] = print) -> set[str]:
         ends.callback(prometheus.close)
         ends.callback(
             lambda: [act.close() for act in acts.values()]
-        )  # the stores come back before trainers end
+        )  # the stores come back before the trainers end
         began, unresolved, resolved = time.monotonic(), Wanted(), set[str]()
         is_begun = False
         while awaited or unresolved:
@@ -406,7 +406,7 @@ def play(say: Callable[[str], None] = print) -> set[str]:
 
 
 def main() -> int:
-    logging.getLogger("ckpt_async").setLevel(logging.CRITICAL)  # of trouble there is enough
+    logging.getLogger("ckpt_async").setLevel(logging.CRITICAL)  # there is trouble on purpose
     alerts = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
     missing = alerts - play()
     print(

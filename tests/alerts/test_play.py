@@ -1,4 +1,4 @@
-"""The alerts before a real Prometheus, also by `./dev alerts`; by promtool in tests/test_deploy.py."""
+"""The alerts in a real Prometheus, also run by `./dev alerts`; promtool tests them in tests/test_deploy.py."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from tests.alerts.play import RULES, faster, play
 
 
 def test_all_times_of_a_rule_are_scaled() -> None:
-    """Else an alert would fire in the play for another reason than it does in the world."""
+    """Otherwise an alert could fire in the play for another reason than it does in reality."""
     rules = faster(RULES.read_text())
     assert "        for: 6000ms\n" in rules
     assert "deriv(sum by (run) (ckpt_async_queue_bytes)[6000ms:200ms]) > 0" in rules

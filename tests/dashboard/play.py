@@ -1,8 +1,8 @@
-"""Every query of deploy/grafana before a real Prometheus that scrapes real runs: what `./dev dashboard` runs.
+"""Every query of deploy/grafana in a real Prometheus that scrapes real runs: this is what `./dev dashboard` runs.
 
-A run that commits, one whose store is away, one that waits for a rank, a trainer that is blocked, one that lost a
-shard, one that saves with `CheckpointSaver`, sweepers that work and that fail. A panel that stays empty is an error:
-its query asks for what nobody exports.
+There is a run that commits, one whose store is unavailable, one that waits for a rank, a trainer that is blocked, one
+that lost a shard, one that saves with `CheckpointSaver`, and sweepers that work and that fail. A panel that stays
+empty is an error: it queries what nothing exports.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ PATIENCE_S = 120.0
 
 
 def dashboard() -> Any:
-    """The script that writes the dashboard, as a module."""
+    """Return the script that writes the dashboard, as a module."""
     spec = importlib.util.spec_from_file_location("ckpt_async_dashboard", SOURCE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 
 
 def panel_queries(written: str) -> list[tuple[str, str]]:
-    """(title, expression) of each query in a dashboard's JSON."""
+    """Return the (title, expression) of each query in a dashboard's JSON."""
     panels = json.loads(written)["panels"]
     return [(panel["title"], target["expr"]) for panel in panels for target in panel.get("targets", ())]
 
 
 def as_asked(expression: str) -> str:
-    """As Grafana asks it, with all runs selected."""
+    """Return the expression as Grafana sends it, with all runs selected."""
     return expression.replace("$run", ".*").replace("$__rate_interval", "10s")
 
 
 def ask(port: int, query: str) -> list[Any]:
-    """What Prometheus answers now. Raises HTTPError if that is no query."""
+    """Return what Prometheus answers now. Raises HTTPError if the query is invalid."""
     url = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": query})
     with urllib.request.urlopen(url, timeout=10) as reply:
         found: list[Any] = json.load(reply)["data"]["result"]
@@ -63,7 +63,7 @@ def ask(port: int, query: str) -> list[Any]:
 
 
 def begin(world: alerts.World, ends: contextlib.ExitStack) -> None:
-    """All that a dashboard may show, at once."""
+    """Start everything that a dashboard may show, at once."""
     world.trainer("usual", pause_s=0.5, num_checkpoints_to_keep=2)
     watched = world.trainer("watched")
     watched.uploader.metrics.watcher_opened()
@@ -84,7 +84,7 @@ def begin(world: alerts.World, ends: contextlib.ExitStack) -> None:
 
 
 def sweep_what_does_not_answer(world: alerts.World, ends: contextlib.ExitStack) -> None:
-    """A process of its own: it tries for half a minute, and we do not wait for that."""
+    """Run a process of its own: it retries for half a minute, and we do not wait for that."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -109,7 +109,7 @@ def sweep_what_does_not_answer(world: alerts.World, ends: contextlib.ExitStack) 
 
 
 def play() -> dict[tuple[str, str], int]:
-    """How many series each query has found. Raises TimeoutError if one stays empty."""
+    """Return how many series each query has found. Raises TimeoutError if one stays empty."""
     wanted = panel_queries(dashboard().FILE.read_text())
     found: dict[tuple[str, str], int] = {}
     with contextlib.ExitStack() as ends:
@@ -124,7 +124,7 @@ def play() -> dict[tuple[str, str], int]:
         while missing := [each for each in wanted if each not in found]:
             if time.monotonic() - began > PATIENCE_S:
                 raise TimeoutError("empty: " + "; ".join(f"{title}: {query}" for title, query in missing))
-            with contextlib.suppress(ConnectionError):  # it starts
+            with contextlib.suppress(ConnectionError):  # it is still starting
                 prometheus.firing()
                 for title, query in missing:
                     if series := ask(prometheus.port, as_asked(query)):
@@ -134,7 +134,7 @@ def play() -> dict[tuple[str, str], int]:
 
 
 def main() -> int:
-    logging.getLogger("ckpt_async").setLevel(logging.CRITICAL)  # of trouble there is enough
+    logging.getLogger("ckpt_async").setLevel(logging.CRITICAL)  # there is trouble on purpose
     found = play()
     for (title, _), series in found.items():
         print(f"{series:4} series  {title}")

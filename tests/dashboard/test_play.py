@@ -1,6 +1,6 @@
-"""The Grafana dashboard: the file is what the script writes, and asks only for what is exported.
+"""The Grafana dashboard: the file is what the script writes, and queries only what is exported.
 
-What each panel shows of real runs, in a real Prometheus: `./dev dashboard`.
+`./dev dashboard` shows what each panel displays for real runs, in a real Prometheus.
 """
 
 import json
@@ -13,7 +13,7 @@ from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Def
 from tests.dashboard.play import ROOT, dashboard, panel_queries, play
 
 FILE = ROOT / "deploy/grafana/ckpt-async.json"
-# Labels that no definition has: Prometheus sets them, or the query itself does.
+# Labels that are in no definition: Prometheus sets them, or the query itself does.
 OF_PROMETHEUS = {"alertname", "alertstate", "instance", "job", "node", "le"}
 
 
@@ -30,7 +30,7 @@ def test_the_file_is_what_the_script_writes() -> None:
 
 
 def test_queries_ask_for_metrics_and_labels_that_are_exported() -> None:
-    """A query for what nobody exports is an empty panel, which looks as if all were well."""
+    """A query for a metric that nothing exports is an empty panel, which looks as if all were well."""
     asked = panel_queries(FILE.read_text())
     assert len(asked) > 30
     metrics = known()
@@ -65,7 +65,7 @@ def _legend_has_its_labels(title: str, query: str) -> None:
 
 
 def test_it_shows_what_a_person_on_call_looks_for() -> None:
-    """Every gauge and counter that an alert looks at has a panel."""
+    """Every gauge and counter that an alert uses has a panel."""
     queries = " ".join(query for _, query in panel_queries(FILE.read_text()))
     rules = re.findall(
         r"(?ms)^ +expr: (.*?)^ +(?:for|labels):", (ROOT / "deploy/prometheus/alerts.yaml").read_text()

@@ -1,9 +1,9 @@
-"""`./dev demo`: the main job, for real, in under a minute.
+"""`./dev demo`: what the package is for, with real processes, in under a minute.
 
-Two ranks train under torchrun and save through `CheckpointSaver`. Rank 1's process group is killed with SIGKILL in the
-middle of an upload; torchrun starts both again; they finish what was left, resume, and train to the end. Then every
-committed checkpoint is read back and compared with what torch.save made of the ranks' states, and every loss with that
-of the same step before the kill. Progress goes to stderr, the result to stdout.
+Two ranks train under torchrun and save through `CheckpointSaver`. Rank 1's process group is killed with SIGKILL in
+the middle of an upload; torchrun restarts both; they finish what was left, resume, and train to the end. Then every
+committed checkpoint is read back and compared with what torch.save made of the ranks' states, and every loss with
+that of the same step before the kill. Progress goes to stderr, the result to stdout.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from tests.stores.gcs_peer import GcsPeer
 WORLD_SIZE = 2
 VICTIM = 1  # the rank that is killed
 TRAINING_TIMEOUT_S = 300.0
-# Loopback is too fast to be killed in the middle of an upload: the bandwidth cap makes each last this long.
+# Loopback is too fast to kill a rank in the middle of an upload: the bandwidth cap makes each upload last
+# this long.
 UPLOAD_S = 1.5
 
 
 @dataclass(slots=True)
 class Kill:
-    """The moment of the kill: what was under way."""
+    """The state at the moment of the kill."""
 
     checkpoint: CheckpointId
     sent_bytes: int  # in parts that the store acknowledged
@@ -52,7 +53,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Run:
-    """The training job, its kill, and what came of it."""
+    """The training job, its kill, and its outcome."""
 
     kill: Kill | None = None
     exit_code: int | None = None
@@ -160,8 +161,8 @@ def _train(config: Config) -> Run:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # Else torchrun (2.13) hands restarted ranks the rendezvous store of the dead ones, with addresses where nobody
-        # listens any more.
+        # Otherwise torchrun (2.13) gives restarted ranks the rendezvous store of the dead ones, with
+        # addresses where no process listens any more.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     say(f"training 2 ranks with FSDP2 under torchrun, checkpoints to {config.remote}")
@@ -169,7 +170,7 @@ def _train(config: Config) -> Run:
     run = Run()
     output = Path(config.work) / "launcher.log"
     with output.open("wb") as launcher_log:
-        # What torchrun itself says of the kill goes to a file; the ranks' own lines are relayed.
+        # torchrun's own output about the kill goes to a file; the ranks' lines are relayed.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -226,7 +227,7 @@ def _watch(config: Config, run: Run, process: subprocess.Popen[str], started: fl
 
 
 def _moment(config: Config, after: CheckpointId) -> Kill | None:
-    """Whether the victim is in the middle of an upload now: some bytes are in the store, some are not."""
+    """Return the state if the victim is in the middle of an upload now: some bytes are in the store, some are not."""
     try:
         reading = journals.read(config.folder)[VICTIM]
     except (JournalError, KeyError):
@@ -244,7 +245,7 @@ def _moment(config: Config, after: CheckpointId) -> Kill | None:
 
 
 def _kill_groups(config: Config, process: subprocess.Popen[str]) -> None:
-    """Leave nothing behind: the ranks are groups of their own."""
+    """Leave nothing behind, although the ranks are process groups of their own."""
     pids = [process.pid] if process.poll() is None else []
     for rank in range(WORLD_SIZE):
         with contextlib.suppress(OSError, ValueError):
@@ -282,7 +283,7 @@ def _result(config: Config, run: Run, verdict: Verdict) -> dict[str, Any]:
         for id_, at in sealed_at.items()
         if id_ in verdict.committed
         and (run.kill is None or id_.generation > 1 or verdict.committed[id_].decided_at < run.kill.at)
-    }  # not of what waited for the kill
+    }  # without those that waited for the kill
     saving = [line for line in logs if line["event"] == "saving"]
     metrics = _metrics(logs)
     return {
@@ -319,7 +320,7 @@ def _result(config: Config, run: Run, verdict: Verdict) -> dict[str, Any]:
 
 
 def _metrics(logs: list[dict[str, Any]]) -> dict[str, int | None]:
-    """From what rank 0's endpoint said at its end, over HTTP."""
+    """Return the values that rank 0's endpoint served over HTTP at its end."""
     texts = [line["text"] for line in logs if line["event"] == "metrics"]
     if not texts:
         return {"retries": None, "pruned": None}

@@ -1,4 +1,4 @@
-"""The demo's verdict: every committed checkpoint byte for byte against what the ranks themselves logged."""
+"""The demo's verdict: every committed checkpoint is compared byte for byte with what the ranks themselves logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.demo.config import Config, read_log
 
 @dataclass(slots=True)
 class Verdict:
-    """What was checked, and what was wrong; it held if nothing was."""
+    """What was checked, and what was wrong. The verdict is good if nothing was wrong."""
 
     committed: dict[CheckpointId, Decision] = field(default_factory=dict)
     aborted: dict[CheckpointId, str] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Verdict:
 
 
 def check(config: Config, world_size: int) -> Verdict:
-    """Read everything back from the store and compare. Reads every byte of every committed shard."""
+    """Read every byte of every committed shard back from the store, and compare."""
     lines = [line for rank in range(world_size) for line in read_log(config.log(rank))]
     written = {line["key"]: line for line in lines if line["event"] == "state"}
     sealed: dict[CheckpointId, set[int]] = {}
@@ -108,7 +108,7 @@ async def _compare(
 
 
 def _check_local(config: Config, verdict: Verdict) -> None:
-    """Local retention: the newest `keep` committed checkpoints, and the symlink at the newest."""
+    """Check local retention: the newest `keep` committed checkpoints are there, the symlink points to the newest."""
     expected = {verdict.committed[id_].name for id_ in sorted(verdict.committed)[-config.keep :]}
     there = {path.name for path in config.folder.glob("step-*")}
     if not expected <= there:

@@ -1,4 +1,4 @@
-"""What the demo's orchestrator tells its ranks, and where both write what they saw."""
+"""What the demo's orchestrator tells its ranks, and where both log what they observed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Config:
         return Path(self.work) / "checkpoints"
 
     def log(self, rank: int) -> Path:
-        """Append-only, one JSON object a line: what the rank wrote and was told, kept outside the system."""
+        """Return the path of the rank's log, append-only, one JSON object per line: what it wrote and what it
+        was told, kept outside the system under test.
+        """
         return Path(self.work) / f"rank-{rank}.jsonl"
 
     def pid_file(self, rank: int) -> Path:
@@ -45,7 +47,7 @@ class Config:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; the last one may be torn by a SIGKILL."""
+    """Return all complete lines; the last one may be torn by a SIGKILL."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]

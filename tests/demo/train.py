@@ -1,4 +1,4 @@
-"""The demo's trainer: a small transformer language model, FSDP2 on gloo, one rank of two.
+"""The demo's trainer: a small transformer language model, FSDP2 on gloo, one of two ranks.
 
 What a user of ckpt_async writes is marked with `# <-`; the rest is training, and a log for the check at the end.
 """
@@ -69,7 +69,7 @@ class Transformer(nn.Module):
 
 
 def text() -> Tensor:
-    """Python's own sources: real text that is on every machine."""
+    """Return Python's own sources: real text that exists on every machine."""
     data = bytearray()
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         data += path.read_bytes()
@@ -79,7 +79,7 @@ def text() -> Tensor:
 
 
 def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """This rank's part of every parameter and of the optimizer's state, by name."""
+    """Return this rank's part of every parameter and of the optimizer's state, by name."""
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         state[name] = _local(parameter)
@@ -89,7 +89,7 @@ def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def load_sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """Put back what `sharded_state` gave, on the same number of ranks."""
+    """Load what `sharded_state` returned, on the same number of ranks."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _local(parameter).copy_(state[name])
@@ -123,15 +123,15 @@ def say(message: str) -> None:
 
 
 class Saved:
-    """What is to be saved, and the oracle for it: the SHA-256 of what torch.save itself would write of the live state.
-    It is on disk before the saver has seen anything, so whenever the rank is killed, no shard is without it.
+    """The state to save, and its oracle: the SHA-256 of what torch.save itself would write of the live state. The
+    oracle is on disk before the saver sees the state, so whenever the rank is killed, every shard has one.
     """
 
     def __init__(
         self, log: Log, model: nn.Module, optimizer: torch.optim.Optimizer, picker: torch.Generator
     ) -> None:
         self._log, self._model, self._optimizer, self._picker = log, model, optimizer, picker
-        self.oracle_s = self.torch_save_s = 0.0  # what the newest took
+        self.oracle_s = self.torch_save_s = 0.0  # the times of the newest one
 
     def state(self, step: int, generation: int) -> dict[str, Any]:
         state = {
@@ -151,7 +151,8 @@ class Saved:
 
 def main() -> None:
     if os.getpgrp() != os.getpid():
-        os.setsid()  # torchrun does it: each rank is a process group of its own, which the demo kills whole
+        # As torchrun does: each rank is a process group of its own, which the demo kills as a whole.
+        os.setsid()
     config = Config.read(sys.argv[1])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config.pid_file(rank).write_text(str(os.getpid()))
@@ -184,7 +185,7 @@ def main() -> None:
         metrics_port=0 if rank == 0 else None,
     ) as saver:
         generation, metrics_url = saver.uploader.generation, saver.uploader.metrics_url
-        state = saver.load_latest(wait_s=60)  # <- finishes first what a killed start had sealed
+        state = saver.load_latest(wait_s=60)  # <- first finishes what a killed start had sealed
         first_step = 0
         if state is not None:
             load_sharded_state(model, optimizer, state["tensors"])

@@ -1,8 +1,8 @@
-"""deploy/torchrun/node.sh on two nodes, disturbed: what `./dev elastic` runs.
+"""deploy/torchrun/node.sh on two nodes, disturbed: this is what `./dev elastic` runs.
 
-Two agents of torchrun on loopback, a folder each. A worker is killed; a node is killed and comes back; a node is lost
-with its disk; the node that all meet at is killed. Each time both go on from the newest commit, and the result is that
-of a run that nobody disturbed.
+Two agents of torchrun on loopback, with a folder each. A worker is killed; a node is killed and comes back; a node is
+lost with its disk; the rendezvous node is killed. Each time both resume from the newest commit, and the result is
+that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATIENCE_S = 120.0
 
 
 class Nodes:
-    """Two of them; ended with all their processes when the `with` block is."""
+    """Two nodes, which are ended with all their processes at the end of the `with` block."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.remote = root, f"file://{root}/remote"
@@ -54,7 +54,9 @@ class Nodes:
             )
 
     def kill(self, node: int) -> None:
-        """As when its power fails: workers have sessions of their own, so all are found by their environment."""
+        """Kill a node as if its power failed. Workers have sessions of their own, so all are found by their
+        environment.
+        """
         while pids := self._processes(node):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -62,7 +64,7 @@ class Nodes:
         self._running[node].wait(60)
 
     def lose(self, node: int) -> None:
-        """With its disk."""
+        """Kill a node, and delete its disk."""
         self.kill(node)
         shutil.rmtree(self.root / f"node{node}")
 
@@ -95,17 +97,17 @@ class Nodes:
             self.kill(node)
 
     def lines(self) -> list[tuple[str, int, int, int, int]]:
-        """(START or SAVED, rank, step, node, process) in order."""
+        """Return (START or SAVED, rank, step, node, process) of each line, in order."""
         log = self.root / "log"
         rows = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
         return [(row[0], *map(int, row[1:])) for row in rows if len(row) == 5]
 
     def starts(self) -> list[int]:
-        """After which step each start of rank 0 went on."""
+        """Return the step after which each start of rank 0 resumed."""
         return [step for word, rank, step, *_ in self.lines() if word == "START" and rank == 0]
 
     def saves_again(self, start: int, count: int = 10) -> Callable[[], bool]:
-        """Whether both ranks have saved so many steps since the so-many-th start."""
+        """Return a condition: both ranks have saved `count` steps since start number `start`."""
 
         def is_so() -> bool:
             begun = [index for index, line in enumerate(self.lines()) if line[0] == "START"]
@@ -155,7 +157,7 @@ def disturb(nodes: Nodes, say: Callable[[str], None]) -> None:
 
 
 def play(say: Callable[[str], None] = print) -> None:
-    """Raises AssertionError or TimeoutError, with what the nodes said on stderr."""
+    """Run the play. Raises AssertionError or TimeoutError, with the nodes' output on stderr."""
     with tempfile.TemporaryDirectory(prefix="ckpt-async-elastic-", ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         try:

@@ -15,13 +15,14 @@ from typing import Any
 
 @dataclass
 class Receiver:
-    """`says`: what it does with the next requests; an empty list means 200. 'hang', 'reset', 'drop',
-    'garbage' or a status."""
+    """A receiver. `says` lists how it answers the next requests: 'hang', 'reset', 'drop', 'garbage' or a status; an
+    empty list means 200.
+    """
 
     url: str = ""
     says: list[int | str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of requests that got 200
-    raw: list[tuple[bytes, dict[str, str]]] = field(default_factory=list)  # of all
+    raw: list[tuple[bytes, dict[str, str]]] = field(default_factory=list)  # of all requests
     is_over: threading.Event = field(default_factory=threading.Event)
     changed: threading.Condition = field(default_factory=threading.Condition)
 

@@ -1,4 +1,4 @@
-"""What the tests of events save."""
+"""Helpers that save checkpoints for the tests of events."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A command that is told of events, by itself."""
+"""The command that is run for events, tested by itself."""
 
 import json
 import os

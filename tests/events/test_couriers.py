@@ -19,7 +19,7 @@ from tests.events.receiver import wait_until
 
 
 class Box(OwnOutbox):
-    """In which nothing can be written while `is_full`."""
+    """An outbox that cannot be written while `is_full`."""
 
     is_full = False
 
@@ -47,7 +47,7 @@ class Sink:
             raise DeliveryError("away")
 
     def stop(self) -> None:
-        """Nothing takes long."""
+        """Do nothing: no delivery takes long."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_what_a_full_disk_cannot_note_is_noted_later_and_not_delivered_again(
 
 
 def test_a_disk_that_stays_full_holds_up_no_end(box: Box, caplog: pytest.LogCaptureFixture) -> None:
-    """The next start tells it again, and the log says so."""
+    """The next start delivers the event again, and the log says so."""
     sink = Sink(1)
     box.is_full = True
     put(box, 1)
@@ -99,7 +99,7 @@ def test_a_disk_that_stays_full_holds_up_no_end(box: Box, caplog: pytest.LogCapt
 
 
 def test_what_an_earlier_process_has_put_there_and_nobody_wants_now_is_dropped(box: Box) -> None:
-    """`drain --webhook-on fenced`, for one: its receiver wants no commits of the trainer's."""
+    """For example `drain --webhook-on fenced`, whose receiver does not want the trainer's commits."""
     sink = Sink(1)
     put(box, 1)
     courier = Courier(box, sink, {"fenced"})

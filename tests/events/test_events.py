@@ -99,7 +99,7 @@ def test_a_function_that_blocks_holds_up_no_commit_and_is_told_again_by_the_next
     save(uploader, 1)
     assert blocked.wait(10)
     save(uploader, 2)
-    uploader.wait(2, timeout_s=10)  # the function still runs
+    uploader.wait(2, timeout_s=10)  # the function is still running
     uploader.close()
     seen: list[Event] = []
     with opened(tmp_path, on_event=seen.append):
@@ -117,7 +117,7 @@ def test_a_webhook_that_fails_is_posted_again_with_the_same_id(tmp_path: Path, t
         (body,) = receiver.wait_for(1)
         assert len(receiver.raw) == len(trouble) + 1
     assert {headers["Idempotency-Key"] for _, headers in receiver.raw} == {body["id"]}
-    assert receiver.says == []  # a redirect that was followed would have asked for more
+    assert receiver.says == []  # following a redirect would have consumed more answers
 
 
 def test_a_webhook_that_hangs_ends_at_its_deadline(
@@ -257,7 +257,8 @@ def test_a_kill_between_commit_and_delivery_loses_no_event(tmp_path: Path, when:
         with opened(tmp_path, event_webhook=receiver.url):
             pass
     assert len(receiver.bodies) == 1
-    # The killed start had no function to tell; but one that had not learned of the commit has not noted it either.
+    # The killed start had no function to call; but if it had not learned of the commit, it has not noted it
+    # either.
     assert len(seen) == (when == "within")
 
 
@@ -268,7 +269,7 @@ def test_a_kill_between_delivery_and_its_mark_delivers_twice_with_one_id(tmp_pat
         process = threading.Thread(target=die, args=(tmp_path, "after"), kwargs={"event_webhook": port})
         process.start()
         wait_until(lambda: len(receiver.raw) == 1)
-        receiver.is_over.set()  # the connection is dropped; it is posted again, and taken
+        receiver.is_over.set()  # the connection is dropped; the event is posted again, and accepted
         process.join()
         receiver.wait_for(1)
         with opened(tmp_path, event_webhook=receiver.url):
@@ -297,10 +298,10 @@ def test_drain_tells_in_the_place_of_a_dead_trainer(
 ) -> None:
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/run"
     with receiving() as receiver:
-        # Keeping nothing: in the end there is nothing in the journal but what is to be told.
+        # No checkpoint is kept, so that in the end the journal holds only undelivered events.
         away = {"event_webhook": "http://127.0.0.1:9/hook", "num_checkpoints_to_keep": 0}
         trainers.die(folder, remote, 1, 2, **away)
-        # Whoever drains without a receiver leaves the events to who has one.
+        # A drain without a receiver leaves the events to one that has a receiver.
         assert main(["drain", str(folder)]) == 0
         assert receiver.raw == []
         assert "rank 0: 4 events are not delivered yet" in capsys.readouterr().out
@@ -374,7 +375,7 @@ def test_local_retention_is_told(tmp_path: Path) -> None:
 
 
 def test_a_backlog_is_told_up_and_down(tmp_path: Path) -> None:
-    """Rank 1 comes late: what rank 0 has delivered waits for it."""
+    """Rank 1 comes late, so what rank 0 has delivered waits for it."""
     seen: list[Event] = []
     more = {"event_backlog_checkpoints": 2, "event_stall_s": 1.0}
     first = opened(tmp_path, rank=0, world_size=2, generation=1, on_event=seen.append, **more)

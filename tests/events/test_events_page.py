@@ -1,4 +1,4 @@
-"""docs/events.md is held to the code: its JSON, its snippets and its recipes."""
+"""docs/events.md must match the code: its JSON, its snippets and its recipes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What the page shows of events, in words."""
+"""What the page shows about events, in words."""
 
 import pytest
 

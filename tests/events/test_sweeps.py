@@ -1,4 +1,4 @@
-"""Events of the sweeper and of `prune`: what they did to a remote themselves, and damage."""
+"""Events of the sweeper and of `prune`: what they did to a remote themselves, and damage that they found."""
 
 import asyncio
 import os
@@ -66,7 +66,7 @@ def test_ctrl_c_while_a_receiver_is_waited_for_ends_it_at_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What is not told is left to the next one, and the journal is closed after those who use it."""
+    """The next sweep delivers what is not delivered, and the journal is closed after those who use it."""
     closes, closing = Courier.close, threading.Event()
 
     def close(courier: Courier, grace_s: float) -> None:
@@ -111,7 +111,7 @@ def test_ctrl_c_while_a_receiver_is_waited_for_ends_it_at_once(
 def test_a_sweepers_function_is_told_of_remotes_and_of_folders_that_it_finishes(
     tmp_path: Path, remote: str, trainers: Trainers
 ) -> None:
-    """Once, however often it sweeps."""
+    """It is called once per event, however often the sweeper sweeps."""
     told: list[tuple[str, str, int | None]] = []
 
     def on_event(event: Event) -> None:
@@ -146,7 +146,7 @@ def test_damage_is_told_once_whether_a_reader_marked_it_or_verify_found_it(
         [shard] = (run / keys.data_prefix(f"step-{step}", 1)).iterdir()
         os.unlink(shard)
         if step == 3:
-            found = restore.find(remote)  # marks it
+            found = restore.find(remote)  # marks it as damaged
             assert found is not None
             assert found.rejected
             assert (run / keys.damage_key(CheckpointId(1, 3))).exists()
@@ -220,7 +220,7 @@ def test_a_commit_in_the_place_of_a_lost_node_is_told(tmp_path: Path) -> None:
         assert main(["sweep", "--remote", f"file://{tmp_path}/half-run", *hook(receiver, tmp_path)]) == 0
         assert receiver.kinds() == [("committed", 1)]
         told = receiver.bodies[0]["id"]
-        # The node was not lost after all: its rank 0 learns of it, and tells the same.
+        # The node was not lost after all: its rank 0 learns of the outcome, and reports the same.
         with Uploader(tmp_path / "half", f"file://{tmp_path}/half-run", **QUICK, event_webhook=receiver.url):
             receiver.wait_for(2)
     assert receiver.bodies[1]["id"] == told

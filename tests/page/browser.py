@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its DevTools protocol over a pipe: no other package is needed."""
+"""A headless Chromium, driven by its DevTools protocol over a pipe, without any other package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 LIMIT_S = 30.0
-# Told to the page before its own script: what its policy refuses is remembered.
+# Runs in the page before its own script, and records what its content security policy refuses.
 WATCH = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (each) => violations.push(`${each.violatedDirective} ${each.blockedURI}`));
@@ -23,19 +23,19 @@ addEventListener("securitypolicyviolation", (each) => violations.push(`${each.vi
 
 
 def find() -> str | None:
-    """The program, if there is one."""
+    """Return the path of the browser, if there is one."""
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Browser:
-    """One page of a browser of its own."""
+    """One page, in a browser of its own."""
 
     def __init__(self, program: str) -> None:
         self._folder = tempfile.mkdtemp()
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
 
-        # The sandbox takes rights that containers lack; what is shown is our own.
+        # The sandbox needs permissions that containers lack, and the pages shown are our own.
         options = [
             "--headless=new",
             "--no-sandbox",
@@ -49,7 +49,7 @@ class Browser:
             f"--user-data-dir={self._folder}",
             "about:blank",
         ]
-        exec_ = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'  # the numbers that it knows
+        exec_ = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'  # the descriptors that Chromium expects
         self._process = subprocess.Popen(
             ["bash", "-c", exec_, program, *options],
             pass_fds=(to_browser, from_browser),
@@ -82,10 +82,10 @@ class Browser:
         os.close(self._in)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # --- what one does with it ---------------------------------------------------------------------------------
+    # --- what a test does with it ------------------------------------------------------------------------------
 
     def look(self, width: int, height: int, *, is_dark: bool = False, scale: float = 1) -> None:
-        """As which device."""
+        """Emulate a device."""
         size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
         self.do("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
@@ -95,13 +95,13 @@ class Browser:
         self.do("Page.navigate", url=url)
 
     def ask(self, expression: str) -> Any:
-        """What an expression of JavaScript is, in the page."""
+        """Evaluate a JavaScript expression in the page, and return its value."""
         told = self.do("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
 
     def until(self, expression: str, limit_s: float = LIMIT_S) -> None:
-        """Wait until it is true."""
+        """Wait until a JavaScript expression is true."""
         deadline = time.monotonic() + limit_s
         while not self.ask(f"!!document.body && !!({expression})"):
             text = self.ask("document.body && document.body.innerText")

@@ -1,4 +1,4 @@
-"""The pictures of docs/images, of a real run: what `./dev page pictures` takes."""
+"""Takes the pictures in docs/images of a real run: this is what `./dev page pictures` runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.seaweed import SeaweedServer
 
 IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 MAX_BYTES = 150_000
-# Width and height, dark, scale.
+# Width, height, whether dark, scale.
 DEVICES = {
     "page-light": (1000, 830, False, 1.0),
     "page-dark": (1000, 830, True, 1.0),

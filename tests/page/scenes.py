@@ -13,7 +13,7 @@ from ckpt_async.errors import CkptAsyncError
 from tests.seaweed import SeaweedServer
 
 MIB = 1 << 20
-# What a file, a checkpoint or a run might be called by somebody who means ill.
+# A name that an attacker might give to a file, a checkpoint or a run.
 HOSTILE = "<img src=x onerror=window.hacked=1><script>window.hacked=1<script>"
 
 
@@ -43,7 +43,7 @@ class Run:
         self.url: str = self.ranks[0].page_url
 
     def save(self, step: int, *ranks: int, size_bytes: int = MIB, name: str = "model.pt") -> None:
-        """Of these ranks, or of all."""
+        """Save on these ranks, or on all."""
         for rank in ranks or range(4):
             uploader = self.ranks[rank]
             path = uploader.folder / f"step-{step}" / f"rank-{rank}" / name
@@ -53,7 +53,7 @@ class Run:
             uploader.seal(step)
 
     def wait(self, step: int, *ranks: int) -> None:
-        """Until it is committed, as these ranks see it, or all."""
+        """Wait until these ranks, or all, see that the step is committed."""
         for rank in ranks or range(4):
             self.ranks[rank].wait(step, 60)
 
@@ -65,7 +65,9 @@ class Run:
 
 @contextlib.contextmanager
 def going_on(server: SeaweedServer, folder: Path, name: str, **settings: Any) -> Iterator[Run]:
-    """Two checkpoints are committed, one waits for rank 3, one is being uploaded and one is queued."""
+    """A run in progress: two checkpoints are committed, one waits for rank 3, one is being uploaded and one is
+    queued.
+    """
     run = Run(server, folder, name, max_bytes_per_s=4 * MIB, **settings)
     try:
         for step in (1000, 1100):

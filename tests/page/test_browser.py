@@ -1,4 +1,4 @@
-"""The page in a real browser: a run that goes on, one that is stalled, and names that mean ill."""
+"""The page in a real browser: a run in progress, a stalled run, and malicious names."""
 
 import json
 import socket
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(find() is None, reason="no Chromium: ./dev page 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    """Of its own, for it is taken away."""
+    """A server of its own, because the test takes it away."""
     with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as started:
         yield started
 
@@ -40,7 +40,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def run(browser: Browser, server: SeaweedServer, tmp_path: Path) -> Iterator[Run]:
-    """Begun once the browser is there, which takes its time on a busy machine: it is to be seen going on."""
+    """A run that begins only once the browser is there, which takes a while on a busy machine: it must be seen in
+    progress.
+    """
     with going_on(server, tmp_path, "llama-7b") as started:
         yield started
 
@@ -62,9 +64,9 @@ def test_a_run_that_goes_on_a_store_that_goes_away_and_a_process_that_ends(
     assert [*browser.ask("[...document.querySelectorAll('.line b')].map((each) => each.textContent)")] == [
         f"Step {step}" for step in (1400, 1300, 1200, 1100, 1000)
     ]
-    assert browser.ask("document.documentElement.scrollWidth <= innerWidth")  # of a phone
+    assert browser.ask("document.documentElement.scrollWidth <= innerWidth")  # the width of a phone
     before = browser.ask("document.querySelector('.uploading progress').value")
-    # Without a reload; between two checkpoints there may be none for a moment.
+    # The page updates without a reload; between two checkpoints, there may be no progress bar for a moment.
     browser.until(f"![undefined, {before}].includes(document.querySelector('.uploading progress')?.value)")
     assert (browser.complaints, browser.violations) == ([], [])
 
@@ -115,7 +117,7 @@ def test_what_a_watcher_refuses_is_counted_and_named(tmp_path: Path, browser: Br
 
 
 def test_what_means_ill_is_text(tmp_path: Path, browser: Browser) -> None:
-    """The names of a folder and a remote, and why a checkpoint was given up."""
+    """The names of a folder and a remote, and the reason why a checkpoint was given up, may come from an attacker."""
     remote = f"file://{tmp_path}/{HOSTILE}"
     with Uploader(
         tmp_path / HOSTILE, remote, rank=0, world_size=1, metrics_port=0, on_error="warn"
@@ -129,7 +131,7 @@ def test_what_means_ill_is_text(tmp_path: Path, browser: Browser) -> None:
 
 
 def test_every_field_may_mean_ill(tmp_path: Path, browser: Browser) -> None:
-    """Also those that cannot hold such a text today."""
+    """This includes fields that cannot hold such a text today."""
     with Uploader(tmp_path / "a", f"file://{tmp_path}/b", rank=0, world_size=1, metrics_port=0) as uploader:
         (tmp_path / "a/x").write_bytes(b"x")
         uploader.enqueue(tmp_path / "a/x", 1)
@@ -151,7 +153,7 @@ def test_every_field_may_mean_ill(tmp_path: Path, browser: Browser) -> None:
 
 
 def hostile(told: Any) -> Any:
-    """Each text of it, and each name within, but those that a program reads."""
+    """Replace every text in `told`, and every name in it, except those that a program reads."""
     match told:
         case dict():
             kept = ("state", "role", "level", "kind")
@@ -168,7 +170,7 @@ def check_harmless(browser: Browser) -> None:
         "window.hacked === undefined && !document.querySelector('main img, main script, main svg')"
     )
     assert (browser.complaints, browser.violations) == ([], [])
-    # And if the page's own script were ever careless, the browser would still refuse.
+    # Even if the page's own script were careless, the browser would still refuse.
     refused = (
         "(() => { try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; } })()"
     )

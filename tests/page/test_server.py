@@ -1,4 +1,4 @@
-"""The port of an uploader: metrics as before, and beside them a page, its data and a probe that change nothing."""
+"""The port of an uploader: metrics, and beside them a page, its data and a probe that change nothing."""
 
 import contextlib
 import gzip
@@ -42,7 +42,7 @@ def ask(url: str, path: str = "/", method: str = "GET", **headers: str) -> Reply
 
 
 def tries(limit_s: float = 30.0) -> Iterator[None]:
-    """Again and again, until it is clear that it does not come."""
+    """Yield repeatedly, and fail once it is clear that the expected state does not come."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         yield
@@ -51,7 +51,7 @@ def tries(limit_s: float = 30.0) -> Iterator[None]:
 
 
 class Told:
-    """What a board is told, and how often it was asked."""
+    """What the board reports, and how often it was asked."""
 
     def __init__(self) -> None:
         self.problem, self.num_looks, self.now_s = "", 0, 0.0
@@ -67,7 +67,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[tuple[dict[str, Told], MetricsServer]]:
-    """Closing a server takes half a second: one for all, whose board is another one for each test."""
+    """Closing a server takes half a second, so all tests share one, whose board is replaced for each test."""
     now: dict[str, Told] = {}
     boards: dict[Told, Board] = {}
 
@@ -78,7 +78,7 @@ def shared() -> Iterator[tuple[dict[str, Told], MetricsServer]]:
 
     class Shared(Board):
         def __init__(self) -> None:
-            """Has nothing of its own."""
+            """Do nothing: it has no state of its own."""
 
         def status(self) -> bytes | None:
             return board().status()
@@ -150,7 +150,7 @@ def test_it_only_looks(served: MetricsServer, path: str) -> None:
 
 
 def test_nothing_foreign_runs_on_the_page(served: MetricsServer) -> None:
-    """Script and style are files of their own, and nothing else is allowed: no inline, no eval, no other host."""
+    """Script and style are separate files, and nothing else is allowed: no inline code, no eval, no other host."""
     for path in ("/", "/status.json", "/page.js", "/page.css", "/icon.svg", "/nowhere"):
         _, headers, _ = ask(served.url, path)
         policy = dict(each.split(maxsplit=1) for each in headers["Content-Security-Policy"].split("; "))
@@ -172,7 +172,7 @@ def test_nothing_foreign_runs_on_the_page(served: MetricsServer) -> None:
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"]
 )
 def test_a_page_of_elsewhere_cannot_read_what_is_for_this_machine(served: MetricsServer, host: str) -> None:
-    """DNS rebinding: its own name means 127.0.0.1 all of a sudden."""
+    """DNS rebinding: the foreign page's own name suddenly resolves to 127.0.0.1."""
     for path in ("/", "/status.json"):
         status, _, body = ask(served.url, path, Host=host)
         assert status == 421
@@ -206,7 +206,7 @@ def test_the_probe_says_in_one_line_why_it_does_not_go_on(served: MetricsServer,
 
 
 def test_many_who_look_cost_no_more_than_one(served: MetricsServer, told: Told) -> None:
-    """At most once a second, and a look that is dear is followed by a long pause."""
+    """The run is looked at no more than once a second, and an expensive look is followed by a long pause."""
     for _ in range(5):
         assert json.loads(ask(served.url, "/status.json")[2])["look"] == 1
     told.now_s, told.cost_s = 1.0, 0.5
@@ -233,7 +233,7 @@ def test_a_bug_of_the_page_is_told_once_and_training_goes_on(
 def test_a_client_that_says_nothing_holds_up_nobody(
     served: MetricsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is hung up on, and does not keep the port from being closed."""
+    """The server closes its connection, and it does not keep the port from being closed."""
     monkeypatch.setattr(page_server._Handler, "timeout", 0.2)
     place = urllib.parse.urlsplit(served.url)
     with socket.create_connection((place.hostname, place.port), timeout=30) as silent:
@@ -246,7 +246,7 @@ def test_a_client_that_says_nothing_holds_up_nobody(
 def dripping(
     told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[MetricsServer, list[socket.socket]]]:
-    """A server for four, and eight clients that send a byte now and then, and never finish."""
+    """A server for four clients, and eight clients that send a byte now and then, and never finish a request."""
     monkeypatch.setattr(page_server, "MAX_CONNECTIONS", 4)
     server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, Board(told.look))
     assert server is not None
@@ -262,7 +262,7 @@ def dripping(
 
 
 def is_hung_up(client: socket.socket, says: bytes = b"") -> bool:
-    """Whether it reads the end. Raises TimeoutError if there is nothing to read yet."""
+    """Return whether the client reads the end of the stream. Raises TimeoutError if there is nothing to read yet."""
     try:
         client.sendall(says)
         return client.recv(1) == b""
@@ -328,7 +328,7 @@ def test_without_a_board_there_are_metrics_only(told: Told) -> None:
         server.close()
 
 
-# --- what an uploader tells --------------------------------------------------------------------------------
+# --- what an uploader reports ------------------------------------------------------------------------------
 
 
 def test_the_page_and_the_command_tell_the_same(
@@ -361,7 +361,7 @@ def test_an_uploader_answers_the_probe_until_a_newer_start_fences_it(uploader: U
 
 
 def test_a_dead_engine_fails_the_probe(uploader: Uploader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For good, that is: one that is started again never gets here."""
+    """Only an engine that is dead for good counts: one that is restarted never gets here."""
     assert uploader.page_url is not None
     with monkeypatch.context() as patch:
         patch.setattr(uploader._engine.runner, "death", RuntimeError("a bug"))
@@ -372,7 +372,7 @@ def test_a_dead_engine_fails_the_probe(uploader: Uploader, monkeypatch: pytest.M
 
 
 def test_a_store_that_is_away_does_not_fail_the_probe(tmp_path: Path) -> None:
-    """Or a liveness probe would start training again for nothing."""
+    """Otherwise a liveness probe would restart training for nothing."""
     settings: dict[str, Any] = {"on_error": "warn", "close_grace_s": 0, "retry_max_s": 0.3, "metrics_port": 0}
     uploader = Uploader(tmp_path / "a", f"file://{tmp_path}/store/run", rank=0, world_size=1, **settings)
     try:
@@ -394,7 +394,9 @@ def test_a_store_that_is_away_does_not_fail_the_probe(tmp_path: Path) -> None:
 
 
 def test_what_events_tell_is_shown_and_who_could_not_be_told(tmp_path: Path) -> None:
-    """The backlog and what was removed here, which no metric has with its step; each once, whoever heard of it."""
+    """No metric has the step of the backlog or of what was removed here. Each is shown once, however many receivers
+    got it.
+    """
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}/hook"
     told: queue.Queue[str] = queue.Queue()
@@ -462,7 +464,7 @@ def test_what_events_tell_is_shown_and_who_could_not_be_told(tmp_path: Path) -> 
 def test_a_checkpoint_says_which_ranks_it_waits_for_wherever_the_engine_runs(
     tmp_path: Path, runner: str
 ) -> None:
-    """And whatever its name is, it is text."""
+    """Whatever the checkpoint's name is, it is shown as text."""
     uploader = Uploader(
         *(tmp_path / "folder", f"file://{tmp_path}/store"),
         rank=0,

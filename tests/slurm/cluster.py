@@ -1,4 +1,4 @@
-"""A Slurm of its own on loopback: two nodes, each with a disk of its own at one path, as real ones have."""
+"""A Slurm cluster on loopback: two nodes, each with a disk of its own at the same path, as real nodes have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PartitionName=play Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def lacking() -> str:
-    """Why no Slurm can be run here; empty if it can."""
+    """Return why no Slurm can be run here; empty if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"no {', '.join(missing)}: install Debian's packages slurmctld, slurmd, slurm-client and munge"
@@ -65,7 +65,7 @@ class Cluster:
     def __init__(self, root: Path) -> None:
         self.root, self.disk = root, root / "local"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        self._ready: dict[str, float] = {}  # since when a job could start again
+        self._ready: dict[str, float] = {}  # the time since when each job could restart
         self.environment = dict(os.environ, PATH=_path(), SLURM_CONF=str(root / "slurm.conf"))
         for name in [name for name in self.environment if name.startswith(("SLURM_JOB", "SBATCH_"))]:
             del self.environment[name]
@@ -98,18 +98,18 @@ class Cluster:
             self.kill(name)
 
     def boot(self, node: str) -> None:
-        """Start a node: its disk is mounted at the path that all nodes have it at, for itself only."""
+        """Start a node. Its disk is mounted at the path that all nodes use, visible only to itself."""
         mounted = f"mount --bind {self.root}/disk-{node} {self.disk} && exec slurmd -D -N {node}"
         self._start(node, "unshare", "--mount", "--propagation=private", "sh", "-c", mounted)
 
     def lose(self, node: str) -> None:
-        """Power and disk of a node are gone at once, with every process on it."""
+        """Take away power and disk of a node at once, with every process on it."""
         self.kill(node)
         shutil.rmtree(self.root / f"disk-{node}")
         (self.root / f"disk-{node}").mkdir()
 
     def processes(self, node: str) -> list[int]:
-        """All that runs in this node's mount namespace."""
+        """Return all processes in this node's mount namespace."""
         daemon = self._daemons[node]
         with contextlib.suppress(OSError):
             namespace = os.readlink(f"/proc/{daemon.pid}/ns/mnt")
@@ -140,13 +140,13 @@ class Cluster:
         return done.stdout
 
     def submit(self, script: Path, *arguments: str, **more: str) -> str:
-        """The number of the job. `more` overrides what the script asks for."""
+        """Submit a job and return its number. `more` overrides what the script requests."""
         options = [f"--{name.replace('_', '-')}={value}" for name, value in more.items()]
         return self.call("sbatch", "--parsable", *options, str(script), *arguments).strip()
 
     def end(self, job: str) -> None:
-        """Tell all tasks that the time is up, as --signal=TERM@300 does 300 s before the end. (Of a job of an array
-        scancel 22.05 says 229 when it has done so.)
+        """Tell all tasks that the time is up, as --signal=TERM@300 does 300 s before the end. (For a job of an array,
+        scancel 22.05 exits with 229 when it has done so.)
         """
         with contextlib.suppress(subprocess.CalledProcessError):
             self.call("scancel", "--signal=TERM", job)
@@ -156,15 +156,15 @@ class Cluster:
         return next(each for each in lines if each.startswith("JobState=")).partition("=")[2]
 
     def hurry(self, job: str) -> None:
-        """A requeued job waits two minutes, for nodes refuse what was issued before they had killed all of it: here it
-        waits until they are idle, and a few seconds.
+        """Restart a requeued job sooner. Slurm lets it wait two minutes, because nodes refuse a job that was issued
+        before they had killed all of its previous run; here it waits until they are idle, and a few seconds.
         """
         is_ready = self.state(job) == "PENDING" and self.num_idle() == 2
         since = self._ready.setdefault(job, time.monotonic()) if is_ready else None
         if since is None:
             self._ready.pop(job, None)
         elif time.monotonic() - since > PAUSE_S:
-            with contextlib.suppress(subprocess.CalledProcessError):  # it has started meanwhile
+            with contextlib.suppress(subprocess.CalledProcessError):  # it has started in the meantime
                 self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
             del self._ready[job]
 
@@ -190,7 +190,7 @@ def _namespace(pid: int) -> str:
 
 
 def until(what: str, is_so: Callable[[], bool], limit_s: float = 120.0) -> None:
-    """Wait until it is so, or say what did not come."""
+    """Wait until the condition holds, or raise an error that says what did not come."""
     end = time.monotonic() + limit_s
     while not is_so():
         if time.monotonic() > end:

@@ -1,8 +1,8 @@
-"""The scripts of deploy/slurm under a real Slurm: what `./dev slurm` runs.
+"""The scripts of deploy/slurm under a real Slurm: this is what `./dev slurm` runs.
 
 Two nodes on loopback, each with a disk of its own. The multi-node job is told that its time is up, then one of its
-tasks is killed, then a node is lost with its disk. The single-node chain is told that its time is up. Nothing that was
-saved by all ranks is lost, except with the disk, and the result is that of a run that nobody disturbed.
+tasks is killed, then a node is lost with its disk. The single-node chain is told that its time is up. Nothing that
+all ranks have saved is lost, except with the disk, and the result is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRAINER = ROOT / "tests/slurm/train.py"
 
 
 class Run:
-    """A job's logs: what each rank has said in each of its starts."""
+    """A job's logs: what each rank has reported in each of its starts."""
 
     def __init__(self, cluster: Cluster, name: str, ranks: int) -> None:
         self.shared = cluster.root / name
@@ -38,7 +38,7 @@ class Run:
         return [str(self.folder), *trainer]
 
     def starts(self, rank: int) -> list[tuple[int, str, int]]:
-        """(step it began after, node, last step that it saved) of each start."""
+        """Return (step it resumed after, node, last step that it saved) for each start."""
         log = self.shared / f"log-{rank}"
         found: list[tuple[int, str, int]] = []
         for line in log.read_text().splitlines() if log.exists() else ():
@@ -53,12 +53,12 @@ class Run:
         return min(self.starts(rank)[start][2] for rank in range(self.ranks))
 
     def has_saved(self, start: int, steps: int) -> bool:
-        """Whether every rank has begun that often, and has saved so many steps since."""
+        """Return whether every rank has started that often, and has saved that many steps since."""
         starts = [self.starts(rank) for rank in range(self.ranks)]
         return all(len(each) == start and each[-1][2] >= each[-1][0] + steps for each in starts)
 
     def check(self, steps: int) -> None:
-        """The store has what an undisturbed run would have made."""
+        """Check that the store has what an undisturbed run would have made."""
         found = restore.find(self.remote)
         assert found is not None
         assert found.step == steps, found
@@ -71,7 +71,7 @@ class Run:
 
 
 def tasks(cluster: Cluster, node: str) -> list[int]:
-    """Trainers on a node."""
+    """Return the trainers on a node."""
 
     def words(pid: int) -> list[bytes]:
         try:
@@ -105,7 +105,7 @@ def multi_node(cluster: Cluster, say: Callable[[str], None]) -> None:
     goes_on(cluster, run, job, start=3)
     last = run.saved_by_all(-2)
     after = run.starts(0)[-1][0]
-    assert after in (last, last + 1), (run.starts(0), run.starts(1))  # it may have had no time to say so
+    assert after in (last, last + 1), (run.starts(0), run.starts(1))  # it may not have had time to report it
     say(f"a task is killed: what it left is drained on its node, goes on after step {after}")
 
     before = restore.find(run.remote)
@@ -153,7 +153,7 @@ def single_node(cluster: Cluster, say: Callable[[str], None]) -> None:
 
 
 def play(say: Callable[[str], None] = print) -> None:
-    """Raises AssertionError or TimeoutError, with the logs of Slurm and of the jobs on stderr."""
+    """Run the play. Raises AssertionError or TimeoutError, with the logs of Slurm and of the jobs on stderr."""
     with tempfile.TemporaryDirectory(prefix="ckpt-async-slurm-") as folder:
         try:
             os.environ["CKPT_ASYNC_SIGTERM_FLUSH_S"] = "5"  # the rank that has lost the other waits that long

@@ -1,6 +1,6 @@
 """A trainer for the Slurm play: `train.py FOLDER REMOTE STEPS SHARED`. Without torch: its state is a chain of hashes.
 
-As with real ones, no rank gets ahead of the others, and one that has lost another waits until it is killed.
+As in real training, no rank gets ahead of the others, and a rank that has lost another waits until it is killed.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from ckpt_async import Uploader, restore
 
 
 def newest(remote: str, shared: Path) -> str | None:
-    """The step that all ranks go on from, as rank 0 has found it."""
+    """Return the step from which all ranks resume, as found by rank 0."""
     start = shared / f"start-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     if os.environ["SLURM_PROCID"] == "0":
         found = restore.find(remote)
@@ -26,7 +26,7 @@ def newest(remote: str, shared: Path) -> str | None:
 
 
 def meet(shared: Path, rank: int, step: int) -> None:
-    """Wait until all ranks of this start are here: an all-reduce."""
+    """Wait until all ranks of this start are here, as in an all-reduce."""
     start = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     (shared / f"at-{start}-{rank}-{step}").touch()
     ranks = range(int(os.environ["SLURM_NTASKS"]))
