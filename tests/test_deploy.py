@@ -336,7 +336,7 @@ def _has_labels(definition: Definition, labels: set[str]) -> bool:
 
 
 def test_every_alert_is_documented() -> None:
-    """Whoever is woken by an alert must find out what to do."""
+    """A person woken by an alert must be able to look up what to do."""
     for alert in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
         assert f"`{alert}`" in OPERATIONS.read_text(), alert
 

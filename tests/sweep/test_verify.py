@@ -135,7 +135,7 @@ def test_stray_objects_are_leftovers_not_violations(run: Any) -> None:
 
 
 def test_a_latest_with_a_wrong_name_is_named(run: Any) -> None:
-    """Whoever follows it would look for shards where there are none."""
+    """A reader that follows it would look for shards where there are none."""
 
     async def main() -> None:
         world = await _world()
