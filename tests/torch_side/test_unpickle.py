@@ -200,7 +200,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "memo of 32 GiB": (b"Nr\xff\xff\xff\xff0.", "POP"),
     "memo that is not there": (b"j\xff\xff\xff\xff.", "not DCP metadata"),
     "text of 4 GiB": (b"X\xff\xff\xff\xff.", "cut short"),
-    "text of 1 MiB": (text("x" * (1 << 20)) + b".", "a text of"),
+    "text of 1 MiB": (text("x" * (1 << 20)) + b".", "a string of"),
     "frame of 2⁶³ bytes": (b"\x80\x04\x95" + struct.pack("<Q", 1 << 63) + b"N.", "cut short"),
     "frame that is too long": (b"\x80\x04\x95" + struct.pack("<Q", 3) + b"N.", "cut short"),
     "laughs": (b"\x80\x04" + LAUGHS + b".", "no Metadata"),

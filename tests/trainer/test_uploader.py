@@ -318,7 +318,7 @@ def test_closing_with_something_not_in_the_store_is_an_error_unless_the_caller_s
         try:
             if raises:
                 with pytest.raises(
-                    UploadFailedError, match=r"step 1 of this rank not in the store within 1 s .* left"
+                    UploadFailedError, match=r"step 1 of this rank did not reach the store within 1 s .* left"
                 ):
                     uploader.close(timeout_s)
             else:
@@ -481,7 +481,7 @@ def test_waiting_for_ranks_ends_when_a_newer_start_takes_over(
     """R11: they may be in it, and without a limit this rank would wait for ever."""
     monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.05)
     bucket = MemoryBucket()
-    ended = pytest.raises(FencedError, match="nothing was committed of generation 1")
+    ended = pytest.raises(FencedError, match="nothing of generation 1 was committed")
     with ended, opened(Meddled(bucket), rank=0, world_size=2, generation=1, close_grace_s=0) as old:
         save(old, 1)
         new = opened(Meddled(bucket), folder=tmp_path / "other", rank=1, world_size=2, generation=2)
