@@ -396,7 +396,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
         (["drain", "x", "--time=5"], 2, "unrecognized arguments: --time=5 (did you mean --timeout?)"),
         (["ls", "file:///a/b", "--jsno"], 2, "(did you mean --json?)"),
         (["status", "file:///nonexistent/run"], 3, "open '/nonexistent/run': no such folder"),
-        (["status", "x", "--interval", "0"], 2, "0 would look without a pause"),
+        (["status", "x", "--interval", "0"], 2, "0 would mean no pause between refreshes"),
         (["drain", "s3://b/run"], 2, "`--remote s3://b/run`"),
         (["sweep", "s3://b/run"], 2, "use `--remote s3://b/run`"),
         (["pull", "/data/run", "s3://b/run"], 2, "give the remote first, then the destination folder"),
@@ -443,7 +443,7 @@ def test_a_bug_is_one_line_unless_debugging_is_on(
     monkeypatch.setattr("ckpt_async.cli.status.FolderWatch", broken)
     assert cli.main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
-        "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows where)\n"
+        "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows the traceback)\n"
     )
     monkeypatch.setenv("CKPT_ASYNC_DEBUG", "1")
     assert cli.main(["status", str(tmp_path)]) == 1

@@ -323,7 +323,7 @@ def test_prune_is_a_dry_run_without_yes(
     before = tree(stored)
     assert cli.main(["prune", remote, "--keep", "last=1"]) == 0
     said = capsys.readouterr().out
-    assert "nothing was touched; --yes does it" in said
+    assert "nothing was changed; pass --yes to prune" in said
     assert f"{remote}: keep generation 1 step 3 (ep1-ba3, 1000 B): one of the newest 1" in said
     assert f"{remote}: 1 checkpoint (1000 B) stays, 2 checkpoints (2.0 KiB) would go" in said
     code, told = call("prune", remote, "--keep", "last=1", "--dry-run")
@@ -600,6 +600,9 @@ def test_sweep_reports_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / ".nope.ckpt_async/.ckpt_async").mkdir(parents=True)
     assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
     beside = str(tmp_path / ".nope.ckpt_async")
-    assert f"a watcher works on it: sweep its state, {beside!r}" in capsys.readouterr().out
+    assert (
+        f"it is being watched: sweep the watcher's state folder instead, {beside!r}"
+        in capsys.readouterr().out
+    )
     assert cli.main(["sweep", str(tmp_path / "*/nope")]) == 0
     assert "no folder matches yet" in capsys.readouterr().out

@@ -771,8 +771,8 @@ def test_files_must_be_a_collection_of_strings(opened: Open) -> None:
     [
         ("launch_id", "", "launch_id, .* is ''"),
         ("folder", "", "folder is ''"),
-        ("rank", 0, "without WORLD_SIZE"),
-        ("world_size", 2, "without RANK"),
+        ("rank", 0, "but not WORLD_SIZE"),
+        ("world_size", 2, "but not RANK"),
         ("generation", True, "generation=True"),
         ("generation", 1.5, "generation=1.5"),
         ("generation", 0, "generation=0"),
