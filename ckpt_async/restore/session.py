@@ -80,6 +80,7 @@ async def session(
     that the store sends with it, the block ends with UnreliableReadError. The trainer's `folder` has what earlier
     readers have learned about the link.
     """
+    num_concurrent_reads = whole(num_concurrent_reads, "num_concurrent_reads", 1, 1024, SettingsError)
     at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ

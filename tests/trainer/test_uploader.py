@@ -280,7 +280,7 @@ def test_wait_names_what_is_missing(opened: Open) -> None:
         store.go.set()
         wait_until(lambda: bool(store.keys(keys.RECEIPTS)), uploader)
         wait_until(lambda: bool(uploader._engine.view().missing_ranks(CheckpointId(1, 1))), uploader)
-        with pytest.raises(CommitTimeoutError, match="nothing has arrived yet from rank 1, 2"):
+        with pytest.raises(CommitTimeoutError, match="nothing has arrived from rank 1, 2 yet"):
             uploader.wait(1, timeout_s=0.05)
         with pytest.raises(TimeoutError):  # for those who do not know this package's errors
             uploader.wait(1, timeout_s=0.01)
