@@ -144,5 +144,5 @@ def _is_deepspeed(folder: Path) -> bool:
 
 def _destination(text: str) -> str:
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text} is a remote: convert to a local file, and upload that")
+        raise argparse.ArgumentTypeError(f"{text} is a remote; convert to a local file and upload that")
     return as_path(text)

@@ -488,15 +488,9 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
             sizes = f"{receipt.world_size}, but rank {first.rank} says {first.world_size}"
             return f"rank {receipt.rank} says world size {sizes}"
         if receipt.shards and receipt.name != name_of(by_rank):
-            return (
-                f"rank {receipt.rank} calls it {receipt.name!r}, but another rank calls it"
-                f" {name_of(by_rank)!r}"
-            )
+            return f"rank {receipt.rank} calls it {receipt.name!r}, other ranks {name_of(by_rank)!r}"
     if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
-        return (
-            f"there are receipts of ranks {[receipt.rank for receipt in by_rank]}, but the world size is"
-            f" {first.world_size}"
-        )
+        return f"receipts of ranks {[receipt.rank for receipt in by_rank]}, but world size {first.world_size}"
     if not any(receipt.shards for receipt in by_rank):
         return "no rank enqueued a shard"
     owners: dict[str, tuple[int, object]] = {}

@@ -102,7 +102,9 @@ def serve(
         server = _listen(address, port)
     # The port is busy, there is no such address, the port is above 65,535, or the rank is not a number.
     except (OSError, OverflowError, ValueError) as error:
-        logger.warning("metrics_not_served address=%s port=%d error=%s; work continues", address, port, error)
+        logger.warning(
+            "metrics_not_served address=%s port=%d error=%s; everything else continues", address, port, error
+        )
         return None
     server.set_app(application(registry, board, is_local=_is_loopback(str(server.server_address[0]))))
     started = MetricsServer(server)

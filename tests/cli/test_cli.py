@@ -289,7 +289,7 @@ def test_ls_counts_aborted_checkpoints_and_all_shows_the_reasons(
 @pytest.mark.parametrize(
     ("reason", "decision", "is_running", "hint"),
     [
-        (FailureReason.OTHER, None, False, "drain {folder}` retries now"),
+        (FailureReason.OTHER, None, False, "drain {folder}` retries it now"),
         (FailureReason.OTHER, None, True, "failed uploads are retried every half minute"),
         (FailureReason.SOURCE_CHANGED, None, True, "given up for good"),
         (FailureReason.SOURCE_CHANGED, Outcome.ABORT, False, "given up for good"),

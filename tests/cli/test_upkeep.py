@@ -419,7 +419,7 @@ def test_a_step_of_one_generation_can_be_selected(call: Call, stored: Path, tmp_
             == generation
         )
     code, told = call("pull", remote, tmp_path / "none", "--step", "100@g3")
-    assert (code, "no checkpoint of step 100@g3" in told["error"]["message"]) == (Exit.NOT_FOUND, True)
+    assert (code, "no complete checkpoint of step 100@g3" in told["error"]["message"]) == (Exit.NOT_FOUND, True)
 
 
 def test_a_set_of_one_file_per_rank_is_pulled_by_its_world_size(call: Call, tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_set_of_one_file_per_rank_is_pulled_by_its_world_size(call: Call, tmp_
         (tmp_path / f"theirs/ep1-ba42-rank{rank}.tar").write_text(str(rank))
     remote = f"file://{tmp_path}/theirs"
     code, told = call("pull", remote, tmp_path / "there")
-    assert (code, "give world_size" in told["error"]["message"]) == (Exit.INCOMPLETE, True)
+    assert (code, "pass world_size" in told["error"]["message"]) == (Exit.INCOMPLETE, True)
     for options in (["--dry-run"], []):
         code, told = call("pull", remote, tmp_path / "there", "--world-size", 2, "--rank", 1, *options)
         assert (code, told["step"], told["ranks"]) == (0, 42, 2)

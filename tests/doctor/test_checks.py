@@ -307,7 +307,7 @@ def test_the_speed_test_respects_min_free_bytes(
 def test_a_missing_folder_is_checked_in_its_parent_and_not_created(tmp_path: Path, call: Examine) -> None:
     code, found = call(tmp_path / "a/b", f"file://{tmp_path}/store/run", "--speed")
     assert (code, levels(found)) == (0, {})
-    assert found["folder"]["message"] == f"{tmp_path}/a/b can be made in {tmp_path}"
+    assert found["folder"]["message"] == f"{tmp_path}/a/b can be created in {tmp_path}"
     assert found["upload"]["message"].startswith("64.0 MiB at ")
     assert tree(tmp_path) == {}
 

@@ -117,7 +117,7 @@ def test_each_weakness_gives_exactly_its_own_finding(
 def test_findings_name_the_folder_that_was_tried() -> None:
     """One that does not exist yet is made by the uploader: that is no fault."""
     told = {each.check: each for each in findings_with("folder", path="/data/run/a")}
-    assert told["folder"] == Finding("folder", Level.OK, "/data/run/a can be made in /data")
+    assert told["folder"] == Finding("folder", Level.OK, "/data/run/a can be created in /data")
 
 
 def test_a_backlog_with_a_running_uploader_is_ok() -> None:

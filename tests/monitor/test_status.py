@@ -111,7 +111,7 @@ def test_summary_names_the_last_commit_and_the_progress_of_the_next() -> None:
         ),
         (
             [enqueued(1, 9), sealed(1), Superseded(id_(1), "behind")],
-            "nothing committed yet; step 1 is given up for a newer one",
+            "nothing committed yet; step 1 was given up for a newer one",
         ),
         (
             [enqueued(1, 9), sealed(1), Decided(id_(1), Outcome.ABORT, "step-1", "rank 1 died")],
