@@ -147,7 +147,7 @@ def _fetch(
     destination = Path(options.where(checkpoint))
     copies = LocalCopies(options.folder, checkpoint)
     here = {name: found[0] for name, file in checkpoint.files.items() if (found := copies.find(file))}
-    with together.all_or_none("look at what is needed"):
+    with together.all_or_none("look up what is needed"):
         wanted = frozenset(file.name for file in checkpoint.select(options.ranks, options.files))
     # Wanted files are served, too: they become available once they are complete.
     places = {name: destination / name for name in wanted} | here
@@ -170,7 +170,7 @@ def _fetch(
         first = first_fetches(needs, sizes)[own_node] & wanted
         with together.all_or_none("fetch from the store"):
             fetch(first, ())
-        with together.all_or_none("fetch what others have"):
+        with together.all_or_none("fetch what other ranks have"):
             fetch(wanted, peers)
     return _merged(reports, wanted, destination)
 

@@ -419,7 +419,10 @@ def test_a_step_of_one_generation_can_be_selected(call: Call, stored: Path, tmp_
             == generation
         )
     code, told = call("pull", remote, tmp_path / "none", "--step", "100@g3")
-    assert (code, "no complete checkpoint of step 100@g3" in told["error"]["message"]) == (Exit.NOT_FOUND, True)
+    assert (code, "no complete checkpoint of step 100@g3" in told["error"]["message"]) == (
+        Exit.NOT_FOUND,
+        True,
+    )
 
 
 def test_a_set_of_one_file_per_rank_is_pulled_by_its_world_size(call: Call, tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_a_read_refused_on_the_way_is_retried_if_the_store_has_the_object(
         nonlocal num_calls
         num_calls += 1
         if num_calls == 1:
-            raise StoreError("asked for bytes 0+3000, the answer is 39 of 0-38/39", reason=reason)
+            raise StoreError("asked for bytes 0+3000, but got 39 of 0-38/39", reason=reason)
         return await get_range(self, *args)
 
     monkeypatch.setattr(DirectoryStore, "get_range", refused)

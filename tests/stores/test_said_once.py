@@ -23,7 +23,7 @@ def test_of_an_identity_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     [line] = said(
         "az://container/run", AZURE_STORAGE_ACCOUNT="nobody", AZURE_TOKEN_CREDENTIALS="EnvironmentCredential"
     )
-    assert "no identity gives a token" in line
+    assert "no identity provided a token" in line
     assert "AZURE_STORAGE_KEY" in line
 
 

@@ -172,7 +172,7 @@ def test_shared_and_strided_tensors_are_whole_in_safetensors(tmp_path: Path) -> 
         ({"a": {"b": 3}}, "'a.b' is not a tensor but int"),
         ({"a": [torch.ones(1)]}, "'a' is not a tensor but list"),
         (torch.ones(1), "'' cannot be"),
-        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "'a.b' cannot be, or is twice"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "'a.b' is not a valid tensor name"),
         ({"__metadata__": torch.ones(1)}, "'__metadata__' cannot be"),
         ({"w": torch.ones(3, device="meta")}, "'w' is a tensor that is meta"),
         ({"w": torch.eye(3).to_sparse()}, "'w' is a tensor that is meta, nested or sparse"),
@@ -475,7 +475,7 @@ def test_what_is_there_is_left_alone_unless_told(tmp_path: Path, suffix: str) ->
     linked = tmp_path / "linked"  # what the uploader has of it
     linked.hardlink_to(path)
     before = linked.read_bytes()
-    with pytest.raises(DestinationError, match=r"already exists: .*pass overwrite=True"):
+    with pytest.raises(DestinationError, match=r"already exists; .*pass overwrite=True"):
         dump(second, path)
     assert same(load(path), first)
     dump(second, path, overwrite=True)

@@ -236,7 +236,7 @@ def test_a_file_is_fetched_to_the_very_path(url: str, tmp_path: Path) -> None:
     target = tmp_path / "new" / "log.txt"
     assert fetch_file(f"{url}/logs/rank0.txt", target) == target
     assert target.read_bytes() == b"a log"
-    with pytest.raises(DestinationError, match="is there already"):
+    with pytest.raises(DestinationError, match="already exists"):
         fetch_file(f"{url}/latest.symlink", target)
     target.write_bytes(b"old")
     fetch_file(f"{url}/latest.symlink", target, overwrite=True)
