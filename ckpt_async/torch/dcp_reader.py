@@ -203,7 +203,7 @@ class CkptAsyncReader(StorageReader):
         if self._replicas is not None:
             what = [(piece.file, piece.offset, piece.size_bytes) for piece in pieces]
             digest = hashlib.sha256(repr(what).encode()).hexdigest()
-            agree(digest, what="what to load, so they are no replicas of each other", group=self._replicas)
+            agree(digest, what="what to load, so they are not replicas of each other", group=self._replicas)
         failure: Exception | None = None
         # Replicas must communicate in the same order.
         is_local = self._replicas is None and all(map(reader.has_copy, {piece.file for piece in pieces}))

@@ -181,8 +181,8 @@ def _peers(together: _Together, node: str, server: restore.PeerServer) -> list[r
     offers = together.gather((node, machine, server.local_peer, server.peer))
     if server.peer is None and any(there != machine for _, there, *_ in offers):
         logger.warning(
-            "no_address_for_peers host=%s; other nodes load from the store what this one has:"
-            " give peer_host= or GLOO_SOCKET_IFNAME",
+            "no_address_for_peers host=%s; other nodes will load this node's files from the store;"
+            " pass peer_host= or set GLOO_SOCKET_IFNAME",
             socket.gethostname(),
         )
     others = [(nearby if there == machine else far) for other, there, nearby, far in offers if other != node]

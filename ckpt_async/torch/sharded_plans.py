@@ -187,7 +187,7 @@ class Planner:
                 "this is a checkpoint of DeepSpeed: fetch it, and merge it with DeepSpeed's own zero_to_fp32"
             )
         raise FormatError(
-            f"{self._reader.checkpoint.name} has {len(known)} files of torch's or safetensors: {told}",
+            f"{self._reader.checkpoint.name} has {len(known)} torch or safetensors files: {told}",
             hint=hint,
         )
 

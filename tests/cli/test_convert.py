@@ -80,7 +80,7 @@ def test_our_own_run_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["{run}", "x.pt", "--step", "7"], 3, "has no complete checkpoint of step 7"),
         (["{run}", "x.pt", "--max-memory", "much"], 2, "is not a size"),
         (["{run}/step10/train", "x.pt"], 3, "has no complete checkpoint; to convert a single file"),
-        (["{run}/step10/.metadata.json", "x.pt"], 1, "has 0 files of torch's or safetensors"),
+        (["{run}/step10/.metadata.json", "x.pt"], 1, "has 0 torch or safetensors files"),
         (["{run}", "{run}/taken.pt"], 1, "--overwrite"),
         (["{run}/zero", "x.pt"], 3, "zero_to_fp32"),
     ],
