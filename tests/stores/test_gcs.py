@@ -621,7 +621,7 @@ def test_without_google_auth_it_is_said_what_to_install(monkeypatch):
         if not name.endswith("backend"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "google.auth", None)
-    with pytest.raises(SettingsError, match=r"ckpt-async\[gcs\]"):
+    with pytest.raises(SettingsError, match=r"'\.\[gcs\]'"):
         open_store("gs://ckpt/run")
 
 

@@ -242,7 +242,7 @@ def test_an_archive_compressed_by_an_external_tool_loads(tmp_path: Path, tools: 
 
 def test_an_archive_with_several_states_is_rejected(tmp_path: Path) -> None:
     path = archive(tmp_path / "a.tar", "w", ("x.pt", b""), ("y/z.pt", b""))
-    with pytest.raises(FormatError, match=r"2 files to load: x\.pt, y/z\.pt"):
+    with pytest.raises(FormatError, match=r"2 files that could be loaded: x\.pt, y/z\.pt"):
         load(path)
 
 
@@ -618,7 +618,7 @@ def test_keys_that_do_not_fit_the_model_are_reported() -> None:
         "x": torch.ones(1),
     }
     with pytest.raises(
-        StateMismatchError, match=r"1 missing: 1\.bias; 1 unexpected: x; 1 of another shape: 0\.bias"
+        StateMismatchError, match=r"1 missing: 1\.bias; 1 unexpected: x; 1 with a different shape: 0\.bias"
     ):
         load_into(model, {"model": state})
     assert same(dict(model.state_dict()), before)

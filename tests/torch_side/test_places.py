@@ -132,7 +132,7 @@ def test_runs_and_their_checkpoints_load(url: str, tmp_path: Path, monkeypatch: 
         load(f"{url}/ckpt/step-1.g1/rank7.pt")
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(FormatError, match=r"2 files to load: rank0\.pt, rank1\.pt"):
+    with pytest.raises(FormatError, match=r"2 files that could be loaded: rank0\.pt, rank1\.pt"):
         load(url)
 
 
@@ -176,7 +176,7 @@ def test_folders_load_their_only_file_and_sharded_ones_say_what_to_do(tmp_path: 
     with pytest.raises(FormatError, match=r"is a sharded checkpoint.*load_latest"):
         load(tmp_path / "step-1")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FormatError, match="0 files to load: nothing"):
+    with pytest.raises(FormatError, match="0 files that could be loaded: nothing"):
         load(tmp_path / "empty")
 
 

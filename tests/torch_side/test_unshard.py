@@ -305,7 +305,7 @@ def test_a_state_that_holds_itself_or_has_no_end_is_refused(tmp_path: Path, is_d
         state["model"]["again"] = state
     torch.save(state, tmp_path / "ba1-rank0.pt")
     with pytest.raises(
-        FormatError, match="containers within" if is_deep else "holds itself at '/model/again'"
+        FormatError, match="containers within" if is_deep else "contains itself at '/model/again'"
     ):
         ckpt.unshard(found(tmp_path), tmp_path / "whole.pt")
 
