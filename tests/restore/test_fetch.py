@@ -83,6 +83,9 @@ def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: li
         with pytest.raises(InvalidNameError):
             fetch(**which)
         assert not (tmp_path / str(which)).exists()
+    for number in (0, 1025, 1.5):
+        with pytest.raises(SettingsError, match=rf"num_concurrent_reads={number} must be .* 1 to 1024"):
+            fetch(num_concurrent_reads=number)
 
 
 def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
