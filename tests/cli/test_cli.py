@@ -383,7 +383,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     assert cli.main([*reading(words, s3_url, tmp_path), *closed]) == 5
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith(f"ckpt-async: no answer yet from {s3_url}; retrying for up to ")
-    assert "right, and reachable from here?" in last
+    assert "correct, and reachable from here?" in last
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def test_a_damaged_or_newer_journal_is_reported(folder: Path, call: Examine) -> 
     path.write_bytes(b"no database" * 1000)
     code, found = call(folder)
     assert (code, levels(found)) == (1, {"journal": "fail"})
-    assert "rebuilt from the manifests" in found["journal"]["hint"]
+    assert "rebuilds it from the manifests" in found["journal"]["hint"]
 
 
 def test_of_a_watched_folder_the_watcher_s_journal_is_looked_at(

@@ -50,7 +50,7 @@ def test_sound_facts_give_no_advice() -> None:
     told = {each.check: each.message for each in found}
     assert told["versions"] == "python 3.11.7, torch not installed"
     assert told["upload"] == "64.0 MiB at 128.0 MiB/s"
-    assert told["checkpoint"] == "40.0 GiB take about 5 min to upload: do not save more often"
+    assert told["checkpoint"] == "40.0 GiB take about 5 min to upload: do not save more often than that"
     assert told["free space"] == "100.0 GiB free: room for 2 of 40.0 GiB"
 
 

@@ -131,7 +131,7 @@ def test_local_ranks_that_saved_nothing_are_all_named() -> None:
     """They were killed before they saved: no other node is to blame."""
     saved = local(Opened(1, 3), enqueued(1, 10), sealed(1, 3), verified(1, "f0", 10), ReceiptStored(id_(1)))
     one, two = local(Opened(1, 3), rank=1), local(Opened(1, 3), rank=2)
-    said = "nothing committed yet; step 1 is uploaded, but {} of this node {} nothing of it"
+    said = "nothing committed yet; step 1 is uploaded, but {} of this node {} no part of it"
     assert summary(saved, one) == said.format("rank 1", "has")
     assert summary(saved, one, two) == said.format("ranks 1, 2", "have")
 

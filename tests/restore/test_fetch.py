@@ -336,7 +336,7 @@ def test_missing_space_is_reported_before_the_fetch(
         return os.statvfs_result(facts)
 
     monkeypatch.setattr(os, "statvfs", small)
-    with pytest.raises(NoSpaceError, match="11999 bytes free, 12000 more are needed"):
+    with pytest.raises(NoSpaceError, match="11999 bytes free, but 12000 are needed"):
         restore.fetch(checkpoint, tmp_path / "there")
     assert num_gets == []
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there", ranks=[0]), {0: files_of(10)[0]})
@@ -353,7 +353,7 @@ def test_a_disk_that_runs_full_raises(run_: Run, tmp_path: Path, monkeypatch: py
         write(self, piece, offset)
 
     monkeypatch.setattr(partial.PartialFile, "write", full)
-    with pytest.raises(NoSpaceError, match="ran full"):
+    with pytest.raises(NoSpaceError, match="filled up"):
         restore.fetch(checkpoint, tmp_path / "there")
     is_full = False
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files_of(10))
