@@ -30,12 +30,12 @@ from ckpt_async.core.json_log import JsonFormatter
 _COMMANDS = (
     ("status", "status", "show what this node holds, and what would be lost if it died now"),
     ("ls", "ls", "list the committed checkpoints of a run, or the runs below a prefix"),
-    ("du", "du", "show what a run takes in the store"),
+    ("du", "du", "show how much space a run takes in the store"),
     ("diff", "diff", "compare two checkpoints: files, sizes, checksums, tensors"),
-    ("watch", "watch", "upload the checkpoints of a trainer that knows nothing of this package"),
+    ("watch", "watch", "upload the checkpoints of a trainer that does not use this package"),
     ("run", "watch", "run a command, and upload the checkpoints that it writes"),
-    ("drain", "drain", "finish what a trainer that has ended left on this node"),
-    ("sweep", "sweep", "finish what dead trainers left, and clean up remotely"),
+    ("drain", "drain", "finish the uploads that a trainer which has ended left on this node"),
+    ("sweep", "sweep", "finish the uploads that dead trainers left, and clean up remotes"),
     ("prune", "sweep", "remove committed checkpoints that a policy does not keep"),
     ("pin", "upkeep", "keep a checkpoint whatever the policy says"),
     ("unpin", "upkeep", "remove a pin"),
@@ -44,7 +44,7 @@ _COMMANDS = (
     ("pull", "pull", "fetch a checkpoint into a local folder and verify it"),
     ("convert", "convert", "write a checkpoint, sharded or not, as one file"),
     ("doctor", "doctor", "check that this node, the folder and the remote are fit for a run"),
-    ("completion", "completion", "print a script with which a shell completes commands and options"),
+    ("completion", "completion", "print a script that lets a shell complete commands and options"),
     ("man", "man", "print a manual page, or write those of all commands"),
     ("version", "version", "print the version"),
 )
@@ -122,7 +122,7 @@ def _parser() -> Parser:
         "--log-format",
         choices=("text", "json"),
         default="text",
-        help="of the log and of errors on stderr; json: one object a line",
+        help="format of the log and of errors on stderr; json: one object per line",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parser.commands = commands.choices

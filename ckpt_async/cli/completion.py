@@ -14,7 +14,7 @@ PROGRAM = "ckpt-async"
 
 
 def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell that is to read it")
+    parser.add_argument("shell", choices=tuple(SHELLS), help="the shell that the script is for")
 
 
 def completion(options: argparse.Namespace) -> Exit:

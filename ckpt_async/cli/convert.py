@@ -19,9 +19,10 @@ _DEEPSPEED_FILE = "*mp_rank_*_model_states.pt"
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write a checkpoint as one file: of a run, of one of its checkpoints, of a file; of ckpt_async, torch DCP,"
-        " OLMo (all but its olmo_core kind), OLMo-core or ML Flashpoint; in a store or on this node. No process group,"
-        " no GPU and little memory are needed. Nothing that the files say is run."
+        "Write a checkpoint as a single file. The source is a run, one of its checkpoints, or a file, in a"
+        " store or on this node, in the format of ckpt_async, torch DCP, OLMo (except its olmo_core kind),"
+        " OLMo-core or ML Flashpoint. No process group or GPU is needed, and little memory. No code in the"
+        " files is run."
     )
     parser.epilog = (
         "examples: ckpt-async convert s3://bucket/run model.safetensors | ckpt-async convert"
@@ -32,13 +33,13 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="SOURCE",
         type=as_path,
-        help="URL or folder of a run (its newest complete checkpoint is taken), of a checkpoint, or a file",
+        help="URL or path of a run (its newest complete checkpoint is used), a checkpoint or a file",
     )
     parser.add_argument(
         "destination",
         metavar="DESTINATION",
         type=_destination,
-        help="a new file, .safetensors (the model's tensors) or .pt (the whole state), or a new folder"
+        help="a new file: .safetensors (the model's tensors) or .pt (the whole state); or a new folder"
         " (model.pt, optim.pt, train.pt)",
     )
     add_kind(parser)
@@ -52,7 +53,9 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore", metavar="GLOB", action="append", default=[], help="leave out keys ('optim/*'); repeatable"
     )
-    parser.add_argument("--subfolder", metavar="F", help="read only the DCP checkpoint in this folder of it")
+    parser.add_argument(
+        "--subfolder", metavar="F", help="read only the DCP checkpoint in this folder of the source"
+    )
     parser.add_argument(
         "--max-memory",
         metavar="SIZE",
@@ -60,7 +63,7 @@ def convert_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT_MEMORY,
         help=f"memory for tensors (default: {_DEFAULT_MEMORY})",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the destination, if it is a file")
+    parser.add_argument("--overwrite", action="store_true", help="replace the destination if it is a file")
 
 
 def convert(options: argparse.Namespace) -> Exit:
@@ -109,7 +112,7 @@ def _found(options: argparse.Namespace) -> restore.Checkpoint:
     if "://" not in source:
         path = Path(source).absolute()
         if not path.exists():
-            raise ObjectNotFoundError(f"there is nothing at {source}")
+            raise ObjectNotFoundError(f"{source} does not exist")
         source = f"file://{path}"
     with telling_of_silence(source, patience_s=PATIENCE_S):
         looked = look(source, stores)
@@ -125,11 +128,11 @@ def _found(options: argparse.Namespace) -> restore.Checkpoint:
     if found is None:
         if "://" not in options.source and _is_deepspeed(Path(options.source)):
             raise ObjectNotFoundError(
-                f"{options.source} has DeepSpeed's ZeRO parts, which its own zero_to_fp32 writes as a whole"
+                f"{options.source} has DeepSpeed's ZeRO parts; use DeepSpeed's own zero_to_fp32 to merge them"
             )
         which = "" if options.step.step is None else f" of step {options.step.text}"
         raise ObjectNotFoundError(
-            f"{options.source} has no checkpoint{which} that is complete; a single file is given by its name"
+            f"{options.source} has no complete checkpoint{which}; to convert a single file, give its name"
         )
     return found
 
@@ -141,5 +144,5 @@ def _is_deepspeed(folder: Path) -> bool:
 
 def _destination(text: str) -> str:
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text} is a remote: convert to a local file, and upload that")
+        raise argparse.ArgumentTypeError(f"{text} is a remote; convert to a local file and upload that")
     return as_path(text)

@@ -12,7 +12,7 @@ from ckpt_async.events.event import KINDS
 _FOLDERS = frozenset({"FOLDER", "FOLDER|REMOTE", "DEST", "F"})
 _FILES = frozenset({"FILE", "SOURCE", "DESTINATION"})
 # Values to offer for a placeholder. In a list, they complete only the first word.
-_OFFERED = {"KINDS": (*KINDS, "all")}
+_OFFERED = {"EVENTS": (*KINDS, "all")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensors",
         action="store_true",
-        help="also compare names, types and shapes of tensors, of DCP and safetensors; their content is not read",
+        help="also compare the names, types and shapes of tensors in DCP and safetensors files; their content"
+        " is not read",
     )
 
 
@@ -127,9 +128,7 @@ def diff(options: argparse.Namespace) -> Exit:
     if tensors is not None:
         _print(tensors, str, "tensor")
         if silent:
-            print_line(
-                f"the tensors of {counted(len(silent), 'file')} are not known: {', '.join(silent[:5])}"
-            )
+            print_line(f"the tensors of {counted(len(silent), 'file')} are unknown: {', '.join(silent[:5])}")
     return code
 
 
@@ -143,7 +142,7 @@ def _find(place: Place, options: argparse.Namespace) -> restore.Checkpoint:
             store_options=store_options(options),
         )
     if found is None:
-        raise ObjectNotFoundError(f"{place} has no checkpoint that is complete")
+        raise ObjectNotFoundError(f"{place} has no complete checkpoint")
     return found
 
 
@@ -158,7 +157,9 @@ def _print(found: Difference[T], text: Callable[[T], str], noun: str) -> None:
     for name, each in found.added.items():
         print_line(f"+ {name}  {text(each)}")
     for name, (old, new) in found.changed.items():
-        changed = f"{text(old)} -> {text(new)}" if text(old) != text(new) else f"{text(old)}, another content"
+        changed = (
+            f"{text(old)} -> {text(new)}" if text(old) != text(new) else f"{text(old)}, different content"
+        )
         print_line(f"~ {name}  {changed}")
     print(
         f"{counted(found.num_same, noun)} the same, {len(found.changed)} changed, {len(found.removed)} only in A,"

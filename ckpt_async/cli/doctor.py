@@ -20,16 +20,18 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER|REMOTE",
         nargs="*",
         type=as_path,
-        help="where the trainer will write, and where it will upload to (default: the remote in the folder's journal)",
+        help="the folder that the trainer will write to, and the remote that it will upload to (default: the"
+        " remote in the folder's journal)",
     )
     parser.add_argument(
-        "--speed", action="store_true", help="also measure the speed: upload and download 64 MiB"
+        "--speed", action="store_true", help="also measure the speed by uploading and downloading 64 MiB"
     )
     parser.add_argument(
         "--checkpoint-bytes",
         metavar="SIZE",
         type=as_size,
-        help="size of this node's part of a checkpoint, e.g. 40GiB: check for room and upload time (implies --speed)",
+        help="size of this node's part of a checkpoint, e.g. 40GiB; checks free space and upload time (implies"
+        " --speed)",
     )
 
 

@@ -29,7 +29,9 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
         type=as_folder("the folder's journal names the remote; if it is lost, use `--remote {}`"),
         help="the folder that the uploader was opened with",
     )
-    parser.add_argument("--remote", metavar="URL", help="remote URL (default: as the trainer recorded)")
+    parser.add_argument(
+        "--remote", metavar="URL", help="remote URL (default: the one that the trainer recorded)"
+    )
     parser.add_argument(
         "--timeout",
         metavar="S",
@@ -89,7 +91,7 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
     def change(recorded: RemoteAddress | None) -> RemoteAddress:
         url = options.remote or (recorded.url if recorded else None)
         if url is None:
-            raise SettingsError("the journal does not say where it uploads to", hint="pass it with --remote")
+            raise SettingsError("the journal does not name the remote", hint="pass it with --remote")
         if recorded is None or recorded.url != url:
             recorded = replace(
                 address_of(url, given, env=os.environ), put_args=recorded.put_args if recorded else {}

@@ -20,7 +20,7 @@ RECORDS, OTHERS = "records", "others"
 
 def du_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
-    parser.add_argument("remote", metavar="REMOTE", help=f"{WHERE}, or a prefix that has runs below it")
+    parser.add_argument("remote", metavar="REMOTE", help=f"{WHERE}, or a prefix with runs below it")
     add_kind(parser)
 
 

@@ -26,22 +26,27 @@ def add_events(parser: argparse._ActionsContainer) -> None:
         "--exec",
         metavar="CMD",
         type=_as_command,
-        help="run this for events, without a shell, e.g. 'evaluate {step} {url}'",
+        help="run this command for events, without a shell, e.g. 'evaluate {step} {url}'",
     )
     parser.add_argument(
-        "--exec-on", metavar="KINDS", help="for these kinds of events, joined by commas (default: committed)"
+        "--exec-on",
+        metavar="EVENTS",
+        help="run it only for these events, separated by commas (default: committed)",
     )
     parser.add_argument(
-        "--webhook", metavar="URL", help="post events there as JSON; others see it in the list of processes"
+        "--webhook",
+        metavar="URL",
+        help="POST events to URL as JSON (other users see it in `ps`; to hide it, use"
+        " CKPT_ASYNC_EVENT_WEBHOOK)",
     )
     parser.add_argument(
-        "--webhook-on", metavar="KINDS", help="only these kinds of events, joined by commas (default: all)"
+        "--webhook-on", metavar="EVENTS", help="post only these events, separated by commas (default: all)"
     )
     parser.add_argument(
         "--webhook-secret-file",
         metavar="FILE",
         type=as_path,
-        help="secret that signs them (default: CKPT_ASYNC_WEBHOOK_SECRET)",
+        help="file with the secret that signs the posts (default: the secret in CKPT_ASYNC_WEBHOOK_SECRET)",
     )
 
 

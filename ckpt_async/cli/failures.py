@@ -57,7 +57,7 @@ def _explain(error: Exception) -> tuple[Exit, str, str]:
         return Exit.USAGE, str(error), error.hint
     if isinstance(error, CkptAsyncError):
         return _code(error), error.without_hint, error.hint
-    hint = "CKPT_ASYNC_DEBUG=1 shows where"
+    hint = "CKPT_ASYNC_DEBUG=1 shows the traceback"
     if isinstance(error, OSError):
         return Exit.ERROR, str(error), hint
     return Exit.ERROR, f"this is a bug: {error!r}", hint

@@ -97,10 +97,10 @@ async def look(
         return run.url, [run]
     async with opened(options.remote, options) as (store, heard):
         heard()  # the store has answered already
-        with saying_later(f"still looking for runs below {store.url}", "still_looking", url=store.url):
+        with saying_later(f"still searching for runs below {store.url}", "still_looking", url=store.url):
             below = [] if options.kind else await runs_below(store)
     if not below:
-        raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async, and there is none below it")
+        raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async, and there are none below it")
     at_once = asyncio.Semaphore(NUM_RUNS_AT_ONCE)
 
     async def one(place: str) -> Run:

@@ -21,7 +21,7 @@ Shown = tuple[Found, Decision]
 
 def ls_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
-    parser.add_argument("remote", metavar="REMOTE", help=f"{WHERE}, or a prefix that has runs below it")
+    parser.add_argument("remote", metavar="REMOTE", help=f"{WHERE}, or a prefix with runs below it")
     parser.add_argument(
         "checkpoint",
         metavar="STEP|STEP@gN|NAME",
@@ -195,7 +195,9 @@ def _remarks(each: Decision, newest: CheckpointId | None) -> Iterator[str]:
 
 def _runs(options: argparse.Namespace, url: str, runs: Sequence[Run]) -> Exit:
     if options.checkpoint or options.long or options.all or options.generation:
-        raise ObjectNotFoundError(f"{url} holds no run of ckpt_async itself, only runs below it: name one")
+        raise ObjectNotFoundError(
+            f"{url} itself holds no run of ckpt_async, but there are runs below it: name one of them"
+        )
     unreadable = [error for run in runs for error in run.unreadable]
     if options.json:
         print_json({"remote": url, "runs": [_run_json(run) for run in runs]})

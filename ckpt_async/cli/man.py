@@ -18,7 +18,9 @@ PROGRAM = "ckpt-async"
 
 
 def man_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("of", metavar="COMMAND", nargs="?", default="", help="the command it is about")
+    parser.add_argument(
+        "of", metavar="COMMAND", nargs="?", default="", help="the command that the page is about"
+    )
     parser.add_argument(
         "--into", metavar="FOLDER", type=as_path, help="write the pages of all commands into this folder"
     )
@@ -29,7 +31,9 @@ def man(options: argparse.Namespace) -> Exit:
     program = described(options.root)
     pages = {each.name: page(each, program) for each in (program, *program.commands)}
     if options.of not in pages:
-        raise SettingsError(f"there is no command {options.of!r}", hint=f"there are {', '.join(pages)[2:]}")
+        raise SettingsError(
+            f"there is no command {options.of!r}", hint=f"the commands are {', '.join(pages)[2:]}"
+        )
     if options.into is None:
         print(pages[options.of], end="")
         return Exit.OK

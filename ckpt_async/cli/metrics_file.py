@@ -32,7 +32,8 @@ def add_metrics_file(parser: argparse.ArgumentParser, target: str) -> None:
         "--metrics-file",
         metavar="FILE",
         type=as_path,
-        help="write metrics there at the end, for node_exporter's textfile collector (FILE ends in .prom)",
+        help="at the end, write metrics to FILE, for node_exporter's textfile collector (its name must end in"
+        " .prom)",
     )
     parser.set_defaults(metrics_target=target)
 

@@ -152,7 +152,7 @@ class _Unread:
         except OSError as error:
             if not self._has_said:
                 self._has_said = True
-                text = f"ckpt-async: the output cannot be written: {error.strerror}; going on without it"
+                text = f"ckpt-async: the output cannot be written: {error.strerror}; continuing without it"
                 say(text, "output_failed")
 
 
@@ -193,7 +193,7 @@ def pause_for_reader(pause_s: float) -> None:
     poll = select.poll()
     poll.register(descriptor, 0)  # poll always reports errors
     if poll.poll(pause_s * 1000):
-        raise BrokenPipeError(errno.EPIPE, "nobody reads the output any more")
+        raise BrokenPipeError(errno.EPIPE, "the reader of the output has closed it")
 
 
 def id_json(checkpoint: CheckpointId) -> Json:

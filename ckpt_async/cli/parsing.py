@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         option = args[0].partition("=")[0]
         if at and option.startswith("-") and option not in self._option_string_actions:
             meant = shlex.join([self.prog, args[at], *args[:at], *args[at + 1 :]])
-            raise UsageError(f"{option} comes after the command", self.prog, meant=f"`{meant}`")
+            raise UsageError(f"{option} must come after the command", self.prog, meant=f"`{meant}`")
 
 
 # The command that runs another program, whose command line begins after `--`.
@@ -99,7 +99,7 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
 
 def add_kind(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--kind", metavar="KIND", type=as_kind, help="a kind of checkpoints of the run, as `ls` shows them"
+        "--kind", metavar="KIND", type=as_kind, help="a kind of checkpoint of the run, as `ls` shows it"
     )
 
 
@@ -108,33 +108,35 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--generation",
         metavar="N",
         type=as_generation,
-        help="only checkpoints of this generation, which is one start of the run",
+        help="only checkpoints of this generation (one start of the run)",
     )
 
 
 def as_generation(text: str) -> int:
     if text.isascii() and text.isdecimal() and 1 <= int(text) <= keys.MAX_GENERATION:
         return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a generation: a whole number from 1 on")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a generation, which is a whole number from 1")
 
 
 def generation_of(which: Which, generation: int | None) -> int | None:
     """Return the generation given by `100@g2` or `--generation`. Raises UsageError if they contradict each other."""
     if generation is None or which.generation in (None, generation):
         return which.generation if generation is None else generation
-    raise UsageError(f"{which.text} is not of generation {generation}", "ckpt-async")
+    raise UsageError(f"{which.text} does not belong to generation {generation}", "ckpt-async")
 
 
 def as_kind(text: str) -> str:
     if keys.is_kind(text):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not a name for a kind of checkpoints, such as weights")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a valid name for a kind of checkpoint, such as weights"
+    )
 
 
 def as_path(text: str) -> str:
     if text:
         return text
-    raise argparse.ArgumentTypeError("'' is not a path: '.' is the working directory")
+    raise argparse.ArgumentTypeError("'' is not a path; use '.' for the working directory")
 
 
 def as_folder(instead: str) -> Callable[[str], str]:

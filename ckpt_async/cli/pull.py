@@ -65,7 +65,7 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         metavar="N",
         type=_ranks,
-        help="of how many ranks a checkpoint of another tool with one file per rank is, if no name says it",
+        help="number of ranks of another tool's one-file-per-rank checkpoint, if no file name tells it",
     )
     parser.add_argument(
         "--folder", metavar="F", type=as_path, help="a trainer's folder that may still hold some of the files"
@@ -76,13 +76,15 @@ def pull_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="verify every file against its checksum (the default)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace different files of the same names")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files of the same names whose content differs"
+    )
     parser.add_argument(
         "--concurrency",
         metavar="N",
         type=_reads,
         default=MAX_CONCURRENT_READS,
-        help="most reads at once (default: %(default)s, of which as many as the link takes)",
+        help="maximum concurrent reads (default: %(default)s; fewer if that fills the link)",
     )
     add_metrics_file(parser, "url")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be pulled")
@@ -149,7 +151,7 @@ def pull(options: argparse.Namespace) -> Exit:
 
 
 _ORIGINS = {
-    "there": "were there",
+    "there": "already there",
     "resumed": "from an earlier pull",
     "local": "from this node",
     "peer": "from peers",
@@ -192,11 +194,15 @@ def _plan(options: argparse.Namespace) -> Exit:
 
 
 def _none(options: argparse.Namespace) -> ObjectNotFoundError:
-    which = "no checkpoint" if options.step.step is None else f"no checkpoint of step {options.step.text}"
+    which = (
+        "no complete checkpoint"
+        if options.step.step is None
+        else f"no complete checkpoint of step {options.step.text}"
+    )
     of_kind = f" of kind {options.kind}" if options.kind else ""
     of_kind += f" of generation {options.generation}" if options.generation else ""
-    hint = f"`ckpt-async ls {options.url}` shows what is there, and the runs below a prefix"
-    return ObjectNotFoundError(f"{options.url} has {which}{of_kind} that is complete", hint=hint)
+    hint = f"`ckpt-async ls {options.url}` lists its checkpoints, or the runs below a prefix"
+    return ObjectNotFoundError(f"{options.url} has {which}{of_kind}", hint=hint)
 
 
 def _tell_rejected(checkpoint: restore.Checkpoint) -> None:

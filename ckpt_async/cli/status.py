@@ -34,11 +34,14 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER|REMOTE",
         nargs="+",
         type=as_path,
-        help="folders that uploaders were opened with, and remotes of runs",
+        help="folders that uploaders were opened with, or remotes of runs",
     )
-    parser.add_argument("--watch", action="store_true", help="look again and again, until Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
     parser.add_argument(
-        "--interval", metavar="S", type=_pause, help="with --watch, every S seconds (2; 10 with a remote)"
+        "--interval",
+        metavar="S",
+        type=_pause,
+        help="with --watch, refresh every S seconds (2; 10 with a remote)",
     )
     add_store_options(parser)
 
@@ -218,7 +221,7 @@ class _RemoteSight(_Sight):
         seen = {kind: each for kind, each in found.items() if each is not None}
         if not seen:
             raise ObjectNotFoundError(
-                f"{run.url} holds no run of ckpt_async: `ckpt-async ls` shows those below a prefix"
+                f"{run.url} holds no run of ckpt_async; `ckpt-async ls` lists the runs below a prefix"
             )
         return seen
 
@@ -248,4 +251,4 @@ def _of_target(target: str, options: argparse.Namespace) -> _Sight:
 def _pause(text: str) -> float:
     if value := as_seconds(text):
         return value
-    raise argparse.ArgumentTypeError("0 would look without a pause")
+    raise argparse.ArgumentTypeError("0 would mean no pause between refreshes")

@@ -36,7 +36,7 @@ def _of_kind(folder: str, seen: Seen, title: list[Line]) -> Block:
     found, owned = seen.status, seen.owned
     lines = [*title, ("warn" if found.at_risk else "good", found.summary)]
     if found.pending and not owned:
-        lines.append(("warn", "no uploader is running here: `ckpt-async drain` finishes what was sealed"))
+        lines.append(("warn", "no uploader is running here; `ckpt-async drain` finishes what was sealed"))
     ranks = (f"{rank}" if rank in owned else f"{rank} (stopped)" for rank in found.ranks)
     queue = ", ".join(
         f"{count} {state} ({in_units(size_bytes)})"
@@ -92,7 +92,10 @@ def remote_block(kind: str, found: Overview, *, is_titled: bool) -> Block:
     num_damaged = sum(each.is_damaged for each in found.items)
     if newest is None and num_damaged:
         lines.append(
-            ("bad", f"nothing can be used: {counted(num_damaged, 'checkpoint')} committed, all found damaged")
+            (
+                "bad",
+                f"no checkpoint is usable: {counted(num_damaged, 'checkpoint')} committed, all found damaged",
+            )
         )
     elif newest is None:
         lines.append(("warn", "nothing committed yet"))
@@ -122,20 +125,16 @@ def remote_block(kind: str, found: Overview, *, is_titled: bool) -> Block:
         for each in shown
     ]
     older = len(decided) - MOST_DECIDED
-    after = [("quiet", f"and {older} older ones: `ckpt-async ls {found.url}`")] if older > 0 else []
+    after = [("quiet", f"and {older} older ones, see `ckpt-async ls {found.url}`")] if older > 0 else []
     table = Table(titles, rows, [_state(each) for each in shown], 3, ("GENERATION", "NAME", "SIZE", "AGE"))
     return Block(lines, table, after)
 
 
 def _waiting(each: Item, now: float) -> str:
     missing = each.missing_ranks
-    whom = (
-        f"waits for {named('rank', missing)}"
-        if missing
-        else "all ranks have delivered, nobody has decided yet"
-    )
+    whom = f"waits for {named('rank', missing)}" if missing else "waits for a decision"
     if each.world_size is None:
-        whom = "of how many is not known"
+        whom = "total number of ranks unknown"
     last = f", last change {age(now - each.at)} ago" if each.at else ""
     left = f" ({one_line(each.reason)})" if each.reason else ""
     delivered = f"{len(each.ranks)} of {each.world_size or '?'} ranks have delivered"
@@ -152,7 +151,7 @@ def _remarks(each: Item, newest: Item | None) -> Iterator[str]:
     if each.is_pinned:
         yield "pinned"
     if each.missing_ranks:
-        yield f"without {few(each.missing_ranks)}"
+        yield f"missing: {few(each.missing_ranks)}"
     if each.reason:
         yield one_line(each.reason)
 

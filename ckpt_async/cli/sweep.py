@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 
 # By which share of `--interval` a pause is randomly longer or shorter.
 JITTER = 0.1
-POLICIES = "last=N, every-steps=N, every-seconds=T, best=K:METRIC:min|max, named=NAME, all; joined by commas"
+POLICIES = (
+    "last=N, every-steps=N, every-seconds=T, best=K:METRIC:min|max, named=NAME, all; separated by commas"
+)
 
 
 def sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         nargs="*",
         type=as_folder("use `--remote {}`"),
-        help="folders of trainers on this node; '*' matches names",
+        help="folders of trainers on this node; '*' is a wildcard",
     )
     parser.add_argument(
         "--remote", metavar="URL", action="append", default=[], help="also sweep this remote; repeatable"
@@ -56,8 +58,8 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         type=_keep,
         action="append",
         default=[],
-        help=f"remote retention (default: the setting remote_retention): {POLICIES}; of a kind of checkpoints with its"
-        " name before it, e.g. weights:last=10 (default: what its Uploader was opened with)",
+        help=f"remote retention (default: the setting remote_retention): {POLICIES}; for a kind of checkpoint,"
+        " put its name in front, e.g. weights:last=10 (default: what its Uploader was opened with)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan with its reasons; change nothing"
@@ -68,15 +70,15 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folders-only",
         action="store_true",
-        help="only finish what is in the folders, which needs a trainer's permissions; leave the remotes to another"
-        " sweeper",
+        help="only finish what is in the folders, for which a trainer's permissions suffice; leave the remotes"
+        " to another sweeper",
     )
     parser.add_argument(
         "--metrics-port",
         metavar="P",
         type=_port,
         default=-1,
-        help="port for Prometheus, and for a page for people (0: any free one)",
+        help="port of the Prometheus metrics and the live page (0: any free one)",
     )
     _add_sweep_events(parser)
     add_metrics_file(parser, "targets")
@@ -93,7 +95,7 @@ def _add_sweep_events(parser: argparse.ArgumentParser) -> None:
         "--events-dir",
         metavar="DIR",
         type=as_path,
-        help="where events of remotes wait to be delivered, on a local disk (default: the user's state directory)",
+        help="folder on a local disk where events of remotes are queued (default: the user's state directory)",
     )
 
 
@@ -108,13 +110,15 @@ def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:
         raise SettingsError("nothing to sweep", hint="give a folder, or --remote URL")
     if options.metrics_file and options.interval is not None:
         raise SettingsError(
-            "--metrics-file is for a sweep that ends", hint="with --interval use --metrics-port"
+            "--metrics-file is only for a sweep that ends", hint="with --interval use --metrics-port"
         )
     kept = dict(options.keep)
     if kept and options.folders_only:
-        raise SettingsError("--folders-only prunes nothing", hint="leave out --keep")
+        raise SettingsError("--folders-only does not prune", hint="leave out --keep")
     if len(kept) < len(options.keep):
-        raise SettingsError("--keep is given twice for the same checkpoints", hint="join policies by commas")
+        raise SettingsError(
+            "--keep was given twice for the same checkpoints", hint="separate the policies by commas"
+        )
     sweeper = Sweeper(
         options.folders,
         options.remote,
@@ -170,7 +174,7 @@ async def _sweep_until_stopped(options: argparse.Namespace, sweeper: Sweeper) ->
         if (bug := sweeping.exception()) is None:
             _print_sweep(sweeping.result(), options)
         else:
-            logger.error("sweep_failed error=%r; the next sweep still runs", bug, exc_info=bug)
+            logger.error("sweep_failed error=%r; the next sweep will run as planned", bug, exc_info=bug)
             if options.json:
                 print(
                     json.dumps({"is_dry_run": options.dry_run, "is_clean": False, "error": repr(bug)}),
@@ -188,7 +192,7 @@ def _print_sweep(report: SweepReport, options: argparse.Namespace) -> None:
         return
     lines = [line for each in report.folders for line in _folder_lines(each)]
     lines += [line for each in report.remotes for line in _remote_lines(each, is_dry_run=options.dry_run)]
-    for line in lines or ["no folder matches yet: nothing to do"]:
+    for line in lines or ["no folder matches yet; nothing to do"]:
         print_line(line)
 
 
@@ -197,10 +201,14 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
         yield f"{each.folder}: {each.error}"
     elif not os.path.isdir(f"{each.folder}/{keys.PRIVATE}"):
         beside = watched_from(each.folder)
-        where = f"; a watcher works on it: sweep its state, {str(beside)!r}" if beside else ""
+        where = (
+            f"; it is being watched: sweep the watcher's state folder instead, {str(beside)!r}"
+            if beside
+            else ""
+        )
         yield f"{each.folder}: no trainer has run here yet{where}"
     elif each.waiting_ranks:
-        yield f"{each.folder}: would finish what ranks {list(each.waiting_ranks)} left, where no owner is alive"
+        yield f"{each.folder}: would finish what ranks {list(each.waiting_ranks)} left, if their owners are dead"
     elif each.drained is None:
         yield f"{each.folder}: nothing left to finish"
     else:
@@ -210,7 +218,7 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
         owned = sorted({rank.rank for rank in ranks if rank.in_use_by})
         yield (
             f"{each.folder}: {committed} committed, {left} left, {each.drained.uploaded_bytes} bytes uploaded"
-            + (f"; ranks {owned} have a live owner" if owned else "")
+            + (f"; ranks {owned} are in use by a live owner" if owned else "")
         )
         for rank in ranks:
             who = f"rank {rank.rank}, kind {rank.kind}," if rank.kind else f"rank {rank.rank}"
@@ -262,7 +270,7 @@ def _state(done: Done, is_dry_run: bool) -> str:
     is_settling = isinstance(
         done.action, sweep_plan.Settle | sweep_plan.GiveUp | sweep_plan.BeginPrune | sweep_plan.FinishPrune
     )
-    return "no longer had to" if is_settling and done.outcome is None else "did"
+    return "did not need to" if is_settling and done.outcome is None else "did"
 
 
 def _objects(action: sweep_plan.Planned) -> tuple[str, ...]:
@@ -353,7 +361,7 @@ def prune_arguments(parser: argparse.ArgumentParser) -> None:
     add_metrics_file(parser, "url")
     prune_how = parser.add_mutually_exclusive_group()
     prune_how.add_argument("--dry-run", action="store_true", help="only print the plan (the default)")
-    prune_how.add_argument("--yes", action="store_true", help="do it")
+    prune_how.add_argument("--yes", action="store_true", help="prune")
 
 
 def prune(options: argparse.Namespace) -> Exit:
@@ -382,14 +390,14 @@ def prune(options: argparse.Namespace) -> Exit:
     options.metrics_port, options.verify, options.folders_only = -1, False, False
     code = _sweep(options, settings)
     if options.dry_run and not options.json:
-        print("nothing was touched; --yes does it")
+        print("nothing was changed; pass --yes to prune")
     return code
 
 
 def _pause(text: str) -> float:
     if value := as_seconds(text):
         return value
-    raise argparse.ArgumentTypeError("0 would sweep without a pause")
+    raise argparse.ArgumentTypeError("0 would mean no pause between sweeps")
 
 
 def _keep(text: str) -> tuple[str, str]:

@@ -85,7 +85,9 @@ def _set_pin(options: argparse.Namespace, *, is_pinned: bool) -> Exit:
         decision = await steps.set_pin(store, id_, is_pinned)
         if decision is None or decision.outcome is not Outcome.COMMIT:
             state = decision.outcome.value if decision else "gone"
-            raise ObjectNotFoundError(f"{id_} is {state}: too late to pin it", key=keys.decision_key(id_))
+            raise ObjectNotFoundError(
+                f"{id_} is {state}; it is too late to change its pin", key=keys.decision_key(id_)
+            )
         return decision
 
     decision = with_store(options, work)
@@ -109,9 +111,7 @@ def unmark(options: argparse.Namespace) -> Exit:
     if options.json:
         print(json.dumps({**id_json(id_), "was_marked": reason}))
     else:
-        print(
-            f"step {id_.step} of generation {id_.generation} is not marked any more; the mark said: {reason}"
-        )
+        print(f"step {id_.step} of generation {id_.generation} is no longer marked; the mark said: {reason}")
     return Exit.OK
 
 
@@ -159,7 +159,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         type=_percent,
         default=0.0,
-        help="read this share of the shards completely",
+        help="read this share of the shards in full",
     )
     add_metrics_file(parser, "url")
     parser.add_argument("--seed", type=int, default=0, help="seed that selects which shards are read")
@@ -206,17 +206,17 @@ def verify(options: argparse.Namespace) -> Exit:
     for each in result.findings:
         print_line(f"{'leftover' if each.is_leftover else 'VIOLATION'} {each}")
     for what in result.not_looked_at:
-        print_line(f"not looked at: {what}")
+        print_line(f"not checked: {what}")
     for mark in result.marks:
         print_line(f"MARKED {mark.checkpoint}: {mark.reason}")
         if mark.is_sound:
             name = f"{mark.checkpoint.step}@g{mark.checkpoint.generation}"
             where = f"{options.url} --kind {options.kind}" if options.kind else options.url
             print_line(
-                f"  every byte of it is as committed: `ckpt-async unmark {where} {name}` removes the mark"
+                f"  every byte of it is as committed; `ckpt-async unmark {where} {name}` removes the mark"
             )
     how = (
-        f"{result.num_shards_read} of them read whole"
+        f"{result.num_shards_read} of them read in full"
         if result.num_shards_read
         else "by the store's checksums"
     )

@@ -52,13 +52,14 @@ def watch_arguments(parser: argparse.ArgumentParser) -> None:
         "folder",
         metavar="FOLDER",
         type=as_folder("give the folder first, then the remote"),
-        help="where the trainer writes its checkpoints; it may not be there yet, except with --once",
+        help="where the trainer writes its checkpoints; need not exist yet, except with --once",
     )
     parser.add_argument("remote", metavar="REMOTE", help=WHERE)
     parser.add_argument(
         "--once",
         action="store_true",
-        help="adopt what is complete now, oldest first, and end when it is committed; run it again to go on",
+        help="upload what is complete now, oldest first, and end once it is committed; run it again to"
+        " continue",
     )
     _add_common(parser)
 
@@ -78,46 +79,49 @@ def run_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=as_seconds,
         default=GRACE_S,
-        help="told to end after the command's end, go on for so long at most (10); a second signal ends it at once",
+        help="after the command has ended, a signal leaves at most S seconds to finish uploading (10); a"
+        " second signal ends it at once",
     )
     parser.set_defaults(argv=[])
-    parser.epilog = "after `--` comes the command: ckpt-async run s3://bucket/run-a -- torchrun train.py"
+    parser.epilog = "the command follows after `--`: ckpt-async run s3://bucket/run-a -- torchrun train.py"
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
     add_kind(parser)
     how = parser.add_argument_group(
-        "which checkpoints are complete (default: every known format, by its own mark)"
+        "which checkpoints are complete (default: those of every known format, by the format's own marker)"
     )
     how.add_argument(
         "--format", choices=FORMATS, action="append", default=[], help="only this format; repeatable"
     )
-    how.add_argument("--done", metavar="FILE", type=_as_name, help="folders that have a file of this name")
+    how.add_argument("--done", metavar="FILE", type=_as_name, help="folders that contain a file of this name")
     how.add_argument(
         "--pattern",
         metavar="GLOB",
         default="",
-        help="files or folders with such a path, which get it by renaming",
+        help="paths that match GLOB; the trainer must rename them into place when they are complete",
     )
     how.add_argument(
         "--quiet-s",
         metavar="S",
         type=as_seconds,
         default=0.0,
-        help="folders that nothing was written to for S seconds: half a checkpoint, if its writer only paused",
+        help="folders without writes for S seconds (unsafe: uploads a partial checkpoint if the writer merely"
+        " paused)",
     )
     how.add_argument(
         "--ranks",
         metavar="N",
         type=_as_count,
         default=0,
-        help="trainer processes, where a format does not tell",
+        help="number of trainer processes, for formats that do not record it",
     )
     how.add_argument(
         "--ignore-times",
         action="store_true",
-        help="of a folder to which nobody writes, and which was copied without its files' times",
+        help="ignore the files' mtimes; only for a folder that nothing writes to and that was copied without"
+        " preserving them",
     )
     _add_where_and_when(parser)
     add_events(parser.add_argument_group("events (docs/events.md)"))
@@ -130,8 +134,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--min-free-bytes",
         metavar="X",
         type=int,
-        help="leave so much of the disk to the trainer: what it has deleted and is not sent goes then, the oldest"
-        " first (0: its next checkpoint, and a reserve)",
+        help="free space to keep for the trainer; below it, unsent checkpoints that the trainer has deleted"
+        " are dropped, oldest first (0: room for its next checkpoint, plus a reserve)",
     )
     for each in dataclasses.fields(Settings):
         if each.name not in _OURS and each.name not in OPTIONS.values():
@@ -144,20 +148,20 @@ def _add_where_and_when(parser: argparse.ArgumentParser) -> None:
         "--node",
         metavar="I/N",
         type=_as_node,
-        help="this is node I of N, each with a folder of its own (default: as torchrun or Slurm say; 0/1 where the"
-        " folder is on a file system that nodes share)",
+        help="this is node I of N, each with its own folder (default: as torchrun or Slurm say; 0/1 if the"
+        " folder is on a file system that the nodes share)",
     )
     where.add_argument(
         "--state",
         metavar="DIR",
         type=Path,
-        help="links and journal, on a local disk (default: beside the folder)",
+        help="folder for links and the journal, on a local disk (default: beside the watched folder)",
     )
     where.add_argument(
         "--keep-local",
         metavar="N",
         type=_as_count,
-        help="delete the trainer's committed checkpoints but for the newest N (default: touch nothing)",
+        help="delete the trainer's committed checkpoints except the newest N (default: delete nothing)",
     )
     when = parser.add_argument_group("when")
     when.add_argument(
@@ -165,21 +169,21 @@ def _add_where_and_when(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=as_seconds,
         default=5.0,
-        help="look at least this often (5); inotify wakes earlier",
+        help="scan at least this often (5); inotify triggers earlier scans",
     )
     when.add_argument(
         "--settle-s",
         metavar="S",
         type=as_seconds,
         default=1.0,
-        help="a complete checkpoint is linked at once and handed in when it has not changed for so long (1)",
+        help="a complete checkpoint is linked at once and uploaded when it has not changed for S seconds (1)",
     )
     when.add_argument(
         "--drain-timeout",
         metavar="S",
         type=as_seconds,
         default=3600.0,
-        help="at the end, time for what was saved to be committed (3600)",
+        help="at the end, wait at most S seconds until everything is committed (3600)",
     )
 
 
@@ -238,7 +242,7 @@ def watch(options: argparse.Namespace) -> Exit:
 def run(options: argparse.Namespace) -> int:
     """Run a command with a watcher beside it. Return the command's exit status, or the watcher's if that is 0."""
     if not options.argv:
-        raise SettingsError("no command is given", hint="ckpt-async run REMOTE -- python train.py")
+        raise SettingsError("no command was given", hint="ckpt-async run REMOTE -- python train.py")
     parse_url(options.remote)  # a bad URL would fail every later start, too
     options.once = False
     environment = dict(os.environ)
@@ -288,18 +292,18 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
     node, num_nodes = options.node or ((0, 1) if is_shared else launch.node(environment))
     if options.once and num_nodes > 1:
         raise SettingsError(
-            "--once works for one node: the others would not know when it is over",
-            hint="watch on all nodes without it, or --node 0/1",
+            "--once works only for one node; the others would not know when it is over",
+            hint="watch on all nodes without --once, or use --node 0/1",
         )
     state = Path(os.path.realpath(options.state)) if options.state else watcher_state(folder)
     if state == folder or folder in state.parents:
         raise SettingsError(
             f"--state {options.state} is in the watched folder",
-            hint="take a folder beside it, on the same disk",
+            hint="use a folder beside it, on the same disk",
         )
     if options.remote.startswith("file://") and Path(f"/{keys.path_in(options.remote)}").resolve() == folder:
         raise SettingsError(
-            f"{options.remote} is the watched folder itself", hint="take another folder as the remote"
+            f"{options.remote} is the watched folder itself", hint="use another folder as the remote"
         )
     # The watcher is not one of the trainer's ranks, though it was started like one.
     for name in environment.keys() - launch.without_rank(environment).keys():
@@ -352,7 +356,7 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
     is_problem = told.event in ("refused", "changed", "incomplete")
     text = {
         "committed": f"committed ({told.format}, {in_units(told.size_bytes)})",
-        "there": "is in the store already",
+        "there": "is already in the store",
         "refused": f"REFUSED: {told.reason}",
         "changed": f"CHANGED: {told.reason}",
         "incomplete": f"is not complete: {told.reason}",
@@ -370,7 +374,10 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
 def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
     code = _code(report)
     if report.is_cut_short:
-        text = f"told to end before all was finished (--drain-timeout {options.drain_timeout:g}, or a signal)"
+        text = (
+            f"stopped before everything was committed (--drain-timeout {options.drain_timeout:g}, or a"
+            " signal)"
+        )
         text = f"ckpt-async: checkpoints may not be in the store: {text}"
         say(text, "not_drained", level=logging.ERROR)
     if options.json:
@@ -380,8 +387,8 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
         for path, reason in report.incomplete.items():
             _say_at_the_end(options, f"{path}: is not complete: {reason}")
         for path in report.unfinished:
-            _say_at_the_end(options, f"{path}: is not committed yet; the next start goes on with it")
-        there = f", {report.num_there} before" if report.num_there else ""
+            _say_at_the_end(options, f"{path}: is not committed yet; the next start will finish it")
+        there = f", {report.num_there} already in the store" if report.num_there else ""
         _say_at_the_end(options, f"{counted(report.num_committed, 'checkpoint')} committed{there}")
     return code
 
@@ -421,7 +428,7 @@ def _as_node(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text)
     if match and int(match[1]) < int(match[2]):
         return int(match[1]), int(match[2])
-    raise argparse.ArgumentTypeError(f"{text!r} is not a node such as 0/2, which is the first of two")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a node such as 0/2, the first of two")
 
 
 def _as_count(text: str) -> int:
@@ -433,4 +440,4 @@ def _as_count(text: str) -> int:
 def _as_name(text: str) -> str:
     if text and "/" not in text:
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not the name of a file")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a file name")

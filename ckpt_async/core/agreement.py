@@ -21,12 +21,12 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
         if receipt.checkpoint != checkpoint:
             return f"rank {receipt.rank}'s receipt is of {receipt.checkpoint}"
         if receipt.world_size != first.world_size:
-            sizes = f"{receipt.world_size}, rank {first.rank} says {first.world_size}"
+            sizes = f"{receipt.world_size}, but rank {first.rank} says {first.world_size}"
             return f"rank {receipt.rank} says world size {sizes}"
         if receipt.shards and receipt.name != name_of(by_rank):
-            return f"rank {receipt.rank} calls it {receipt.name!r}, another rank {name_of(by_rank)!r}"
+            return f"rank {receipt.rank} calls it {receipt.name!r}, other ranks {name_of(by_rank)!r}"
     if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
-        return f"receipts of ranks {[receipt.rank for receipt in by_rank]} for world size {first.world_size}"
+        return f"receipts of ranks {[receipt.rank for receipt in by_rank]}, but world size {first.world_size}"
     if not any(receipt.shards for receipt in by_rank):
         return "no rank enqueued a shard"
     owners: dict[str, tuple[int, object]] = {}
@@ -35,7 +35,7 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
             content = (shard.size_bytes, shard.checksum)
             rank, other = owners.setdefault(shard.key, (receipt.rank, content))
             if other != content:
-                return f"ranks {rank} and {receipt.rank} both wrote {shard.key}, with different content"
+                return f"ranks {rank} and {receipt.rank} both wrote {shard.key}, but with different content"
     return _lacking(by_rank)
 
 

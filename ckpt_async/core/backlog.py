@@ -117,5 +117,5 @@ def long_wait(local: Local, id_: CheckpointId, receipts: Receipts, waited_s: flo
     missing = missing_ranks(receipts, sealed.world_size if sealed else 0)
     more = " and more" if missing[8:] or not receipts.is_whole else ""
     whom = f"ranks {missing[:8]}{more}" if missing else "a decision, though all ranks have delivered,"
-    others = f"; later ones that wait too: {len(waiting) - 1}" if waiting[1:] else ""
+    others = f"; later checkpoints waiting as well: {len(waiting) - 1}" if waiting[1:] else ""
     return f"step {id_.step} waits for {whom} for {age(waited_s)}{others}"

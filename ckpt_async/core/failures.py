@@ -15,7 +15,7 @@ from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
 MAX_TOLD = 3
 _GIVEN_UP = "this checkpoint cannot be completed any more; later checkpoints are not affected"
 _TRIED_AGAIN = (
-    "everything that can still be uploaded is in the spool: it is retried now and at the next start, or by"
+    "everything that can still be uploaded is in the spool; it is retried now, at the next start, and by"
     " `ckpt-async drain`"
 )
 
@@ -70,9 +70,10 @@ def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
         return None
     size_bytes = sum(map(backlog.unsent_bytes, left))
     return UploadFailedError(
-        f"{named('step', [each.id.step for each in left])} of this rank not in the store within {within_s:g} s"
-        f" (upload_timeout_s): {in_units(size_bytes)} left to upload",
-        hint="it is in the spool: the next start on this node, `ckpt-async drain` or the sweeper uploads it",
+        f"{named('step', [each.id.step for each in left])} of this rank did not reach the store within"
+        f" {within_s:g} s (upload_timeout_s): {in_units(size_bytes)} left to upload",
+        hint="it is in the spool; the next start on this node, `ckpt-async drain` or the sweeper will upload"
+        " it",
     )
 
 
@@ -95,17 +96,20 @@ def why_in_vain(
     It never will if a newer start has begun, or if some ranks never opened its generation. Returns None if the other
     ranks may just be late.
     """
-    nothing = f"nothing was committed of generation {local.generation}, though this rank sealed {named('step', steps)}"
+    nothing = (
+        f"nothing of generation {local.generation} was committed, although this rank sealed"
+        f" {named('step', steps)}"
+    )
     if fenced_by is not None:
         return FencedError(
             f"{nothing}: generation {fenced_by} of this run has started",
-            hint="if you did not start the run again, other ranks of this start are in that generation, because they"
-            " saw no sign of life from this one: stop all of them and start them again",
+            hint="if you did not restart the run, other ranks of this start have moved to that generation,"
+            " because they saw no sign of life from this one; restart all ranks",
         )
     if absent_ranks:
         return UploadFailedError(
             f"{nothing}: {named('rank', absent_ranks)} never opened it",
-            hint="find out why they did not, or whether they opened another remote, launch key or world size; then"
-            " start all ranks again",
+            hint="find out why they did not open it, or whether they used another remote, launch key or world"
+            " size; then restart all ranks",
         )
     return None

@@ -51,8 +51,8 @@ def launch_key(environment: Environment, *, parent: str) -> str | None:
         if not str(explicit).strip():
             raise SettingsError(
                 f"launch_id, or CKPT_ASYNC_LAUNCH_ID in the environment, is {explicit!r}: it must not be blank",
-                hint="make it equal on all ranks and new at every start; leave it out if the launcher identifies the"
-                " start",
+                hint="use the same value on all ranks and a new one at every start; leave it out if the"
+                " launcher identifies the start",
             )
         return f"id={explicit}"
     if (run_id := get("TORCHELASTIC_RUN_ID")) is not None:  # "none" where torchrun was given no --rdzv-id
@@ -97,8 +97,9 @@ def rank_and_world_size(
     if rank is None or world_size is None:
         missing = " and ".join(name for name, each in zip(_TORCH, numbers, strict=True) if each is None)
         raise SettingsError(
-            f"{known} is set without {missing}: rank and world size are unknown",
-            hint="set both on every rank, or pass rank= and world_size= (0 and 1 for a single process)",
+            f"{known} is given, but not {missing}: the rank and the world size are unknown",
+            hint="set RANK and WORLD_SIZE on every rank, or pass rank= and world_size= (0 and 1 for a single"
+            " process)",
         )
     if not 0 <= rank < world_size:
         raise SettingsError(f"rank={rank} must be from 0 to world_size-1 = {world_size - 1}")
@@ -204,10 +205,11 @@ def _refuse_contradiction(environment: Environment) -> None:
         rank, size = _launchers(environment) or (0, 1)
     if rank > 0 and size > 1:
         raise SettingsError(
-            f"world_size=1 was given, but the launcher says that this is rank {rank} of {size}:"
-            " each process would upload a run of its own to the same remote",
-            hint="the framework that passed it runs undistributed (accelerate on CPU needs Accelerator(cpu=True));"
-            " if each process really trains its own model, remove RANK and WORLD_SIZE from its environment",
+            f"world_size=1 was given, but the launcher says that this is rank {rank} of {size}: each process"
+            " would upload its own run to the same remote",
+            hint="the framework that passed it is not running distributed (accelerate on CPU needs"
+            " Accelerator(cpu=True)); if each process really trains its own model, remove RANK and"
+            " WORLD_SIZE from its environment",
         )
 
 

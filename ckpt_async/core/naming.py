@@ -51,7 +51,7 @@ def check_component(component: str, what: str) -> str:
         raise InvalidNameError(f"{what} {component!r} is not a name")
     if not _COMPONENT.fullmatch(component):
         raise InvalidNameError(
-            f"{what} {component!r} has a character or length that is not safe in every store",
+            f"{what} {component!r} has a character or a length that is not safe in every store",
             hint="use 1 to 200 of A-Z a-z 0-9 . _ - = + @ ,",
         )
     return component
@@ -91,10 +91,11 @@ def check_publish_as(key: str) -> str:
     check_relative(key, "publish_as")
     if key.partition("/")[0] in _OWN_FOLDERS:
         raise InvalidNameError(
-            f"publish_as {key!r} is among this package's own objects", hint="use a key that begins otherwise"
+            f"publish_as {key!r} lies in a folder that this package reserves",
+            hint="use a key with another first component",
         )
     if key.endswith(".symlink"):
-        raise InvalidNameError(f"publish_as {key!r} would be taken for one of Composer's pointers")
+        raise InvalidNameError(f"publish_as {key!r} would be mistaken for one of Composer's pointers")
     return key
 
 
@@ -103,7 +104,7 @@ def check_key_length(root: str, key: str, *, most: int = MAX_KEY_LENGTH) -> None
     length = len(f"{root}/{key}".encode()) if root else len(key.encode())
     if length > most:
         raise InvalidNameError(
-            f"object key {key[:80]!r}… would have {length} bytes with its prefix, more than {most}",
+            f"object key {key[:80]!r}… would have {length} bytes including its prefix, more than {most}",
             hint="shorten the remote prefix, the checkpoint's name or the shard's path",
         )
 
@@ -150,7 +151,9 @@ def substitute(template: str, values: Mapping[str, object]) -> str:
             if name is None:
                 continue
             if name not in values or conversion or not _WIDTH.fullmatch(width or ""):
-                raise ValueError(f"not {name!r}" if name not in values else "a width has at most two digits")
+                raise ValueError(
+                    f"not {name!r}" if name not in values else "a width may have at most two digits"
+                )
             filled += format(values[name], width or "")
     except ValueError as error:
         allowed = ", ".join(f"{{{name}}}" for name in values)

@@ -57,7 +57,7 @@ def refuse(reason: str, hint: str = "") -> NoReturn:
 class Rules:
     """What one kind of pickle may contain. The base class allows dicts and lists, and what `find` knows."""
 
-    what = "such a pickle"  # for error messages
+    what = "a pickle of this kind"  # for error messages
     values: Mapping[int, Value]  # by opcode: the value that it pushes, and where the next opcode begins
     has_sets_and_storages = False  # whether ADDITEMS, FROZENSET and BINPERSID are opcodes
 
@@ -82,7 +82,7 @@ class Rules:
             refuse(f"it calls something that {self.what} never calls")
         for each in arguments:
             if function.type is not object and type(each) is not function.type:
-                refuse(f"it calls a function with arguments of other types than {self.what} has")
+                refuse(f"it calls a function with argument types that {self.what} never has")
         return function.make(*arguments)
 
     def named(self, module: object, name: object) -> object:
@@ -252,7 +252,7 @@ def _bytes(data: bytes, size: int, start: int) -> tuple[bytes, int]:
 
 def _text(data: bytes, size: int, start: int) -> tuple[str, int]:
     if size > _MAX_TEXT_BYTES:
-        refuse("it is cut short" if start + size > len(data) else f"it has a text of {size} bytes")
+        refuse("it is cut short" if start + size > len(data) else f"it has a string of {size} bytes")
     return _long_text(data, size, start)
 
 

@@ -217,7 +217,7 @@ def decode_damage(data: bytes, expected: CheckpointId) -> Damage:
         found_at=_float(fields, "found_at"),
     )
     if damage.checkpoint != expected:
-        raise InvalidRecordError(f"damage: is of {damage.checkpoint}, not of {expected}")
+        raise InvalidRecordError(f"damage: it is about {damage.checkpoint}, not about {expected}")
     return damage
 
 
@@ -392,8 +392,8 @@ def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
     version = fields.get("version")
     if version != FORMAT_VERSION or type(version) is not int:
         raise UnknownVersionError(
-            f"{kind}: format version {_shown(version)}; this program reads version {FORMAT_VERSION}",
-            hint="upgrade ckpt_async if a newer one wrote it",
+            f"{kind}: format version {_shown(version)}; this program reads only version {FORMAT_VERSION}",
+            hint="if a newer ckpt_async wrote it, upgrade",
         )
     return fields
 

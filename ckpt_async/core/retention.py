@@ -131,12 +131,10 @@ class KeepNamed:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise SettingsError("retention: a policy that keeps nothing is refused")
+            raise SettingsError("retention: a policy must keep something")
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
-        return {
-            each.id: "named to be kept" for each in candidates if {each.name, str(each.id.step)} & self.names
-        }
+        return {each.id: "kept by name" for each in candidates if {each.name, str(each.id.step)} & self.names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ class AnyOf:
 
     def __post_init__(self) -> None:
         if not self.policies:
-            raise SettingsError("retention: a policy that keeps nothing is refused")
+            raise SettingsError("retention: a policy must keep something")
 
     def keep(self, candidates: Sequence[Candidate]) -> Kept:
         kept: Kept = {}

@@ -41,15 +41,17 @@ class Settings:
     )
     local_retention: str = _setting(
         "",
-        "what else to keep locally, as a policy like remote_retention; with num_checkpoints_to_keep=-1 this policy"
-        " alone decides, and the newest is kept too; empty for nothing else",
+        "further local checkpoints to keep, as a policy like remote_retention; with"
+        " num_checkpoints_to_keep=-1 only this policy decides, and the newest is kept too; empty for no"
+        " others",
     )
     num_concurrent_uploads: int = _setting(
         8, "initial number of concurrent requests that carry shard bytes, per engine", 1, 1024
     )
     max_concurrent_uploads: int = _setting(
         128,
-        "upper bound for that number: it grows until the link is full, and is halved on SlowDown",
+        "upper bound for the number of concurrent uploads, which grows until the link is full and is halved"
+        " on SlowDown",
         1,
         1024,
     )
@@ -57,39 +59,54 @@ class Settings:
         3600.0, "how long one shard may fail before it is reported", 1, 604_800
     )
     on_error: str = _setting(
-        "raise", "on a final failure: raise at the next call, or only log it", choices=("raise", "warn")
+        "raise",
+        "after a final failure: raise an exception at the next call, or only log it",
+        choices=("raise", "warn"),
     )
     metrics_port: int = _setting(
         -1, "Prometheus port: -1 none, 0 any free one; local rank r takes metrics_port + r", -1, 65_535
     )
-    metrics_address: str = _setting("127.0.0.1", "address the metrics are served on")
+    metrics_address: str = _setting("127.0.0.1", "address that the metrics are served on")
     latest_filename: str = _setting(
         "latest-rank{rank}", "local symlink to the newest committed checkpoint; empty for none"
     )
     composer_symlink: str = _setting(
-        "", "remote text pointer as Composer writes it, e.g. latest-rank{rank}.pt.symlink; empty for none"
+        "",
+        "remote text file that names the newest checkpoint, as Composer writes it, e.g."
+        " latest-rank{rank}.pt.symlink; empty for none",
     )
     publish_copies: bool = _setting(
         False,
-        "files are also published under exact keys (`enqueue(publish_as=)`): opening tries whether the store can copy",
+        "also publish files under exact keys (`enqueue(publish_as=)`); when the uploader is opened, it checks"
+        " that the store can copy objects",
         choices=(False, True),
     )
-    max_inflight_bytes: int = _setting(4096 * MIB, "bytes of shards on the wire at once", MIB, 10**15)
+    max_inflight_bytes: int = _setting(
+        4096 * MIB, "maximum number of shard bytes in flight at once", MIB, 10**15
+    )
     max_bytes_per_s: float = _setting(
-        0.0, "upload bandwidth of one engine, so that training keeps the network; 0 for no cap", 0, 1e12
+        0.0,
+        "limit on the upload bandwidth of one engine, to leave the rest to training; 0 for no limit",
+        0,
+        1e12,
     )
     part_size_bytes: int = _setting(
         16 * MIB,
-        "minimum part size of a multipart upload; grows with the shard, to need few requests",
+        "minimum part size of a multipart upload; larger shards get larger parts, so that few requests are"
+        " needed",
         5 * MIB,
         5 * 10**9,
     )
     request_timeout_s: float = _setting(
-        30.0, "deadline of a request, plus the time for its bytes (see minimum_rate_bytes_per_s)", 0.05, 3600
+        30.0,
+        "deadline of a request, not counting the time for its bytes (see minimum_rate_bytes_per_s)",
+        0.05,
+        3600,
     )
     minimum_rate_bytes_per_s: float = _setting(
         1.0 * MIB,
-        "a request's deadline grows by its size / this rate; one that is late goes on at an eighth of it",
+        "minimum rate assumed for a request: its size / this rate is added to its deadline; a late request"
+        " may continue as long as it achieves an eighth of this rate",
         1,
         1e12,
     )
@@ -120,7 +137,8 @@ class Settings:
     )
     min_free_bytes: int = _setting(
         0,
-        "free bytes on the folder's file system below which `on_disk_low` applies; 0 for no limit; see watch.md, too",
+        "free bytes on the folder's file system below which `on_disk_low` applies; 0 for no limit; see also"
+        " watch.md",
         0,
         10**15,
     )
@@ -139,7 +157,7 @@ class Settings:
         1e9,
     )
     abandon_newest_after_s: float = _setting(
-        604_800.0, "sweeper: the same for the newest generation, whose trainer may only be paused", 60, 1e9
+        604_800.0, "sweeper: the same for the newest generation, whose trainer may merely be paused", 60, 1e9
     )
     remote_retention: str = _setting(
         "",
@@ -147,8 +165,9 @@ class Settings:
     )
     allow_unknown_filesystem: bool = _setting(
         False,
-        "accept a folder on a file system that is not known to be local; if another machine uses it too, or its locks"
-        " do not work, the journal is destroyed, and with it checkpoints that are not committed yet",
+        "accept a folder on a file system that is not known to be local; if another machine uses the folder"
+        " too, or file locks do not work there, the journal is destroyed, and checkpoints that are not"
+        " committed yet are lost",
         choices=(False, True),
     )
     sigterm_flush_s: float = _setting(
@@ -156,20 +175,21 @@ class Settings:
     )
     runner: str = _setting(
         "thread",
-        "where uploads run: on a thread of the trainer, or in a separate process that does not share the trainer's"
-        " GIL and outlives it to finish",
+        "where uploads run: on a thread of the trainer, or in a separate process, which does not share the"
+        " trainer's GIL and finishes the uploads if the trainer dies",
         choices=("thread", "process"),
     )
     node_shared: bool = _setting(
         False,
-        "runner process: one for all ranks of the folder, so that num_concurrent_uploads, max_inflight_bytes and"
-        " max_bytes_per_s hold for the node",
+        "runner process: one for all ranks of the folder, so that num_concurrent_uploads, max_inflight_bytes"
+        " and max_bytes_per_s apply to the whole node",
         choices=(False, True),
     )
     runner_nice: int = _setting(
         10,
-        "runner process: added to the niceness of the threads that carry bytes, so that training has the cores"
-        " first; lowers the priority of their disk reads too; not in effect during `wait`, `flush` and `close`",
+        "runner process: added to the niceness of the threads that carry bytes, so that training gets the"
+        " cores first; also lowers the priority of their disk reads; not in effect during `wait`, `flush` and"
+        " `close`",
         0,
         19,
     )
@@ -187,30 +207,35 @@ class Settings:
         "", "command to run for events, without a shell, e.g. evaluate --step {step} {url}; see events.md"
     )
     event_exec_kinds: str = _setting(
-        "committed", "kinds of events to run it for, joined by commas; empty for all"
+        "committed", "kinds of events to run it for, separated by commas; empty for all"
     )
     event_exec_timeout_s: float = _setting(
-        600.0, "how long one run of the command may take until it is ended", 1, 86_400
+        600.0, "how long one run of the command may take before it is terminated", 1, 86_400
     )
     event_webhook: str = _setting("", "URL that events are posted to, as JSON; see events.md")
     event_webhook_kinds: str = _setting(
-        "", "kinds of events to post, joined by commas: committed, given_up, fenced, …; empty for all"
+        "", "kinds of events to post, separated by commas: committed, given_up, fenced, …; empty for all"
     )
     event_webhook_secret_file: str = _setting(
-        "", "file with the secret that signs them; else the variable CKPT_ASYNC_WEBHOOK_SECRET"
+        "", "file with the secret that signs the posts; default: the variable CKPT_ASYNC_WEBHOOK_SECRET"
     )
     event_backlog_checkpoints: int = _setting(
-        3, "sealed checkpoints that wait before a `backlog` event says so; 0 for never", 0, 10**6
+        3,
+        "number of sealed checkpoints waiting for upload at which a `backlog` event is sent; 0 for never",
+        0,
+        10**6,
     )
     event_stall_s: float = _setting(
         600.0,
-        "how long nothing may move while something waits before an event says so; 0 for never",
+        "seconds without progress, while uploads are pending, after which a `backlog` event (state `stalled`)"
+        " is sent; 0 for never",
         0,
         604_800,
     )
     event_grace_s: float = _setting(
         10.0,
-        "how long close() waits for events to be delivered; what is left waits for the next start or `drain`",
+        "how long close() waits for events to be delivered; the rest are delivered by the next start or"
+        " `drain`",
         0,
         3600,
     )
@@ -226,7 +251,9 @@ class Settings:
                 hint="set what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
             )
         if not self.metrics_address:
-            raise SettingsError("metrics_address is '', which would mean every address: use 0.0.0.0 for that")
+            raise SettingsError(
+                "metrics_address is '', which would mean every address; if you want that, use 0.0.0.0"
+            )
         if self.node_shared and self.runner != "process":
             raise SettingsError("node_shared=True needs runner='process'")
         if self.retry_max_s < self.retry_initial_s:

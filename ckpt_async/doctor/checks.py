@@ -223,7 +223,7 @@ def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
     except CkptAsyncError as error:
         return JournalState(error=in_one_line(error), hint=error.hint), None
     except OSError as error:
-        return JournalState(error=str(error), hint="run as the user whose trainer made it"), None
+        return JournalState(error=str(error), hint="run as the user whose trainer created it"), None
     privates = [journals.private_of(path, kind) for kind in found]
     needed = [each for private in privates for each in (private, *private.glob("journal*.sqlite"))]
     running = {rank for kind, each in found.items() for rank in each.ranks if has_owner(path, rank, kind)}

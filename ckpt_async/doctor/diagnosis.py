@@ -201,7 +201,7 @@ def _of_folder(folder: LocalFolder, checkpoint_bytes: int | None) -> Iterator[Fi
     if folder.tested == folder.path:
         yield Finding("folder", Level.OK, f"{folder.path} can be written")
     else:
-        yield Finding("folder", Level.OK, f"{folder.path} can be made in {folder.tested}")
+        yield Finding("folder", Level.OK, f"{folder.path} can be created in {folder.tested}")
     if (what := VOLATILE_FILESYSTEMS.get(folder.filesystem)) is not None:
         yield Finding(
             "file system",
@@ -230,8 +230,8 @@ def _of_folder(folder: LocalFolder, checkpoint_bytes: int | None) -> Iterator[Fi
         folder.fsync_s <= SLOW_FSYNC_S,
         "fsync",
         f"{folder.fsync_s * 1000:.1f} ms",
-        f"{folder.fsync_s * 1000:.0f} ms: enqueued shards survive power loss only that much later",
-        "check whether the disk is busy or on the network; training does not wait for it",
+        f"{folder.fsync_s * 1000:.0f} ms: enqueued shards survive a power loss only after this delay",
+        "check whether the disk is busy or on the network; training does not wait for fsync",
     )
 
 
@@ -249,7 +249,9 @@ def _space(folder: LocalFolder, checkpoint_bytes: int | None) -> Finding:
     room = folder.free_bytes // checkpoint_bytes
     level = Level.FAIL if room < 1 else Level.WARN if room < 2 else Level.OK
     hint = (
-        "" if room >= 2 else "one checkpoint is written while another is still uploading: make room for two"
+        ""
+        if room >= 2
+        else "one checkpoint is written while another is still being uploaded: make room for two"
     )
     return Finding("free space", level, f"{free}: room for {room} of {in_units(checkpoint_bytes)}", hint)
 
@@ -272,7 +274,7 @@ def _of_journal(journal: JournalState, remote: Remote | None) -> Iterator[Findin
         "journal",
         f"{place}; {owner}",
         "cannot be written by this user",
-        "run as the user whose trainer made it",
+        "run as the user whose trainer created it",
         otherwise=Level.FAIL,
     )
     if journal.num_failed:
@@ -303,7 +305,7 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
         yield Finding(
             "proxy",
             Level.WARN,
-            "requests go through a proxy: slower, and takes more CPU",
+            "requests go through a proxy: this is slower and takes more CPU",
             "set NO_PROXY to exclude hosts",
         )
     if remote.capabilities is not None:
@@ -317,7 +319,7 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
             "records",
             Level.WARN,
             f"cannot be read: {record}",
-            "what it describes is left alone; find out who wrote it, then delete or restore it",
+            "what it describes is left alone; find out what wrote it, then delete or restore it",
         )
     if (more := len(remote.unreadable) - MAX_LISTED) > 0:
         yield Finding(
@@ -337,7 +339,8 @@ def _of_capabilities(found: Capabilities, is_compared: bool | None) -> Iterator[
         found.conditional_put,
         "conditional writes",
         "enforced",
-        "not enforced: only rank 0 decides, and two trainers that use one run name at once are not fenced",
+        "not enforced: only rank 0 decides, and two trainers that use one run name at the same time are not"
+        " fenced",
         "see docs/design.md; never start a run twice at the same time",
     )
     for remark in found.remarks:
@@ -383,7 +386,8 @@ def _of_speed(speed: Speed, checkpoint_bytes: int | None) -> Iterator[Finding]:
         yield Finding(
             "checkpoint",
             Level.OK,
-            f"{in_units(checkpoint_bytes)} take about {age(duration_s)} to upload: do not save more often",
+            f"{in_units(checkpoint_bytes)} take about {age(duration_s)} to upload: do not save more often"
+            " than that",
         )
 
 

@@ -80,7 +80,7 @@ def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
     if free_bytes - needed_bytes >= min_free_bytes:
         return ""
     what = f"{in_units(free_bytes)} are free, but it takes {in_units(needed_bytes)}"
-    return f"{what} beside min_free_bytes={min_free_bytes}" if min_free_bytes else what
+    return f"{what} in addition to min_free_bytes={min_free_bytes}" if min_free_bytes else what
 
 
 async def _large_source(folder: Folder) -> Source:

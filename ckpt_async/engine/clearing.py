@@ -67,7 +67,7 @@ async def remove(state: State, action: decide.Remove) -> None:
                     continue  # the same file belongs to another checkpoint, which is removed later or stays
                 source, identity = each.shard.source, each.shard.identity
                 if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
-                    logger.info("local_file_kept path=%s; it is another file by now", each.shard.source)
+                    logger.info("local_file_kept path=%s; the file has been replaced", each.shard.source)
             # Before the checkpoint is forgotten, because nothing comes back to a forgotten one.
             state.record(notices=state.teller.removed_locally(checkpoint.id, checkpoint.name, action.reason))
             if checkpoint.to_copy:  # copies are made within the store, and need none of these files

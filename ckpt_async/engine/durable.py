@@ -30,7 +30,7 @@ async def make_durable(state: State, action: decide.MakeDurable) -> None:
     except OSError as error:
         if not is_final(error):
             raise
-        message = f"{error.filename!r}: {error.strerror}: what the disk has cannot be trusted"
+        message = f"{error.filename!r}: {error.strerror}: the data on disk cannot be trusted"
         failed = [Failed(checkpoint.id, "", FailureReason.DISK, message)]
     if failed:
         state.fail(checkpoint.id, failed)
@@ -53,7 +53,7 @@ def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[Loc
         except OSError as error:
             if not is_final(error):
                 raise
-            message = f"shard {state.users_path(each)!r}: {error.strerror}: it cannot be trusted"
+            message = f"shard {state.users_path(each)!r}: {error.strerror}: its data cannot be trusted"
             failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
         folders.add(path.rpartition("/")[0])
         folders.add(state.users_path(each).rpartition("/")[0])

@@ -133,7 +133,7 @@ async def look_for_successor(state: State) -> None:
             state.fenced_by = newest
             state.observer.fenced()
             state.record(notices=state.teller.fenced(own, newest))
-            logger.error("fenced generation=%d by=%d; no new checkpoint is taken", own, newest)
+            logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, newest)
     state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
 
 

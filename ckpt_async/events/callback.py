@@ -29,7 +29,9 @@ class Callback:
         try:
             self._function(event)
         except BaseException:  # sys.exit() too: this thread must live, and the next start would meet it again
-            logger.exception("on_event_failed kind=%s id=%s; it is not called again", event.kind, event.id)
+            logger.exception(
+                "on_event_failed kind=%s id=%s; not calling it again for this event", event.kind, event.id
+            )
 
     def stop(self) -> None:
         """Do nothing: a function cannot be cut short, so its thread is abandoned."""
@@ -38,4 +40,4 @@ class Callback:
 def check_callable(on_event: object) -> None:
     """Raise SettingsError unless `on_event` is a function or None."""
     if on_event is not None and not callable(on_event):
-        raise SettingsError(f"on_event={shown(on_event)} cannot be called")
+        raise SettingsError(f"on_event={shown(on_event)} is not callable")

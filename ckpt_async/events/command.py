@@ -50,10 +50,10 @@ def parse(template: str, where: str) -> list[str]:
         if name not in _FIELDS:
             known = ", ".join(f"{{{each}}}" for each in _FIELDS)
             raise SettingsError(
-                f"{where} has {{{name}}}, which is no value of an event", hint=f"there are {known}"
+                f"{where} uses {{{name}}}, which is not a field of an event", hint=f"the fields are {known}"
             )
     if _PLACE.search(parts[0]):
-        raise SettingsError(f"{where} begins with a value: the command itself must be fixed")
+        raise SettingsError(f"{where} begins with a field of the event; the command itself must be fixed")
     return parts
 
 
@@ -137,10 +137,10 @@ class Command:
             logger.info("event_exec_output kind=%s id=%s text=%s", event.kind, event.id, text)
         if not is_in_time:
             raise DeliveryError(
-                f"{self._parts[0]} was ended after {self._timeout_s:.0f} s, or with its trainer"
+                f"{self._parts[0]} was terminated after {self._timeout_s:.0f} s, or with its trainer"
             )
         if process.returncode:
-            raise DeliveryError(f"{self._parts[0]} ended with {process.returncode}: {text[-500:]!r}")
+            raise DeliveryError(f"{self._parts[0]} exited with {process.returncode}: {text[-500:]!r}")
 
     def _follow(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
         """Return the end of the command's output, and whether it exited by itself in time.

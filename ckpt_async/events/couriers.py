@@ -113,7 +113,7 @@ class Courier:
         with contextlib.suppress(CkptAsyncError):  # the journal may be closed
             if num := self._outbox.num_due([self._sink.name], float("inf")):
                 told = f"events_left sink={self._sink.name} num={num} cut_short={min(num, num_cut_short)}"
-                logger.warning("%s; the next start tells them", told)
+                logger.warning("%s; the next start delivers them", told)
 
     # --- on its own threads --------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ class Courier:
         except CkptAsyncError as error:  # raised by the journal at the end: the next start delivers it again
             logger.debug("events_unwritten sink=%s error=%s", self._sink.name, error)
         except Exception:
-            logger.exception("events_stopped sink=%s; the next start delivers what waits", self._sink.name)
+            logger.exception("events_stopped sink=%s; the next start delivers the rest", self._sink.name)
 
     def _patiently(self, use: Callable[[], T]) -> T:
         """Read or write the journal, and retry for as long as that fails.
@@ -156,9 +156,7 @@ class Courier:
             before = self._stuck
             self._stuck = after = before | me if error else before - me
         if after and not before:
-            logger.error(
-                "events_held_up sink=%s error=%s; tried again until it works", self._sink.name, error
-            )
+            logger.error("events_held_up sink=%s error=%s; retrying until it works", self._sink.name, error)
         elif before and not after:
             logger.warning("events_go_on sink=%s", self._sink.name)
 
@@ -196,7 +194,9 @@ class Courier:
             self._num_taken += 1
             is_due = self._num_taken % TIDY_EVERY == 1
         if is_due and (num := self._patiently(lambda: self._outbox.tidy(self._sink.name))):
-            logger.error("events_dropped sink=%s num=%d: too many wait to be delivered", self._sink.name, num)
+            logger.error(
+                "events_dropped sink=%s num=%d: too many were waiting to be delivered", self._sink.name, num
+            )
 
     def _deliver(self, waiting: Waiting) -> None:
         try:

@@ -41,7 +41,9 @@ def _happening(event: Event) -> Happening | None:
     level, text = _BACKLOG.get(str(details.get("state")), ("note", f"backlog: {details.get('state')}"))
     if level == "warn":
         waits = details.get("num_checkpoints")
-        text += f": {waits} to go, {in_units(float(details.get('size_bytes', 0)))} not uploaded"
+        text += (
+            f": checkpoints waiting: {waits}, {in_units(float(details.get('size_bytes', 0)))} not uploaded"
+        )
         missing = details.get("missing_ranks") or ()
         text += f", waits for {named('rank', missing)}" if missing else ""
     return Happening(event.time, level, "backlog", text, details.get("oldest_step"))

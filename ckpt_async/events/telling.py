@@ -21,7 +21,7 @@ def parse_kinds(text: str, where: str) -> frozenset[str]:
     names = [each.strip() for each in text.split(",") if each.strip()]
     for each in names:
         if each not in (*KINDS, "all"):
-            raise SettingsError(f"{where}={text!r}: {each!r} is none of all, {', '.join(KINDS)}")
+            raise SettingsError(f"{where}={text!r}: unknown kind {each!r}; use all, {', '.join(KINDS)}")
     return frozenset(KINDS) if not names or "all" in names else frozenset(names)
 
 

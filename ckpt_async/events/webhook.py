@@ -47,13 +47,13 @@ class Webhook:
         except TimeoutError:
             raise DeliveryError(f"{self.host} has not answered within {self._timeout_s:.0f} s") from None
         except asyncio.CancelledError:
-            raise DeliveryError("cut short") from None
+            raise DeliveryError("the delivery was cut short") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # The texts of these errors may contain the URL.
             cause = getattr(error, "os_error", None) or getattr(error, "certificate_error", None)
             what = type(error).__name__ + (f": {cause}" if cause else "")
             is_answered = isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError)
-            how = "answered what is no HTTP" if is_answered else "cannot be reached"
+            how = "sent an invalid HTTP response" if is_answered else "cannot be reached"
             raise DeliveryError(f"{self.host} {how}: {what}") from None
         finally:
             self._posting = None

@@ -8,6 +8,6 @@
     from ckpt_async.integrations.ray import newest_checkpoint, open_in_ray, upload_fn
     from ckpt_async.integrations.torchtitan import CkptAsyncManager
 
-The frameworks are not dependencies. Install `ckpt-async[lightning]` or `ckpt-async[transformers]`; the other modules
+The frameworks are not dependencies. Install the extra `lightning` or `transformers`; the other modules
 say what to install when they are imported.
 """

@@ -52,7 +52,7 @@ class HeldUploader:
         if (remote is None) == (uploader is None):
             raise SettingsError("pass either folder and remote, or an uploader")
         if uploader is not None and settings:
-            raise SettingsError(f"pass these settings where the uploader is opened: {', '.join(settings)}")
+            raise SettingsError(f"pass these settings where you open the uploader: {', '.join(settings)}")
         _refuse_unknown(settings)
         self.remote = uploader.remote if uploader is not None else remote
         self.uploader = uploader  # None while it is not open

@@ -36,7 +36,8 @@ else:
             except ImportError:
                 continue
         raise ImportError(
-            "ckpt_async.integrations.lightning needs Lightning: pip install ckpt-async[lightning]"
+            "ckpt_async.integrations.lightning needs Lightning: run pip install '.[lightning]' in the clone"
+            " of ckpt_async"
         )
 
     _pytorch, _callbacks, _io = _lightning()
@@ -117,8 +118,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
             self._step, self._is_full = step, is_full
         elif is_full and not self._is_full:
             logger.warning(
-                "not_uploaded step=%d path=%s: the weights-only file of this step is already uploaded;"
-                " let the ModelCheckpoint with save_weights_only come last",
+                "not_uploaded step=%d path=%s: the weights-only file of this step is already uploaded; put"
+                " the ModelCheckpoint with save_weights_only last",
                 step,
                 path,
             )

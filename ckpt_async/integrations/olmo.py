@@ -235,7 +235,7 @@ def build_sharded_checkpointer(
 
 def _ours(plain: theirs.Checkpointer, settings: Mapping[str, Any]) -> _Uploading:
     if type(plain) not in _OURS:
-        raise SettingsError(f"{type(plain).__name__} is none of OLMo's five checkpointers")
+        raise SettingsError(f"{type(plain).__name__} is not one of OLMo's five checkpointers")
     return _OURS[type(plain)](plain.cfg, **settings)
 
 
@@ -350,4 +350,4 @@ def local_checkpoint(
         )
         if found is not None:
             return str(folder / name)
-    raise FileNotFoundError(f"{url} is no checkpoint, neither of ckpt_async nor of OLMo")
+    raise FileNotFoundError(f"{url} is not a checkpoint of ckpt_async or OLMo")

@@ -70,8 +70,8 @@ class CkptAsyncCallback(Callback):
     def post_attach(self) -> None:
         if is_url(self.trainer.save_folder):
             raise SettingsError(
-                f"save_folder is {self.trainer.save_folder!r}: OLMo-core would upload there itself, while training"
-                " waits",
+                f"save_folder is {self.trainer.save_folder!r}: OLMo-core would upload there itself and block"
+                " training",
                 hint="give the trainer a local save_folder, and the URL to CkptAsyncCallback",
             )
         self._held = HeldUploader(self.remote, None, self.close_timeout_s, self.settings)
@@ -152,7 +152,7 @@ class CkptAsyncCallback(Callback):
         uploader, step = self._uploads.uploader, _step_of(path)
         try:
             if uploader is None or step is None:
-                raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the training that runs")
+                raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the running training")
             self._uploads.newest_step = step
             if uploader.rank == 0 and not self.trainer.checkpointer.dir_is_checkpoint(path):
                 raise SaveFailedError(f"OLMo-core did not finish {path}: its .metadata.json is missing")
@@ -219,7 +219,9 @@ def newest_checkpoint(
     for path in Path(save_folder).glob("step*"):
         if (_step_of(path) or 0) > newest:
             logger.warning(
-                "never_committed path=%s: load what is returned; the trainer would load this", path
+                "never_committed path=%s: load the checkpoint that is returned; the trainer alone would load"
+                " this one",
+                path,
             )
     return None if found is None else str(found[1])
 

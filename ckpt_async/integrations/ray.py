@@ -102,14 +102,14 @@ def checkpoint_of(checkpoint: Checkpoint, *, store_options: StoreOptions | None 
     place = checkpoint.get_metadata().get(_KEY)
     if place is None:
         raise FormatError(
-            f"{checkpoint} was not reported with upload_fn: it leads to no checkpoint of ckpt_async"
+            f"{checkpoint} was not reported with upload_fn: it does not refer to a checkpoint of ckpt_async"
         )
     remote, step, generation = place["remote"], place["step"], place["generation"]
     found = restore.find(remote, step=step, generation=generation, store_options=store_options)
     if found is None:
         raise CheckpointGoneError(
-            f"{checkpoint} leads to step {step} of {remote}, which is not there any more",
-            hint="let the sweeper keep what Ray keeps: see docs/integrations.md",
+            f"{checkpoint} refers to step {step} of {remote}, which no longer exists",
+            hint="make the sweeper keep what Ray keeps: see docs/integrations.md",
         )
     return found
 

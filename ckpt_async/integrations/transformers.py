@@ -17,7 +17,8 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise ImportError(
-        "ckpt_async.integrations.transformers needs transformers: pip install ckpt-async[transformers]"
+        "ckpt_async.integrations.transformers needs transformers: run pip install '.[transformers]' in the"
+        " clone of ckpt_async"
     ) from error
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ BUSY_PAUSE_S = 0.0003
 TICK_S = 0.02
 
 DAMAGE_HINT = (
-    "start the trainer again, or run `ckpt-async drain`: it is moved aside and rebuilt from the manifests"
+    "restart the trainer or run `ckpt-async drain`; either moves the damaged journal aside and rebuilds it"
+    " from the manifests"
 )
 _DAMAGE = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 # SQLITE_BUSY also occurs while a WAL is being recovered.

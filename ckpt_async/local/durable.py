@@ -77,7 +77,7 @@ def point_symlink(link: Path, target: Path, private: Path) -> None:
     """
     if os.path.lexists(link):
         if not link.is_symlink():
-            raise InvalidNameError(f"{str(link)!r} exists and is not a symlink: it was left alone")
+            raise InvalidNameError(f"{str(link)!r} exists and is not a symlink; it was left alone")
         if os.readlink(link) == os.path.relpath(target, link.parent):
             return
     temporary = private / f"{link.name}.{os.getpid()}.tmp"

@@ -27,7 +27,8 @@ def check_local(path: Path, filesystem: str) -> None:
         raise JournalError(
             f"folder {str(path)!r} is on a file system ({filesystem}) that is not known to be local: if another"
             " machine uses it too, the journal is destroyed",
-            hint="use a folder on a local disk of each node; if this is one, set allow_unknown_filesystem=True",
+            hint="use a folder on a local disk of each node; if this is a local disk, set"
+            " allow_unknown_filesystem=True",
         )
 
 

@@ -42,7 +42,7 @@ _NOT_OF_FILE = {
     errno.EMFILE: "this process has too many files open: raise `ulimit -n`, then try again",
     errno.ENFILE: "the machine has too many files open; try again",
     errno.ENOMEM: "too little memory; try again",
-    errno.EROFS: "the file system has become read-only: see dmesg, and mount it again",
+    errno.EROFS: "the file system has become read-only: see dmesg, then remount it",
     errno.EIO: "the device reports errors: see dmesg",
 }
 # Temporary files live for milliseconds; older ones were left behind by a kill.
@@ -66,7 +66,7 @@ class Folder:
     ) -> None:
         if not os.fspath(path):
             raise SettingsError(
-                "the folder is '', which would be the working directory", hint="use '.' if that is intended"
+                "the folder is '', which would mean the working directory", hint="use '.' if you want that"
             )
         self.path = Path(os.path.realpath(path))
         self.kind = kind
@@ -464,7 +464,7 @@ def _folder_error(path: Path, error: OSError) -> JournalError:
 
 def _source_walk_error(path: Path, error: OSError) -> CkptAsyncError:
     if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-        return InvalidShardError(f"{str(path)!r} is or passes through a symlink, which is not followed")
+        return InvalidShardError(f"{str(path)!r} is a symlink or goes through one; symlinks are not followed")
     if error.errno in _NOT_OF_FILE:
         return JournalError(
             f"{str(path)!r} cannot be linked: {error.strerror}", hint=_NOT_OF_FILE[error.errno]

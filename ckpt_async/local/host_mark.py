@@ -45,8 +45,8 @@ class HostMark:
         before = self._read()
         if before.get("boot_id", self._boot_id) != self._boot_id and self._is_renewed(before):
             raise FolderInUseError(
-                f"folder {str(folder)!r} is in use by another machine, {before.get('host')!r}: what both write to it"
-                " destroys the journal",
+                f"folder {str(folder)!r} is in use by another machine, {before.get('host')!r}: concurrent"
+                " writes destroy the journal",
                 hint="use a folder on a local disk of each node",
             )
         self.renew(trusted)

@@ -76,8 +76,8 @@ class Journal:
         self._path = folder.private / keys.journal_name(rank)
         if self._path in self._of_parents:
             raise JournalError(
-                f"journal {str(self._path)!r} was open in the parent process when this one was forked: SQLite takes"
-                " the parent's locks and index for ours",
+                f"journal {str(self._path)!r} was open in the parent process when this one was forked: SQLite"
+                " mistakes the parent's locks and index for this process's",
                 hint="open it in a process started by subprocess or multiprocessing's spawn",
             )
         self._clock = clock
@@ -93,7 +93,7 @@ class Journal:
                 raise
             aside = database.move_aside(self._path)
             logger.error(  # noqa: TRY400  no bug of ours
-                "journal_damaged rank=%d moved_to=%s error=%s; it is rebuilt from the spool's manifests",
+                "journal_damaged rank=%d moved_to=%s error=%s; rebuilding it from the spool's manifests",
                 rank,
                 aside,
                 error,
@@ -342,7 +342,7 @@ class Journal:
         if self._wal >= 0 and os.fstat(self._wal).st_nlink == 0:
             raise JournalError(
                 f"journal {str(self._path)!r} was deleted while this process was using it",
-                hint="restart this process: it continues with what is left of the journal and in the store",
+                hint="restart this process; it will continue with what is left in the journal and in the store",
             )
 
     def _refuse_fork(self) -> None:
@@ -426,8 +426,8 @@ class RankLock:
                     os.close(descriptor)
                     raise FolderInUseError(
                         f"rank {self.rank} of {self._place} is in use by {holder}",
-                        hint="only one uploader per rank and folder (and kind): stop the other one or use another"
-                        " folder",
+                        hint="only one uploader per rank and folder (and kind) is allowed: stop the other one"
+                        " or use another folder",
                     ) from None
                 time.sleep(0.05)
         self._descriptor = descriptor

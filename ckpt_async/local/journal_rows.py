@@ -46,7 +46,8 @@ def check_format(
     if not oldest <= version <= newest:
         raise JournalError(
             f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",
-            hint="finish it with the version of ckpt_async that wrote it: run its `ckpt-async drain`",
+            hint="finish its uploads with the version of ckpt_async that wrote it: run `ckpt-async drain` of"
+            " that version",
         )
 
 

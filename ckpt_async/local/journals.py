@@ -92,7 +92,7 @@ def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
     """Return the error for a missing journal, with a hint where one may be."""
     path = Path(os.path.realpath(folder))
     if (beside := watched_from(path)) is not None:
-        hint = f"a watcher works on it: use its state, {str(beside)!r}"
+        hint = f"this folder is being watched; use the watcher's state folder instead: {str(beside)!r}"
     else:
         hint = "use the folder that the uploader was opened with"
     of_kind = f" of kind {kind!r}" if kind else ""

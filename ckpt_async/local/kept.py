@@ -75,6 +75,6 @@ def manifests(place: Path) -> Iterator[tuple[CheckpointId, list[Enqueued], Seale
         try:
             enqueued, sealed = records.decode_manifest((place / name).read_bytes(), id_)
         except InvalidRecordError as error:
-            logger.warning("manifest_unreadable path=%s error=%s; its files stay", place / name, error)
+            logger.warning("manifest_unreadable path=%s error=%s; its files are kept", place / name, error)
             continue
         yield id_, enqueued, sealed

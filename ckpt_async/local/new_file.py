@@ -97,7 +97,7 @@ def _rename(hidden: Path, target: Path, overwrite: bool) -> None:
 
 def _taken(target: Path) -> DestinationError:
     if target.is_dir():
-        return DestinationError(f"{str(target)!r} is a folder: it was left alone", hint="use another name")
+        return DestinationError(f"{str(target)!r} is a folder; it was left alone", hint="use another name")
     return DestinationError(
-        f"{str(target)!r} already exists: it was left alone", hint="use another name, or pass overwrite=True"
+        f"{str(target)!r} already exists; it was left alone", hint="use another name, or pass overwrite=True"
     )

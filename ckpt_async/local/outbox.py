@@ -196,8 +196,8 @@ class OwnOutbox(Outbox):
             self._descriptor = os.open(folder / "events.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise JournalError(
-                f"the queue of events cannot be kept in {str(folder)!r}: {error.strerror or error}",
-                hint="name a folder that can be written to, on a local disk",
+                f"the queue of events cannot be stored in {str(folder)!r}: {error.strerror or error}",
+                hint="use a writable folder on a local disk",
             ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +205,7 @@ class OwnOutbox(Outbox):
             os.close(self._descriptor)
             raise FolderInUseError(
                 f"the queue of events in {str(folder)!r} is in use by another process",
-                hint="give each of them a folder of its own",
+                hint="give each process its own folder",
             ) from None
         self._path = folder / "events.sqlite"
         try:

@@ -43,7 +43,8 @@ class Reserve:
         except FileNotFoundError:
             return
         logger.warning(
-            "disk_reserve_given_up size_bytes=%d folder=%s: the disk is full; commits continue with these last bytes",
+            "disk_reserve_given_up size_bytes=%d folder=%s: the disk is full; commits continue with these"
+            " reserved bytes",
             SIZE_BYTES,
             self._path.parent.parent,
         )

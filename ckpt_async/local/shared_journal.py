@@ -80,7 +80,7 @@ def take(private: Path, rank: int) -> Share | None:
         return _checked(private, rank)
     except JournalDamagedError as error:
         logger.error(  # noqa: TRY400  no bug of ours
-            "shared_journal_damaged rank=%d error=%s; it starts over from the spool's manifests", rank, error
+            "shared_journal_damaged rank=%d error=%s; rebuilding it from the spool's manifests", rank, error
         )
         return None
 

@@ -89,8 +89,8 @@ _OF_A_FOLDER = (
     _gauge("ckpt_async_queue_bytes", "Full sizes of the same shards. (N)"),
     _gauge(
         "ckpt_async_waiting_checkpoints",
-        "Undecided checkpoints of which a rank of this node has delivered its part, while other ranks have not or"
-        " nobody commits. The log of a waiting rank names the missing ones. (N)",
+        "Undecided checkpoints of which a rank of this node has delivered its part, but other ranks have not,"
+        " or nothing commits them. The log of a waiting rank names the missing ranks. (N)",
     ),
     _gauge(
         "ckpt_async_oldest_waiting_timestamp_seconds",
@@ -115,15 +115,16 @@ DEFINITIONS = (
     ),
     _counter(
         "ckpt_async_upload_attempt_failures_total",
-        "Attempts of store requests that failed, whether or not a later attempt healed it; absent until the first"
-        " of a reason.",
+        "Attempts of store requests that failed, whether or not a later attempt succeeded; absent until the"
+        " first of a reason.",
         labels={**_RUN, "reason": REASONS},
         is_sparse=True,
     ),
     _gauge("ckpt_async_uploads_in_progress", "Shards this process is uploading now.", labels={}),
     _counter(
         "ckpt_async_trainer_blocked_seconds_total",
-        "Time the trainer was blocked in `enqueue` because uploads fell behind or the disk ran low; grows while it is.",
+        "Time that the trainer was blocked in `enqueue` because uploads fell behind or the disk was almost"
+        " full; grows while it is blocked.",
     ),
     _counter("ckpt_async_upload_bytes_total", "Bytes of shards the store has acknowledged."),
     _counter(
@@ -141,8 +142,8 @@ DEFINITIONS = (
     ),
     _counter(
         "ckpt_async_copies_total",
-        "Files the store copied to exact keys (`publish_as`); `failed` ones will be retried, and their checkpoint is"
-        " committed all the same. Absent until the first.",
+        "Files that the store copied to exact keys (`publish_as`); `failed` ones will be retried, and their"
+        " checkpoint is committed anyway. Absent until the first.",
         labels={**_RUN, "result": COPIES},
         is_sparse=True,
     ),
@@ -150,15 +151,16 @@ DEFINITIONS = (
     _counter("ckpt_async_engine_restarts_total", "Times the engine crashed and was restarted.", labels={}),
     _counter(
         "ckpt_async_saves_total",
-        "Saves of a `CheckpointSaver` on this rank: `ok` if written to the local disk and handed over, `failed` if not,"
-        " and then the checkpoint is never shown. Commits are counted by `checkpoints_committed_total`.",
+        "Saves of a `CheckpointSaver` on this rank: `ok` if written to the local disk and handed over, else"
+        " `failed`; a failed checkpoint never becomes visible. Commits are counted by"
+        " `checkpoints_committed_total`.",
         labels={**_RUN, "result": SAVES},
         is_sparse=True,
     ),
     _counter(
         "ckpt_async_save_blocked_seconds_total",
-        "Time a `CheckpointSaver` blocked the trainer to save: until the save before was written, the state was made"
-        " and copied (with `blocking=True`: and written).",
+        "Time that a `CheckpointSaver` blocked the trainer for saving: until the previous save was written,"
+        " and the state was made and copied (with `blocking=True`: also written).",
         is_sparse=True,
     ),
     _gauge(
@@ -167,8 +169,9 @@ DEFINITIONS = (
     ),
     _counter(
         "ckpt_async_watch_refused_total",
-        "What a watcher (`watch`, `run`) has refused: it is not in the store, unless it was committed later after all."
-        " Counted by each node for itself, `given_up` ones by all. Absent where no watcher is.",
+        "Checkpoints and files that a watcher (`watch`, `run`) has refused: they are not in the store, unless"
+        " they were committed later after all. Each node counts its own; `given_up` ones are counted by all"
+        " nodes. Absent where no watcher runs.",
         labels={**_RUN, "reason": REFUSALS},
         is_sparse=True,
     ),
@@ -236,8 +239,8 @@ SWEEPER_DEFINITIONS = (
     ),
     _gauge(
         "ckpt_async_sweep_failing_since_timestamp_seconds",
-        "Unix time of the first of the sweeps in a row in which this folder or remote, or an action there, failed;"
-        " absent for those that do not fail.",
+        "Unix time of the first of the consecutive sweeps in which this folder or remote, or an action there,"
+        " failed; absent for those that do not fail.",
         labels={"target": ()},
     ),
     _counter(
@@ -282,8 +285,8 @@ SWEEPER_DEFINITIONS = (
     ),
     _counter(
         "ckpt_async_sweep_attempt_failures_total",
-        "Attempts of its store requests that failed, whether or not a later attempt healed it; absent until the first"
-        " of a reason.",
+        "Attempts of its store requests that failed, whether or not a later attempt succeeded; absent until"
+        " the first of a reason.",
         labels={**_RUN, "reason": REASONS},
         is_sparse=True,
     ),
@@ -297,21 +300,22 @@ _COMMAND: Mapping[str, tuple[str, ...]] = {"command": COMMANDS, "target": ()}
 COMMAND_DEFINITIONS = (
     _gauge(
         "ckpt_async_command_completed_timestamp_seconds",
-        "Unix time at which the command ended, well or not.",
+        "Unix time at which the command ended, successfully or not.",
         labels=_COMMAND,
     ),
-    _gauge("ckpt_async_command_duration_seconds", "Time it took.", labels=_COMMAND),
-    _gauge("ckpt_async_command_exit_code", "Its exit code: 0 if all is well.", labels=_COMMAND),
+    _gauge("ckpt_async_command_duration_seconds", "Duration of the command.", labels=_COMMAND),
+    _gauge("ckpt_async_command_exit_code", "Exit code of the command: 0 if all is well.", labels=_COMMAND),
     _gauge(
         "ckpt_async_command_checkpoints",
-        "Checkpoints by what became of them: `waiting` ones wait for other ranks, `left` ones are not uploaded,"
-        " `checked` ones were verified. Absent for what the command does not do, or if it failed before it could tell.",
+        "Checkpoints by outcome: `waiting` ones wait for other ranks, `left` ones are not uploaded, `checked`"
+        " ones were verified. Absent for outcomes that the command does not have, or if it failed before it"
+        " could tell.",
         labels={**_COMMAND, "fate": FATES},
     ),
     _gauge(
         "ckpt_async_command_bytes",
-        "Bytes that `drain` and `sweep` uploaded, `pull` fetched, or of what `verify` checked.",
+        "Bytes that `drain` and `sweep` uploaded, `pull` fetched or `verify` checked.",
         labels=_COMMAND,
     ),
-    _gauge("ckpt_async_command_violations", "What `verify` or `sweep` found to be damaged.", labels=_COMMAND),
+    _gauge("ckpt_async_command_violations", "Damage that `verify` or `sweep` found.", labels=_COMMAND),
 )

@@ -71,7 +71,9 @@ class Metrics(Counters, Observer):
 
     def trainer_blocked(self, duration_s: float) -> None:
         if duration_s >= BLOCKED_S:
-            self.recent.add("warn", "blocked", "training is held up: uploads are behind, or the disk is low")
+            self.recent.add(
+                "warn", "blocked", "training is blocked: uploads are behind, or the disk is almost full"
+            )
         self._add("ckpt_async_trainer_blocked_seconds_total", self._run, amount=duration_s)
 
     def uploads_started(self, num_shards: int) -> None:
@@ -88,7 +90,7 @@ class Metrics(Counters, Observer):
     def attempt_failed(self, reason: FailureReason) -> None:
         self._add("ckpt_async_upload_attempt_failures_total", self._run, reason.value)
         self.recent.add(
-            "warn", f"attempt {reason.value}", f"an attempt failed ({reason.value}); it is retried"
+            "warn", f"attempt {reason.value}", f"an attempt failed ({reason.value}); it will be retried"
         )
 
     def bytes_uploaded(self, size_bytes: int) -> None:
@@ -106,7 +108,7 @@ class Metrics(Counters, Observer):
         if result == "ok":
             self._observe("ckpt_async_upload_duration_seconds", *itertools.repeat(duration_s, num_shards))
         else:
-            what = {"failed": "not uploaded in time, and retried", "superseded": "dropped by policy"}
+            what = {"failed": "not uploaded in time; will be retried", "superseded": "dropped by policy"}
             told = what.get(result, f"lost: {result.replace('_', ' ')}")
             level = "warn" if result in what else "bad"
             self.recent.add(level, f"shards {result}", f"{counted(num_shards, 'shard')} {told}")
@@ -133,7 +135,9 @@ class Metrics(Counters, Observer):
 
     def engine_restarted(self) -> None:
         self._add("ckpt_async_engine_restarts_total")
-        self.recent.add("bad", "restarted", "the engine crashed and was started again; the log says why")
+        self.recent.add(
+            "bad", "restarted", "the engine crashed and was restarted; see the log for the reason"
+        )
 
     # --- of a saver ----------------------------------------------------------------------------------------
 
@@ -147,7 +151,7 @@ class Metrics(Counters, Observer):
         """Note that this rank has written a checkpoint and handed it over (ok), or could not (failed)."""
         self._add("ckpt_async_saves_total", self._run, result)
         if result != "ok":
-            self.recent.add("bad", "save", "a save failed on this rank; the log says why")
+            self.recent.add("bad", "save", "a save failed on this rank; see the log for the reason")
 
     def save_blocked(self, duration_s: float) -> None:
         """Note that the trainer was blocked by a save."""

@@ -53,7 +53,7 @@ def export(metrics: Counters) -> Callable[[], None]:
             try:
                 _instruments = Instruments()
             except TypeError as error:  # an older API than this module expects
-                logger.warning("opentelemetry_too_old error=%s; no metrics go there", error)
+                logger.warning("opentelemetry_too_old error=%s; exporting no metrics to it", error)
                 return lambda: None
         instruments = _instruments
     instruments.add(metrics)

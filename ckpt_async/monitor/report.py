@@ -176,10 +176,13 @@ def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str
     """
     match each.state:
         case "lost" | "aborted":
-            return "given up for good, on all ranks; to keep it, save it again as another step, or after a restart"
+            return (
+                "given up for good, on all ranks; to keep it, save it again as another step or after a"
+                " restart"
+            )
         case "uploading" | "open" if each.failure and {*owned}.intersection(each.ranks):
             return "failed uploads are retried every half minute"
         case "uploading" | "open" if each.failure:
-            return f"`ckpt-async drain {folder}` retries now"
+            return f"`ckpt-async drain {folder}` retries it now"
         case _:
             return ""

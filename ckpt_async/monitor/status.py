@@ -202,13 +202,13 @@ def _newest(checkpoint: CheckpointStatus, ranks_here: tuple[int, ...]) -> str:
         case "lost":
             return f"{step} can never be committed: {checkpoint.failure}"
         case "superseded":
-            return f"{step} is given up for a newer one"
+            return f"{step} was given up for a newer one"
         case "waiting" if checkpoint.world_size == len(checkpoint.ranks):
             return f"{step} is uploaded and about to be committed"
         case "waiting" if others := sorted(set(ranks_here) - {*checkpoint.ranks}):
             # These ranks never saved this checkpoint, or have seen it decided.
             have = "has" if len(others) == 1 else "have"
-            return f"{step} is uploaded, but {named('rank', others)} of this node {have} nothing of it"
+            return f"{step} is uploaded, but {named('rank', others)} of this node {have} no part of it"
         case "waiting":
             return f"{step} is uploaded and waits for other nodes"
         case "open":

@@ -67,7 +67,7 @@ class Board:
             return json.dumps(self._told(), separators=(",", ":")).encode()
         except Exception:
             if not self._has_failed:
-                logger.exception("page_failed; the page shows nothing, work continues")
+                logger.exception("page_failed; the page shows nothing, everything else continues")
             self._has_failed = True
             return None
 

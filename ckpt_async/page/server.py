@@ -102,7 +102,9 @@ def serve(
         server = _listen(address, port)
     # The port is busy, there is no such address, the port is above 65,535, or the rank is not a number.
     except (OSError, OverflowError, ValueError) as error:
-        logger.warning("metrics_not_served address=%s port=%d error=%s; work continues", address, port, error)
+        logger.warning(
+            "metrics_not_served address=%s port=%d error=%s; everything else continues", address, port, error
+        )
         return None
     server.set_app(application(registry, board, is_local=_is_loopback(str(server.server_address[0]))))
     started = MetricsServer(server)
@@ -222,7 +224,7 @@ def application(registry: CollectorRegistry, board: Board | None, *, is_local: b
         method, path = str(environ["REQUEST_METHOD"]), str(environ.get("PATH_INFO") or "/")
         answer = partial(_answer, start_response, is_head=method == "HEAD")
         if method not in ("GET", "HEAD"):
-            return answer(HTTPStatus.METHOD_NOT_ALLOWED, b"only looking: GET or HEAD\n", allow="GET, HEAD")
+            return answer(HTTPStatus.METHOD_NOT_ALLOWED, b"read-only: use GET or HEAD\n", allow="GET, HEAD")
         if path == "/metrics" or (board is None and path == "/"):
             if method == "GET":
                 return metrics(environ, start_response)  # type: ignore[no-any-return]
@@ -234,7 +236,7 @@ def application(registry: CollectorRegistry, board: Board | None, *, is_local: b
             text = f"{' '.join(problem.split()) or 'ok'}\n".encode(errors="replace")
             return answer(HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK, text)
         if is_local and not _is_here(str(environ.get("HTTP_HOST", ""))):
-            text = b"this address is for this machine alone: open it as localhost, or set metrics_address\n"
+            text = b"this address is only for this machine: open it as localhost, or set metrics_address\n"
             return answer(HTTPStatus.MISDIRECTED_REQUEST, text)
         if path == "/status.json":
             try:

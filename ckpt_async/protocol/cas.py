@@ -89,7 +89,9 @@ async def read(
     except ObjectNotFoundError:
         return None
     except ObjectTooLargeError:
-        raise InvalidRecordError(f"more than {max_size_bytes} bytes: not a record", key=key) from None
+        raise InvalidRecordError(
+            f"it has more than {max_size_bytes} bytes, so it is not a record", key=key
+        ) from None
     return data, info.etag
 
 

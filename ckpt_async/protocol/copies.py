@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 # A copy may turn out to be that of another checkpoint whose request was late, but rarely twice.
 _ATTEMPTS = 3
-_CANNOT = "files cannot be published under exact keys: this store does not copy objects"
-_HINT = "leave out publish_copies, or see the permissions in docs/operations.md"
+_CANNOT = "files cannot be published under exact keys: this store cannot copy objects"
+_HINT = "leave out publish_copies, or check the permissions in docs/operations.md"
 
 
 async def publish(store: PatientStore, checkpoint: CheckpointId, shard: StoredShard) -> bool:
@@ -112,7 +112,9 @@ async def _claim(store: PatientStore, checkpoint: CheckpointId, shard: StoredSha
     assert data is not None
     claim = records.decode_claim(data, key)
     if claim.checkpoint == checkpoint and claim.source != shard.key:
-        logger.warning("copy_left_out key=%s source=%s; %s has the key", key, shard.key, claim.source)
+        logger.warning(
+            "copy_left_out key=%s source=%s; %s already owns the key", key, shard.key, claim.source
+        )
     return claim
 
 

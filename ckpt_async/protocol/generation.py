@@ -170,17 +170,17 @@ class _Agreement:
     async def take(self, number: int) -> int:
         newest = await newest_generation(self._store)
         if newest > number:
-            raise FencedError(f"generation {number} was given, but generation {newest} has started already")
+            raise FencedError(f"generation {number} was given, but generation {newest} has already started")
         key, proposal = keys.generation_key(number), self._proposal(number)
         data = await create_once(self._store, key, proposal)
         world_size = records.decode_generation(data, number).world_size
         if world_size != self._world_size:
             raise SettingsError(
-                f"generation {number} has world size {world_size}, this rank has {self._world_size}"
+                f"generation {number} has world size {world_size}, but this rank has {self._world_size}"
             )
         if not await self._join(number):
             raise SettingsError(
-                f"generation={number} was used before by rank {self._rank}: every start needs a new one",
+                f"generation={number} was already used by rank {self._rank}: every start needs a new one",
                 hint="leave it out, or pass the last one plus 1",
             )
         return number
@@ -200,7 +200,7 @@ class _Agreement:
                 continue
             number += 1
             if number > keys.MAX_GENERATION:
-                raise CapabilityError(f"this run has had {number - 1} generations; start a new run name")
+                raise CapabilityError(f"this run has had {number - 1} generations; use a new run name")
             # If another process has won, the next round joins its generation if it is of our start, else goes past it.
             if await self._claim(number):
                 self._store = self._store.pausing_at_most(BEAT_MAX_S)  # as in `beat`
@@ -255,7 +255,8 @@ class _Agreement:
         while seen < proven_by:
             if quiet_s >= PATIENCE_S and self._may_claim:
                 logger.warning(
-                    "generation_is_dead generation=%d silent_for_s=%.0f; an earlier start had this launch key",
+                    "generation_is_dead generation=%d silent_for_s=%.0f; an earlier start used the same"
+                    " launch key",
                     number,
                     quiet_s,
                 )

@@ -133,7 +133,9 @@ async def bound_receipt(store: PatientStore, decision: Decision, rank: int) -> R
     if there is None:
         raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is missing", key=key)
     if checksum_of(there[0], checksum.algorithm) != checksum:
-        raise InvalidRecordError(f"{id_}: rank {rank}'s receipt is not the one that was decided on", key=key)
+        raise InvalidRecordError(
+            f"{id_}: rank {rank}'s receipt is not the one that the decision was based on", key=key
+        )
     return _receipt(there[0], id_, rank)
 
 
@@ -187,7 +189,7 @@ async def read_settled(
     except InvalidRecordError as error:
         if not only_reads:
             raise
-        logger.warning("boundary_unreadable error=%s; decisions that it may void are taken as valid", error)
+        logger.warning("boundary_unreadable error=%s; treating decisions that it may void as valid", error)
         return decision
     return None if settled is nothing else settled
 
@@ -360,7 +362,7 @@ async def readers(store: PatientStore, checkpoint: CheckpointId) -> list[str]:
             there = await read_record(store, each.key, records.decode_lease)
         except InvalidRecordError as error:
             logger.warning(
-                "lease_unreadable error=%s; it counts until it is old enough to have expired", error
+                "lease_unreadable error=%s; treating it as valid for the longest possible lease", error
             )
             there = unreadable_lease(checkpoint, each.key), ""
         if there is None:

@@ -252,7 +252,7 @@ def _settle(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> I
         if is_void(id_, view.boundary):
             continue  # it was given up and collected; `_clean` removes what is left of it
         if _is_unknown(id_, view):
-            yield Wait(id_, "a record of it, or the boundary, cannot be read")
+            yield Wait(id_, "one of its records, or the boundary, is unreadable")
             continue
         receipts = view.receipts.get(id_, {})
         world_size = view.world_sizes.get(id_.generation)
@@ -263,16 +263,18 @@ def _settle(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> I
         name = view.names.get(id_) or f"step-{id_.step}"
         if world_size is not None and set(range(world_size)) <= receipts.keys():
             if age_s >= ages.help_s:
-                yield Settle(id_, world_size, f"all {world_size} receipts are there for {age_s:.0f} s")
+                yield Settle(id_, world_size, f"all {world_size} receipts have been there for {age_s:.0f} s")
             continue
         is_superseded = id_.generation < view.newest_generation
         limit_s = ages.superseded_s if is_superseded else ages.newest_s
         whose = "a superseded generation" if is_superseded else "the newest generation"
         have = f"{len(receipts)} of {world_size or '?'} receipts, of {whose}"
         if age_s >= limit_s:
-            yield GiveUp(id_, name, world_size or 1, f"{have}, nothing new for {age_s:.0f} s")
+            yield GiveUp(id_, name, world_size or 1, f"{have}, nothing new has arrived for {age_s:.0f} s")
         else:
-            yield Wait(id_, f"{have}, nothing new for {age_s:.0f} s; given up after {limit_s:.0f} s")
+            yield Wait(
+                id_, f"{have}, nothing new has arrived for {age_s:.0f} s; given up after {limit_s:.0f} s"
+            )
 
 
 def _publish(view: View, valid: Mapping[CheckpointId, Decision]) -> Iterable[Planned]:
@@ -293,10 +295,11 @@ def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: Retentio
     for id_ in sorted({each.id for each in candidates} - kept.keys()):
         if is_refused:
             yield Wait(
-                id_, "the policy matches no checkpoint, so nothing is pruned: is it the one you meant?"
+                id_,
+                "the policy matches no checkpoint, so nothing is pruned: is it the policy that you meant?",
             )
         elif view.latest is None or view.latest.checkpoint <= id_:
-            yield Wait(id_, "beyond retention, but latest is not ahead of it yet")
+            yield Wait(id_, "beyond retention, but latest does not point to a newer checkpoint yet")
         else:
             yield BeginPrune(id_, "beyond retention")
     for id_, each in sorted(valid.items()):
@@ -347,7 +350,7 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
         left = [each.key for each in (*view.data.get(id_, ()), *view.receipts.get(id_, {}).values())]
         if left:
             outcome = valid[id_].outcome.value if id_ in valid else "collected"
-            yield Delete(tuple(left), "partial_checkpoint", f"{id_} is decided: {outcome}")
+            yield Delete(tuple(left), "partial_checkpoint", f"{id_} is already decided: {outcome}")
     for upload in view.multiparts:
         parsed = keys.parse_data_key(upload.key)
         age_s = view.server_time - upload.initiated_at
@@ -357,22 +360,26 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
         is_decided = id_ in valid or is_void(id_, view.boundary)
         limit_s = ages.superseded_s if id_.generation < view.newest_generation else ages.newest_s
         if is_decided:
-            yield AbortMultipart(upload.key, upload.upload_id, f"{id_} is decided: nobody completes it")
+            yield AbortMultipart(
+                upload.key,
+                upload.upload_id,
+                f"{id_} is already decided, so the upload will never be completed",
+            )
         elif age_s >= limit_s:
-            yield AbortMultipart(upload.key, upload.upload_id, f"begun {age_s:.0f} s ago")
+            yield AbortMultipart(upload.key, upload.upload_id, f"started {age_s:.0f} s ago")
     for key, (lease, modified_at) in sorted(view.leases.items()):
         if view.server_time >= expires_at(lease, modified_at):
             yield Delete((key,), "lease", f"the lease of {lease.reader} has expired")
     gone = {id_ for id_ in view.damaged if id_ in final or is_void(id_, view.boundary)}
     if gone:
         marks = tuple(keys.damage_key(id_) for id_ in sorted(gone))
-        yield Delete(marks, "damage", "marks of damaged checkpoints that are gone")
+        yield Delete(marks, "damage", "damage marks of checkpoints that are gone")
     past = tuple(
         sorted(key for key, generation in view.members.items() if generation < view.newest_generation)
     )
     if past:
         # Safe: a start joins the newest generation or a newer one, whose objects stay.
-        yield Delete(past, "member", "members of generations that are superseded")
+        yield Delete(past, "member", "members of superseded generations")
     stale = [
         each.key for each in view.probes if view.server_time - (each.last_modified or 0.0) >= PROBE_AGE_S
     ]
@@ -409,5 +416,5 @@ def _collect(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> 
         upto,
         kept,
         tuple(keys.decision_key(id_) for id_ in sorted(finished | resurrected)),
-        f"{len(finished | resurrected)} final decisions of the past",
+        f"{len(finished | resurrected)} old final decisions",
     )

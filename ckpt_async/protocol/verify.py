@@ -164,7 +164,7 @@ async def _check_committed(
             len(shards),
             sum(each.size_bytes for each in shards),
         ):
-            findings.append(Finding("I1", key, "its counts are not those of its receipts"))
+            findings.append(Finding("I1", key, "its counts differ from those of its receipts"))
     shards = list({shard.key: shard for receipt in receipts for shard in receipt.shards}.values())
     to_read = [rng.random() * 100 < read_percent for _ in shards]
     checked = await all_or_none(
@@ -185,11 +185,11 @@ async def _check_shard(store: PatientStore, shard: StoredShard, is_read: bool) -
     except ObjectNotFoundError:
         return Finding("I1", shard.key, "the shard is missing", "missing")
     if info.size_bytes != shard.size_bytes:
-        message = f"has {info.size_bytes} bytes, its receipt says {shard.size_bytes}"
+        message = f"has {info.size_bytes} bytes, but its receipt says {shard.size_bytes}"
         return Finding("I1", shard.key, message, "size")
     if info.checksum != shard.checksum:
         have = info.checksum.value if info.checksum else "no checksum"
-        message = f"has {have}, its receipt says {shard.checksum.value}: damaged"
+        message = f"has {have}, but its receipt says {shard.checksum.value}: damaged"
         return Finding("I6", shard.key, message, "checksum")
     return None
 
@@ -222,9 +222,11 @@ async def _check_latest(
             return  # that decision is a finding of its own
     if decision is None or decision.outcome is not Outcome.COMMIT:
         outcome = decision.outcome.value if decision else "no decision"
-        result.findings.append(Finding("I2", keys.LATEST, f"names {latest.checkpoint}, which has {outcome}"))
+        result.findings.append(
+            Finding("I2", keys.LATEST, f"names {latest.checkpoint}, which is not committed ({outcome})")
+        )
     elif decision.name != latest.name:
-        message = f"calls {latest.checkpoint} {latest.name!r}, its decision {decision.name!r}"
+        message = f"calls {latest.checkpoint} {latest.name!r}, but its decision calls it {decision.name!r}"
         result.findings.append(Finding("I2", keys.LATEST, message))
 
 
@@ -309,7 +311,7 @@ async def _check_strays(
         elif decision is not None and decision.outcome in final:
             result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
         elif decision is not None and decision.outcome is Outcome.COMMIT and each.key not in referenced:
-            result.findings.append(_stray(each.key, "no receipt of its committed checkpoint lists it"))
+            result.findings.append(_stray(each.key, "its checkpoint is committed, but no receipt lists it"))
     for each in receipts.objects:
         of = keys.parse_receipt_key(each.key)
         decision = decisions.get(of[0]) if of else None

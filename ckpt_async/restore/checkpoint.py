@@ -52,7 +52,7 @@ def why_passed_over(passing_over: Collection[CheckpointId], id_: CheckpointId) -
     """Return the caller's reason for passing over this checkpoint, if it gave one; "" if it does not pass it over."""
     if id_ not in passing_over:
         return ""
-    return str(passing_over[id_]) if isinstance(passing_over, Mapping) else "the caller passes it over"
+    return str(passing_over[id_]) if isinstance(passing_over, Mapping) else "skipped by the caller"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Checkpoint:
         for rank in ranks or ():
             if not 0 <= rank < self.world_size:
                 raise InvalidNameError(
-                    f"{self.name} was saved by ranks 0 to {self.world_size - 1}, not {rank}"
+                    f"{self.name} was saved by ranks 0 to {self.world_size - 1}, so there is no rank {rank}"
                 )
         theirs = [
             self.files[name]
@@ -116,7 +116,7 @@ class Checkpoint:
         globs = None if files is None else several(files, "files")
         for glob in globs or ():
             if not any(fnmatch.fnmatchcase(each.name, glob) for each in theirs):
-                raise InvalidNameError(f"no file of {self.name} that is asked for matches {glob!r}")
+                raise InvalidNameError(f"no requested file of {self.name} matches {glob!r}")
         return [
             each
             for each in theirs

@@ -71,7 +71,7 @@ def named_files(metadata: bytes) -> dict[str, int]:
         for place in (found.storage_data or {}).values():
             path, end = place.relative_path, place.offset + place.length
             if type(path) is not str or type(end) is not int:
-                raise UnsafePickleError("it does not say where a part is")
+                raise UnsafePickleError("it does not say where a part is stored")
             sizes[path] = max(end, sizes.get(path, 0))
     except ILL_FORMED as error:
         raise UnsafePickleError(f"it is cut short, or not DCP metadata: {error}") from error

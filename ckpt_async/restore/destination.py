@@ -79,7 +79,7 @@ class Destination:
         except OSError as error:
             raise DestinationError(f"cannot read {str(target)!r}: {error.strerror}") from error
         raise DestinationError(
-            f"{str(target)!r} exists and is not the file of {self._checkpoint.name}: it was left alone",
+            f"{str(target)!r} exists and is not the file of {self._checkpoint.name}; it was left alone",
             hint="use another destination, or pass overwrite=True (--overwrite)",
         )
 
@@ -103,7 +103,7 @@ class Destination:
         free_bytes = facts.f_bavail * facts.f_frsize
         if needed_bytes > free_bytes:
             raise NoSpaceError(
-                f"{str(self.path)!r} has {free_bytes} bytes free, {needed_bytes} more are needed",
+                f"{str(self.path)!r} has {free_bytes} bytes free, but {needed_bytes} are needed",
                 hint="free space, or fetch only some ranks or files",
             )
 
@@ -113,7 +113,7 @@ class Destination:
             return
         if Path(os.path.realpath(target.parent)) != target.parent:
             raise DestinationError(
-                f"a symbolic link leads out of the destination on the way to {str(target)!r}"
+                f"a symbolic link on the path to {str(target)!r} leads out of the destination"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         self._made.add(target.parent)

@@ -113,7 +113,9 @@ def find(
                 raise
             check_nowhere(remote, known)
             await _check_kind(run, kind, store_options)
-            logger.warning("remote_missing %s error=%s; as if nothing had been committed yet", remote, error)
+            logger.warning(
+                "remote_missing %s error=%s; treating the run as one without checkpoints", remote, error
+            )
             return None
         if found is None:
             await _check_kind(run, kind, store_options)
@@ -234,7 +236,7 @@ async def _newest_first(
             if not store.capabilities.lists:
                 return  # it may be another tool's
             raise listing
-        logger.warning("listing_refused error=%s; only what latest names is looked at", listing)
+        logger.warning("listing_refused error=%s; considering only the checkpoint that latest names", listing)
         if step in (None, latest.checkpoint.step):
             yield latest.checkpoint
             return
@@ -286,7 +288,7 @@ async def _check(opened: Session, decision: Decision) -> list[Receipt]:
     for key, size_bytes in wanted.items():
         if sizes[key] != size_bytes:
             raise InvalidRecordError(
-                f"{decision.checkpoint}: {key} has {sizes[key]} bytes, its receipt says {size_bytes}"
+                f"{decision.checkpoint}: {key} has {sizes[key]} bytes, but its receipt says {size_bytes}"
             )
     return receipts
 

@@ -396,8 +396,8 @@ class _Fetching:
                     raise
                 if is_disk_full(error):
                     raise NoSpaceError(
-                        f"{str(destination.path)!r} ran full while {file.name!r} was fetched",
-                        hint="free some space and call again: the fetch resumes",
+                        f"{str(destination.path)!r} filled up while fetching {file.name!r}",
+                        hint="free some space and call again; the fetch will resume",
                     ) from error
                 raise DestinationError(f"cannot write {str(destination.target(file))!r}: {error}") from error
 
@@ -428,7 +428,7 @@ class _Fetching:
                 return
             if is_all_its_own and not self._is_verified:
                 logger.warning(
-                    "checksum_differs file=%s from=%s; used anyway, because verify=False",
+                    "checksum_differs file=%s from=%s; using it anyway, because verify=False",
                     file.name,
                     source.kind,
                 )
@@ -463,13 +463,11 @@ class _Fetching:
             reason = f"{file.key} does not have the checksum of its receipt"
             there = await self._opened.store.head(file.key)
             if there.checksum is not None and there.checksum != wanted:
-                raise await damaged(self._opened, checkpoint, f"{reason}, as the store itself says")
+                raise await damaged(self._opened, checkpoint, f"{reason}, according to the store itself")
             if len(seen) != len(set(seen)):
-                raise await damaged(
-                    self._opened, checkpoint, f"{reason}, twice the same over two connections"
-                )
+                raise await damaged(self._opened, checkpoint, f"{reason}, identically over two connections")
             if len(seen) >= MAX_READINGS:
-                raise unreliable(f"{reason}, and differently each time")
+                raise unreliable(f"{reason}, and was read differently each time")
             async with session(checkpoint.remote, checkpoint.store_options) as afresh:
                 remote = StoreSource(afresh, lease, checkpoint, file)
                 await self._fill_from(remote, partial, got)

@@ -166,11 +166,11 @@ def _of_folder(
     if match := _FLASHPOINT.fullmatch(name):
         if not folder:
             return None  # its marker would be beside it, out of sight
-        reason = "an …unfinished mark is beside it" if is_unfinished else ""
+        reason = "there is an …unfinished marker beside it" if is_unfinished else ""
         return Found("ml-flashpoint", int(match[1]), folder, reason)
     if ".orbax-checkpoint-tmp" in name:
         number = _LAST_NUMBER.search(name.partition(".")[0])
-        return Found("orbax", int(number[1]) if number else 0, folder, "it was never finalised")
+        return Found("orbax", int(number[1]) if number else 0, folder, "it was never finalized")
     if _OLMO_CORE_MARK in files:
         reason = _NOT_RENAMED if name.endswith("-tmp") else ""
         return Found("olmo-core", _step(name), folder, reason)
@@ -187,7 +187,7 @@ def _of_folder(
         reason = "" if _ORBAX_COMMIT in files or not is_committed_by_file else f"it has no {_ORBAX_COMMIT}"
         return Found("orbax", int(match[1]), folder, reason)
     if (match := _TRANSFORMERS.fullmatch(name)) and parts & set(_TRANSFORMERS_PARTS):
-        reason = "transformers leaves no mark when a save is complete"
+        reason = "transformers writes no marker when a save is complete"
         return Found("transformers", int(match[1]), folder, reason)
     if METADATA in files:
         if (match := _LIGHTNING.fullmatch(name)) and "meta.pt" not in files:
@@ -232,11 +232,11 @@ def _of_ranks(known: set[str], pointed: set[str], world_size: int | None) -> Ite
 def _lacking(ranks: list[int], count: int | None) -> str:
     """Return why these are not the files of `count` ranks; "" if they are."""
     if count is None:
-        return f"it has files of ranks up to {ranks[-1]}, of how many is unknown: give world_size"
+        return f"it has files of ranks up to {ranks[-1]}, but the number of ranks is unknown: pass world_size"
     if missing := sorted(set(range(count)).difference(ranks)):
-        return f"it has no file of rank {missing[0]}, and was to have {count}"
+        return f"it has no file of rank {missing[0]}, expected {count} ranks"
     if ranks != list(range(count)):
-        return f"it has {len(ranks)} files, up to rank {ranks[-1]}, and was to have {count}"
+        return f"it has {len(ranks)} files, up to rank {ranks[-1]}, expected {count}"
     return ""
 
 
@@ -345,7 +345,7 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
     """
     marks = {"config.yaml", _OLMO_CORE_MARK, _ORBAX_COMMIT, _ORBAX_METADATA}
     if not files.keys() - marks:
-        raise InvalidRecordError("there is nothing of it but its mark")
+        raise InvalidRecordError("only its marker exists")
     if found.format == "olmo-core" and f"{_OLMO_DCP}/{METADATA}" not in files:
         raise InvalidRecordError(f"it has no {_OLMO_DCP}/{METADATA}")
     mark = files.get(_OLMO_CORE_MARK)
@@ -363,9 +363,7 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
     if found.format == "orbax" and (mark := files.get(_ORBAX_METADATA)) is not None:
         for item in _orbax_items(await _content(opened, mark)):
             if not any(name.startswith(f"{item}/") for name in files):
-                raise InvalidRecordError(
-                    f"{_ORBAX_METADATA} names the item {item!r}, of which nothing is there"
-                )
+                raise InvalidRecordError(f"{_ORBAX_METADATA} names the item {item!r}, which has no files")
     for name, file in files.items():
         folder = name.rpartition("/")[0]
         if not is_metadata(name):
@@ -375,12 +373,12 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
             size_bytes = sizes[path]
             there = files.get(f"{folder}/{path}" if folder else path)
             if there is None:
-                raise InvalidRecordError(f"{name} names {path[:200]!r}, which is not there")
+                raise InvalidRecordError(f"{name} names {path[:200]!r}, which does not exist")
             if is_flashpoint and there.size_bytes < size_bytes + FLASHPOINT_PREFIX_BYTES:
                 size_bytes = await _with_prefix(opened, there, size_bytes)
             if there.size_bytes < size_bytes:
                 raise InvalidRecordError(
-                    f"{name} names {size_bytes} bytes of {path[:200]!r}, which has {there.size_bytes}"
+                    f"{name} names {size_bytes} bytes of {path[:200]!r}, which has only {there.size_bytes}"
                 )
 
 
@@ -407,7 +405,7 @@ async def _with_prefix(opened: Session, file: RemoteFile, size_bytes: int) -> in
 async def _content(opened: Session, file: RemoteFile) -> bytes:
     """Return the whole content of a file that names other files."""
     if file.size_bytes > MAX_METADATA_BYTES:
-        raise InvalidRecordError(f"{file.name} has {file.size_bytes} bytes: it is no list of files")
+        raise InvalidRecordError(f"{file.name} has {file.size_bytes} bytes, too many for a list of files")
     data = bytearray()
 
     @contextlib.asynccontextmanager

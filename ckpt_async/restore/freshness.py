@@ -19,8 +19,8 @@ from ckpt_async.protocol.sweep_plan import is_void
 from ckpt_async.restore.session import Session
 
 _HINT = (
-    "is this the right place, is it mounted, and does the store list all that it has? A run that was emptied on purpose"
-    " starts again under another URL and in another folder"
+    "is this the right place, is it mounted, and does the store list everything it has? If you emptied the"
+    " run on purpose, start it again under another URL and in another folder"
 )
 
 
@@ -75,7 +75,7 @@ def _check(remote: str, known: Known, latest: Latest | None, *, has_generations:
     elif known.committed is not None:
         mark = f"this node's journal knows that {known.committed} was committed"
     elif known.generation and not has_generations:
-        mark = f"this node's journal knows its generation {known.generation}"
+        mark = f"this node's journal knows generation {known.generation} of it"
     else:
         return
     raise StoreError(

@@ -43,9 +43,7 @@ def look(url: str, options: StoreOptions | None) -> Looked:
         if target is None:
             return Looked(seen[-1], found)
         if target in seen or len(seen) > MAX_HOPS:
-            raise FormatError(
-                f"{url} is a pointer that leads in a circle: {' -> '.join([*seen, target][:4])}"
-            )
+            raise FormatError(f"{url} is a pointer that forms a loop: {' -> '.join([*seen, target][:4])}")
         seen.append(target)
 
 
@@ -65,7 +63,9 @@ def pointed(text: str, what: str) -> str:
     """
     path = text.strip().removeprefix("/").rstrip("/")
     if not path or "\\" in path or not path.isprintable() or set(path.split("/")) & {"", ".", ".."}:
-        raise FormatError(f"{what} is a pointer to {text[:200]!r}, which is not a path below its place")
+        raise FormatError(
+            f"{what} is a pointer to {text[:200]!r}, which is not a path below the pointer's folder"
+        )
     return path
 
 

@@ -41,5 +41,8 @@ def lacking(names: Collection[str], metadata_yaml: bytes = b"") -> str:
     most = int(told[1]) if told else 1 + max((max(each) for each in ranks.values()), default=-1)
     for folder, each in sorted(ranks.items()):
         if missing := set(range(most)) - each:
-            return f"it has no file of rank {min(missing)}{f' in {folder}' if folder else ''}: there were {most} ranks"
+            return (
+                f"it has no file of rank {min(missing)}{f' in {folder}' if folder else ''}, but there were"
+                f" {most} ranks"
+            )
     return ""

@@ -273,7 +273,7 @@ class PeerSource(AnyTime):
     async def get_range(self, offset: int, size_bytes: int, sink: SinkFactory) -> None:
         def check(answer: Response) -> None:
             if answer.headers.get("content-range", "").rpartition("/")[2] != str(self._file.size_bytes):
-                raise self._failure("its file has another size")
+                raise self._failure("its file has a different size")
 
         try:
             answer = await self._peers.get_range(

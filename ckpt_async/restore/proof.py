@@ -62,6 +62,4 @@ async def sure(opened: Session, look: Callable[[Session], Awaitable[T]]) -> T:
                 last = error
     if failures[0] == failures[1]:
         raise last
-    raise unreliable(
-        f"records in {opened.remote} are unreadable, in another way each time they are read ({last})"
-    )
+    raise unreliable(f"records in {opened.remote} are unreadable, differently at each read ({last})")

@@ -169,7 +169,7 @@ class Reader:
                 raise InvalidNameError(f"{self.checkpoint.name} has no file {want.name!r}")
             if want.offset < 0 or want.offset + len(buffer) > file.size_bytes:
                 raise InvalidNameError(
-                    f"bytes {want.offset}+{len(buffer)} are beyond the {file.size_bytes} of {want.name!r}"
+                    f"bytes {want.offset}+{len(buffer)} are beyond the {file.size_bytes} bytes of {want.name!r}"
                 )
             by_file.setdefault(want.name, []).append((want.offset, buffer))
         self._do(self._read(by_file))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.arguments import whole
 from ckpt_async.core.model import CheckpointId, Damage, Lease, Outcome
 from ckpt_async.core.settings import Settings, load
 from ckpt_async.errors import (
@@ -24,6 +25,7 @@ from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
     InvalidRecordError,
+    SettingsError,
     StoreError,
     UnreliableReadError,
 )
@@ -80,6 +82,7 @@ async def session(
     that the store sends with it, the block ends with UnreliableReadError. The trainer's `folder` has what earlier
     readers have learned about the link.
     """
+    num_concurrent_reads = whole(num_concurrent_reads, "num_concurrent_reads", 1, 1024, SettingsError)
     at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
@@ -131,9 +134,11 @@ class HeldLease:
             raise CheckpointGoneError(
                 f"{self._lease.checkpoint} "
                 + (
-                    "was pruned while it was read" if self._is_gone else "is read without a lease: it ran out"
+                    "was pruned while it was being read"
+                    if self._is_gone
+                    else "is no longer protected: its lease expired"
                 ),
-                hint="find a checkpoint again",
+                hint="call `find` again",
             )
 
     async def taken(self) -> None:
@@ -150,7 +155,7 @@ class HeldLease:
             if error.reason not in (FailureReason.AUTH, FailureReason.DISK):
                 raise
             logger.warning(
-                "reading_without_lease %s error=%s; retention may prune it meanwhile",
+                "reading_without_lease %s error=%s; retention may prune the checkpoint while it is read",
                 self._lease.checkpoint,
                 error,
             )
@@ -159,7 +164,7 @@ class HeldLease:
         if decision is None:
             self._is_needed = False  # and has been dropped
             raise CheckpointGoneError(
-                f"{self._lease.checkpoint} was pruned before it was read", hint="find another one"
+                f"{self._lease.checkpoint} was pruned before it was read", hint="call `find` again"
             )
 
     async def keep(self) -> None:
@@ -254,7 +259,7 @@ async def leased(
 
 def unreliable(what: str) -> UnreliableReadError:
     return UnreliableReadError(
-        f"{what}: it is not the store, but something on the way from it",
+        f"{what}: the data is corrupted between the store and here",
         hint="nothing was marked as damaged; look at this node's network, memory and proxies, or try another node",
     )
 
@@ -267,7 +272,7 @@ async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> Ckpt
     if checkpoint.format == OWN_FORMAT:
         if await is_gone(session, checkpoint.id):
             return CheckpointGoneError(
-                f"{checkpoint.id} was pruned while it was read", hint="find another one"
+                f"{checkpoint.id} was pruned while it was being read", hint="call `find` again"
             )
         await mark_damaged(session, checkpoint.id, reason)
     return DamagedCheckpointError(f"{checkpoint.name} ({checkpoint.id}) is damaged: {reason}")
@@ -310,7 +315,10 @@ async def _check_the_wire(session: Session, checkpoint: CheckpointId, reason: st
     finally:
         await steps.drop_lease(session.store, lease)
     if there is None or there[0] != sent:
-        raise unreliable(f"{checkpoint} seems to be damaged ({reason}), but so is what was written just now")
+        raise unreliable(
+            f"{checkpoint} seems to be damaged ({reason}), but a record written just now also came back"
+            " corrupted"
+        )
 
 
 def _reader_name() -> str:

@@ -102,7 +102,7 @@ class StoreSource:
             there = await self._opened.store.head(self._file.key)
             if there.size_bytes == self._file.size_bytes:
                 raise StoreError(
-                    f"{error}; but the store says that it is there", reason=FailureReason.TRANSIENT
+                    f"{error}; but HEAD shows that the object exists", reason=FailureReason.TRANSIENT
                 ) from error
 
     async def _damage(self, error: StoreError) -> str:
@@ -182,7 +182,7 @@ class LocalSource(AnyTime):
         descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if self._facts is not None and not _is_same(self._facts, os.fstat(descriptor)):
-                raise OSError(errno.ESTALE, "the file was changed since it was verified", str(self._path))
+                raise OSError(errno.ESTALE, "the file has changed since it was verified", str(self._path))
             yield descriptor
         finally:
             os.close(descriptor)
@@ -190,7 +190,7 @@ class LocalSource(AnyTime):
     def _fill(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         count = os.preadv(descriptor, [buffer], offset)
         if count == 0:
-            raise OSError(errno.EIO, "the file was cut short while it was read", str(self._path))
+            raise OSError(errno.EIO, "the file was truncated while being read", str(self._path))
         return count
 
 

@@ -76,7 +76,7 @@ def _join(folder: str, name: str) -> str:
 
 def _of_dcp(reader: Reader, file: RemoteFile) -> tuple[dict[str, TensorFacts], Iterable[str]]:
     if file.size_bytes > MAX_METADATA_BYTES:
-        raise FormatError(f"{file.name} has {file.size_bytes} bytes: too much for the metadata of DCP")
+        raise FormatError(f"{file.name} has {file.size_bytes} bytes: too large for DCP metadata")
     data = reader.read(file.name)
     try:
         found = {name: TensorFacts(*told) for name, told in named_tensors(data).items()}
@@ -87,7 +87,7 @@ def _of_dcp(reader: Reader, file: RemoteFile) -> tuple[dict[str, TensorFacts], I
 
 def _of_safetensors(reader: Reader, file: RemoteFile) -> dict[str, TensorFacts]:
     def refuse(reason: str) -> FormatError:
-        return FormatError(f"{file.name} is not a file of safetensors: {reason}")
+        return FormatError(f"{file.name} is not a safetensors file: {reason}")
 
     if file.size_bytes < _HEADER_SIZE_BYTES:
         raise refuse(f"it has {file.size_bytes} bytes")
@@ -102,4 +102,4 @@ def _of_safetensors(reader: Reader, file: RemoteFile) -> dict[str, TensorFacts]:
             if name != "__metadata__"
         }
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise refuse(f"its header does not say what it holds ({error!r})") from error
+        raise refuse(f"its header cannot be understood ({error!r})") from error

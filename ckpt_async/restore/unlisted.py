@@ -49,10 +49,10 @@ async def objects_by_name(opened: Session, step: int | None) -> dict[str, Object
     found |= await _pointed(opened)
     if not found:
         raise StoreError(
-            f"{opened.remote} cannot be listed, and has nothing under the names that checkpoints are known by",
+            f"{opened.remote} cannot be listed, and has no objects under the well-known names of checkpoints",
             reason=FailureReason.NOT_FOUND,
             operation="find",
-            hint="give the URL of one checkpoint's folder, or of a run together with step=",
+            hint="give the URL of one checkpoint's folder, or that of a run together with step=",
         )
     return found
 

@@ -223,8 +223,8 @@ class Host:
         )
         if not is_of_another and generation < local.generation + (not start.is_again):
             raise JournalError(
-                f"the journal of {start.folder!r} knows generation {local.generation} of {start.address.url!r}, the"
-                f" store only {generation - 1}: the remote was wiped",
+                f"the journal of {start.folder!r} knows generation {local.generation} of"
+                f" {start.address.url!r}, but the store only {generation - 1}: the remote was wiped",
                 hint="use a new remote, or remove .ckpt_async from the folder to start over",
             )
         if is_of_another:  # only once this remote could be opened: its URL may have been a mistake

@@ -81,7 +81,7 @@ class ProcessRunner:
         on_change: Callable[[], None],
     ) -> None:
         if start.address.url.startswith("memory:"):
-            raise SettingsError("a memory:// store exists in this process only", hint="use runner='thread'")
+            raise SettingsError("a memory:// store exists only in this process", hint="use runner='thread'")
         self.death: BaseException | None = None
         self._place = start.folder, start.rank
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
@@ -126,9 +126,7 @@ class ProcessRunner:
         self._tell("stop")
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error(
-                "runner_stuck rank=%d; it is killed, and the journal has what is left", self._start.rank
-            )
+            logger.error("runner_stuck rank=%d; killing it; the journal keeps what is left", self._start.rank)
             self._end_by_force()
             self._thread.join()
         self._view.end()
@@ -142,7 +140,9 @@ class ProcessRunner:
         answers = self._pidfd is None or self._answers()
         with self._pidfd_lock:  # otherwise it might end in the meantime
             if self._pidfd is not None and not answers:
-                logger.error("runner_hangs: the node's runner process is killed; its other ranks restart it")
+                logger.error(
+                    "runner_hangs: killing the node's runner process; the other ranks will restart it"
+                )
                 with contextlib.suppress(OSError):  # it has already ended
                     signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         if self.group is None and self._channel is not None:
@@ -375,7 +375,9 @@ class ProcessRunner:
                 )
             with process:
                 if process.wait(SPAWN_TIMEOUT_S):
-                    raise RunnerError(f"{sys.executable} ended with {process.returncode}: {self._log_tail()}")
+                    raise RunnerError(
+                        f"{sys.executable} exited with {process.returncode}: {self._log_tail()}"
+                    )
         except OSError as error:
             raise RunnerError(f"the runner process cannot be started: {error}") from error
         return process.pid

@@ -39,7 +39,9 @@ class FileBackend(Backend):
     def locate(self, url: str) -> Location:
         scheme, host, path = self.split(url)
         if host or not path:
-            raise SettingsError(f"{url!r} names no absolute folder", hint="file:///folder, three slashes")
+            raise SettingsError(
+                f"{url!r} does not name an absolute folder", hint="write file:///folder, with three slashes"
+            )
         return Location(scheme, "", f"/{path}")
 
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
@@ -93,9 +95,16 @@ def backend_of(url: str) -> Backend:
     if OTHERS.claims(url):
         return OTHERS
     if scheme in WELL_KNOWN and not has_fsspec():
-        raise SettingsError(f"{scheme}:// needs the package fsspec", hint="pip install 'ckpt-async[fsspec]'")
-    others = "what fsspec knows" if has_fsspec() else "with fsspec installed, what that knows"
-    known = f"known are {', '.join(schemes)}; {others}"
+        raise SettingsError(
+            f"{scheme}:// needs the package fsspec",
+            hint="run pip install '.[fsspec]' in the clone of ckpt_async",
+        )
+    others = (
+        "and every scheme that fsspec supports"
+        if has_fsspec()
+        else "and, with fsspec installed, every scheme that it supports"
+    )
+    known = f"known schemes are {', '.join(schemes)}, {others}"
     hint = f"did you mean {better}? {known}" if (better := meant(url, schemes)) else known
     raise SettingsError(f"{scheme}:// is not a known kind of store", hint=hint)
 
@@ -111,6 +120,6 @@ def _registered(scheme: str) -> Backend | None:
                 hint="repair or remove the package that registers it",
             ) from error
         if not isinstance(backend, Backend):
-            raise SettingsError(f"{scheme}:// is registered as {entry.value}, which is no Backend")
+            raise SettingsError(f"{scheme}:// is registered as {entry.value}, which is not a Backend")
         return backend
     return None

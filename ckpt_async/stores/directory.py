@@ -175,7 +175,10 @@ class DirectoryStore(WholeObjects):
         check_key(key, operation)
         if key == OWN or key.startswith(f"{OWN}/"):
             raise StoreError(
-                "the store keeps its own files here", reason=FailureReason.OTHER, operation=operation, key=key
+                "the store keeps its own files under this key",
+                reason=FailureReason.OTHER,
+                operation=operation,
+                key=key,
             )
 
     # --- writing -------------------------------------------------------------------------------------------
@@ -307,9 +310,7 @@ class DirectoryStore(WholeObjects):
                 with translating("get_range", key):
                     count = os.preadv(descriptor, [buffer[: end - offset]], offset)
                     if count == 0:
-                        raise IntegrityError(
-                            "was truncated while it was read", operation="get_range", key=key
-                        )
+                        raise IntegrityError("was truncated while being read", operation="get_range", key=key)
                 sink(buffer[:count])  # its errors are not translated
                 offset += count
         finally:

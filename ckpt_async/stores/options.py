@@ -42,11 +42,11 @@ class StoreOptions:
             raise SettingsError(f"addressing_style is {self.addressing_style!r}, not auto, path or virtual")
         for name in ("endpoint_url", "region", "profile"):
             if (text := getattr(self, name)) is not None and not (isinstance(text, str) and text):
-                raise SettingsError(f"{name} is {text!r}, must be a string or left out")
+                raise SettingsError(f"{name} is {text!r}, but must be a string or left out")
         if not (0 < self.connect_timeout_s < math.inf and 0 < self.read_timeout_s < math.inf):
             raise SettingsError("connect_timeout_s and read_timeout_s must be positive and finite")
         if not is_whole(self.max_connections) or self.max_connections < 1:
-            raise SettingsError(f"max_connections is {self.max_connections!r}, must be at least 1")
+            raise SettingsError(f"max_connections is {self.max_connections!r}, but must be at least 1")
         if self.endpoint_url is not None:
             check_endpoint(self.endpoint_url)
 

@@ -34,7 +34,7 @@ _DISK = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EROFS: "the file system is read-only",
     errno.EIO: "the device reports errors: see dmesg",
-    errno.ESTALE: "the network file system was re-exported: mount it again",
+    errno.ESTALE: "the network file system was re-exported: remount it",
 }
 _SCARCE = {
     errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
@@ -43,14 +43,14 @@ _SCARCE = {
     errno.EAGAIN: "too little memory or too few threads",
 }
 _WRONG_PLACE = {
-    errno.ENOTDIR: "a part of the path is a file, and no folder: check the URL",
-    errno.ELOOP: "symbolic links lead in a circle, or out of the folder: check the URL",
+    errno.ENOTDIR: "a part of the path is a file, not a folder: check the URL",
+    errno.ELOOP: "symbolic links form a loop, or lead out of the folder: check the URL",
     errno.ENAMETOOLONG: "the path is too long: check the URL",
     errno.ENOLINK: "is it mounted?",
 }
 _AUTH = {
-    errno.EACCES: "this user may not: check owner and mode",
-    errno.EPERM: "this user may not: check owner and mode",
+    errno.EACCES: "this user has no permission: check owner and mode",
+    errno.EPERM: "this user has no permission: check owner and mode",
 }
 
 
@@ -88,7 +88,7 @@ class Tree:
         parent = path.parent
         while parent != self.root:
             if parent.is_symlink():
-                raise OSError(errno.ELOOP, "a folder on the way is a symbolic link", str(parent))
+                raise OSError(errno.ELOOP, "a folder in the path is a symbolic link", str(parent))
             parent = parent.parent
         return path
 
@@ -239,7 +239,7 @@ def check_no_dangling_link(path: Path) -> None:
     while not os.path.lexists(path):
         path = path.parent
     if not path.exists():
-        raise OSError(errno.ENOLINK, "a symbolic link on the way leads to nothing", str(path))
+        raise OSError(errno.ENOLINK, "a symbolic link in the path is dangling", str(path))
 
 
 def _remove_left_behind(folder: Path, now: float) -> None:

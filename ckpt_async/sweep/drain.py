@@ -226,14 +226,15 @@ def _by_remote(
         if address is None:
             of_kind = f" of kind {each.kind!r}" if each.kind else ""
             raise SettingsError(
-                f"the journal{of_kind} does not say where rank {local.rank} uploads to",
-                hint="pass the remote of the run with --remote",
+                f"the journal{of_kind} does not name the remote of rank {local.rank}",
+                hint="pass the run's remote with --remote",
             )
         if stranded := backlog.stranded(local, address.url):
             assert local.remote is not None
             raise SettingsError(
-                f"rank {local.rank} was bringing {stranded[-1]} to {local.remote.url!r}, not to {address.url!r}",
-                hint="shards already verified there would be missing here; use the original remote",
+                f"rank {local.rank} was uploading {stranded[-1]} to {local.remote.url!r}, not to"
+                f" {address.url!r}",
+                hint="shards already verified there would be missing here: use the original remote",
             )
         group = next((members for known, members in groups if known == address), None)
         if group is None:

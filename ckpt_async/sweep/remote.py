@@ -182,7 +182,7 @@ class RemoteSweep:
             return await reading
         except InvalidRecordError as error:
             if error.key not in self.unreadable:
-                logger.warning("record_unreadable error=%s; what it describes is left alone", error)
+                logger.warning("record_unreadable error=%s; leaving alone what it describes", error)
             self.unreadable[error.key] = Finding(rule, error.key, error.detail)
             return None
 
@@ -290,7 +290,8 @@ class RemoteSweep:
             if all(each.upload_id != upload_id for each in listed):
                 return
         raise StoreError(
-            f"still there after {MAX_ABORTS} aborts: parts were still arriving; the next sweep continues",
+            f"still there after {MAX_ABORTS} aborts, because parts were still arriving; the next sweep will"
+            " continue",
             reason=FailureReason.TRANSIENT,
             operation="abort_multipart",
             key=key,

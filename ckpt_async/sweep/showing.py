@@ -16,7 +16,7 @@ from ckpt_async.sweep.drain import DrainReport
 from ckpt_async.sweep.remote import RemoteReport
 
 _TOLD = {
-    Outcome.COMMIT: ("good", "committed", "committed in place of engines that died"),
+    Outcome.COMMIT: ("good", "committed", "committed on behalf of engines that died"),
     Outcome.ABORT: ("bad", "aborted", "given up"),
     Outcome.PRUNED: ("note", "pruned", "pruned"),
 }

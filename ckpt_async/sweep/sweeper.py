@@ -344,7 +344,7 @@ def _recorded_policy(local: Local) -> retention.RetentionPolicy:
     try:
         return retention.parse(str(recorded))
     except SettingsError as error:  # written by a later version
-        logger.warning("recorded_retention_unknown error=%s; everything is kept", error)
+        logger.warning("recorded_retention_unknown error=%s; keeping everything", error)
         return retention.KeepAll()
 
 

@@ -114,7 +114,7 @@ async def remote_events(
     try:
         outbox = await asyncio.to_thread(OwnOutbox, folder)
     except JournalError as error:
-        logger.error("events_not_told error=%s; those of remotes are lost", error)  # noqa: TRY400  no bug of ours
+        logger.error("events_not_told error=%s; events of remotes are lost", error)  # noqa: TRY400  no bug of ours
         yield None
         return
     try:

@@ -120,5 +120,6 @@ def __getattr__(name: str) -> object:
         if error.name != "torch":
             raise
         raise ModuleNotFoundError(
-            f"ckpt_async.torch.{name} needs torch: pip install 'ckpt-async[torch]'", name="torch"
+            f"ckpt_async.torch.{name} needs torch: run pip install '.[torch]' in the clone of ckpt_async",
+            name="torch",
         ) from None

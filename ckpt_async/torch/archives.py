@@ -65,7 +65,7 @@ def extract(
     source, target = Path(path), Path(folder)
     if not (suffix or source.name).endswith(TAR_SUFFIXES):
         raise FormatError(
-            f"{source} does not have an archive's file name", hint=f"known: {' '.join(TAR_SUFFIXES)}"
+            f"{source} does not have the file name of an archive", hint=f"known: {' '.join(TAR_SUFFIXES)}"
         )
     limit = _limit(target, max_size_bytes)
     written: list[Path] = []

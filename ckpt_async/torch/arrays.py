@@ -75,33 +75,33 @@ class ArrayRules:
 
     def _dtype(self, code: object, align: object = False, copy: object = True) -> Any:
         if type(code) is not str or not _CODE.fullmatch(code) or not (_is(align, 0, 1) and _is(copy, 0, 1)):
-            refuse(f"it has arrays of {str(code)[:100]!r}: only numbers and texts are plain data")
+            refuse(f"it has arrays of {str(code)[:100]!r}: only numbers and strings are plain data")
         # A copy, because BUILD changes its byte order in place.
         return self._rules.new_object(self._numpy.dtype(code, False, True))
 
     def _build_dtype(self, target: Any, state: object) -> None:
         sizes = (target.itemsize, target.alignment) if target.kind in "SU" else (-1, -1)
         if type(state) is not tuple or len(state) != 8 or not _is(state[0], 3) or not _is(state[1], *_ORDERS):
-            refuse("it has a dtype with a state of another kind")
+            refuse("it has a dtype with a state of an unexpected kind")
         is_of_fields = any(each is not None for each in state[2:5])
         # Another size would make arrays that exist already extend beyond their memory.
         if is_of_fields or not (_is(state[5], sizes[0]) and _is(state[6], sizes[1])):
-            refuse("it has a dtype with fields, or of another size than its name")
+            refuse("it has a dtype with fields, or with a size that differs from the one in its name")
         target.__setstate__((3, state[1], None, None, None, *sizes, target.flags))
 
     def _reconstruct(self, type_: object, shape: object, code: object) -> Any:
         is_empty = type(shape) is tuple and len(shape) == 1 and _is(shape[0], 0)
         if type_ is not self._array_type or not is_empty or not _is(code, b"b", "b"):
-            refuse("it makes an array of another kind than numpy does")
+            refuse("it makes an array in a different way from numpy")
         return self._rules.new_object(self._numpy.ndarray((0,), "b"))
 
     def _build_array(self, target: Any, state: object) -> None:
         if type(state) is not tuple or len(state) != 5 or not _is(state[0], 1):
-            refuse("it has an array with a state of another kind")
+            refuse("it has an array with a state of an unexpected kind")
         _, shape, dtype, is_fortran, content = state
         self._check_fits(shape, dtype, content)
         if not _is(is_fortran, 0, 1):
-            refuse("it has an array in no order")
+            refuse("it has an array without an order")
         self._rules.spend(len(content))
         target.__setstate__((1, shape, dtype, bool(is_fortran), content))
 
@@ -109,7 +109,7 @@ class ArrayRules:
         """Make an array as protocol 5 spells it."""
         size_bytes = self._check_fits(shape, dtype, content)
         if not _is(order, "C", "F"):
-            refuse("it has an array in no order")
+            refuse("it has an array without an order")
         self._rules.spend(1024)
         if size_bytes == 0:
             return self._numpy.empty(shape, dtype)
@@ -124,11 +124,11 @@ class ArrayRules:
         if type(shape) is not tuple or len(shape) > _MAX_DIMENSIONS:
             refuse("it has an array without a shape")
         if not all(type(each) is int and 0 <= each < 1 << 63 for each in shape):
-            refuse("it has an array whose shape is not of natural numbers")
+            refuse("it has an array whose shape does not consist of non-negative integers")
         if not isinstance(dtype, self._numpy.dtype) or type(content) not in (bytes, bytearray):
-            refuse("it has an array of something else than bytes")
+            refuse("it has an array of something other than bytes")
         if dtype.hasobject or dtype.itemsize == 0 or math.prod(each or 1 for each in shape) >= 1 << 62:
-            refuse("it has an array of elements that are not there")
+            refuse("it has an array of elements that do not exist")
         size_bytes = math.prod(shape) * int(dtype.itemsize)
         if size_bytes != len(content):
             refuse(f"it has {len(content)} bytes for an array of {size_bytes}")

@@ -283,7 +283,8 @@ class Assembler:
         progress.position += len(new)
         if progress.position == record.size_bytes and progress.crc32 != record.crc32:
             raise DamagedCheckpointError(
-                f"{file}: bytes {record.start}+{record.size_bytes} have another CRC-32 than torch saved with them",
+                f"{file}: bytes {record.start}+{record.size_bytes} have a different CRC-32 from the one that"
+                " torch saved",
                 hint="fetch it again, or take an older checkpoint",
             )
 
@@ -331,10 +332,10 @@ def _located(whole: Whole, part: Part, file: CheckpointFile) -> Part:
             file.seek(0)
             layout = read_layout(cast(IO[bytes], file), what)
             if not isinstance(layout.state, torch.Tensor) or layout.state.dtype != whole.dtype:
-                raise FormatError(f"it is no tensor of {whole.dtype}")
+                raise FormatError(f"it is not a tensor of {whole.dtype}")
             found = part_of(layout.state, layout.record_of(layout.state), part.file, part.starts, part.offset)
     except (FormatError, UnsafePickleError, LookupError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"{what} is not what was saved: {error}") from error
+        raise DamagedCheckpointError(f"{what} differs from what was saved: {error}") from error
     if found.sizes != part.sizes:
         raise DamagedCheckpointError(f"{what} has the shape {found.sizes} instead of {part.sizes}")
     return found
@@ -355,8 +356,8 @@ def _check_cover(whole: Whole, block: Block, found: Sequence[Block]) -> None:
         _inside(seen, each, block).fill_(1)
     if not is_whole or not seen.all():
         raise DamagedCheckpointError(
-            f"the parts of {whole.name!r} that were saved are not all of it, or overlap",
-            hint="a rank's file is missing or is of another checkpoint",
+            f"the saved parts of {whole.name!r} are incomplete or overlap",
+            hint="a rank's file is missing or belongs to another checkpoint",
         )
 
 

@@ -56,10 +56,11 @@ class Codec:
     def check(self, what: str) -> None:
         """Raise FormatError if neither a library nor the program is installed."""
         if self.module() is None and (not self.program or shutil.which(self.program) is None):
-            ways = ["pip install 'ckpt-async[compression]'"] * bool(self.modules)
+            ways = ["run pip install '.[compression]' in the clone of ckpt_async"] * bool(self.modules)
             ways += [f"install {self.program}"] * bool(self.program)
             raise FormatError(
-                f"{what}: no library and no program here for its compression", hint=", or ".join(ways)
+                f"{what}: neither a library nor a program for its compression is installed",
+                hint=", or ".join(ways),
             )
 
     @contextlib.contextmanager

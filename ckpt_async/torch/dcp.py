@@ -326,10 +326,13 @@ def _mismatch(name: str, error: CheckpointException) -> _OtherStateError | None:
     first, text = told[0]
     if isinstance(first, StateMismatchError):
         return _OtherStateError(first.without_hint, error.failures, hint=first.hint)
-    what, hint = text, "was the model changed?"
+    what, hint = text, "has the model changed?"
     if text.startswith(_NO_KEY):
         key = text.removeprefix(_NO_KEY).removesuffix(".")
-        what, hint = f"the checkpoint has no {key!r}", "name it in ignore_keys if the state may keep its own"
+        what, hint = (
+            f"the checkpoint has no {key!r}",
+            "add it to ignore_keys if the state may keep its own value",
+        )
     return _OtherStateError(f"{name} does not fit the state: {what}", error.failures, hint=hint)
 
 

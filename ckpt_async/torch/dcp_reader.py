@@ -51,7 +51,7 @@ from ckpt_async.torch.torchfile import in_memory, read_state
 from ckpt_async.torch.unpickle import load_metadata
 from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
 
-NOT_TORCH = "not what torch saves"
+NOT_TORCH = "not in the form that torch saves"
 # From this size on a tensor is used where it was read; copying a smaller one is faster than locating it.
 LARGE_BYTES = 1 << 20
 # Size of the chunks that are sent between replicas.
@@ -158,7 +158,7 @@ class CkptAsyncReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             raise InvalidNameError(
-                f"this reader reads {self.checkpoint.name} and not {os.fspath(checkpoint_id)!r}"
+                f"this reader reads {self.checkpoint.name}, not {os.fspath(checkpoint_id)!r}"
             )
 
     def read_metadata(self) -> Metadata:
@@ -174,8 +174,9 @@ class CkptAsyncReader(StorageReader):
         """Check everything that this rank is going to read before any rank reads."""
         if kept := self.loaded - {item.dest_index.fqn for item in plan.items}:
             raise StateMismatchError(
-                f"{self.checkpoint.name} ({self.checkpoint.id}) has no {min(kept)!r}, which was loaded from a newer one"
-                f" before that turned out damaged ({len(kept)} in all): the state would be a mixture of two",
+                f"{self.checkpoint.name} ({self.checkpoint.id}) has no {min(kept)!r}, which was loaded from a"
+                f" newer one before that turned out damaged ({len(kept)} in all): the state would be a"
+                " mixture of two checkpoints",
                 hint=f"create the state again and load step={self.checkpoint.step}",
             )
         if self._ignore_keys:
@@ -202,7 +203,7 @@ class CkptAsyncReader(StorageReader):
         if self._replicas is not None:
             what = [(piece.file, piece.offset, piece.size_bytes) for piece in pieces]
             digest = hashlib.sha256(repr(what).encode()).hexdigest()
-            agree(digest, what="what to load, so they are no replicas of each other", group=self._replicas)
+            agree(digest, what="what to load, so they are not replicas of each other", group=self._replicas)
         failure: Exception | None = None
         # Replicas must communicate in the same order.
         is_local = self._replicas is None and all(map(reader.has_copy, {piece.file for piece in pieces}))
@@ -225,7 +226,8 @@ class CkptAsyncReader(StorageReader):
                 raise StateMismatchError(
                     f"{name} has NaN after {self.checkpoint.name} was loaded: they are in the checkpoint, or it has"
                     " only a part of this tensor",
-                    hint="load an older step, or without check_nan if this is what was trained",
+                    hint="load an older step, or load without check_nan if the NaNs are part of what was"
+                    " trained",
                 )
         done: Future[None] = Future()
         done.set_result(None)
@@ -292,7 +294,7 @@ class CkptAsyncReader(StorageReader):
             name, offset, size_bytes = f"{self._prefix}{stored.relative_path}", stored.offset, stored.length
             file = self.checkpoint.files.get(name)
             if file is None:
-                raise self._damage(METADATA, f"it names {name!r}, which nobody has saved")
+                raise self._damage(METADATA, f"it names {name!r}, which is not in the checkpoint")
             is_optimised = self._flashpoint(name)
             if is_optimised is not None:
                 offset += FLASHPOINT_PREFIX_BYTES
@@ -382,7 +384,7 @@ class CkptAsyncReader(StorageReader):
                     is_other = reason.startswith(NOT_TORCH)
                     raise self._damage(file, told) if is_other else store.damaged(f"{file}: {told}")
                 before = stream.getvalue()
-        raise unreliable(f"{self.checkpoint.name}: {file}: {told}, and other ones when they are read again")
+        raise unreliable(f"{self.checkpoint.name}: {file}: {told}, and others when they are read again")
 
     def _put(self, piece: Piece, content: memoryview | torch.Tensor, planner: LoadPlanner) -> None:
         objects = [item for item in piece.items if item.type is LoadItemType.BYTE_IO]
@@ -439,7 +441,8 @@ def _prefix(checkpoint: Checkpoint, subfolder: str | None) -> str:
     folders = checkpoint.dcp_folders
     if subfolder is None and len(folders) > 1 and "" not in folders:
         raise InvalidNameError(
-            f"{checkpoint.name} has a {METADATA} in {' and in '.join(folders)}", hint="choose one: subfolder="
+            f"{checkpoint.name} has a {METADATA} in {' and in '.join(folders)}",
+            hint="choose one with subfolder=",
         )
     if subfolder is None:
         subfolder = folders[0] if folders else ""
@@ -492,4 +495,4 @@ def damage_of(stream: IO[bytes]) -> str:
         return f"{NOT_TORCH}: {error}"
     finally:
         stream.seek(0)
-    return f"{bad} has another CRC-32 than torch saved with it" if bad is not None else ""
+    return f"{bad} has a different CRC-32 from the one that torch saved" if bad is not None else ""

@@ -44,7 +44,9 @@ class FolderWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
-            raise SettingsError("a checkpoint saved with use_collectives=False has no .metadata of all ranks")
+            raise SettingsError(
+                "a checkpoint saved with use_collectives=False has no .metadata for all ranks"
+            )
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -251,7 +251,9 @@ def _write_archive(state: Any, stream: IO[bytes], can_go_back: bool, what: str) 
         member.size = _torch_save(state, None, what)
         stream.write(member.tobuf(tarfile.GNU_FORMAT))
         if _torch_save(state, stream, what) != member.size:
-            raise FormatError(f"{what}: the state changed while it was written", hint="write a copy of it")
+            raise FormatError(
+                f"{what}: the state changed while it was written", hint="write a copy of the state"
+            )
     written = tarfile.BLOCKSIZE + member.size
     # Padding, two empty blocks for the end, and whole records.
     stream.write(bytes(-written % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE))

@@ -69,7 +69,7 @@ class _HeaderRules(Rules):
 
     def check_keys(self, keys: list[Any]) -> None:
         if {type(key) for key in keys} != {str}:
-            refuse("it has a key that is no name")
+            refuse("it has a key that is not a name")
 
 
 def _size(sizes: tuple[Any, ...]) -> tuple[Any, ...]:

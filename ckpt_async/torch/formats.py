@@ -88,7 +88,7 @@ def load(
     The name determines the format: `.pt`, `.pth`, `.bin`, `.ckpt` (a `.safetensors` file of the same stem beside it is
     preferred, as in OLMo); `.safetensors`; `.tar`, `.tar.gz`, `.tgz`, `.tar.bz2`, `.tar.lzma`, `.tar.xz` with one such
     file in them, or Composer's `composer_states.pt`; and `.bz2`, `.gz`, `.lzma`, `.xz`, `.lz4`, `.lzo`, `.zst` of any
-    of these (the last three need a library of `ckpt-async[compression]`, or the program `lz4`, `lzop` or `zstd`). A
+    of these (the last three need a library of the extra `compression`, or the program `lz4`, `lzop` or `zstd`). A
     file without such a suffix (`ep1-ba42-rank0`) is recognized by its first bytes. In `path`, `{rank}`, `{local_rank}`
     and `{node_rank}` are those of the launcher's environment, and `{run_name}` is `run_name`.
 
@@ -316,7 +316,7 @@ def _torch_load(path: Path, how: _How) -> Any:
     except pickle.UnpicklingError as error:
         raise UnsafePickleError(
             f"{path} is damaged, or holds more than tensors: {str(error)[:500]}",
-            hint="it is of the form of torch before 1.6: load it and save it again where you trust it",
+            hint="it has the format of torch before 1.6: if you trust it, load it and save it again",
         ) from error
     except OSError:
         raise
@@ -333,6 +333,6 @@ def _only_file(folder: Path, source: Path) -> Path:
     if len(states or found) != 1:
         names = ", ".join(str(each.relative_to(folder)) for each in found[:20])
         raise FormatError(
-            f"{source} has {len(found)} files to load: {names}", hint="unpack it with `extract`"
+            f"{source} has {len(found)} files that could be loaded: {names}", hint="unpack it with `extract`"
         )
     return (states or found)[0]

@@ -90,15 +90,15 @@ class OlmoCoreFiles:
     def _offset(self, file: str, key: str, dtype: torch.dtype, num_elements: int) -> int:
         """Return where a rank's part of a tensor begins in its file."""
         if file not in self._reader.files:
-            raise DamagedCheckpointError(f"metadata.json names {file!r}, which is not there")
+            raise DamagedCheckpointError(f"metadata.json names {file!r}, which does not exist")
         if file not in self._places:
             opened = cast(IO[bytes], CheckpointFile(self._reader, file))
             self._places[file] = safetensors_places(opened, file)
         if key not in self._places[file]:
-            raise DamagedCheckpointError(f"{file} has no {key!r}, which metadata.json has there")
+            raise DamagedCheckpointError(f"{file} has no {key!r}, although metadata.json lists it there")
         found, shape, offset = self._places[file][key]
         if (found, math.prod(shape)) != (dtype, num_elements):
-            raise DamagedCheckpointError(f"{file} has another {key!r} than metadata.json says")
+            raise DamagedCheckpointError(f"{file} has a different {key!r} from the one in metadata.json")
         return offset
 
     # --- the optimizer's state: flat, by names ---------------------------------------------------------------

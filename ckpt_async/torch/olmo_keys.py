@@ -60,7 +60,7 @@ def _pickle_in(name: str) -> bytes:
 
 
 class _KeyRules(Rules):
-    what = "a tensor's name of OLMo's"
+    what = "a name of a tensor of OLMo"
 
     def find(self, *_: str) -> object:
         return None
@@ -74,7 +74,7 @@ def _key(data: bytes, what: str) -> tuple[tuple[str | int, ...], bool]:
     path, is_pickled = found if type(found) is tuple and len(found) == 2 else ((), None)
     is_path = type(path) is tuple and 0 < len(path) <= _MAX_KEYS and {str, int}.issuperset(map(type, path))
     if not is_path or type(is_pickled) is not bool:
-        reason = "is a pickle of something else than keys; nothing was run"
+        reason = "is a pickle of something other than keys; nothing was run"
         raise UnsafePickleError(f"{what}: a tensor's name {reason}")
     assert isinstance(path, tuple)
     return path, is_pickled
@@ -93,7 +93,7 @@ def _interpreted(data: bytes, rules: Rules, what: str) -> Any:
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{what}: {error.without_hint}", hint=error.hint) from None
     except ILL_FORMED as error:
-        raise FormatError(f"{what} is no pickle: {str(error)[:500]}") from error
+        raise FormatError(f"{what} is not a pickle: {str(error)[:500]}") from error
 
 
 def _put(state: dict[Any, Any], path: Iterable[str | int], value: Any, what: str) -> None:

@@ -88,8 +88,8 @@ def _pairs(path: str, part: Any, own: Any) -> list[tuple[str, Any, Any]]:
         return [(path, _itself(part), own)]
     if not _is_of_parts(part):
         raise SettingsError(
-            f"{path} has no load_state_dict, so nothing can be put back into it",
-            hint="plain values are in what `restore` returns",
+            f"{path} has no load_state_dict, so its state cannot be restored",
+            hint="plain values are in the result of `restore`",
         )
     keys = list(part) if isinstance(part, Mapping) else list(range(len(part)))
     theirs = list(own) if isinstance(own, Mapping) else list(range(len(own)))

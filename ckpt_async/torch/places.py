@@ -80,7 +80,7 @@ def fetch_file(
     """
     path = Path(destination)
     if not overwrite and os.path.lexists(path):
-        raise DestinationError(f"{path} is there already", hint="pass overwrite=True, or another destination")
+        raise DestinationError(f"{path} already exists", hint="pass overwrite=True, or another destination")
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint, name = _remote(url, rank, store_options, None)
     with tempfile.TemporaryDirectory(prefix=".ckpt_async-", dir=path.parent) as folder:
@@ -103,7 +103,7 @@ def _local(path: Path, rank: int) -> Path:
         text = path.read_bytes().decode("utf-8", "replace")
         path = path.parent / pointed(text, str(path))
         if path in seen or len(seen) > MAX_HOPS:
-            raise FormatError(f"{seen[0]} is a pointer that leads in a circle")
+            raise FormatError(f"{seen[0]} is a pointer that forms a loop")
         seen.append(path)
     if not path.is_dir():
         return path
@@ -117,15 +117,17 @@ def chosen(names: list[str], rank: int, where: str) -> str:
     """Return the file of a checkpoint that this rank loads: the only one, or the one with its rank in the name."""
     if any(name.rpartition("/")[2] == _METADATA for name in names):
         raise FormatError(
-            f"{where} is a sharded checkpoint, which no single file has",
-            hint="ckpt_async.torch.load_latest(state, remote), or torch.distributed.checkpoint.load",
+            f"{where} is a sharded checkpoint; it cannot be loaded as a single file",
+            hint="use ckpt_async.torch.load_latest(state, remote) or torch.distributed.checkpoint.load",
         )
     found = sorted(name for name in names if name.endswith(_LOADABLE) or _RANK_LAST.search(name))
     own = [name for name in found if re.search(rf"rank[-_]?0*{rank}(?![0-9])", name)]
     if len(found) == 1 or len(own) == 1:
         return found[0] if len(found) == 1 else own[0]
     told = ", ".join((found or sorted(names))[:20]) or "nothing"
-    raise FormatError(f"{where} has {len(found)} files to load: {told}", hint="give the path of one")
+    raise FormatError(
+        f"{where} has {len(found)} files that could be loaded: {told}", hint="give the path of one of them"
+    )
 
 
 # --- in a store ------------------------------------------------------------------------------------------------

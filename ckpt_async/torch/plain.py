@@ -119,7 +119,7 @@ class PlainRules(Rules):
     def spend(self, size_bytes: int) -> None:
         self._left -= size_bytes
         if self._left < 0:
-            refuse("it makes far more of its bytes than they are")
+            refuse("it expands to far more data than its size allows")
 
     def new_object(self, made: Any) -> Any:
         """Register an object that may be given a state."""
@@ -140,8 +140,8 @@ class PlainRules(Rules):
 
     def refuse_global(self, name: str) -> NoReturn:
         refuse(
-            f"it names {name}, which is no plain data; nothing was run",
-            hint=f"if that is a class whose code you trust with what the file says: allow=[{name!r}]",
+            f"it names {name}, which is not plain data; nothing was run",
+            hint=f"if that is a class whose code you trust with the content of the file, pass allow=[{name!r}]",
         )
 
     def tuple_of(self, items: list[Any]) -> object:
@@ -164,14 +164,14 @@ class PlainRules(Rules):
         if type(function) is Function and len(arguments) <= _MAX_ARGUMENTS:
             return function.make(*arguments)
         if type(function) is not Class or type(arguments) is not tuple:
-            refuse("it calls something that is no function")
+            refuse("it calls something that is not a function")
         if issubclass(function.made, enum.Enum):
             return _member(function.made, arguments)
         return self.new_object(function.made(*arguments))
 
     def build(self, target: object, state: object) -> object:
         if self._unbuilt.pop(id(target), None) is None:
-            refuse("it changes what is no new object")
+            refuse("it modifies an object that it did not just create")
         self.check_data((state,))
         if self._array_rules is not None and self._array_rules.build(target, state):
             return target
@@ -190,7 +190,7 @@ class PlainRules(Rules):
         return target
 
     def persistent(self, told: object) -> object:
-        refuse(f"it names something outside of it, {type(told)!s}")
+        refuse(f"it refers to something outside of it, {type(told)!s}")
 
     # --- containers ------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class PlainRules(Rules):
         while pending:
             left -= 1
             if left < 0:
-                refuse("it has a tuple of too many parts as a key")
+                refuse("it has a tuple with too many parts as a key")
             part = pending.pop()
             if type(part) is tuple:
                 pending.extend(part[: left + 1])
@@ -306,13 +306,13 @@ class PlainRules(Rules):
     def _encoded(self, text: object, encoding: object) -> bytes:
         """Make bytes as protocol 2 spells them."""
         if type(text) is not str or type(encoding) is not str or encoding not in ("latin1", "latin-1"):
-            refuse("it encodes something else than bytes")
+            refuse("it encodes something other than bytes")
         self.spend(len(text))
         return text.encode("latin-1")
 
     def _bytes(self, *content: object) -> bytes:
         if content and (len(content) > 1 or type(content[0]) is not bytes):
-            refuse("it makes bytes of something else")
+            refuse("it makes bytes from something else")
         return content[0] if content and type(content[0]) is bytes else b""
 
     def _bytearray(self, *content: object) -> bytearray:
@@ -324,12 +324,12 @@ class PlainRules(Rules):
 
     def _list(self, *content: object) -> list[Any]:
         if content:
-            refuse("it makes a list of something else")
+            refuse("it makes a list from something else")
         return []
 
     def _dict(self, *content: object) -> dict[Any, Any]:
         if content:
-            refuse("it makes a dict of something else")
+            refuse("it makes a dict from something else")
         return {}
 
     def _items(self, content: tuple[object, ...]) -> list[Any]:
@@ -338,7 +338,7 @@ class PlainRules(Rules):
             return []
         (items,) = content
         if type(items) is not list:
-            refuse("it makes a set of something that is not a list")
+            refuse("it makes a set from something that is not a list")
         self.spend(_BUDGET_FACTOR * len(items))
         self.check_keys(items)
         return items
@@ -353,7 +353,7 @@ class PlainRules(Rules):
 
     def _ordered(self, *content: object) -> object:
         if content:
-            refuse("it makes an OrderedDict of something else")
+            refuse("it makes an OrderedDict from something else")
         return self.new_object(collections.OrderedDict())
 
     def _defaultdict(self, factory: object = None) -> object:
@@ -361,7 +361,7 @@ class PlainRules(Rules):
         if factory is None:
             return collections.defaultdict(None)
         if type(factory) is not Function or factory not in self._factories:
-            refuse("it makes a defaultdict with a factory that is no type of plain data")
+            refuse("it makes a defaultdict with a factory that is not a type of plain data")
         return collections.defaultdict(self._factories[factory])
 
     def _counter(self, content: object = None) -> object:
@@ -369,7 +369,7 @@ class PlainRules(Rules):
         counter: collections.Counter[Any] = collections.Counter()
         if content is not None:
             if type(content) is not dict:
-                refuse("it makes a Counter of something that is not a dict")
+                refuse("it makes a Counter from something that is not a dict")
             self.spend(_BUDGET_FACTOR * len(content))
             dict.update(counter, content)
         return counter
@@ -378,13 +378,13 @@ class PlainRules(Rules):
         self.spend(_OBJECT_BYTES)
         is_empty = type(content) in (tuple, list) and not content
         if not is_empty or not (max_length is None or (type(max_length) is int and max_length >= 0)):
-            refuse("it makes a deque of something else")
+            refuse("it makes a deque from something else")
         return collections.deque(maxlen=max_length)
 
     def _path(self, path: type[pathlib.PurePath]) -> Callable[..., object]:
         def make(*parts: object) -> pathlib.PurePath:
             if not all(type(each) is str for each in parts):
-                refuse("it makes a path of something else than text")
+                refuse("it makes a path from something other than text")
             texts = [str(each) for each in parts]
             self.spend(_OBJECT_BYTES + _BUDGET_FACTOR * sum(map(len, texts)))
             return path(*texts)
@@ -398,24 +398,24 @@ def _never(*_: object) -> NoReturn:
 
 def _complex(real: object, imaginary: object) -> complex:
     if type(real) is not float or type(imaginary) is not float:
-        refuse("it makes a complex number of something else than two numbers")
+        refuse("it makes a complex number from something other than two numbers")
     return complex(real, imaginary)
 
 
 def _range(*bounds: object) -> range:
     if not 2 <= len(bounds) <= 3 or not all(type(each) is int for each in bounds):
-        refuse("it makes a range of something else than numbers")
+        refuse("it makes a range from something other than numbers")
     return range(*(each for each in bounds if isinstance(each, int)))
 
 
 def _dated(type_: Any, size_bytes: int) -> Callable[..., object]:
     def make(packed: object, zone: object = None) -> object:
         if type(packed) is not bytes or len(packed) != size_bytes:
-            refuse(f"it makes a {type_.__name__} of something else than {size_bytes} bytes")
+            refuse(f"it makes a {type_.__name__} from something other than {size_bytes} bytes")
         if type(zone) is dt.timezone:
             return type_(packed, zone)
         if zone is not None:
-            refuse(f"it has a {type_.__name__} whose time zone is not of `datetime`")
+            refuse(f"it has a {type_.__name__} whose time zone is not one of `datetime`")
         return type_(packed)
 
     return make
@@ -423,19 +423,19 @@ def _dated(type_: Any, size_bytes: int) -> Callable[..., object]:
 
 def _timedelta(*parts: object) -> dt.timedelta:
     if len(parts) > 3 or not all(type(each) is int for each in parts):
-        refuse("it makes a timedelta of something else than numbers")
+        refuse("it makes a timedelta from something other than numbers")
     return dt.timedelta(*(each for each in parts if isinstance(each, int)))
 
 
 def _timezone(offset: object, name: object = None) -> dt.timezone:
     if type(offset) is not dt.timedelta or type(name) not in (str, type(None)):
-        refuse("it makes a time zone of something else than an offset")
+        refuse("it makes a time zone from something other than an offset")
     return dt.timezone(offset) if name is None else dt.timezone(offset, str(name))
 
 
 def _decimal(text: object) -> Decimal:
     if type(text) is not str or len(text) > _MAX_DIGITS:
-        refuse("it makes a Decimal of something else than its digits")
+        refuse("it makes a Decimal from something other than its digits")
     return Decimal(text)
 
 
@@ -446,7 +446,7 @@ def _fraction(*content: object) -> Fraction:
         match = _FRACTION.fullmatch(content[0])
         parts = [int(each) for each in match.groups("1")] if match else ()
     if len(parts) != 2 or not all(type(each) is int for each in parts):
-        refuse("it makes a Fraction of something else than two numbers")
+        refuse("it makes a Fraction from something other than two numbers")
     numerator, denominator = (each for each in parts if isinstance(each, int))
     return Fraction(numerator, denominator)
 
@@ -457,7 +457,7 @@ def _member(class_: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
     Nothing of the class is called, except for a flag class, whose values may be sums.
     """
     if len(arguments) != 1:
-        refuse(f"it makes a {class_.__name__} of {len(arguments)} values")
+        refuse(f"it makes a {class_.__name__} from {len(arguments)} values")
     (value,) = arguments
     for member in class_.__members__.values():
         if type(member.value) is type(value) and member.value == value:
@@ -494,7 +494,7 @@ def _set_fields(fields: dict[str, Any], state: object, taken: Sequence[str] = ()
 def natural_product(sizes: Sequence[object], max_dimensions: int = 64) -> int:
     """Return the number of elements of a shape; refuse anything that is not a shape."""
     if len(sizes) > max_dimensions or not all(type(each) is int and 0 <= each < 1 << 63 for each in sizes):
-        refuse("it has a shape that is not of natural numbers")
+        refuse("it has a shape that does not consist of non-negative integers")
     numbers = [each for each in sizes if isinstance(each, int)]
     if math.prod(each or 1 for each in numbers) >= 1 << 63:  # also beside a 0, where the size reveals nothing
         refuse("it has a shape of more elements than there can be")

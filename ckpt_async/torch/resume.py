@@ -147,7 +147,7 @@ def _fetch(
     destination = Path(options.where(checkpoint))
     copies = LocalCopies(options.folder, checkpoint)
     here = {name: found[0] for name, file in checkpoint.files.items() if (found := copies.find(file))}
-    with together.all_or_none("look at what is needed"):
+    with together.all_or_none("look up what is needed"):
         wanted = frozenset(file.name for file in checkpoint.select(options.ranks, options.files))
     # Wanted files are served, too: they become available once they are complete.
     places = {name: destination / name for name in wanted} | here
@@ -170,7 +170,7 @@ def _fetch(
         first = first_fetches(needs, sizes)[own_node] & wanted
         with together.all_or_none("fetch from the store"):
             fetch(first, ())
-        with together.all_or_none("fetch what others have"):
+        with together.all_or_none("fetch what other ranks have"):
             fetch(wanted, peers)
     return _merged(reports, wanted, destination)
 
@@ -181,8 +181,8 @@ def _peers(together: _Together, node: str, server: restore.PeerServer) -> list[r
     offers = together.gather((node, machine, server.local_peer, server.peer))
     if server.peer is None and any(there != machine for _, there, *_ in offers):
         logger.warning(
-            "no_address_for_peers host=%s; other nodes load from the store what this one has:"
-            " give peer_host= or GLOO_SOCKET_IFNAME",
+            "no_address_for_peers host=%s; other nodes will load this node's files from the store;"
+            " pass peer_host= or set GLOO_SOCKET_IFNAME",
             socket.gethostname(),
         )
     others = [(nearby if there == machine else far) for other, there, nearby, far in offers if other != node]

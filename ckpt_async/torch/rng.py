@@ -57,7 +57,7 @@ def restore_rng(states: Any, *, rank: int | None = None) -> bool:
     """
     if isinstance(states, Mapping) and not states.keys() & set(_KINDS):
         if KEY not in states:
-            raise FormatError(f"no random number generators in it: it has {_names(states)}")
+            raise FormatError(f"there are no random number generators in it: it has {_names(states)}")
         states = states[KEY]
     if isinstance(states, Sequence) and not isinstance(states, str | bytes):
         own = own_rank() if rank is None else rank
@@ -65,7 +65,7 @@ def restore_rng(states: Any, *, rank: int | None = None) -> bool:
             return False
         states = states[own]
     if not isinstance(states, Mapping) or not states.keys() & set(_KINDS):
-        raise FormatError(f"no random number generators in it: it is a {type(states).__name__}")
+        raise FormatError(f"there are no random number generators in it: it is a {type(states).__name__}")
     _restore(states)
     return True
 

@@ -67,7 +67,7 @@ class _Visits:
             found = self._found[id(value)][1]
             if found is None:
                 raise FormatError(
-                    f"the state holds itself at {name[:200]!r}: it cannot be written as a whole"
+                    f"the state contains itself at {name[:200]!r}: it cannot be written as a single file"
                 )
             return found
         if self._depth == MAX_DEPTH:
@@ -183,9 +183,11 @@ class Planner:
         told = ", ".join(sorted(known or self._names)[:10])
         hint = "name one file, or load them with ckpt_async.torch.load and write them with `dump`"
         if any(_DEEPSPEED_FILE.fullmatch(name) for name in known):
-            hint = "this is DeepSpeed's: fetch it, and let DeepSpeed's own zero_to_fp32 write it as a whole"
+            hint = (
+                "this is a checkpoint of DeepSpeed: fetch it, and merge it with DeepSpeed's own zero_to_fp32"
+            )
         raise FormatError(
-            f"{self._reader.checkpoint.name} has {len(known)} files of torch's or safetensors: {told}",
+            f"{self._reader.checkpoint.name} has {len(known)} torch or safetensors files: {told}",
             hint=hint,
         )
 
@@ -240,7 +242,7 @@ class Planner:
             raise DamagedCheckpointError(f"{prefix}.metadata does not say where {index.fqn!r} is")
         name = f"{prefix}{place.relative_path}"
         if name not in self._names:
-            raise DamagedCheckpointError(f"{prefix}.metadata names {name!r}, which is not there")
+            raise DamagedCheckpointError(f"{prefix}.metadata names {name!r}, which does not exist")
         if getattr(place, "transform_descriptors", None):
             raise FormatError(
                 f"{index.fqn!r} was saved through stream extensions",
@@ -264,7 +266,7 @@ class Planner:
         if not is_zip:
             raise FormatError(
                 f"{name} is not in the form that torch has written since 1.6",
-                hint="load it and save it again where you trust it",
+                hint="if you trust it, load it and save it again",
             )
         return read_layout(file, name, allow={**CLASSES, **self._allow}, rules=ShardedRules)
 
@@ -272,7 +274,9 @@ class Planner:
         if name.endswith(SAFETENSORS_SUFFIX):
             return self._safetensors(name)
         if PurePosixPath(name).suffix not in TORCH_SUFFIXES:
-            raise FormatError(f"{name} is neither a file of torch's nor safetensors", hint="unpack it first")
+            raise FormatError(
+                f"{name} is neither a torch file nor a safetensors file", hint="unpack it first"
+            )
         layout = self._layout(name)
         seen: dict[tuple[object, ...], Whole] = {}
 
@@ -330,7 +334,7 @@ class Planner:
         told = self._reader.read("metadata.yaml", 0, size_bytes)
         match = _WORLD_SIZE.search(told.decode("utf-8", "replace"))
         if match is None:
-            raise FormatError("metadata.yaml does not say of how many ranks the checkpoint is (world_size)")
+            raise FormatError("metadata.yaml does not give the number of ranks (world_size)")
         model: dict[str, Whole] = {}
         optim: dict[str, Any] = {}
         for rank in range(int(match[1])):
@@ -344,7 +348,9 @@ class Planner:
 
     def _ranks_file(self, name: str) -> Layout:
         if name not in self._names:
-            raise DamagedCheckpointError(f"{name} is missing: metadata.yaml says that there was such a rank")
+            raise DamagedCheckpointError(
+                f"{name} is missing, although metadata.yaml says that there was such a rank"
+            )
         return self._layout(name)
 
     def _add_flat(self, model: dict[str, Whole], file: str) -> dict[str, tuple[int, int]]:
@@ -470,7 +476,7 @@ class _Merging:
         if whole is None:
             dtype = own.parts[0][1].dtype if own.parts else None
             if dtype is None:
-                raise FormatError(f"{self._file}: {key!r} has no part here, so its type is not known")
+                raise FormatError(f"{self._file}: {key!r} has no part here, so its type is unknown")
             whole = self._plan.whole(key, own.size, dtype)
         if tuple(whole.stand_in.shape) != own.size:
             raise _differs(self._file, key)
@@ -504,7 +510,8 @@ def _clean(name: str) -> str:
 
 def _differs(file: str, key: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"{file} has another {key.strip('/')!r} than the ranks before: they are not of one checkpoint"
+        f"{file} has a different {key.strip('/')!r} from the ranks before: they do not belong to one"
+        " checkpoint"
     )
 
 

@@ -91,12 +91,12 @@ class ShardedRules(StateRules):
 
     def new(self, class_: object, arguments: object) -> object:
         if class_ is self._sharded_tensor:
-            refuse("it makes a ShardedTensor of nothing")
+            refuse("it makes a ShardedTensor from nothing")
         return super().new(class_, arguments)
 
     def call(self, function: object, arguments: object) -> object:
         if function is self._sharded_tensor:
-            refuse("it makes a ShardedTensor of nothing")
+            refuse("it makes a ShardedTensor from nothing")
         return super().call(function, arguments)
 
     def _from_type(self, function: object, type_: object, arguments: object, state: object) -> Any:
@@ -115,7 +115,7 @@ def _part(shard: object, whole: tuple[int, ...]) -> tuple[tuple[int, ...], torch
     offsets = _numbers(getattr(told, "shard_offsets", None))
     sizes = _numbers(getattr(told, "shard_sizes", None))
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes or len(offsets) != len(whole):
-        refuse("it has a shard that is not of the shape that it names")
+        refuse("it has a shard whose shape differs from the one that it states")
     return offsets, tensor
 
 

@@ -95,7 +95,7 @@ def model_path(state: Mapping[str, Any]) -> tuple[str, ...]:
             return path
     if state and all(isinstance(each, torch.Tensor) for each in state.values()):
         return ()
-    raise FormatError(f"no model in it: it has {', '.join(map(str, list(state)[:20])) or 'nothing'}")
+    raise FormatError(f"there is no model in it: it has {', '.join(map(str, list(state)[:20])) or 'nothing'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class KeyReport:
         parts = (
             ("missing", self.missing),
             ("unexpected", self.unexpected),
-            ("of another shape", self.reshaped),
+            ("with a different shape", self.reshaped),
         )
         return "; ".join(
             f"{len(keys)} {what}: {', '.join(keys[:10])}{', …' * (len(keys) > 10)}"

@@ -53,7 +53,8 @@ def load_safetensors(path: Path, map_location: object) -> dict[str, Any]:
     """Load the tensors by their names; if OLMo has named them, in OLMo's nested structure."""
     if not isinstance(map_location, (str, torch.device, type(None))):
         raise FormatError(
-            f"{path}: a safetensors file goes to one device", hint="map_location='cpu', 'cuda:0', …"
+            f"{path}: a safetensors file can only be loaded to a single device",
+            hint="map_location='cpu', 'cuda:0', …",
         )
     with path.open("rb") as file:
         tensors = {}
@@ -149,10 +150,13 @@ def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], what: str,
     if problem := _not_writable(value, are_stand_ins):
         raise FormatError(
             f"{what}: {name!r} is {problem}, which a safetensors file cannot hold",
-            hint="weights_only=True keeps the model's tensors alone, ignore_keys leaves keys out, a .pt file holds all",
+            hint="weights_only=True keeps only the model's tensors, ignore_keys leaves keys out, and a .pt"
+            " file can hold everything",
         )
     if name in tensors or name in ("", "__metadata__"):
-        raise FormatError(f"{what}: {name!r} cannot be, or is twice, a tensor's name in a safetensors file")
+        raise FormatError(
+            f"{what}: {name!r} is not a valid tensor name in a safetensors file, or occurs twice"
+        )
     tensors[name] = value
 
 
@@ -210,7 +214,7 @@ class _Place:
         if len(self.shape) > _MAX_DIMENSIONS:
             raise ValueError(f"{len(self.shape)} dimensions")
         if not all(type(each) is int and each >= 0 for each in (*self.shape, self.begin, self.end)):
-            raise ValueError("a size or offset that is no natural number")
+            raise ValueError("a size or offset that is not a non-negative integer")
         # Also checked beside a 0, where the number of bytes reveals nothing.
         if math.prod(max(1, each) for each in self.shape) >= 1 << 63:
             raise ValueError(f"a shape of {self.shape}")
@@ -239,7 +243,7 @@ def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
     except RecursionError:
         raise ValueError("a header nested too deeply") from None
     if not isinstance(header, dict):
-        raise TypeError("a header that is no object")
+        raise TypeError("a header that is not an object")
     return header, 8 + size_bytes
 
 

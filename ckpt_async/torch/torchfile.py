@@ -147,7 +147,7 @@ def read_layout(
     state = _read(file, what, made, "meta", None, allow or {})
     if found[0].is_swapped:
         raise FormatError(
-            f"{what} has the byte order of another kind of machine", hint="load it and save it again"
+            f"{what} has the byte order of a different kind of machine", hint="load it and save it again"
         )
     return Layout(state, found[0].places())
 
@@ -210,7 +210,7 @@ class Records:
             EOFError,
         ) as error:
             raise FormatError(
-                f"it is no zip archive: {error}", hint="most likely it is cut short or damaged"
+                f"it is not a zip archive: {error}", hint="most likely it is cut short or damaged"
             ) from error
         pickles = [each.filename for each in infos if each.filename.partition("/")[2] == "data.pkl"]
         if len(pickles) != 1:
@@ -218,7 +218,7 @@ class Records:
         folder = pickles[0].partition("/")[0] + "/"
         self._infos = {each.filename.removeprefix(folder): each for each in infos}
         if len(self._infos) != len(infos):
-            raise FormatError("it has two records of one name")
+            raise FormatError("it has two records with the same name")
         if "constants.pkl" in self._infos:
             raise UnsafePickleError("it is a TorchScript archive, which is a program", hint="torch.jit.load")
         self._taken: list[tuple[int, int]] = []
@@ -270,7 +270,7 @@ class Records:
 
     def pickle(self) -> bytes:
         if self._infos["data.pkl"].file_size > MAX_PICKLE_BYTES:
-            raise FormatError(f"it has more than {MAX_PICKLE_BYTES} bytes beside its tensors")
+            raise FormatError(f"it has more than {MAX_PICKLE_BYTES} bytes besides its tensors")
         return bytes(self.read("data.pkl"))
 
 
@@ -368,18 +368,18 @@ class StateRules(PlainRules):
     def persistent(self, told: object) -> object:
         """Return the storage for `('storage', its type, the record's name, its location, the number of elements)`."""
         if type(told) is not Arguments or len(told) != 5 or type(told[0]) is not str or told[0] != "storage":
-            refuse("it names something outside of it that is no storage")
+            refuse("it refers to something outside of it that is not a storage")
         _, type_, key, location, count = told
         dtype = self._storage_dtypes.get(id(type_))
         if dtype is None or type(key) is not str or type(location) is not str or type(count) is not int:
-            refuse("it has a storage of no type")
+            refuse("it has a storage without a type")
         if not _LOCATION.fullmatch(location):
             refuse(f"it has a storage on {location[:100]!r}")
         found = self._storages.get(key)
         if found is None:
             found = self._storages[key] = _Storage(self._read(key, dtype, location), dtype)
         if found.dtype != dtype or found.untyped.nbytes() != count * dtype.itemsize:
-            refuse(f"it has a storage of {count} elements, of which its record has another number")
+            refuse(f"it has a storage of {count} elements, but its record holds a different number")
         return found
 
     def _read(self, key: str, dtype: torch.dtype, location: str) -> torch.UntypedStorage:
@@ -432,7 +432,7 @@ class StateRules(PlainRules):
         assert isinstance(stride, tuple)
         count, dtype = natural_product(size), dtype or storage.dtype
         if len(size) != len(stride) or not all(type(each) is int and 0 <= each < 1 << 63 for each in stride):
-            refuse("it has a tensor with other strides than dimensions")
+            refuse("it has a tensor with a different number of strides than dimensions")
         last = sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if count else -1
         if (offset + last + 1) * dtype.itemsize > storage.untyped.nbytes():
             refuse("it has a tensor that is larger than its storage")
@@ -482,7 +482,7 @@ class StateRules(PlainRules):
     def _from_type(self, function: object, type_: object, arguments: object, state: object) -> torch.Tensor:
         """Make a tensor with attributes."""
         if function is not self._rebuild_v2 or id(type_) not in self._tensor_types:
-            refuse("it has a tensor of a class of its own")
+            refuse("it has a tensor of a custom class")
         found = self.call(function, arguments)
         assert isinstance(found, torch.Tensor)
         assert isinstance(type_, Class)
@@ -490,7 +490,7 @@ class StateRules(PlainRules):
 
     def _with_attributes(self, tensor: torch.Tensor, state: object) -> torch.Tensor:
         if type(state) is not dict:
-            refuse("it has a tensor with attributes of another kind")
+            refuse("it has a tensor with attributes of an unexpected kind")
         for name, value in state.items():
             if type(name) is not str or name.startswith("__") or hasattr(torch.nn.Parameter, name):
                 refuse(f"it sets {str(name)[:100]!r} of a tensor")
@@ -499,7 +499,7 @@ class StateRules(PlainRules):
 
     def _size(self, sizes: object) -> torch.Size:
         if type(sizes) not in (tuple, list):
-            refuse("it has a size that is not of natural numbers")
+            refuse("it has a size that does not consist of non-negative integers")
         assert isinstance(sizes, tuple | list)
         natural_product(sizes)
         return torch.Size(sizes)
@@ -528,7 +528,7 @@ def _sparse(layout: object, data: object) -> Any:
 
 def _device(kind: object, index: object = None) -> torch.device:
     if type(kind) is not str or not (index is None or (type(index) is int and 0 <= index < 1 << 15)):
-        refuse("it has a device that is none")
+        refuse("it has an invalid device")
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 

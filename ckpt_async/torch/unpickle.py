@@ -87,7 +87,7 @@ def _size(*sizes: tuple[int, ...]) -> torch.Size:
     if len(numbers) > _MAX_DIMENSIONS or not all(
         type(each) is int and 0 <= each < 1 << 63 for each in numbers
     ):
-        raise TypeError("a size that is not of natural numbers")
+        raise TypeError("a size that does not consist of non-negative integers")
     return torch.Size(numbers)
 
 
@@ -172,10 +172,10 @@ class _MetadataRules(Rules):
 def _build(target: object, state: object) -> object:
     fields = _FIELDS.get(type(target))
     if fields is None or vars(target):
-        refuse("it changes what is no new object of DCP's metadata")
+        refuse("it modifies an object that it did not just create")
     if type(target) is TensorProperties:
         if type(state) is not tuple:
-            refuse("TensorProperties has a state that is no tuple")
+            refuse("TensorProperties has a state that is not a tuple")
         for value, allowed in zip(state, fields.values(), strict=True):
             if type(value) not in allowed:
                 refuse(f"TensorProperties has a {type(value).__name__} where none belongs")
@@ -196,7 +196,7 @@ def _check(found: object) -> None:
     Looks at each container once.
     """
     if type(found) is not Metadata:
-        refuse("it is no Metadata")
+        refuse("it is not a Metadata object")
     seen: set[int] = set()
 
     def is_new(container: object) -> bool:

@@ -93,7 +93,7 @@ def unshard(
             if is_folder
             else "use another name, or overwrite it (overwrite=True, --overwrite)"
         )
-        raise DestinationError(f"{str(target)!r} already exists: it was left alone", hint=hint)
+        raise DestinationError(f"{str(target)!r} already exists; it was left alone", hint=hint)
     with restore.open(checkpoint, num_concurrent_reads=num_concurrent_reads, **open_options) as reader:
         plan = Planner(reader, classes).make(subfolder)
         drop(plan.state, ignore_keys)
@@ -117,7 +117,8 @@ def _is_folder(target: Path) -> bool:
     if target.suffix and not target.suffix[1:].isdigit():
         known = " ".join((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX))
         raise FormatError(
-            f"{target.name}: unknown format {target.suffix!r}", hint=f"known: {known}; a folder has none"
+            f"{target.name}: unknown format {target.suffix!r}",
+            hint=f"known: {known}; for a folder, use a name without a suffix",
         )
     return True
 
@@ -234,6 +235,6 @@ def _check_written(file: IO[bytes], target: Path, crc32: int | None) -> None:
             is_right = found == crc32
     if not is_right:
         raise DestinationError(
-            f"{str(target)!r} does not have the bytes that were written to it, and was removed",
-            hint="look at this disk and at the system's log",
+            f"{str(target)!r} did not contain the bytes that were written to it, and was removed",
+            hint="check this disk and the system's log",
         )

@@ -85,13 +85,14 @@ class Vote:
         try:
             work.wait()
         except RuntimeError:  # a rank is gone, which training will notice by itself
-            logger.exception("vote_failed; from now on only what the schedule's steps say is saved")
+            logger.exception("vote_failed; from now on, checkpoints are saved only at the schedule's steps")
             self._wait_steps = FOREVER
             return 0
         answer, self._wait_steps = (int(each) for each in self._ballot)
         if self._wait_steps == FOREVER:
             logger.warning(
-                "vote_ended; a rank has closed its saver: from now on only what the schedule's steps say is saved"
+                "vote_ended; a rank has closed its saver: from now on, checkpoints are saved only at the"
+                " schedule's steps"
             )
         return answer
 

@@ -65,14 +65,15 @@ def refuse_second(start: Start) -> None:
             raise FolderInUseError(
                 f"rank {start.rank} of folder {start.folder!r}{of_kind} is in use by process {os.getpid()}, this very"
                 " one",
-                hint="close the other Uploader first, as `with Uploader(...)` does, or keep using it; for another kind"
-                " of checkpoints give it a name: `kind=`",
+                hint="close the other Uploader first, as `with Uploader(...)` does, or keep using it; for"
+                " another kind of checkpoint, pass its name as `kind=`",
             )
         if latest and latest == naming.fill(each.settings.latest_filename, rank=each.rank):
             raise SettingsError(
                 f"latest_filename={start.settings.latest_filename!r} is taken by the Uploader for"
-                f" {_called(each.kind)}: each kind of checkpoints moves a symlink of its own",
-                hint="leave it out for kinds, or give each its own, e.g. latest-weights-rank{rank}",
+                f" {_called(each.kind)}: each kind of checkpoint needs its own symlink",
+                hint="leave latest_filename out for kinds, or give each kind its own, e.g."
+                " latest-weights-rank{rank}",
             )
 
 

@@ -66,11 +66,11 @@ def _obstacle(settings: Settings, local: Local, free_bytes: int) -> tuple[str, s
     waiting = backlog.backlog(local)
     if 0 < settings.max_backlog_checkpoints <= len(waiting):
         limit = settings.max_backlog_checkpoints
-        return f"{len(waiting)} checkpoints wait, max_backlog_checkpoints={limit}", settings.on_backlog
+        return f"{len(waiting)} checkpoints are waiting, max_backlog_checkpoints={limit}", settings.on_backlog
     waiting_bytes = sum(backlog.unsent_bytes(each) for each in waiting)
     if 0 < settings.max_backlog_bytes <= waiting_bytes:
         limit = settings.max_backlog_bytes
-        return f"{waiting_bytes} bytes wait, max_backlog_bytes={limit}", settings.on_backlog
+        return f"{waiting_bytes} bytes are waiting, max_backlog_bytes={limit}", settings.on_backlog
     return None
 
 

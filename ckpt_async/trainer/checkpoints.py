@@ -50,7 +50,7 @@ class OpenCheckpoint:
                 new.append((source, name))
             elif before.source != source or not is_same(source, before.identity):
                 raise InvalidShardError(
-                    f"shard {name!r} of step {self.id.step} was enqueued before with different content"
+                    f"shard {name!r} of step {self.id.step} was already enqueued with different content"
                 )
         return new
 
@@ -71,7 +71,7 @@ class OpenCheckpoint:
                 )
             if name in self.shards and self.shards[name].publish_as != key:
                 raise InvalidShardError(
-                    f"shard {name!r} of step {self.id.step} was enqueued before without publish_as={key!r}"
+                    f"shard {name!r} of step {self.id.step} was already enqueued without publish_as={key!r}"
                 )
 
 
@@ -101,7 +101,7 @@ class Checkpoints:
         """
         if self.is_sealed(id_.step):
             raise SealedError(
-                f"step {id_.step} was sealed in generation {id_.generation} and takes no more shards"
+                f"step {id_.step} was sealed in generation {id_.generation} and accepts no more shards"
             )
         found = self._open.get(id_.step) or OpenCheckpoint(id_, name)
         if found.name != name:
@@ -114,7 +114,7 @@ class Checkpoints:
     def to_seal(self, id_: CheckpointId, name: str | None) -> OpenCheckpoint:
         """Return the checkpoint to `seal` now; `name` is its name if it has no shards. Raises SealedError."""
         if self.is_sealed(id_.step):
-            raise SealedError(f"step {id_.step} was sealed before in generation {id_.generation}")
+            raise SealedError(f"step {id_.step} was already sealed in generation {id_.generation}")
         found = self._open.get(id_.step) or OpenCheckpoint(id_, naming.checkpoint_name(name, id_.step))
         if found.growing:
             raise SealedError(
@@ -137,7 +137,7 @@ def exact_keys(
     if not may_publish:
         raise SettingsError(
             f"publish_as={publish_as!r} needs publish_copies=True",
-            hint="opening then tries whether the store can copy objects",
+            hint="with it, opening the uploader checks that the store can copy objects",
         )
     found = {name: f"{publish_as}/{name}" if is_folder else publish_as for name in names}
     for key in found.values():

@@ -59,4 +59,4 @@ def _describe_unfinished(view: EngineView, id_: CheckpointId, timeout_s: float |
         done = sum(each.stored is not None for each in checkpoint.shards.values())
         return f"{message}: {done} of {len(checkpoint.shards)} shards of this rank are uploaded"
     missing = view.missing_ranks(id_)
-    return f"{message}: nothing has arrived yet from rank {few(missing)}" if missing else message
+    return f"{message}: nothing has arrived from rank {few(missing)} yet" if missing else message

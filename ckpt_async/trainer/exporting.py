@@ -112,7 +112,7 @@ class Exporter:
             return f"the engine has died: {death!r}"
         if (fenced_by := self._fenced_by) is not None:
             ours = self.engine.generation
-            return f"fenced: generation {fenced_by} of this run has started, this is generation {ours}"
+            return f"fenced: generation {fenced_by} of this run has started, but this is generation {ours}"
         return ""
 
     @property

@@ -94,8 +94,9 @@ class EngineHandle:
         if fenced_by is not None:
             raise FencedError(
                 f"generation {fenced_by} of this run has started; this trainer is generation {self.generation}",
-                hint="stop this process; what it had sealed is still finished. If you made no later start, other ranks"
-                " of this one saw no sign of its first rank's life: start all of them again",
+                hint="stop this process; what it has sealed will still be finished. If you did not start the"
+                " run again, other ranks of this start saw no heartbeat of its first rank: restart all"
+                " ranks",
             )
 
     def end(self) -> None:

@@ -178,7 +178,7 @@ class PlainUploader:
 
     async def _send_one(self, key: str, staged: _Staged) -> None:
         if not staged.may_replace and await self._is_there(key):
-            raise InvalidShardError("an object is there already, and overwrite is off")
+            raise InvalidShardError("the object already exists, and overwrite is off")
         descriptor = os.open(staged.path, os.O_RDONLY | os.O_CLOEXEC)
         source = Source(descriptor, identity_of(os.fstat(descriptor)), str(staged.path))
         try:

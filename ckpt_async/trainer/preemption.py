@@ -111,4 +111,4 @@ def _flush(flush: Flush, budget_s: float) -> None:
     except UploaderClosedError:
         pass  # it was closed a moment ago, and has logged what was left
     except Exception:
-        logger.exception("sigterm_flush_failed; the journal has what is left")
+        logger.exception("sigterm_flush_failed; the journal keeps what is left")

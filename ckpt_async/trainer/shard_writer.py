@@ -36,7 +36,7 @@ class ShardWriter(io.BufferedWriter):
         self._has_ended = True  # until opening has succeeded
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.realpath(path.parent) != str(path.parent):
-            raise InvalidShardError(f"a symbolic link leads out of the folder on the way to {str(path)!r}")
+            raise InvalidShardError(f"a symbolic link on the path to {str(path)!r} leads out of the folder")
         _remove_left(path, replaces_before)
         try:
             raw = io.FileIO(path, "xb")

@@ -57,7 +57,8 @@ def start_of(
     wants = format_wants(wants_of(loaded, callback=Callback.of_trainer if on_event is not None else ""))
     if loaded.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
         raise SettingsError(
-            "sigterm_flush_s needs the uploader to be opened in the main thread: only it may set signal handlers"
+            "sigterm_flush_s needs the uploader to be opened in the main thread, because only that may set"
+            " signal handlers"
         )
     address = address_of(keys.kind_remote(remote, kind), store_options, env=environment)
     options = replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url)
@@ -83,8 +84,8 @@ def _launch_key(environment: Mapping[str, str], world_size: int, generation: int
         return f"single={os.urandom(16).hex()}"
     raise SettingsError(
         "the launcher does not identify this start of the run, so ranks of two starts could be mistaken for one",
-        hint="set CKPT_ASYNC_LAUNCH_ID to a value that is equal on all ranks and new at every start,"
-        " or pass generation=",
+        hint="set CKPT_ASYNC_LAUNCH_ID to a value that is the same on all ranks and new at every start, or"
+        " pass generation=",
     )
 
 

@@ -237,7 +237,7 @@ class Uploader:
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)
             if name in checkpoint.shards or name in checkpoint.growing:
-                raise InvalidShardError(f"shard {name!r} of step {id_.step} was enqueued or opened before")
+                raise InvalidShardError(f"shard {name!r} of step {id_.step} was already enqueued or opened")
             writer = ShardWriter(
                 self.folder / source,
                 enqueue=lambda: self._written(checkpoint, source, name, published),
@@ -424,11 +424,11 @@ class Uploader:
         try:
             self.close(timeout_s=CLOSE_AFTER_ERROR_S)
         except CkptAsyncError:
-            logger.exception("close_failed; the exception of the training loop is raised")
+            logger.exception("close_failed; raising the exception of the training loop instead")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an Uploader belongs to one process and cannot be pickled; open one where it is needed"
+            "an Uploader belongs to one process and cannot be pickled; open one in the process that needs it"
         )
 
     # --- within --------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ class Uploader:
     def _check_process(self, *, may_be_closing: bool = False) -> None:
         if os.getpid() != self.pid:
             raise UploaderClosedError(
-                f"this uploader was opened by process {self.pid}; this is a fork of it, process {os.getpid()}",
+                f"this uploader was opened by process {self.pid}, but this is its fork, process {os.getpid()}",
                 hint="call it from the process that opened it",
             )
         if self._engine.has_ended if may_be_closing else self._is_closed:

@@ -245,7 +245,9 @@ class Lane:
         for number in concurrency.stragglers(requests, usual):
             slow = requests[number]
             logger.info(
-                "connection_slow moved_bytes=%d in_s=%.1f; beginning again", slow.moved_bytes, slow.took_s
+                "connection_slow moved_bytes=%d in_s=%.1f; retrying on another connection",
+                slow.moved_bytes,
+                slow.took_s,
             )
             watched[number][0].begin_again()
 

@@ -30,7 +30,8 @@ async def copy(store: PatientStore, source: str, key: str, size_bytes: int, chec
     there = await _head(store, source, size_bytes)
     if there.size_bytes != size_bytes or there.checksum not in (None, checksum):
         raise IntegrityError(
-            f"the store has {there.size_bytes} bytes with {there.checksum}, not {size_bytes} with {checksum}",
+            f"the store has {there.size_bytes} bytes with {there.checksum}, expected {size_bytes} with"
+            f" {checksum}",
             operation="copy",
             key=source,
         )

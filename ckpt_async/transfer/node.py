@@ -91,7 +91,7 @@ class Node:
             opened.callback(os.close, descriptor)
             facts = os.fstat(descriptor)
             if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode):
-                raise OSError("it is somebody else's")
+                raise OSError("it belongs to another user, or is not a regular file")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, _NUM_SLOTS * _SLOT.size)
             for number, (told_s, _, moved_bytes) in enumerate(_slots(descriptor)):
@@ -102,7 +102,7 @@ class Node:
                     opened.pop_all()
                     self._file = descriptor
                     return
-            raise OSError("all its places are taken")
+            raise OSError("all slots are taken")
 
 
 def _slots(file: int) -> list[tuple[float, int, int]]:

@@ -186,7 +186,7 @@ class Source:
 
     def truncated(self) -> SourceError:
         return SourceError(
-            f"shard {self.path!r} was truncated while it was read", reason=FailureReason.SOURCE_CHANGED
+            f"shard {self.path!r} was truncated while being read", reason=FailureReason.SOURCE_CHANGED
         )
 
 

@@ -144,7 +144,7 @@ async def _there(once: Store, key: str) -> ObjectInfo:
         return await once.head(key)
     except ObjectNotFoundError:
         raise StoreError(
-            f"{key} was put, and the answer was that it is stored, but it is not there",
+            f"{key} was acknowledged as stored, but does not exist",
             reason=FailureReason.TRANSIENT,
             operation="put",
             key=key,
@@ -250,7 +250,8 @@ async def verify_stored(
         info = await read_back(store, key, size_bytes, checksum.algorithm)
     if (info.size_bytes, info.checksum) != (size_bytes, checksum):
         raise IntegrityError(
-            f"the store has {info.size_bytes} bytes with {info.checksum}, sent were {size_bytes} with {checksum}",
+            f"the store has {info.size_bytes} bytes with {info.checksum}, but {size_bytes} with {checksum}"
+            " were sent",
             operation="verify",
             key=key,
         )

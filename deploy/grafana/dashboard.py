@@ -277,7 +277,7 @@ ROWS: dict[str, tuple[Graph, ...]] = {
     "Failures": (
         Graph(
             "Failed attempts, by reason",
-            "Requests that failed, whether or not a later attempt healed it.",
+            "Requests that failed, whether or not a later attempt succeeded.",
             "reqps",
             (
                 Query(f"sum by (reason) ({rate('ckpt_async_upload_attempt_failures_total')})", "{{reason}}"),

@@ -289,7 +289,7 @@ def test_ls_counts_aborted_checkpoints_and_all_shows_the_reasons(
 @pytest.mark.parametrize(
     ("reason", "decision", "is_running", "hint"),
     [
-        (FailureReason.OTHER, None, False, "drain {folder}` retries now"),
+        (FailureReason.OTHER, None, False, "drain {folder}` retries it now"),
         (FailureReason.OTHER, None, True, "failed uploads are retried every half minute"),
         (FailureReason.SOURCE_CHANGED, None, True, "given up for good"),
         (FailureReason.SOURCE_CHANGED, Outcome.ABORT, False, "given up for good"),
@@ -383,7 +383,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     assert cli.main([*reading(words, s3_url, tmp_path), *closed]) == 5
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith(f"ckpt-async: no answer yet from {s3_url}; retrying for up to ")
-    assert "right, and reachable from here?" in last
+    assert "correct, and reachable from here?" in last
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
         (["drain", "x", "--time=5"], 2, "unrecognized arguments: --time=5 (did you mean --timeout?)"),
         (["ls", "file:///a/b", "--jsno"], 2, "(did you mean --json?)"),
         (["status", "file:///nonexistent/run"], 3, "open '/nonexistent/run': no such folder"),
-        (["status", "x", "--interval", "0"], 2, "0 would look without a pause"),
+        (["status", "x", "--interval", "0"], 2, "0 would mean no pause between refreshes"),
         (["drain", "s3://b/run"], 2, "`--remote s3://b/run`"),
         (["sweep", "s3://b/run"], 2, "use `--remote s3://b/run`"),
         (["pull", "/data/run", "s3://b/run"], 2, "give the remote first, then the destination folder"),
@@ -443,7 +443,7 @@ def test_a_bug_is_one_line_unless_debugging_is_on(
     monkeypatch.setattr("ckpt_async.cli.status.FolderWatch", broken)
     assert cli.main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
-        "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows where)\n"
+        "ckpt-async: this is a bug: ZeroDivisionError('oh') (CKPT_ASYNC_DEBUG=1 shows the traceback)\n"
     )
     monkeypatch.setenv("CKPT_ASYNC_DEBUG", "1")
     assert cli.main(["status", str(tmp_path)]) == 1

@@ -76,13 +76,13 @@ def test_our_own_run_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nowhere", "x.pt"], 3, "there is nothing at nowhere"),
-        (["{run}", "s3://bucket/x.pt"], 2, "is a remote: convert to a local file"),
+        (["nowhere", "x.pt"], 3, "nowhere does not exist"),
+        (["{run}", "s3://bucket/x.pt"], 2, "is a remote; convert to a local file"),
         (["{run}", "x.pt.gz"], 1, "unknown format '.gz'"),
-        (["{run}", "x.pt", "--step", "7"], 3, "has no checkpoint of step 7 that is complete"),
+        (["{run}", "x.pt", "--step", "7"], 3, "has no complete checkpoint of step 7"),
         (["{run}", "x.pt", "--max-memory", "much"], 2, "is not a size"),
-        (["{run}/step10/train", "x.pt"], 3, "has no checkpoint that is complete; a single file is given"),
-        (["{run}/step10/.metadata.json", "x.pt"], 1, "has 0 files of torch's or safetensors"),
+        (["{run}/step10/train", "x.pt"], 3, "has no complete checkpoint; to convert a single file"),
+        (["{run}/step10/.metadata.json", "x.pt"], 1, "has 0 torch or safetensors files"),
         (["{run}", "{run}/taken.pt"], 1, "--overwrite"),
         (["{run}/zero", "x.pt"], 3, "zero_to_fp32"),
     ],

@@ -62,7 +62,7 @@ def test_an_option_before_the_command_is_told_where_it_belongs(
 ) -> None:
     assert main(typed) == 2
     [line] = said(capsys)
-    told = f"ckpt-async: {typed[0].partition('=')[0]} comes after the command (did you mean `ckpt-async {meant}`?)"
+    told = f"ckpt-async: {typed[0].partition('=')[0]} must come after the command (did you mean `ckpt-async {meant}`?)"
     assert line["message"] == told
 
 

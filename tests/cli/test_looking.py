@@ -67,7 +67,7 @@ def test_a_long_search_for_runs_is_no_store_that_does_not_answer(
     monkeypatch.setattr("ckpt_async.cli.output.say", say)
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.05)
     assert cli.main(["ls", f"file://{tmp_path}"]) == 3
-    assert said == [f"ckpt-async: still looking for runs below file://{tmp_path}"]
+    assert said == [f"ckpt-async: still searching for runs below file://{tmp_path}"]
 
 
 def test_ls_long_shows_every_file_with_its_checksum(
@@ -163,7 +163,7 @@ def test_generation_and_step_select(tmp_path: Path, remote: str, call: Call) -> 
     assert (code, told["error"]["kind"]) == (3, "ObjectNotFoundError"), (
         "that it is no fresh start is beside the point"
     )
-    assert "no checkpoint of generation 3 that is complete" in told["error"]["message"]
+    assert "no complete checkpoint of generation 3" in told["error"]["message"]
     assert call("verify", remote, "--generation", "2")[1]["committed"] == 1
     assert call("verify", remote, "--generation", "3")[0] == 3
     assert call("pull", remote, tmp_path / "here", "--step", "1@g2", "--generation", "1")[0] == 2
@@ -245,7 +245,7 @@ def test_diff_compares_files_by_their_receipts(tmp_path: Path, remote: str, call
     shown = text("diff", f"{remote}#1", "2")[1]
     assert "- gone" in shown
     assert "~ longer  1 B -> 2 B" in shown
-    assert "~ other  1 B, another content" in shown
+    assert "~ other  1 B, different content" in shown
     for wrong in (["here", "1"], [remote, "there"], [f"{remote}#abc", "1"], [remote, f"{remote}#1@2"]):
         assert call("diff", *wrong)[0] == 2
 
@@ -279,7 +279,7 @@ def test_diff_of_tensors_reads_no_data(tmp_path: Path, remote: str, call: Call, 
     assert (tensors["same"], tensors["only_in_a"], told["silent_files"]) == (2, {}, ["rest.pt"])
     shown = text("diff", "--tensors", f"{remote}#1", "2")[1]
     assert "~ model.w  float32[3, 4] -> bfloat16[3, 4]" in shown
-    assert "the tensors of 1 file are not known: rest.pt" in shown
+    assert "the tensors of 1 file are unknown: rest.pt" in shown
     same = call("diff", "--tensors", f"{remote}#1", f"{remote}#1")[1]
     assert same["is_same"]
 

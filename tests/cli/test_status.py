@@ -80,7 +80,7 @@ def test_a_remote_of_which_all_is_damaged_is_no_fresh_run(
     capsys.readouterr()
     cli.main(["status", remote])
     assert capsys.readouterr().out.startswith(
-        "nothing can be used: 1 checkpoint committed, all found damaged\n"
+        "no checkpoint is usable: 1 checkpoint committed, all found damaged\n"
     )
 
 

@@ -323,7 +323,7 @@ def test_prune_is_a_dry_run_without_yes(
     before = tree(stored)
     assert cli.main(["prune", remote, "--keep", "last=1"]) == 0
     said = capsys.readouterr().out
-    assert "nothing was touched; --yes does it" in said
+    assert "nothing was changed; pass --yes to prune" in said
     assert f"{remote}: keep generation 1 step 3 (ep1-ba3, 1000 B): one of the newest 1" in said
     assert f"{remote}: 1 checkpoint (1000 B) stays, 2 checkpoints (2.0 KiB) would go" in said
     code, told = call("prune", remote, "--keep", "last=1", "--dry-run")
@@ -419,7 +419,10 @@ def test_a_step_of_one_generation_can_be_selected(call: Call, stored: Path, tmp_
             == generation
         )
     code, told = call("pull", remote, tmp_path / "none", "--step", "100@g3")
-    assert (code, "no checkpoint of step 100@g3" in told["error"]["message"]) == (Exit.NOT_FOUND, True)
+    assert (code, "no complete checkpoint of step 100@g3" in told["error"]["message"]) == (
+        Exit.NOT_FOUND,
+        True,
+    )
 
 
 def test_a_set_of_one_file_per_rank_is_pulled_by_its_world_size(call: Call, tmp_path: Path) -> None:
@@ -428,7 +431,7 @@ def test_a_set_of_one_file_per_rank_is_pulled_by_its_world_size(call: Call, tmp_
         (tmp_path / f"theirs/ep1-ba42-rank{rank}.tar").write_text(str(rank))
     remote = f"file://{tmp_path}/theirs"
     code, told = call("pull", remote, tmp_path / "there")
-    assert (code, "give world_size" in told["error"]["message"]) == (Exit.INCOMPLETE, True)
+    assert (code, "pass world_size" in told["error"]["message"]) == (Exit.INCOMPLETE, True)
     for options in (["--dry-run"], []):
         code, told = call("pull", remote, tmp_path / "there", "--world-size", 2, "--rank", 1, *options)
         assert (code, told["step"], told["ranks"]) == (0, 42, 2)
@@ -600,6 +603,9 @@ def test_sweep_reports_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / ".nope.ckpt_async/.ckpt_async").mkdir(parents=True)
     assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
     beside = str(tmp_path / ".nope.ckpt_async")
-    assert f"a watcher works on it: sweep its state, {beside!r}" in capsys.readouterr().out
+    assert (
+        f"it is being watched: sweep the watcher's state folder instead, {beside!r}"
+        in capsys.readouterr().out
+    )
     assert cli.main(["sweep", str(tmp_path / "*/nope")]) == 0
     assert "no folder matches yet" in capsys.readouterr().out

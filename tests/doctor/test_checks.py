@@ -311,7 +311,7 @@ def test_the_speed_test_respects_min_free_bytes(
 def test_a_missing_folder_is_checked_in_its_parent_and_not_created(tmp_path: Path, call: Examine) -> None:
     code, found = call(tmp_path / "a/b", f"file://{tmp_path}/store/run", "--speed")
     assert (code, levels(found)) == (0, {})
-    assert found["folder"]["message"] == f"{tmp_path}/a/b can be made in {tmp_path}"
+    assert found["folder"]["message"] == f"{tmp_path}/a/b can be created in {tmp_path}"
     assert found["upload"]["message"].startswith("64.0 MiB at ")
     assert tree(tmp_path) == {}
 
@@ -364,7 +364,7 @@ def test_a_damaged_or_newer_journal_is_reported(folder: Path, call: Examine) -> 
     path.write_bytes(b"no database" * 1000)
     code, found = call(folder)
     assert (code, levels(found)) == (1, {"journal": "fail"})
-    assert "rebuilt from the manifests" in found["journal"]["hint"]
+    assert "rebuilds it from the manifests" in found["journal"]["hint"]
 
 
 def test_of_a_watched_folder_the_watcher_s_journal_is_looked_at(

@@ -50,7 +50,7 @@ def test_sound_facts_give_no_advice() -> None:
     told = {each.check: each.message for each in found}
     assert told["versions"] == "python 3.11.7, torch not installed"
     assert told["upload"] == "64.0 MiB at 128.0 MiB/s"
-    assert told["checkpoint"] == "40.0 GiB take about 5 min to upload: do not save more often"
+    assert told["checkpoint"] == "40.0 GiB take about 5 min to upload: do not save more often than that"
     assert told["free space"] == "100.0 GiB free: room for 2 of 40.0 GiB"
 
 
@@ -117,7 +117,7 @@ def test_each_weakness_gives_exactly_its_own_finding(
 def test_findings_name_the_folder_that_was_tried() -> None:
     """If the folder does not exist yet, the uploader creates it, so that is not a fault."""
     told = {each.check: each for each in findings_with("folder", path="/data/run/a")}
-    assert told["folder"] == Finding("folder", Level.OK, "/data/run/a can be made in /data")
+    assert told["folder"] == Finding("folder", Level.OK, "/data/run/a can be created in /data")
 
 
 def test_a_backlog_with_a_running_uploader_is_ok() -> None:

@@ -94,7 +94,7 @@ def test_a_disk_that_stays_full_holds_up_no_end(box: Box, caplog: pytest.LogCapt
     courier = Courier(box, sink)
     wait_until(lambda: box.num_refused > 0)
     courier.close(0.05)
-    assert "events_left sink=exec num=1 cut_short=1; the next start tells them" in caplog.text
+    assert "events_left sink=exec num=1 cut_short=1; the next start delivers them" in caplog.text
     assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-async-exec")]
 
 

@@ -140,7 +140,7 @@ def test_a_receiver_that_answers_something_else_was_reached(
         receiver.says = ["garbage"]
         save(uploader, 1)
         receiver.wait_for(1)
-    assert "answered what is no HTTP" in caplog.text
+    assert "sent an invalid HTTP response" in caplog.text
     assert "cannot be reached" not in caplog.text
 
 
@@ -439,7 +439,7 @@ def test_a_command_that_still_runs_at_close_is_ended_and_run_by_the_next_start(
     save(uploader, 1)
     wait_until((tmp_path / "pids").exists)
     uploader.close()
-    assert _left(caplog) == ["events_left sink=exec num=1 cut_short=1; the next start tells them"]
+    assert _left(caplog) == ["events_left sink=exec num=1 cut_short=1; the next start delivers them"]
     assert not _is_running(int((tmp_path / "pids").read_text()))
     script.write_text(f"echo $CKPT_ASYNC_EVENT_STEP > {tmp_path}/told\n")
     with opened(tmp_path, event_exec=f"sh {script}"):
@@ -456,7 +456,7 @@ def test_what_could_not_be_delivered_is_summed_up_at_close(
         save(uploader, 1, 2, 3)
         for step in (1, 2, 3):
             uploader.wait(step)
-    assert _left(caplog) == ["events_left sink=webhook num=3 cut_short=0; the next start tells them"]
+    assert _left(caplog) == ["events_left sink=webhook num=3 cut_short=0; the next start delivers them"]
 
 
 def _left(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -474,12 +474,12 @@ def _is_running(pid: int) -> bool:
     ("settings", "complaint"),
     [
         ({"event_exec": "evaluate {stpe}"}, "{stpe}"),
-        ({"event_exec": "{name} x"}, "begins with a value"),
+        ({"event_exec": "{name} x"}, "begins with a field of the event"),
         ({"event_exec": "evaluate 'x"}, "not a command line"),
         ({"event_webhook": "example.com/secret"}, "not a URL"),
         ({"event_webhook": "http://x/", "event_webhook_kinds": "comitted"}, "comitted"),
         ({"event_webhook": "http://x/", "event_webhook_secret_file": "/nowhere"}, "/nowhere"),
-        ({"on_event": "print"}, "cannot be called"),
+        ({"on_event": "print"}, "is not callable"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(

@@ -81,7 +81,7 @@ def test_a_start_that_can_never_commit_exits_with_an_error(
     fenced.expect("saved")
     fenced.tell("stop")
 
-    nothing = "nothing was committed of generation 1, though this rank sealed steps 3, 4"
+    nothing = "nothing of generation 1 was committed, although this rank sealed steps 3, 4"
     told = [
         (alone, 1, f"UploadFailedError: {nothing}: rank 1 never opened it"),
         (warned, 0, f"ERROR closed_in_vain error={nothing}: rank 1 never opened it"),

@@ -41,7 +41,7 @@ def test_using_an_uploader_in_a_forked_child_raises_and_does_no_harm(
         trainer.expect("child pid")
     errors = [line for line in trainer.said if line.startswith("child UploaderClosedError")]
     assert len(errors) == 3
-    assert all("this is a fork of it" in line for line in errors)
+    assert all("this is its fork" in line for line in errors)
     took_s = float(trainer.expect("child took").split()[-1])
     assert took_s < 1
     trainer.tell("go on")

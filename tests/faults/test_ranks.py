@@ -130,5 +130,5 @@ def test_an_explicit_generation_that_was_used_is_rejected(tmp_path: Path) -> Non
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "a", remote, rank=0, world_size=1, generation=3) as uploader:
         assert uploader.generation == 3
-    with pytest.raises(SettingsError, match="used before by rank 0"):
+    with pytest.raises(SettingsError, match="already used by rank 0"):
         Uploader(tmp_path / "a", remote, rank=0, world_size=1, generation=3)

@@ -224,5 +224,5 @@ def test_a_missing_framework_is_named(
     for framework in frameworks:
         monkeypatch.setitem(sys.modules, framework, None)
     monkeypatch.delitem(sys.modules, f"ckpt_async.integrations.{module}", raising=False)
-    with pytest.raises(ImportError, match=rf"pip install ckpt-async\[{module}\]"):
+    with pytest.raises(ImportError, match=rf"pip install '\.\[{module}\]'"):
         importlib.import_module(f"ckpt_async.integrations.{module}")

@@ -272,7 +272,7 @@ def test_a_damaged_shared_journal_blocks_nobody(
     else:
         path.write_bytes(b"garbage" * 1000)
     content = path.read_bytes()
-    with pytest.raises(JournalDamagedError, match="moved aside"):
+    with pytest.raises(JournalDamagedError, match="journal aside and rebuilds"):
         journals.read(folder.path)
     assert journals.ranks(folder.private) == [0, 1]
     with contextlib.closing(Journal(folder, 0)) as journal:
@@ -581,7 +581,7 @@ def test_a_damaged_journal_is_moved_aside_and_recreated(
                 connection.execute("INSERT INTO events VALUES (999, 1, 1, 0.0, ?, ?)", row)
                 connection.commit()
     content = path.read_bytes()
-    with pytest.raises(JournalDamagedError, match="moved aside"):
+    with pytest.raises(JournalDamagedError, match="journal aside and rebuilds"):
         journals.read(folder.path)
     with pytest.raises(JournalDamagedError):
         Journal(folder, 0, may_replace=False)

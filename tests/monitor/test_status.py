@@ -111,7 +111,7 @@ def test_summary_names_the_last_commit_and_the_progress_of_the_next() -> None:
         ),
         (
             [enqueued(1, 9), sealed(1), Superseded(id_(1), "behind")],
-            "nothing committed yet; step 1 is given up for a newer one",
+            "nothing committed yet; step 1 was given up for a newer one",
         ),
         (
             [enqueued(1, 9), sealed(1), Decided(id_(1), Outcome.ABORT, "step-1", "rank 1 died")],
@@ -131,7 +131,7 @@ def test_local_ranks_that_saved_nothing_are_all_named() -> None:
     """They were killed before they saved anything, so no other node is to blame."""
     saved = local(Opened(1, 3), enqueued(1, 10), sealed(1, 3), verified(1, "f0", 10), ReceiptStored(id_(1)))
     one, two = local(Opened(1, 3), rank=1), local(Opened(1, 3), rank=2)
-    said = "nothing committed yet; step 1 is uploaded, but {} of this node {} nothing of it"
+    said = "nothing committed yet; step 1 is uploaded, but {} of this node {} no part of it"
     assert summary(saved, one) == said.format("rank 1", "has")
     assert summary(saved, one, two) == said.format("ranks 1, 2", "have")
 

@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_a_store_that_goes_away_and_a_process_that_ends(
 
     server.kill()
     browser.until("document.querySelector('.stalled')")
-    assert "Uploads do not get through" in browser.text
+    assert "Uploads are failing" in browser.text
     assert browser.ask("document.getElementById('link').textContent") == "live"
     assert (browser.complaints, browser.violations) == ([], [])
 

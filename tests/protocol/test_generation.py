@@ -42,12 +42,12 @@ def test_joining_an_older_generation_is_rejected() -> None:
     async def main() -> None:
         store = MemoryStore()
         assert await open_(store, 0, explicit=5) == 5
-        with pytest.raises(FencedError, match="generation 4 was given, but generation 5 has started"):
+        with pytest.raises(FencedError, match="generation 4 was given, but generation 5 has already started"):
             await open_(store, 1, explicit=4)
         assert await open_(store, 1, explicit=5) == 5
-        with pytest.raises(SettingsError, match="generation=5 was used before by rank 1"):
+        with pytest.raises(SettingsError, match="generation=5 was already used by rank 1"):
             await open_(store, 1, explicit=5)
-        with pytest.raises(SettingsError, match="generation 5 has world size 3, this rank has 4"):
+        with pytest.raises(SettingsError, match="generation 5 has world size 3, but this rank has 4"):
             await open_(store, 2, explicit=5, world_size=4)
 
     asyncio.run(main())

@@ -87,6 +87,9 @@ def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: li
         with pytest.raises(InvalidNameError):
             fetch(**which)
         assert not (tmp_path / str(which)).exists()
+    for number in (0, 1025, 1.5):
+        with pytest.raises(SettingsError, match=rf"num_concurrent_reads={number} must be .* 1 to 1024"):
+            fetch(num_concurrent_reads=number)
 
 
 def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
@@ -298,7 +301,7 @@ def test_a_read_refused_on_the_way_is_retried_if_the_store_has_the_object(
         nonlocal num_calls
         num_calls += 1
         if num_calls == 1:
-            raise StoreError("asked for bytes 0+3000, the answer is 39 of 0-38/39", reason=reason)
+            raise StoreError("asked for bytes 0+3000, but got 39 of 0-38/39", reason=reason)
         return await get_range(self, *args)
 
     monkeypatch.setattr(DirectoryStore, "get_range", refused)
@@ -349,7 +352,7 @@ def test_missing_space_is_reported_before_the_fetch(
         return os.statvfs_result(facts)
 
     monkeypatch.setattr(os, "statvfs", small)
-    with pytest.raises(NoSpaceError, match="11999 bytes free, 12000 more are needed"):
+    with pytest.raises(NoSpaceError, match="11999 bytes free, but 12000 are needed"):
         restore.fetch(checkpoint, tmp_path / "there")
     assert num_gets == []
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there", ranks=[0]), {0: files_of(10)[0]})
@@ -366,7 +369,7 @@ def test_a_disk_that_runs_full_raises(run_: Run, tmp_path: Path, monkeypatch: py
         write(self, piece, offset)
 
     monkeypatch.setattr(partial.PartialFile, "write", full)
-    with pytest.raises(NoSpaceError, match="ran full"):
+    with pytest.raises(NoSpaceError, match="filled up"):
         restore.fetch(checkpoint, tmp_path / "there")
     is_full = False
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), files_of(10))

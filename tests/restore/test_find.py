@@ -141,14 +141,17 @@ DAMAGES = {
     "a shard is gone": (lambda run, id_: run.delete(shard_key(20, "rank-1.pt")), "rank-1.pt is missing"),
     "a shard is cut short": (
         lambda run, id_: run.put(shard_key(20, "rank-0.pt"), content(20, "rank-0.pt")[:-1]),
-        "has 2999 bytes, its receipt says 3000",
+        "has 2999 bytes, but its receipt says 3000",
     ),
     "a receipt is gone": (
         lambda run, id_: run.delete(keys.receipt_key(id_, 0)),
         "rank 0's receipt is missing",
     ),
-    "a receipt is another": (_replaced_receipt, "rank 1's receipt is not the one that was decided on"),
-    "the decision is forged": (_forged_decision, "receipt is not the one that was decided on"),
+    "a receipt is another": (
+        _replaced_receipt,
+        "rank 1's receipt is not the one that the decision was based on",
+    ),
+    "the decision is forged": (_forged_decision, "receipt is not the one that the decision was based on"),
     "the decision is another's": (
         lambda run, id_: run.put(keys.decision_key(id_), run.get(keys.decision_key(CheckpointId(1, 10)))),
         "found under the key of",

@@ -205,7 +205,7 @@ def test_a_set_of_one_file_per_rank_is_whole_with_a_file_of_every_rank(
     assert checkpoint.world_size == 12
     (rejected,) = checkpoint.rejected
     assert (rejected.id.step, rejected.name) == (50, "ep1-ba50")
-    assert "no file of rank 11, and was to have 12" in rejected.reason
+    assert "no file of rank 11, expected 12 ranks" in rejected.reason
     found = restore.fetch_latest(run_.url, tmp_path / "all", world_size=12)
     assert found is not None
     assert left_in(tmp_path / "all") == sorted(f"ep1-ba42-rank{rank}{suffix}" for rank in range(12))
@@ -227,26 +227,26 @@ def test_a_name_says_of_how_many_ranks_a_set_is(run_: Run, name: str) -> None:
         assert (checkpoint.step, checkpoint.world_size, len(checkpoint.files)) == (42, 3, 3)
     (Path(run_.url.removeprefix("file://")) / name.format(2)).unlink()
     for world_size in (None, 2, 3):
-        with pytest.raises(restore.NoUsableCheckpointError, match="no file of rank 2, and was to have 3"):
+        with pytest.raises(restore.NoUsableCheckpointError, match="no file of rank 2, expected 3 ranks"):
             restore.find(run_.url, world_size=world_size)
 
 
 @pytest.mark.parametrize(
     ("names", "world_size", "reason"),
     [
-        (_of_ranks("ba42", 2, ".pt"), None, "how many is unknown: give world_size"),
-        (_of_ranks("ba42", 1, ".tar"), None, "how many is unknown: give world_size"),
-        (_of_ranks("ba42", 1, ""), None, "how many is unknown: give world_size"),
+        (_of_ranks("ba42", 2, ".pt"), None, "the number of ranks is unknown: pass world_size"),
+        (_of_ranks("ba42", 1, ".tar"), None, "the number of ranks is unknown: pass world_size"),
+        (_of_ranks("ba42", 1, ""), None, "the number of ranks is unknown: pass world_size"),
         (_of_ranks("ba42", 2, ".pt"), 3, "no file of rank 2"),
-        (_of_ranks("ba42", 3, ".pt"), 2, "has 3 files, up to rank 2, and was to have 2"),
-        (_of_ranks("ba42", 3, ".pt"), 1, "has 3 files, up to rank 2, and was to have 1"),
+        (_of_ranks("ba42", 3, ".pt"), 2, "has 3 files, up to rank 2, expected 2"),
+        (_of_ranks("ba42", 3, ".pt"), 1, "has 3 files, up to rank 2, expected 1"),
         (_of_ranks("ba42", 1, ".pt"), 2, "no file of rank 1"),
-        (_of_ranks("ba42", 3, ".pt")[1:], None, "how many is unknown"),
+        (_of_ranks("ba42", 3, ".pt")[1:], None, "the number of ranks is unknown"),
         (_of_ranks("ba42", 3, ".pt")[1:], 3, "no file of rank 0"),
         (["ba42-rank0.pt", "ba42-rank2.pt"], 3, "no file of rank 1"),
         (["ba42-rank0.pt", "ba42-rank1.tar"], 2, "no file of rank"),
         ([*_of_ranks("ba42", 2, ".pt"), "ba42-rank01.pt"], 2, "has 3 files"),
-        (_of_ranks("news2-ba42", 2, ".pt"), None, "how many is unknown"),
+        (_of_ranks("news2-ba42", 2, ".pt"), None, "the number of ranks is unknown"),
     ],
 )
 def test_a_set_that_may_lack_a_rank_is_refused_and_is_no_fresh_start(
@@ -298,7 +298,7 @@ def test_a_file_of_rank_0_beside_sets_is_the_beginning_of_one(run_: Run, is_poin
 
 def test_a_pointer_to_one_file_of_a_set_finds_the_set(run_: Run) -> None:
     _put(run_, *_of_ranks("c/final", 2, ".pt"), **{"c/latest-rank1.symlink": b"c/final-rank1.pt"})
-    with pytest.raises(restore.NoUsableCheckpointError, match="give world_size"):
+    with pytest.raises(restore.NoUsableCheckpointError, match="pass world_size"):
         restore.find(run_.url)
     checkpoint = restore.find(run_.url, world_size=2)
     assert checkpoint is not None

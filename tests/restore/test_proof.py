@@ -87,7 +87,7 @@ def test_records_corrupted_in_transit_are_not_damage(run_: Run, monkeypatch: pyt
 
     monkeypatch.setattr(DirectoryStore, "get", spoilt)
     for _ in range(20):
-        with pytest.raises(UnreliableReadError, match="in another way each time"):
+        with pytest.raises(UnreliableReadError, match="differently at each read"):
             restore.find(run_.url)
     monkeypatch.undo()
     assert run_.damages() == {}
@@ -103,7 +103,7 @@ def test_the_same_wrong_bytes_twice_are_proof_of_damage(
     assert found is not None
     assert found[0].step == 5
     proxy.heal()
-    assert "twice the same" in spoilt_run.damages()[CheckpointId(1, 10)]
+    assert "identically over two" in spoilt_run.damages()[CheckpointId(1, 10)]
     connections = [each for each in proxy.exchanges if each.fault]
     assert len(connections) == 2
 
@@ -113,7 +113,7 @@ def test_the_stores_own_checksum_is_proof_of_damage(spoilt_run: Run, tmp_path: P
     spoilt_run.flip(shard_key(10, "large.pt"))
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch_latest(spoilt_run.url, tmp_path / "there", step=10)
-    assert "as the store itself says" in spoilt_run.damages()[CheckpointId(1, 10)]
+    assert "according to the store itself" in spoilt_run.damages()[CheckpointId(1, 10)]
 
 
 def test_a_damage_mark_can_be_removed(run_: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

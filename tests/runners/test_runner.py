@@ -260,7 +260,7 @@ def test_startup_errors_are_raised_unchanged(runner: str, tmp_path: Path, s3_url
     assert uploader.generation == 2
     with pytest.raises(FencedError, match="generation 2 has started already"):
         Uploader(tmp_path / "folder", remote, generation=1, runner=runner, **QUICK)
-    with pytest.raises(SettingsError, match="used before by rank 0"):
+    with pytest.raises(SettingsError, match="already used by rank 0"):
         Uploader(tmp_path / "folder", remote, generation=2, runner=runner, **QUICK)
     assert is_free(tmp_path / "folder")
 
@@ -390,7 +390,7 @@ def test_wait_names_what_is_missing_or_lost(
         def waits_for_the_others() -> bool:
             with pytest.raises(CommitTimeoutError) as caught:
                 uploader.wait(1, timeout_s=0.2)
-            return "nothing has arrived yet from rank 1, 2" in str(caught.value)
+            return "nothing has arrived from rank 1, 2 yet" in str(caught.value)
 
         wait_until(waits_for_the_others)
         assert not uploader.flush(0.1).is_done
@@ -808,7 +808,7 @@ def test_a_runner_that_cannot_be_started_is_a_clear_error(
 def test_contradicting_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="node_shared=True needs runner='process'"):
         Uploader(tmp_path / "folder", f"file://{tmp_path}/store", node_shared=True)
-    with pytest.raises(SettingsError, match="memory:// store exists in this process only"):
+    with pytest.raises(SettingsError, match="memory:// store exists only in this process"):
         Uploader(tmp_path / "folder", "memory://test", runner="process")
 
 

@@ -18,4 +18,5 @@ def test_the_extra_is_named(code: str) -> None:
     without = "import sys; sys.modules['torch'] = None; " + code
     done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "needs torch: pip install 'ckpt-async[torch]'" in done.stderr
+    assert "needs torch: " in done.stderr
+    assert "[torch]'" in done.stderr

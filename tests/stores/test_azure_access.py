@@ -132,7 +132,7 @@ def test_who_gives_up_on_a_silent_identity_leaves_its_thread_to_the_next(monkeyp
                 asking = asyncio.ensure_future(access.grant())
                 await asyncio.sleep(0)
             assert len(peer.requests) == 1
-            with pytest.raises(StoreError, match="no identity gives a token"):
+            with pytest.raises(StoreError, match="no identity provided a token"):
                 await asking
 
     run(asyncio.wait_for(body(), 60))

@@ -283,7 +283,7 @@ def test_a_file_system_without_rename_says_so_and_keeps_what_was_there(url: str,
     async def body() -> None:
         store = opened(OneByOne, url)
         await store.open()
-        assert any("half of it may be seen" in remark for remark in store.capabilities.remarks)
+        assert any("readers may see a partial object" in remark for remark in store.capabilities.remarks)
         assert not store.capabilities.copies
         await put(store, "a", b"old")
         assert await names(store) == ["a"]

@@ -175,13 +175,13 @@ def test_a_listing_truncated_at_any_byte_is_rejected(run, peer):
     run(body())
 
 
-@pytest.mark.parametrize("what", ["no token to go on", "a cache", "another prefix", "twice"])
+@pytest.mark.parametrize("what", ["no token to continue", "a cache", "another prefix", "twice"])
 def test_a_listing_that_cannot_be_right_is_rejected(run, peer, what):
     item = {"name": "run/a", "size": "1", "generation": "1", "updated": "2026-11-22T12:00:00Z"}
     listing: dict[str, object] = {"kind": "storage#objects", "items": [item]}
     headers = []
     match what:
-        case "no token to go on":
+        case "no token to continue":
             listing["nextPageToken"] = "x"  # the same token again and again
             listing["items"] = []
         case "a cache":
@@ -647,7 +647,7 @@ def test_without_google_auth_it_is_said_what_to_install(monkeypatch):
         if not name.endswith("backend"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "google.auth", None)
-    with pytest.raises(SettingsError, match=r"ckpt-async\[gcs\]"):
+    with pytest.raises(SettingsError, match=r"'\.\[gcs\]'"):
         open_store("gs://ckpt/run")
 
 

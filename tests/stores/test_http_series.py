@@ -770,7 +770,7 @@ def test_a_success_before_the_body_is_sent_is_an_error(run: Any, wire: Wire) -> 
     async def main() -> None:
         with wire.server(talk) as server:
             async with wire.small_uploads() as uploads:
-                with pytest.raises(ConnectionError, match="200 before it had the whole body"):
+                with pytest.raises(ConnectionError, match="200 before it had received the whole body"):
                     await wire.put_many(uploads, server, [LONG], answers.append)
             is_over.set()
 

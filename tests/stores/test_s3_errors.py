@@ -85,7 +85,7 @@ ELSEWHERE = {"Location": "http://127.0.0.1:1/login"}
         (answer(400, "BadDigest"), FailureReason.CHECKSUM, ""),
         (answer(400, "XAmzContentChecksumMismatch"), FailureReason.CHECKSUM, ""),
         (answer(400, "ExpiredToken"), FailureReason.AUTH, "expired"),
-        (answer(401), FailureReason.AUTH, "may not do put_object"),
+        (answer(401), FailureReason.AUTH, "lack permission for put_object"),
         (answer(403, "InvalidAccessKeyId"), FailureReason.AUTH, "access key"),
         (answer(403, "SignatureDoesNotMatch"), FailureReason.AUTH, "secret key"),
         (answer(403, "AccessDenied"), FailureReason.AUTH, "bucket/run/"),

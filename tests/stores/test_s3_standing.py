@@ -163,8 +163,8 @@ def test_seaweedfs_keeps_what_a_customers_key_encrypts(run, s3_url, s3_server, m
     ("env", "said"),
     [
         ({REQUEST_PAYER: "me"}, REQUEST_PAYER),
-        ({KEY: "c2VjcmV0"}, "no key of 32 bytes"),
-        ({KEY: "secret, and no base64"}, "no key of 32 bytes"),
+        ({KEY: "c2VjcmV0"}, "not hold a key of 32 bytes"),
+        ({KEY: "secret, and no base64"}, "not hold a key of 32 bytes"),
         ({KEY_FILE: "/no/such/file"}, "cannot be read"),
         ({KEY: "c2VjcmV0", KEY_FILE: "/no/such/file"}, "both"),
     ],
@@ -179,7 +179,7 @@ def test_what_is_no_key_is_refused_without_showing_it(env, said):
 @pytest.mark.parametrize("url", ["s3://bucket/run", "r2://bucket/run"])
 def test_a_customers_key_is_not_sent_over_plain_http(url):
     env = {KEY: b64encode(OUR_KEY).decode(), "S3_ENDPOINT_URL": "http://host:9000"}
-    with pytest.raises(SettingsError, match="https only"):
+    with pytest.raises(SettingsError, match="only over https"):
         open_store(url, env=env)
 
 

@@ -25,7 +25,7 @@ def test_of_an_identity_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
     [line] = said(
         "az://container/run", AZURE_STORAGE_ACCOUNT="nobody", AZURE_TOKEN_CREDENTIALS="EnvironmentCredential"
     )
-    assert "no identity gives a token" in line
+    assert "no identity provided a token" in line
     assert "AZURE_STORAGE_KEY" in line
 
 
@@ -48,4 +48,4 @@ def test_of_an_option_that_is_missing() -> None:
 
 def test_of_a_server_that_is_not_there() -> None:
     [line] = said("webdav:///run", FSSPEC_WEBDAV_BASE_URL="http://127.0.0.1:1/")
-    assert "is webdav:///run right, and reachable from here?" in line
+    assert "is webdav:///run correct, and reachable from here?" in line

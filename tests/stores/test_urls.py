@@ -95,7 +95,7 @@ def test_invalid_urls_are_rejected(url):
     ],
 )
 def test_arns_of_other_things_than_access_points_are_refused(arn):
-    with pytest.raises(SettingsError, match="access points with a region") as refused:
+    with pytest.raises(SettingsError, match="access-point ARNs with a region") as refused:
         parse_url(f"s3://{arn}/run")
     assert "accesspoint/NAME/prefix" in refused.value.hint
 
@@ -134,7 +134,7 @@ def test_without_fsspec_it_is_asked_for(monkeypatch, scheme):
         monkeypatch.setattr(f"ckpt_async.stores.{module}.has_fsspec", lambda: False)
     with pytest.raises(SettingsError, match="needs the package fsspec") as raised:
         parse_url(f"{scheme}://host/run")
-    assert raised.value.hint == "pip install 'ckpt-async[fsspec]'"
+    assert "pip install '.[fsspec]'" in raised.value.hint
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ THEIRS, NO_BACKEND = Theirs(), object()
 
 @pytest.mark.parametrize(
     ("value", "wrong"),
-    [("THEIRS", ""), ("NO_BACKEND", "is no Backend"), ("MISSING", "cannot be imported")],
+    [("THEIRS", ""), ("NO_BACKEND", "is not a Backend"), ("MISSING", "cannot be imported")],
 )
 def test_another_package_registers_a_kind_of_store(tmp_path, monkeypatch, value, wrong):
     """The entry point is written as pip would install it."""

@@ -198,7 +198,7 @@ def test_a_lost_journal_is_rebuilt_given_the_remote(
     for each in (folder / ".ckpt_async").glob("journal-*"):
         each.unlink()
     code, told = call("drain", folder)
-    assert (code, told["error"]["hint"]) == (2, "pass the remote of the run with --remote")
+    assert (code, told["error"]["hint"]) == (2, "pass the run's remote with --remote")
     code, told = call("drain", folder, "--remote", remote)
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
 

@@ -370,9 +370,9 @@ def forgets_a_tensor(metadata: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (names_a_file_that_nobody_saved, r"it names '__9_0.distcp', which nobody has saved"),
+        (names_a_file_that_nobody_saved, r"it names '__9_0.distcp', which is not in the checkpoint"),
         (points_beyond_the_end, r"__0_0.distcp: bytes 0\+\d+ are beyond its \d+ bytes"),
-        (points_elsewhere, r"__0_0.distcp: bytes 1\+\d+: not what torch saves"),
+        (points_elsewhere, r"__0_0.distcp: bytes 1\+\d+: not in the form that torch saves"),
         (forgets_a_tensor, r".metadata: it does not say where 'layer.1' is"),
     ],
 )
@@ -412,7 +412,7 @@ def test_a_state_that_does_not_fit_is_told_in_one_sentence(tmp_path: Path, run_:
     run_.commit(1, {0: saved(state_of(3), tmp_path / "one")})
     for state, complaint in (
         ({"layer.0": torch.zeros(51, 7)}, r"\[51, 7\]\) for layer\.0"),
-        ({"layer.9": torch.zeros(3)}, r"the checkpoint has no 'layer\.9' \(name it in ignore_keys"),
+        ({"layer.9": torch.zeros(3)}, r"the checkpoint has no 'layer\.9' \(add it to ignore_keys"),
     ):
         with pytest.raises(errors.StateMismatchError, match=f"^step-1 does not fit.*{complaint}") as caught:
             ckpt_async.torch.load_latest(state, run_.url)

@@ -277,15 +277,15 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         named("collections", "OrderedDict") + b")R}" + text("__class__") + b"Nsb",
         "'__class__'",
     ),
-    "built twice": (named("collections", "OrderedDict") + b")R}b}b", "no new object"),
+    "built twice": (named("collections", "OrderedDict") + b")R}b}b", "did not just create"),
     "poison a function": (
         named("torch._utils", "_rebuild_tensor_v2") + b"}" + text("x") + b"Nsb",
-        "no new object",
+        "did not just create",
     ),
-    "poison a dtype": (named("torch", "float32") + b"}b", "no new object"),
-    "poison a dict": (b"}}b", "no new object"),
+    "poison a dtype": (named("torch", "float32") + b"}b", "did not just create"),
+    "poison a dict": (b"}}b", "did not just create"),
     "new of a function": (named("collections", "deque") + b")\x81", "not an allowed class"),
-    "call data": (text("a") + b")R", "no function"),
+    "call data": (text("a") + b")R", "not a function"),
     "hooks": (tensor(hooks=named("collections", "OrderedDict") + b")RK\x01Ns"), "hooks"),
     "hooks that are data": (tensor(hooks=b"]"), "hooks"),
     "attribute of a tensor": (
@@ -306,7 +306,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "storage of another kind": (
         b"(" + text("module") + named("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x10tQ",
-        "no storage",
+        "not a storage",
     ),
     "storage nowhere": (storage(where="os.system('x')"), "a storage on"),
     "storage that is not there": (storage(key="../../x"), "no record"),
@@ -326,21 +326,24 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "before its storage": (tensor(offset=-1), "without a storage"),
     "strides beyond": (tensor(size=b"K\x02\x85", stride=b"K\x10\x85"), "larger than its storage"),
     "negative strides": (tensor(size=b"K\x02\x85", stride=long(-1) + b"\x85"), "strides"),
-    "negative size": (tensor(size=long(-1) + b"\x85"), "natural numbers"),
+    "negative size": (tensor(size=long(-1) + b"\x85"), "non-negative integers"),
     "2⁶² by 2⁶² elements of one": (
         tensor(size=(long(1 << 62) * 2) + b"\x86", stride=b"K\x00K\x00\x86"),
         "more elements than there can be",
     ),
     "70 dimensions": (
         tensor(size=b"(" + b"K\x01" * 70 + b"t", stride=b"(" + b"K\x01" * 70 + b"t"),
-        "natural numbers",
+        "non-negative integers",
     ),
-    "more than its record": (storage(count=17), "another number"),
-    "2⁶² elements": (storage(count=1 << 62), "another number"),
-    "two types of one storage": (b"]" + storage() + storage(kind="IntStorage") + b"\x86a", "another number"),
+    "more than its record": (storage(count=17), "a different number"),
+    "2⁶² elements": (storage(count=1 << 62), "a different number"),
+    "two types of one storage": (
+        b"]" + storage() + storage(kind="IntStorage") + b"\x86a",
+        "a different number",
+    ),
     # numpy
     "objects": (array(b"K\x01\x85", dtype("O8"), b"]Na"), "'O8'"),
-    "a list for an array": (array(b"K\x01\x85", dtype("f8"), b"]Na"), "something else than bytes"),
+    "a list for an array": (array(b"K\x01\x85", dtype("f8"), b"]Na"), "something other than bytes"),
     "objects as a scalar": (named("numpy.core.multiarray", "scalar") + dtype("O") + b"C\x01a\x86R", "'O'"),
     "fields": (dtype("V8"), "'V8'"),
     "fields by state": (
@@ -351,27 +354,30 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "larger elements by state": (
         dtype("U1", b"(K\x03" + text("<") + b"NNNM\xff\xffK\x04K\x08tb"),
-        "another size",
+        "a size that differs",
     ),
-    "elements of no size": (array(long(1 << 60) + b"\x85", dtype("S0"), b"C\x00"), "not there"),
+    "elements of no size": (array(long(1 << 60) + b"\x85", dtype("S0"), b"C\x00"), "do not exist"),
     "2⁴⁰ elements": (
         array(long(1 << 40) + b"\x85", dtype("f8"), b"C\x08" + bytes(8)),
         "8 bytes for an array",
     ),
     "2⁶⁰ by 0 elements": (
         array(long(1 << 60) + long(1 << 60) + b"K\x00\x87", dtype("f8"), b"C\x00"),
-        "not there",
+        "do not exist",
     ),
-    "array built twice": (array(b"K\x01\x85", dtype("i1"), b"C\x01a") + b")b", "no new object"),
+    "array built twice": (array(b"K\x01\x85", dtype("i1"), b"C\x01a") + b")b", "did not just create"),
     "array as an array of another class": (
         named("numpy.core.multiarray", "_reconstruct") + named("builtins", "list") + b"K\x00\x85C\x01b\x87R",
-        "of another kind",
+        "in a different way",
     ),
-    "array of another version": (array(b"K\x01\x85", dtype("i1"), b"C\x01a", b"K\x02"), "of another kind"),
+    "array of another version": (
+        array(b"K\x01\x85", dtype("i1"), b"C\x01a", b"K\x02"),
+        "of an unexpected kind",
+    ),
     "shape that is text": (array(text("a"), dtype("i1"), b"C\x01a"), "without a shape"),
     "dtype of 4 GiB": (dtype("U99999999999"), "'U99999999999'"),
     # excessive memory or time
-    "bytes of 2⁴⁰": (named("builtins", "bytearray") + long(1 << 40) + b"\x85R", "bytes of something else"),
+    "bytes of 2⁴⁰": (named("builtins", "bytearray") + long(1 << 40) + b"\x85R", "bytes from something else"),
     "bytes of 2⁶² in the file": (b"\x8e" + struct.pack("<Q", 1 << 62), "cut short"),
     "bytearray of 2⁶²": (b"\x96" + struct.pack("<Q", 1 << 62), "cut short"),
     "text of 2⁶²": (b"\x8d" + struct.pack("<Q", 1 << 62), "cut short"),
@@ -394,7 +400,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         + named("_codecs", "encode")
         + b"q\x02"
         + b"h\x02h\x00h\x01\x86R" * 8000,
-        "far more of its bytes",
+        "far more data",
     ),
     "the same list as a set again and again": (
         b"]("
@@ -403,11 +409,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         + named("builtins", "set")
         + b"q\x01"
         + b"h\x01h\x00\x85R" * 200,
-        "far more of its bytes",
+        "far more data",
     ),
     "a million deques": (
         named("collections", "deque") + b"q\x00" + b"h\x00)R" * 300_000,
-        "far more of its bytes",
+        "far more data",
     ),
     "range of text": (named("builtins", "range") + text("a") + text("b") + b"\x86R", "a range"),
     "path of a number": (named("pathlib", "PosixPath") + b"K\x01\x85R", "a path"),
@@ -528,7 +534,7 @@ GOOD = b"\x80\x02" + tensor() + b"."
         (zipped(("a/data.pkl", GOOD), ("b/data.pkl", GOOD)), "2 files data.pkl"),
         (zipped(("a/data", GOOD)), "0 files data.pkl"),
         (zipped(("a/data.pkl", GOOD), ("a/data/0", bytes(64)), method=zipfile.ZIP_DEFLATED), "is damaged"),
-        (zipped(("a/data.pkl", GOOD), ("a/data/0", bytes(63))), "another number"),
+        (zipped(("a/data.pkl", GOOD), ("a/data/0", bytes(63))), "a different number"),
     ],
 )
 def test_archives_of_another_kind_are_rejected(tmp_path: Path, data: bytearray, complaint: str) -> None:

@@ -164,12 +164,15 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     # allowed names used for something else
     "poison a function": (
         named("torch.serialization", "_get_layout") + b"}" + text("cache") + b"}sb.",
-        "no new object",
+        "did not just create",
     ),
-    "poison a class": (named(DCP, "Metadata") + b"N}" + text("__init__") + b"Ns\x86b.", "no new object"),
+    "poison a class": (
+        named(DCP, "Metadata") + b"N}" + text("__init__") + b"Ns\x86b.",
+        "did not just create",
+    ),
     "poison a member": (
         named(DCP, "_MEM_FORMAT_ENCODING") + b"K\x00\x85R}" + text("_value_") + b"K\x07sb.",
-        "no new object",
+        "did not just create",
     ),
     "call a class": (named(DCP, "Metadata") + b"}\x85R.", "never calls"),
     "call a dtype": (named("torch", "float32") + b")R.", "never calls"),
@@ -184,7 +187,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "dict": (NEW_METADATA + b"}" + text("__dict__") + b"}sb.", "__dict__"),
     "class": (NEW_METADATA + b"}" + text("__class__") + named(DCP, "StorageMeta") + b"sb.", "__class__"),
     "slots": (NEW_METADATA + b"N}" + text("__class__") + b"Ns\x86b.", "not its fields"),
-    "built twice": (NEW_METADATA + b"}" + text("version") + text("1") + b"sb}b.", "no new object"),
+    "built twice": (NEW_METADATA + b"}" + text("version") + text("1") + b"sb}b.", "did not just create"),
     "wrong type": (NEW_METADATA + b"}" + text("state_dict_metadata") + b"K\x01sb.", "state_dict_metadata"),
     "class as a value": (
         NEW_METADATA + b"}" + text("planner_data") + named("torch", "Size") + b"sb.",
@@ -202,22 +205,22 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "memo of 32 GiB": (b"Nr\xff\xff\xff\xff0.", "POP"),
     "memo that is not there": (b"j\xff\xff\xff\xff.", "not DCP metadata"),
     "text of 4 GiB": (b"X\xff\xff\xff\xff.", "cut short"),
-    "text of 1 MiB": (text("x" * (1 << 20)) + b".", "a text of"),
+    "text of 1 MiB": (text("x" * (1 << 20)) + b".", "a string of"),
     "frame of 2⁶³ bytes": (b"\x80\x04\x95" + struct.pack("<Q", 1 << 63) + b"N.", "cut short"),
     "frame that is too long": (b"\x80\x04\x95" + struct.pack("<Q", 3) + b"N.", "cut short"),
-    "laughs": (b"\x80\x04" + LAUGHS + b".", "no Metadata"),
+    "laughs": (b"\x80\x04" + LAUGHS + b".", "not a Metadata"),
     "laughs as a key": (b"\x80\x04" + LAUGHS + b"\x94}h\xc8Ns.", "a key that is"),
     "deep key": (b"})" + b"\x85" * 100_000 + b"Ns.", "a key that is"),
-    "deep": (b")" + b"\x85" * 300_000 + b".", "no Metadata"),
-    "deep lists": (b"]" * 100_000 + b"a" * 99_999 + b".", "no Metadata"),
+    "deep": (b")" + b"\x85" * 300_000 + b".", "not a Metadata"),
+    "deep lists": (b"]" * 100_000 + b"a" * 99_999 + b".", "not a Metadata"),
     "marks": (b"(" * 100_000, "not DCP metadata"),
-    "itself": (b"]\x94h\x00a.", "no Metadata"),
+    "itself": (b"]\x94h\x00a.", "not a Metadata"),
     "key that is not built": (b"}" + named(DCP, "MetadataIndex") + b")\x81Ns.", "not DCP metadata"),
-    "many dimensions": (named("torch", "Size") + b"(" + b"K\x01" * 65 + b"t\x85R.", "natural"),
-    "negative size": (named("torch", "Size") + b"J\xff\xff\xff\xff\x85\x85R.", "natural"),
+    "many dimensions": (named("torch", "Size") + b"(" + b"K\x01" * 65 + b"t\x85R.", "non-negative"),
+    "negative size": (named("torch", "Size") + b"J\xff\xff\xff\xff\x85\x85R.", "non-negative"),
     "nothing": (b"", "not DCP metadata"),
     "stop": (b".", "not DCP metadata"),
-    "another thing": (pickle.dumps({"a": 1}), "no Metadata"),
+    "another thing": (pickle.dumps({"a": 1}), "not a Metadata"),
 }
 
 

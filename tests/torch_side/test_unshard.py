@@ -309,7 +309,7 @@ def test_a_state_that_holds_itself_or_has_no_end_is_refused(tmp_path: Path, is_d
         state["model"]["again"] = state
     torch.save(state, tmp_path / "ba1-rank0.pt")
     with pytest.raises(
-        FormatError, match="containers within" if is_deep else "holds itself at '/model/again'"
+        FormatError, match="containers within" if is_deep else "contains itself at '/model/again'"
     ):
         ckpt.unshard(found(tmp_path), tmp_path / "whole.pt")
 
@@ -482,7 +482,7 @@ def test_a_flipped_bit_is_found_and_nothing_is_left(
             weight = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
         spoil(path, (weight.header_offset + 150 + weight.file_size // 4) / path.stat().st_size)
     for name in ("whole.pt", "model.safetensors", "folder"):
-        with pytest.raises(DamagedCheckpointError, match="another CRC-32 than torch saved"):
+        with pytest.raises(DamagedCheckpointError, match="a different CRC-32 from the one"):
             ckpt.unshard(found(folder), tmp_path / "out" / name, max_memory_bytes=max_memory_bytes)
     assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
 
@@ -490,9 +490,9 @@ def test_a_flipped_bit_is_found_and_nothing_is_left(
 def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
     for kind, name, complaint in (
         ("legacy", "rank1.pt", "files of 3 ranks up to 3: at least one is missing"),
-        ("legacy", "rank3.pt", "are not all of it, or overlap"),
+        ("legacy", "rank3.pt", "are incomplete or overlap"),
         ("local", "model/rank3.pt", r"model/rank3\.pt is missing"),
-        ("olmo_core", "model/rank_2.safetensors", "'model/rank_2.safetensors', which is not there"),
+        ("olmo_core", "model/rank_2.safetensors", "'model/rank_2.safetensors', which does not exist"),
     ):
         whole = found(olmo / kind)
         # `find` would notice most missing files itself.
@@ -504,7 +504,7 @@ def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
     metadata = pickle.loads(path.read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size([31, 7])
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpointError, match="the parts of 'w' that were saved are not all of it"):
+    with pytest.raises(DamagedCheckpointError, match="the saved parts of 'w' are incomplete"):
         ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
 
 
@@ -552,7 +552,9 @@ def test_ranks_of_different_checkpoints_are_not_mixed(olmo: Path, tmp_path: Path
         for name, data in records.items():
             is_pickle = name.endswith("data.pkl")
             archive.writestr(name, data.replace(b"global_step", b"global_stop") if is_pickle else data)
-    with pytest.raises(DamagedCheckpointError, match=r"rank2\.pt has another '.*not of one checkpoint"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"rank2\.pt has a different '.*not belong to one checkpoint"
+    ):
         ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
 
 
@@ -587,7 +589,7 @@ def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(unsharding, "fsync_descriptor", spoils)
     for name in ("whole.pt", "model.safetensors", "folder"):
-        with pytest.raises(DestinationError, match="does not have the bytes that were written"):
+        with pytest.raises(DestinationError, match="did not contain the bytes that were written"):
             ckpt.unshard(found(tmp_path / "run"), tmp_path / "out" / name)
     assert os.listdir(tmp_path / "out") == []
 
@@ -608,7 +610,7 @@ def test_destinations_and_arguments_are_checked_first(tmp_path: Path) -> None:
     (tmp_path / "several").mkdir()
     for rank in (0, 1):
         torch.save({}, tmp_path / "several" / f"ba1-ws2-rank{rank}.pt")
-    with pytest.raises(FormatError, match=r"has 2 files of torch's or safetensors.*name one file"):
+    with pytest.raises(FormatError, match=r"has 2 torch or safetensors files.*name one file"):
         ckpt.unshard(found(tmp_path / "several"), tmp_path / "other.pt")
 
 
@@ -620,5 +622,5 @@ def test_deepspeeds_files_are_left_to_deepspeed(tmp_path: Path) -> None:
     with Uploader(folder.parent, f"file://{tmp_path}/run", rank=0, world_size=1) as uploader:
         uploader.enqueue(folder, 4)
         uploader.seal(4)
-    with pytest.raises(FormatError, match=r"has 3 files.*zero_to_fp32"):
+    with pytest.raises(FormatError, match=r"has 3 torch or safetensors files.*zero_to_fp32"):
         ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")

@@ -198,7 +198,7 @@ os.kill(os.getpid(), 9)
         for step, name in ((1, "enqueued.bin"), (2, "half.bin")):
             with uploader.open(step, name) as file:
                 file.write(b"second")
-            with pytest.raises(InvalidShardError, match="enqueued or opened before"):
+            with pytest.raises(InvalidShardError, match="already enqueued or opened"):
                 uploader.open(step, name)
             uploader.seal(step)
             uploader.wait(step, timeout_s=60)
@@ -223,5 +223,5 @@ def test_open_overwrites_nothing_and_follows_no_symlink(uploader: Uploader, tmp_
     with pytest.raises(InvalidShardError, match="symbolic link"):
         uploader.open(1, "link/b.bin")
     assert not list((tmp_path / "outside").iterdir())
-    with uploader.open(1, "c.bin"), pytest.raises(InvalidShardError, match="opened before"):
+    with uploader.open(1, "c.bin"), pytest.raises(InvalidShardError, match="already enqueued or opened"):
         uploader.open(1, "c.bin")

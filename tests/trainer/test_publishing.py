@@ -237,7 +237,7 @@ def test_of_two_checkpoints_under_one_key_the_newest_wins(opened: Open) -> None:
 
 def test_a_store_that_cannot_copy_is_refused_when_opened(opened: Open) -> None:
     store = Meddled(capabilities=replace(CAPABILITIES, copies=False))
-    with pytest.raises(StoreError, match="does not copy objects"), opened(store, publish_copies=True):
+    with pytest.raises(StoreError, match="cannot copy objects"), opened(store, publish_copies=True):
         pass
     assert store.keys() == [], "nothing was made"
     with opened(store) as uploader:
@@ -252,7 +252,7 @@ def test_a_store_that_takes_a_copy_for_a_put_of_nothing_is_refused_when_opened(o
                 del self.bucket.objects[copy]
 
     with (
-        pytest.raises(StoreError, match="does not copy objects"),
+        pytest.raises(StoreError, match="cannot copy objects"),
         opened(TakesNoCopySource(), publish_copies=True),
     ):
         pass
@@ -288,7 +288,7 @@ def test_contradictions_are_refused_at_once(opened: Open) -> None:
         uploader.enqueue(uploader.folder / "a.pt", 1, publish_as="exact/a.pt")
         with pytest.raises(InvalidShardError, match="both published"):
             uploader.enqueue(write(uploader, "b.pt"), 1, publish_as="exact/a.pt")
-        with pytest.raises(InvalidShardError, match="enqueued before"):
+        with pytest.raises(InvalidShardError, match="already enqueued"):
             uploader.enqueue(uploader.folder / "a.pt", 1, publish_as="exact/other.pt")
 
 

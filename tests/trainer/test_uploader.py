@@ -280,7 +280,7 @@ def test_wait_names_what_is_missing(opened: Open) -> None:
         store.go.set()
         wait_until(lambda: bool(store.keys(keys.RECEIPTS)), uploader)
         wait_until(lambda: bool(uploader._engine.view().missing_ranks(CheckpointId(1, 1))), uploader)
-        with pytest.raises(CommitTimeoutError, match="nothing has arrived yet from rank 1, 2"):
+        with pytest.raises(CommitTimeoutError, match="nothing has arrived from rank 1, 2 yet"):
             uploader.wait(1, timeout_s=0.05)
         with pytest.raises(TimeoutError):  # for callers that do not know this package's errors
             uploader.wait(1, timeout_s=0.01)
@@ -318,7 +318,7 @@ def test_closing_with_something_not_in_the_store_is_an_error_unless_the_caller_s
         try:
             if raises:
                 with pytest.raises(
-                    UploadFailedError, match=r"step 1 of this rank not in the store within 1 s .* left"
+                    UploadFailedError, match=r"step 1 of this rank did not reach the store within 1 s .* left"
                 ):
                     uploader.close(timeout_s)
             else:
@@ -483,7 +483,7 @@ def test_waiting_for_ranks_ends_when_a_newer_start_takes_over(
     """R11: the missing ranks may be part of it, and without a timeout this rank would wait forever."""
     monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.05)
     bucket = MemoryBucket()
-    ended = pytest.raises(FencedError, match="nothing was committed of generation 1")
+    ended = pytest.raises(FencedError, match="nothing of generation 1 was committed")
     with ended, opened(Meddled(bucket), rank=0, world_size=2, generation=1, close_grace_s=0) as old:
         save(old, 1)
         new = opened(Meddled(bucket), folder=tmp_path / "other", rank=1, world_size=2, generation=2)
@@ -776,8 +776,8 @@ def test_files_must_be_a_collection_of_strings(opened: Open) -> None:
     [
         ("launch_id", "", "launch_id, .* is ''"),
         ("folder", "", "folder is ''"),
-        ("rank", 0, "without WORLD_SIZE"),
-        ("world_size", 2, "without RANK"),
+        ("rank", 0, "but not WORLD_SIZE"),
+        ("world_size", 2, "but not RANK"),
         ("generation", True, "generation=True"),
         ("generation", 1.5, "generation=1.5"),
         ("generation", 0, "generation=0"),

@@ -49,7 +49,9 @@ def test_the_ranks_waited_for_are_named(receipts: Receipts, text: str) -> None:
 def test_the_oldest_of_many_waiting_checkpoints_is_reported() -> None:
     known = local(300, 400, 500)
     told = backlog.long_wait(known, CheckpointId(1, 300), Receipts((3,)), 7300)
-    assert told == "step 300 waits for ranks [0, 1, 2, 4, 5, 6, 7] for 2 h; later ones that wait too: 2"
+    assert (
+        told == "step 300 waits for ranks [0, 1, 2, 4, 5, 6, 7] for 2 h; later checkpoints waiting as well: 2"
+    )
     assert backlog.long_wait(known, CheckpointId(1, 400), Receipts((3,)), 7300) == ""
 
 

@@ -74,7 +74,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         del use_procs, num_attempts
         if backend_kwargs:
             raise SettingsError(
-                f"backend_kwargs={sorted(backend_kwargs)} are of Composer's own object stores",
+                f"backend_kwargs={sorted(backend_kwargs)} apply only to Composer's own object stores",
                 hint="pass store_options=ckpt_async.StoreOptions(endpoint_url=…, region=…, put_args=…)",
             )
         self.bucket_uri = bucket_uri.rstrip("/")
@@ -195,7 +195,7 @@ class RemoteUploaderDownloader(LoggerDestination):
             Path(destination).write_text(self._pointed(name))
             return
         if not overwrite and Path(destination).exists():
-            raise FileExistsError(f"{destination} is there already, and overwrite is off")
+            raise FileExistsError(f"{destination} already exists, and overwrite is off")
         self._fetch(name, destination, progress_bar)
 
     def _pointed(self, name: str) -> str:
@@ -203,7 +203,7 @@ class RemoteUploaderDownloader(LoggerDestination):
         url = f"{self.bucket_uri}/{name}"
         found = look(url, self._store_options)
         if found.url == url or not found.url.startswith(f"{self.bucket_uri}/"):
-            raise FileNotFoundError(f"{url} is no pointer to something below {self.bucket_uri}")
+            raise FileNotFoundError(f"{url} is not a pointer to something below {self.bucket_uri}")
         return found.url.removeprefix(f"{self.bucket_uri}/")
 
     def _fetch(self, name: str, destination: str, progress_bar: bool) -> None:
@@ -233,6 +233,6 @@ def _refuse_replicas(state: State) -> None:
     config = state.fsdp_config
     if config is not None and (getattr(config, "data_parallel_replicate_degree", None) or 1) > 1:
         raise SettingsError(
-            "with data_parallel_replicate_degree > 1, some ranks give no file of a save to a logger",
+            "with data_parallel_replicate_degree > 1, some ranks pass no file of a save to a logger",
             hint="use ckpt_async.integrations.composer.CheckpointSaver(…, remote=…)",
         )

@@ -152,7 +152,9 @@ class SaverUploads:
         run = {each: int(text) if each != "run_name" else text for each, text in values}
         for path in sorted(self._folder.iterdir()):
             if path.is_file() and names.is_ahead(path.name, self.saver.filename.filename, run, now):
-                logger.warning("left_over_save_removed path=%s: an earlier start was killed after it", path)
+                logger.warning(
+                    "left_over_save_removed path=%s: an earlier start was killed after writing it", path
+                )
                 path.unlink(missing_ok=True)
         dist.barrier()
 

@@ -122,7 +122,7 @@ function timeline(all, title = "Checkpoints") {
 function stall(run, kind) {
   if (run.idle_s === null || run.idle_s < STALLED_S) return "";
   const failed = (data.events || []).find((each) => each.what.startsWith("attempt") && (each.kind || "") === kind && now() - each.at < LATELY_S);
-  return failed ? `Uploads do not get through: ${failed.text.split(";")[0]} ${ago(failed.at)}. They are retried.` : "";
+  return failed ? `Uploads are failing: ${failed.text.split(";")[0]} ${ago(failed.at)}. They will be retried.` : "";
 }
 
 function headline(run, isStalled) {
@@ -133,8 +133,8 @@ function headline(run, isStalled) {
       `If this node died now, ${back}.`];
   const waiting = run.checkpoints.filter((each) => each.state === "waiting");
   if (waiting.length)
-    return ["good", "Nothing of this node would be lost", `Step ${waiting.at(-1).step} is uploaded, and waits for other ranks.`];
-  if (last) return ["good", "Nothing would be lost", `Step ${last.step} is committed, and nothing waits for upload.`];
+    return ["good", "Nothing on this node would be lost", `Step ${waiting.at(-1).step} is uploaded and waits for other ranks.`];
+  if (last) return ["good", "Nothing would be lost", `Step ${last.step} is committed, and nothing is waiting for upload.`];
   return ["", "Nothing is saved yet", "No checkpoint was handed over."];
 }
 
@@ -164,7 +164,7 @@ function refusals(engine) {
   const found = Object.entries(engine ? engine.refused : {});
   const count = found.reduce((sum, each) => sum + each[1], 0);
   return count ? el("p", { cls: "failure" },
-    `${count} refused by the watcher, and not in the store (${few(found.map(([why, times]) => `${why.replace("_", " ")} ${times}`), 3)}). The events below name what it was.`) : null;
+    `${count} refused by the watcher, and not in the store (${few(found.map(([why, times]) => `${why.replace("_", " ")} ${times}`), 3)}). The events below name them.`) : null;
 }
 
 function run(folder, kind, found, engine) {
@@ -182,7 +182,7 @@ function run(folder, kind, found, engine) {
       ? el("p", { cls: "failure" }, `No uploader is running for ${ranksOf(stopped)}: ckpt-async drain finishes what was sealed.`) : null,
     stalled ? el("p", { cls: "failure" }, stalled) : null,
     (engine ? engine.untold : []).filter((each) => each.attempts).map((each) => el("p", { cls: "failure" },
-      `${some(each.waiting, "event")} not delivered to the ${each.sink}, in ${some(each.attempts, "attempt")} since ${span(now() - each.oldest_at)}. They are tried again.`)),
+      `${some(each.waiting, "event")} not delivered to the ${each.sink}, in ${some(each.attempts, "attempt")} since ${span(now() - each.oldest_at)}. They will be retried.`)),
     refusals(engine),
     tiles(found, engine, stalled),
     timeline([...found.checkpoints.map((each) => (stalled ? { ...each, is_stalled: true, bytes_per_s: null, eta_s: null } : each)), ...earlier]));
@@ -202,14 +202,14 @@ function remote(each) {
   return el("section", { cls: "card" },
     el("div", { cls: "run" }, el("h2", {}, each.remote.replace(/\/+$/, "").split("/").at(-1)), el("span", { cls: "path" }, each.remote)),
     el("p", { cls: `headline ${newest ? "good" : ""}` }, newest ? `Step ${newest.step} is the newest checkpoint` : "Nothing is committed yet"),
-    el("p", { cls: "sub" }, dots(newest ? `committed ${ago(newest.decided_at)}` : "", each.seen_at ? `looked at ${ago(each.seen_at)}` : "", each.world_size ? some(each.world_size, "rank") : "")),
+    el("p", { cls: "sub" }, dots(newest ? `committed ${ago(newest.decided_at)}` : "", each.seen_at ? `checked ${ago(each.seen_at)}` : "", each.world_size ? some(each.world_size, "rank") : "")),
     each.error ? el("p", { cls: "failure" }, each.error) : null,
     timeline(each.checkpoints, "In the store"));
 }
 
 function sweep(each) {
   if (each === undefined) return null;
-  const title = each === null ? "The first sweep is under way" : each.is_clean ? `Swept ${ago(each.completed_at)}` : `Swept ${ago(each.completed_at)}, and not all went well`;
+  const title = each === null ? "The first sweep is under way" : each.is_clean ? `Swept ${ago(each.completed_at)}` : `Swept ${ago(each.completed_at)}, with failures`;
   return el("section", { cls: "card" }, el("p", { cls: `headline ${each && !each.is_clean ? "warn" : ""}` }, title),
     each && each.failing.length ? el("p", { cls: "sub" }, `failing: ${few(each.failing, 20)}`) : null);
 }
@@ -236,8 +236,8 @@ function draw() {
   document.getElementById("where").textContent = dots(data.role, data.host);
   fill(main, [
     isLost ? el("p", { cls: "card alert" }, el("strong", {}, "No answer"),
-      ` for ${span(silent)}. The process has ended, or cannot be reached; below is what it said last.`) : null,
-    data.problem ? el("p", { cls: "card alert" }, el("strong", {}, "This uploader does not go on. "), data.problem) : null,
+      ` for ${span(silent)}. The process has ended, or cannot be reached; below is its last known state.`) : null,
+    data.problem ? el("p", { cls: "card alert" }, el("strong", {}, "This uploader has stopped. "), data.problem) : null,
     sweep(data.sweep), ...(data.folders || []).flatMap(folder), ...(data.remotes || []).map(remote), events(data.events || []),
   ].filter(Boolean));
   fill(document.getElementById("foot"), [

@@ -28,7 +28,8 @@ _MARGIN_S = 120.0
 _ANSWER_S = 30
 _KEYS = "set AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or AZURE_STORAGE_CONNECTION_STRING"
 _NO_CREDENTIALS = (
-    f"{_KEYS}; for a managed identity, workload identity or `az login`: pip install 'ckpt-async[azure]'"
+    f"{_KEYS}; for a managed identity, workload identity or `az login`, run pip install '.[azure]' in the"
+    " clone of ckpt_async"
 )
 _NO_IDENTITY = f"{_KEYS}, or give this machine an identity: `az login`, AZURE_CLIENT_*, a managed identity"
 
@@ -100,7 +101,7 @@ class Access:
             logger.debug("azure_identity_failed error=%s", error)
             what = str(error).partition("\n")[0]
             raise _refused(
-                f"no identity gives a token: {type(error).__name__}: {what}", _NO_IDENTITY
+                f"no identity provided a token: {type(error).__name__}: {what}", _NO_IDENTITY
             ) from error
         headers = {"Authorization": f"Bearer {token.token}"}
         return Grant(headers=headers), max(time.time(), token.expires_on - _MARGIN_S)

@@ -49,7 +49,7 @@ def account_of(endpoint_url: str, env: Mapping[str, str]) -> Account:
     name = parts.path.strip("/") or (found["account"] if found else _name_of(env))
     if not name or "/" in name:
         raise SettingsError(
-            f"the endpoint {endpoint_url!r} does not tell the storage account",
+            f"the endpoint {endpoint_url!r} does not name the storage account",
             hint="https://account.blob.core.windows.net, or for an emulator http://host:port/account",
         )
     return Account(name, endpoint_url.rstrip("/"))
@@ -72,7 +72,7 @@ def find_account(host: str, endpoint_url: str | None, env: Mapping[str, str]) ->
         )
         return Account(name, f"{protocol}://{name}.blob.{suffix}")
     raise SettingsError(
-        "nothing says which storage account an az:// URL means",
+        "it is not known which storage account an az:// URL refers to",
         hint=f"set {ACCOUNT_NAMES[0]} or {CONNECTION_STRING}, or write https://account.blob.core.windows.net/container",
     )
 
@@ -96,7 +96,7 @@ def connection_string(env: Mapping[str, str]) -> dict[str, str]:
         name, separator, value = each.strip().partition("=")
         if name and not separator:
             raise SettingsError(
-                f"{CONNECTION_STRING} is no list of name=value", hint="copy it from the Azure portal"
+                f"{CONNECTION_STRING} is not a list of name=value pairs", hint="copy it from the Azure portal"
             )
         fields[name] = value
     fields.pop("", None)

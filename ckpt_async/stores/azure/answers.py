@@ -32,7 +32,7 @@ _CHECKSUM_LENGTHS = {"crc64nvme": 12, "crc32c": 8}  # in base64
 def check_origin(answer: Response) -> None:
     """Raise MalformedResponseError unless the answer comes from the service."""
     if "x-ms-request-id" not in answer.headers:
-        raise MalformedResponseError("the answer has no x-ms-request-id, as all of Azure's have")
+        raise MalformedResponseError("the answer has no x-ms-request-id, unlike every answer of Azure")
 
 
 # --- checksums ---------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def server_time(answer: Response) -> float:
 def _listed(blobs: ET.Element, prefix: str) -> Iterator[ObjectInfo]:
     for blob in blobs:
         if blob.tag != "Blob" or (properties := blob.find("Properties")) is None:
-            raise MalformedResponseError(f"the listing has a {blob.tag[:80]!r} that is not understood")
+            raise MalformedResponseError(f"the listing has an unknown element {blob.tag[:80]!r}")
         if properties.findtext("ResourceType") == "directory":
             continue  # in accounts with a hierarchical namespace
         named = blob.find("Name")
@@ -177,9 +177,9 @@ def _document(answer: Response, name: str) -> ET.Element:
     try:
         root = ET.fromstring(answer.error)  # noqa: S314  expat expands no external entities, and limits the others
     except ET.ParseError as error:
-        raise MalformedResponseError(f"the answer is no {name} but {answer.error[:80]!r}: {error}") from error
+        raise MalformedResponseError(f"expected {name}, got {answer.error[:80]!r}: {error}") from error
     if root.tag != name:
-        raise MalformedResponseError(f"the answer is no {name} but {answer.error[:80]!r}")
+        raise MalformedResponseError(f"expected {name}, got {answer.error[:80]!r}")
     return root
 
 

@@ -23,7 +23,7 @@ _CONTAINER = re.compile(r"(?!.*--)[a-z0-9][a-z0-9-]{1,61}[a-z0-9]|\$root|\$web")
 class AzureBackend(Backend):
     schemes = (*_BY_NAME, *_BY_HOST)
     example = "az://container/prefix"
-    put_args_hint = "encryption, access tier and tags are set for the account or the container"
+    put_args_hint = "set encryption, access tier and tags for the account or the container instead"
     credentials_hint = "use AZURE_STORAGE_* variables, a managed identity or `az login`"
 
     def claims(self, url: str) -> bool:

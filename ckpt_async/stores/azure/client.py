@@ -140,7 +140,7 @@ class AzureStore:
             info = answers.info(key, answer)
         if info.checksum is not None and checksum_of(data, info.checksum.algorithm) != info.checksum:
             raise self._location.spoilt(
-                f"its bytes do not have {info.checksum}", operation="get_blob", key=key
+                f"its bytes do not match {info.checksum}", operation="get_blob", key=key
             )
         return data, info
 
@@ -258,7 +258,7 @@ class AzureStore:
         self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         """As specified, except that a part of an aborted upload is accepted too; completing that upload will fail."""
-        assert checksum is not None, "this store finds no checksums"
+        assert checksum is not None, "this store computes no checksums"
         await self._put_block(key, upload_id, number, body, checksum)
         return StoredPart(number, body.size_bytes, blocks.block_id(upload_id, number, checksum), checksum)
 
@@ -335,9 +335,9 @@ class AzureStore:
         if [(each.upload_id, each.number) for each in named if each] != [
             (upload_id, part.number) for part in parts
         ]:
-            problem = "a part is of another upload or place"
+            problem = "a part belongs to another upload or position"
         elif len(told) < len(parts) or any(each.algorithm != checksum.algorithm for each, _ in told):
-            problem = f"not every part has a {checksum.algorithm}"
+            problem = f"some parts have no {checksum.algorithm} checksum"
         elif (total := sum(size for _, size in told)) != size_bytes:
             problem = f"the parts have {total} bytes, not {size_bytes}"
         elif (whole := combine(told, checksum.algorithm)) != checksum:

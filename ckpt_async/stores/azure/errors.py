@@ -69,7 +69,7 @@ def refusal(
     message = f"{status} {code}: {_said(answer)}".rstrip(": ")
     if is_of_somebody_else(status) and not code and "x-ms-request-id" not in answer.headers:
         return location.error(
-            f"{status}, but not in the form that Azure sends",
+            f"{status}, but the answer does not look like one of Azure",
             reason=FailureReason.TRANSIENT,
             operation=operation,
             key=key,
@@ -104,10 +104,12 @@ def _hint_for_auth(answer: Response, operation: str, location: AzureLocation) ->
     detail = answer.error.decode("utf-8", "replace")
     if "time frame" in detail or "expired" in detail.lower():
         here, there = email.utils.formatdate(usegmt=True), answer.headers.get("date", "?")
-        return f"the SAS or token has expired, or a clock is wrong: here it is {here}, at the store {there}"
+        return (
+            f"the SAS or token has expired, or a clock is wrong: it is {here} here and {there} at the store"
+        )
     if "ignature" in detail:
         return f"the key or SAS does not belong to the account {location.account.name}: is that the right account?"
-    return f"the credentials may not do {operation} in {location.bucket} of {location.account.name}"
+    return f"the credentials lack permission for {operation} in {location.bucket} of {location.account.name}"
 
 
 # "Common REST API error codes" and "Blob Storage error codes" of Microsoft's REST reference. Other codes are judged by
@@ -141,9 +143,9 @@ _HINTS = {
     "BlobArchived": "the blob is in the archive tier: rehydrate it first",
     "BlobImmutableDueToPolicy": "the container has an immutability policy: retention cannot delete or replace blobs",
     "InvalidBlobType": "there is an append or page blob of this name: delete it",
-    "KeyBasedAuthenticationNotPermitted": "the account takes no keys: use an identity, see docs/stores.md",
-    "LeaseIdMissing": "somebody holds a lease on the blob: break it",
-    "SnapshotsPresent": "the blob has snapshots, which are deleted with none of our requests: delete them",
+    "KeyBasedAuthenticationNotPermitted": "the account does not accept keys: use an identity, see docs/stores.md",
+    "LeaseIdMissing": "there is a lease on the blob: break it",
+    "SnapshotsPresent": "the blob has snapshots, which ckpt_async never deletes: delete them yourself",
     "AccountIsDisabled": "the storage account is disabled",
 }
 

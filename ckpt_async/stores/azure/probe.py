@@ -64,10 +64,10 @@ class Probe:
                 if error.reason is not FailureReason.OTHER:
                     raise
         raise self._session.location.error(
-            "the store compares neither CRC64 nor MD5 with the bytes that arrive",
+            "the store verifies neither CRC64 nor MD5 of the bytes that it receives",
             reason=FailureReason.OTHER,
             operation="open",
-            hint="is the endpoint Azure's, or an emulator that does it (Azurite)?",
+            hint="is the endpoint Azure, or an emulator that verifies them (Azurite)?",
         )
 
     async def _conditions(self) -> bool:

@@ -36,7 +36,7 @@ class FsspecBackend(Backend):
     example = "sftp://host/folder"
     makes_folder = True
     credentials_hint = (
-        "they come from fsspec's own configuration, e.g. FSSPEC_SFTP_PASSWORD in the environment"
+        "set credentials in fsspec's own configuration, e.g. FSSPEC_SFTP_PASSWORD in the environment"
     )
 
     def claims(self, url: str) -> bool:
@@ -52,7 +52,7 @@ class FsspecBackend(Backend):
         authority, _, path = rest.partition("/")
         if not _AUTHORITY.fullmatch(authority):
             raise SettingsError(
-                f"a {scheme}:// URL must not hold credentials, and its port is a number",
+                f"a {scheme}:// URL must not hold credentials, and its port must be a number",
                 hint=self.credentials_hint,
             )
         if "?" in rest or "#" in rest:

@@ -93,7 +93,9 @@ def options_hint(url: str, option: str = "") -> str:
     scheme = url.partition("://")[0].upper()
     if option:
         return f"set FSSPEC_{scheme}_{option.upper()}"
-    return f"options and credentials come from fsspec's configuration: FSSPEC_{scheme}_<OPTION> in the environment"
+    return (
+        f"set options and credentials in fsspec's configuration: FSSPEC_{scheme}_<OPTION> in the environment"
+    )
 
 
 def _hint(error: Exception, reason: FailureReason, operation: str, key: str) -> str:

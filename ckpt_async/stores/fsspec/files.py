@@ -186,7 +186,7 @@ class Files:
                     self._into_parent(key, lambda: self._rename(at, key))
             except FileNotFoundError as error:
                 raise StoreError(
-                    f"what was written is not there: {error}",
+                    f"what was written does not exist: {error}",
                     reason=FailureReason.TRANSIENT,
                     operation="put",
                     key=key,
@@ -233,7 +233,7 @@ class Files:
         if there.size_bytes != size_bytes or digest.checksum() != checksum:
             with contextlib.suppress(Exception):
                 self._fs.rm_file(self.path(at))
-            raise IntegrityError("what was read back is not what was sent", operation="put", key=key)
+            raise IntegrityError("what was read back differs from what was sent", operation="put", key=key)
 
     def _rename(self, at: str, key: str) -> None:
         source, target = self.path(at), self.path(key)
@@ -397,14 +397,14 @@ def _say_once(file: Any) -> None:
 
 def _check_length(key: str, data: bytes, wanted: int) -> None:
     if len(data) != wanted:
-        raise IntegrityError("was truncated while it was read", operation="get", key=key)
+        raise IntegrityError("was truncated while being read", operation="get", key=key)
 
 
 def _found(info: Mapping[str, Any]) -> Found:
     size_bytes = info.get("size")
     if not isinstance(size_bytes, int):
         raise StoreError(
-            f"the file system does not say how large {info.get('name')!r} is", reason=FailureReason.OTHER
+            f"the file system does not report the size of {info.get('name')!r}", reason=FailureReason.OTHER
         )
     modified_at = next((at for name in _MODIFIED if (at := _seconds(info.get(name))) is not None), None)
     etag = info.get("etag") or info.get("ETag")

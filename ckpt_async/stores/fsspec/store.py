@@ -333,7 +333,10 @@ class FsspecStore(WholeObjects):
         check_key(key, operation)
         if key == OWN or key.startswith(f"{OWN}/"):
             raise StoreError(
-                "the store keeps its own files here", reason=FailureReason.OTHER, operation=operation, key=key
+                "the store keeps its own files under this key",
+                reason=FailureReason.OTHER,
+                operation=operation,
+                key=key,
             )
 
 
@@ -371,14 +374,17 @@ def _capabilities(manners: Manners) -> Capabilities:
 
 
 def _remarks(manners: Manners) -> Iterable[str]:
-    yield "no checksums are kept: each object is read back before it counts, which doubles the traffic"
-    yield "no parts: an interrupted shard is sent again from its beginning"
+    yield "no checksums are stored: each object is read back before it counts, which doubles the traffic"
+    yield "no multipart uploads: an interrupted shard is sent again from its beginning"
     if not manners.renames:
-        yield "nothing is renamed into place: while an object is written, half of it may be seen"
+        yield "objects are not renamed into place: while one is being written, readers may see a partial object"
     elif not manners.replaces:
-        yield "a rename replaces nothing: while a record is replaced, none may be there"
+        yield (
+            "a rename does not replace files: while a record is being replaced, it may be missing for a"
+            " moment"
+        )
     elif not manners.is_posix:
-        yield "renames may not be atomic: nothing says so"
+        yield "renames may not be atomic: atomicity is not documented"
     if not manners.copies:
         yield "no copies within the store: publish_copies is refused"
     if not manners.has_times:

@@ -31,10 +31,10 @@ def document(answer: Response, kind: str) -> Resource:
     except ValueError:
         found = None
     if not isinstance(found, dict) or found.get("kind") != kind:
-        raise MalformedResponseError(f"the answer is no {kind} but {answer.error[:80]!r}")
+        raise MalformedResponseError(f"expected {kind}, got {answer.error[:80]!r}")
     if answer.headers.get("age", "0") != "0":
         # A store does not state the age of its answer, but caches do (RFC 9111, 5.1).
-        raise MalformedResponseError("the answer comes from a cache: it has an Age")
+        raise MalformedResponseError("the answer comes from a cache: it has an Age header")
     return found
 
 
@@ -48,7 +48,7 @@ def info(key: str, name: str, resource: Resource) -> ObjectInfo:
     version ever has.
     """
     if resource.get("name") != name:
-        raise MalformedResponseError(f"asked for {name!r}, the answer is about {resource.get('name')!r}")
+        raise MalformedResponseError(f"asked for {name!r}, but the answer is about {resource.get('name')!r}")
     value = resource.get("crc32c")
     checksum = None
     if isinstance(value, str) and len(value) == _CRC32C_LENGTH:
@@ -100,11 +100,11 @@ def xml(answer: Response, root: str) -> ET.Element:
     try:
         found = ET.fromstring(answer.error)  # noqa: S314  expat stops at entities that grow
     except ET.ParseError:
-        raise MalformedResponseError(f"the answer is no {root} but {answer.error[:80]!r}") from None
+        raise MalformedResponseError(f"expected {root}, got {answer.error[:80]!r}") from None
     for each in found.iter():
         each.tag = each.tag.rpartition("}")[2]
     if found.tag != root:
-        raise MalformedResponseError(f"the answer is no {root} but {answer.error[:80]!r}")
+        raise MalformedResponseError(f"expected {root}, got {answer.error[:80]!r}")
     return found
 
 

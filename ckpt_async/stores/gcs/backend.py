@@ -53,7 +53,8 @@ class GcsBackend(Backend):
             if (error.name or "").partition(".")[0] not in ("google", "requests"):
                 raise
             raise SettingsError(
-                f"gs:// needs the package google-auth: {error}", hint="pip install 'ckpt-async[gcs]'"
+                f"gs:// needs the package google-auth: {error}",
+                hint="run pip install '.[gcs]' in the clone of ckpt_async",
             ) from error
         endpoint_url = find_endpoint(options, env) or _GOOGLE
         return GcsStore(location.bucket, location.prefix, options, endpoint_url=endpoint_url, url=url)

@@ -188,14 +188,14 @@ class GcsStore:
     async def delete_if(self, key: str, etag: str) -> None:
         name = self._session.name(key, "delete")
         if not answers.is_generation(etag):
-            raise self._location.unmet("is no generation", operation="delete", key=key)
+            raise self._location.unmet("the ETag is not a generation", operation="delete", key=key)
         url = self._session.json_url(name, ifGenerationMatch=etag)
         try:
             if not self.has_conditional_delete and (await self.head(key)).etag != etag:
-                raise self._location.unmet("is another", operation="delete", key=key)
+                raise self._location.unmet("the object has changed", operation="delete", key=key)
             await self._session.call("delete", key, "DELETE", url)
         except ObjectNotFoundError as error:
-            raise self._location.unmet("is missing", operation="delete", key=key) from error
+            raise self._location.unmet("the object is missing", operation="delete", key=key) from error
 
     async def copy(self, source: str, etag: str, key: str) -> None:
         """Copy in one request, unless the storage class or location differs: then in as many as the store asks for
@@ -203,7 +203,7 @@ class GcsStore:
         """
         name, to = self._session.name(source, "copy"), self._session.name(key, "copy")
         if not answers.is_generation(etag):
-            raise self._location.unmet("is no generation", operation="copy", key=source)
+            raise self._location.unmet("the ETag is not a generation", operation="copy", key=source)
         what = f"/rewriteTo/b/{self._location.bucket}/o/{quoted(to)}"
         asked = {"ifSourceGenerationMatch": etag} | dict(self._sender.copied_query)
         while True:
@@ -215,7 +215,9 @@ class GcsStore:
                     return
                 token = rewritten.get("rewriteToken")
                 if not isinstance(token, str) or not token:
-                    raise MalformedResponseError("the copy is not done, and there is no token to go on")
+                    raise MalformedResponseError(
+                        "the copy is not complete, and there is no token to continue it"
+                    )
             asked["rewriteToken"] = token
 
     # --- large objects ---------------------------------------------------------------------------------------
@@ -277,7 +279,8 @@ class GcsStore:
         with contextlib.suppress(StoreError):
             await self.delete_if(info.key, info.etag)
         raise self._location.spoilt(
-            f"the store has {info.size_bytes} bytes with {info.checksum}, sent were {size_bytes} with {checksum}",
+            f"the store has {info.size_bytes} bytes with {info.checksum}, but {size_bytes} with {checksum}"
+            " were sent",
             operation=operation,
             key=info.key,
         )

@@ -56,7 +56,7 @@ def refusal(answer: Response, operation: str, key: str, location: GcsLocation) -
     reason = _reason_of(answer.status, code, said)
     is_unknown = not code and reason is not FailureReason.CHECKSUM
     if answer.status < 400 or (is_unknown and is_of_somebody_else(answer.status)):
-        message = f"{answer.status}, but not in the form that a store sends"
+        message = f"{answer.status}, but the answer does not look like one of a store"
         return location.error(
             message, reason=FailureReason.TRANSIENT, operation=operation, key=key, hint=SOMEBODY_ELSE
         )
@@ -127,6 +127,9 @@ def _hint_for(status: int, code: str, operation: str, location: GcsLocation) -> 
         case 401, _:
             return NO_CREDENTIALS
         case 403, _:
-            return f"the credentials may not do {operation} in {location}: roles/storage.objectUser on the bucket may"
+            return (
+                f"the credentials lack permission for {operation} in {location}; roles/storage.objectUser on"
+                " the bucket has it"
+            )
         case _:
             return ""

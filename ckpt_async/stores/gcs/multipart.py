@@ -75,7 +75,7 @@ class Multiparts:
         found, wanted = answers.hash_of(answer), checksum or digest.checksum()
         self.answers_checksums = found is not None
         if found != wanted and (found is not None or checksum is None):
-            message = f"the store has {found}, sent was {wanted}"
+            message = f"the store has {found}, but {wanted} was sent"
             raise self._location.spoilt(message, operation="put_part", key=key)
         return StoredPart(number, body.size_bytes, etag, wanted)
 

@@ -35,9 +35,9 @@ class Found:
     def remarks(self) -> Iterator[str]:
         """Yield what an emulator lacks; Google lacks nothing."""
         if not self.has_multipart:
-            yield "no parts: an interrupted shard is sent again from its beginning"
+            yield "no multipart uploads: an interrupted shard is sent again from its beginning"
         if not self.has_conditional_delete:
-            yield "conditions of deletes are ignored: the generation is compared just before"
+            yield "conditions of deletes are ignored: the generation is compared just before the delete"
 
 
 class Probe:

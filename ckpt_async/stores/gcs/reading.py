@@ -33,7 +33,7 @@ class Reader:
             raise self._location.too_large(len(data), max_size_bytes, operation="get", key=key)
         found = checksum_of(data, answers.ALGORITHM)
         if info.checksum not in (None, found):
-            message = f"the bytes have {found.value}, the object {info.checksum}"
+            message = f"the bytes have {found.value}, but the object has {info.checksum}"
             raise self._location.spoilt(message, operation="get", key=key)
         return data, info
 

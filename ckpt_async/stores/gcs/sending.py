@@ -107,5 +107,5 @@ class Sender:
                 return {"ifGenerationMatch": "0"}
             case Match(etag):
                 if not answers.is_generation(etag):
-                    raise self._location.unmet("is no generation", operation="put", key=key)
+                    raise self._location.unmet("the ETag is not a generation", operation="put", key=key)
                 return {"ifGenerationMatch": etag}

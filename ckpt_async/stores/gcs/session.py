@@ -162,7 +162,7 @@ class GcsSession:
         """Return the error that a refusal means. A token that had been valid is renewed for the next attempt."""
         if answer.status == 401 and self.credentials.were_refused():
             return self.location.error(
-                "401: the token is not good any more; the next attempt has a new one",
+                "401: the token is no longer valid; the next attempt gets a new one",
                 reason=FailureReason.TRANSIENT,
                 operation=operation,
                 key=key,

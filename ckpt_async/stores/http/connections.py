@@ -125,7 +125,7 @@ class Connections:
             token.cancel()
             if self._is_closed:
                 raise
-            raise OSError(errno.EAGAIN, f"no thread for it: {error}") from error
+            raise OSError(errno.EAGAIN, f"no thread can be started for it: {error}") from error
         return await result_of(done, token.cancel)
 
     # --- in a worker thread --------------------------------------------------------------------------------

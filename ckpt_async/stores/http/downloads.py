@@ -160,7 +160,7 @@ class Downloads(Connections):
             if len(received) > HEAD_BYTES:
                 raise http.client.LineTooLong("answer")
             if not (data := receive(connected, HEAD_BYTES, self._read_timeout_s)):
-                raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
+                raise http.client.RemoteDisconnected("the server closed the connection without an answer")
             received = without_interim(received + data)
 
     def _receive(self, connected: socket.socket, content: bytes, size_bytes: int, sink: Sink) -> None:

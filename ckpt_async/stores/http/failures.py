@@ -55,14 +55,16 @@ def is_of_somebody_else(status: int) -> bool:
 def somebody_else_hint(endpoint: str) -> str:
     proxy = proxy_of(endpoint)
     return (
-        f"did the proxy {proxy}, which the environment names, answer by itself?" if proxy else SOMEBODY_ELSE
+        f"did the proxy {proxy}, which is set in the environment, answer instead of the store?"
+        if proxy
+        else SOMEBODY_ELSE
     )
 
 
 def reachable_hint(endpoint: str) -> str:
     proxy = proxy_of(endpoint)
-    way = f"through the proxy {proxy}, which the environment names" if proxy else "from here"
-    return f"is {endpoint} right, and reachable {way}?"
+    way = f"through the proxy {proxy}, which is set in the environment" if proxy else "from here"
+    return f"is {endpoint} correct, and reachable {way}?"
 
 
 def failure_of(error: Exception, endpoint: str) -> tuple[FailureReason, str]:

@@ -183,7 +183,7 @@ def range_total(
         start, end, total = map(int, match.groups())
     if (start, end, content_length) != (offset, offset + size_bytes - 1, size_bytes) or total <= end:
         raise OtherRangeError(
-            f"asked for bytes {offset}+{size_bytes}, the answer is {content_length} of {start}-{end}/{total}"
+            f"asked for bytes {offset}+{size_bytes}, but got {content_length} of {start}-{end}/{total}"
         )
     return total
 
@@ -204,7 +204,7 @@ def read_by_library(received: bytes, receive: Callable[[], bytes]) -> Response:
                 raise
             content = error.partial  # a partial message is better than none
         except ValueError as error:
-            raise MalformedResponseError(f"the answer has no sensible body: {error}") from error
+            raise MalformedResponseError(f"the answer has an invalid body: {error}") from error
         return Response(response.status, headers, content)
 
 

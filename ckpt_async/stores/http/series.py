@@ -241,7 +241,7 @@ class _Line:
             raise ConnectionError(f"the connection broke: {error}") from error
         self._received = without_interim(self._received + data)
         if not data and not self._received:
-            raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
+            raise http.client.RemoteDisconnected("the server closed the connection without an answer")
         if not data or (self._received and self._unsent):
             raise UnusualResponseError
         if (found := complete_response(self._received)) is not None:

@@ -83,7 +83,7 @@ class TlsSocket(socket.socket):
                 pass  # there is no whole record yet
             try:
                 if time.monotonic() >= until:
-                    raise TimeoutError("no whole record")
+                    raise TimeoutError("no complete record")
                 if not self._take_more(whole[filled:], is_for_all=is_for_all):
                     return filled
             except BLOCKED:

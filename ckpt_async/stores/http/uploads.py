@@ -219,7 +219,7 @@ class Exchange:
         finally:
             self._socket.settimeout(limit_s)
         if not data:
-            raise ConnectionResetError("the server has closed the connection")
+            raise ConnectionResetError("the server closed the connection")
         return data
 
     # --- the answer ----------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Exchange:
             except UnusualResponseError:
                 return read_by_library(self._received, self._receive), True
             if not (data := self._receive()):
-                raise http.client.RemoteDisconnected("the server has closed the connection without an answer")
+                raise http.client.RemoteDisconnected("the server closed the connection without an answer")
             self._received += data
 
     def _refusal(self) -> Response:
@@ -246,7 +246,7 @@ class Exchange:
 
         answer = read_by_library(self._received, receive_some)
         if answer.status < 300:
-            raise ConnectionError(f"the store answered {answer.status} before it had the whole body")
+            raise ConnectionError(f"the store answered {answer.status} before it had received the whole body")
         return answer
 
     def _receive(self) -> bytes:

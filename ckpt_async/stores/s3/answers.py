@@ -106,7 +106,7 @@ def check_document(shape: str, body: bytes) -> None:
     if (wanted := _DOCUMENTS.get(shape)) is not None:
         root = _ROOT.match(body)
         if root is None or root[1].decode() not in wanted:
-            raise MalformedResponseError(f"the answer is no {wanted[0]} but {body[:80]!r}")
+            raise MalformedResponseError(f"expected {wanted[0]}, got {body[:80]!r}")
 
 
 def check_needed(operation: str, response: SdkResponse) -> None:
@@ -157,7 +157,7 @@ def _is_same(parameter: str, asked: str, echo: str) -> bool:
 def _check_age(page: SdkResponse) -> None:
     """Raise if the answer has an age. A store does not state the age of its answer, but caches do (RFC 9111, 5.1)."""
     if page["ResponseMetadata"]["HTTPHeaders"].get("age", "0") != "0":
-        raise MalformedResponseError("the answer comes from a cache: it has an Age")
+        raise MalformedResponseError("the answer comes from a cache: it has an Age header")
 
 
 def server_time(response: SdkResponse) -> float:

@@ -47,8 +47,9 @@ class S3Backend(Backend):
         found = _ARN.fullmatch(url.removeprefix("s3://"))
         if found is None or (found["service"], found["kind"]) != ("s3", "accesspoint") or not found["region"]:
             raise SettingsError(
-                "of ARNs, only those of access points with a region are taken: not of buckets (use their names),"
-                " of Outposts, of Object Lambda, nor of several regions, where two could win one conditional write",
+                "only access-point ARNs with a region are accepted, not those of buckets (use the bucket's"
+                " name), Outposts, Object Lambda or multi-Region access points (where two writers could win"
+                " one conditional write)",
                 hint=_ARN_HINT,
             )
         path = super().locate(f"s3://access-point{found['more'] or ''}").prefix
@@ -61,7 +62,7 @@ class S3Backend(Backend):
             )
         if options.put_args.get("StorageClass") in _OFFLINE_CLASSES:
             raise SettingsError(
-                f"StorageClass {options.put_args['StorageClass']} cannot be read back at once",
+                f"StorageClass {options.put_args['StorageClass']} cannot be read back immediately",
                 hint="use STANDARD_IA or GLACIER_IR, or move old checkpoints by a lifecycle rule",
             )
 

@@ -88,7 +88,7 @@ def refusal(
     has_no_code = operation != "head_object" and (not code or code.isdecimal())
     if status == 407 or (is_of_somebody_else(status) and has_no_code):
         return location.error(
-            f"{status}, but not in the form that a store sends",
+            f"{status}, but the answer does not look like one of a store",
             reason=FailureReason.TRANSIENT,
             operation=operation,
             key=key,
@@ -103,9 +103,9 @@ def refusal(
     hint = hint_for(code, operation, location)
     if code == "RequestTimeTooSkewed":
         here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
-        hint = f"this machine's clock is wrong: here it is {here}, at the store {there}"
+        hint = f"this machine's clock is wrong: it is {here} here and {there} at the store"
     elif reason is FailureReason.AUTH and not hint:
-        hint = f"the credentials may not do {operation} in {location}"
+        hint = f"the credentials lack permission for {operation} in {location}"
     return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
 
 
@@ -115,9 +115,9 @@ def hint_for(code: str, operation: str, location: S3Location) -> str:
         case "NoSuchBucket":
             return f"there is no bucket {location.bucket} at {location.endpoint_url or 'AWS'}: create it"
         case "AccessDenied":
-            return f"the credentials may not do {operation} in {location}"
+            return f"the credentials lack permission for {operation} in {location}"
         case "PermanentRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException":
-            return f"is {location.bucket} in another region? then set the region"
+            return f"is {location.bucket} in another region? If so, set that region"
         case _:
             return _HINTS.get(code, "")
 
@@ -157,14 +157,14 @@ _REASONS = {
 }
 
 _AWS = "https://s3.amazonaws.com"
-_AWS_REACHABLE = "is AWS reachable from here, and the region (AWS_REGION) that of the bucket?"
+_AWS_REACHABLE = "is AWS reachable from here, and is the region (AWS_REGION) that of the bucket?"
 _NEEDS_KEY = f"if it was stored with a customer's key (SSE-C), set {KEY} or {KEY_FILE}"
 _HINTS = {
     "ExpiredToken": "the session token has expired: renew the credentials",
     "ExpiredTokenException": "the session token has expired: renew the credentials",
     "TokenRefreshRequired": "the session token has expired: renew the credentials",
     "InvalidToken": "the session token is invalid: renew the credentials",
-    "InvalidAccessKeyId": "the store does not know this access key: is the endpoint right?",
+    "InvalidAccessKeyId": "the store does not know this access key: is the endpoint correct?",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "InvalidObjectState": "the object is in an archive class: restore it first",
 }

@@ -21,7 +21,7 @@ from ckpt_async.stores.s3.signing import RequestTemplate
 T = TypeVar("T")
 
 _NO_CHECKSUMS = (
-    "this store takes neither CRC64NVME nor CRC32C: nobody would compare what arrives, so it is not used"
+    "this store accepts neither CRC64NVME nor CRC32C: nothing would verify what arrives, so it is not used"
 )
 
 

@@ -78,7 +78,7 @@ class Reader:
             if info.checksum is not None and info.checksum != checksum_of(
                 response.error, info.checksum.algorithm
             ):
-                message = f"what came does not have the checksum that came with it, {info.checksum}"
+                message = f"the data does not match the checksum that came with it, {info.checksum}"
                 raise self._location.spoilt(message, operation="get_object", key=key)
         return response.error, info
 

@@ -92,7 +92,7 @@ class Sender:
     async def put_found(self, put: Put, body: PartBody, digest: Digest) -> SdkResponse:
         """Like `put`, with a checksum that is that of `digest` once the body is sent."""
         if (template := self.templates.get(put.operation)) is None:
-            raise self._again(put, "what is to be sent is not known any more")
+            raise self._again(put, "the request template was discarded")
         if self.trails_checksums:
             return await self._put_trailed(template, put, body, digest)
         response = await self._put_read_first(template, put, body, digest)
@@ -123,7 +123,7 @@ class Sender:
             error = self._refused(put, response)
             if response.status >= 400 and error.reason not in _NOT_OF_TRAILERS:
                 self.trailers_from = time.monotonic() + _DISTRUST_S
-                error = self._again(put, f"{response.status}: refused with its checksum behind it")
+                error = self._again(put, f"{response.status}: refused with a trailing checksum")
             raise error
         return self._parsed(put.operation, put.key, response)
 
@@ -187,7 +187,7 @@ class Sender:
         finally:
             await payload.stop()
         if payload.is_cut_short:
-            raise self._again(put, "the store answered before it had the whole body")
+            raise self._again(put, "the store answered before it had received the whole body")
         return response
 
     async def _call(self, put: Put, payload: SdkBody, size_bytes: int, checksum: Checksum) -> SdkResponse:

@@ -38,7 +38,7 @@ def find_standing(env: Mapping[str, str]) -> Mapping[str, str]:
     found: dict[str, str] = {}
     if payer := env.get(PAYER):
         if payer != "requester":
-            raise SettingsError(f"{PAYER} is {payer!r}", hint="requester is all that S3 knows")
+            raise SettingsError(f"{PAYER} is {payer!r}", hint="the only valid value is requester")
         found["RequestPayer"] = payer
     if (key := _find_key(env)) is not None:
         told = {
@@ -57,17 +57,18 @@ def check_standing(
     """Raise SettingsError for what S3 refuses: directory buckets, plain http, or another encryption beside this."""
     if standing and is_directory_bucket(bucket):
         raise SettingsError(
-            f"{bucket} is a directory bucket: S3 has neither requester pays nor customers' keys (SSE-C) there",
+            f"{bucket} is a directory bucket: S3 supports neither requester pays nor customers' keys (SSE-C)"
+            " there",
             hint=f"unset {PAYER}, {KEY} and {KEY_FILE}",
         )
     if "SSECustomerKey" not in standing:
         return
     if endpoint_url is not None and not endpoint_url.startswith("https:"):
-        raise SettingsError(f"a customer's key (SSE-C) goes over https only, not to {endpoint_url}")
+        raise SettingsError(f"a customer's key (SSE-C) is sent only over https, not to {endpoint_url}")
     if others := sorted(name for name in put_args if name.startswith(("SSE", "ServerSide", "BucketKey"))):
         raise SettingsError(
             f"put_args has {', '.join(others)}, but {KEY} or {KEY_FILE} is set",
-            hint="an object has one encryption: leave one of them out",
+            hint="an object can have only one encryption: leave one of them out",
         )
 
 
@@ -105,5 +106,5 @@ def _decoded(data: bytes, name: str) -> bytes:
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
-        raise SettingsError(f"{name} holds no key of 32 bytes", hint=_KEY_HINT)
+        raise SettingsError(f"{name} does not hold a key of 32 bytes", hint=_KEY_HINT)
     return key

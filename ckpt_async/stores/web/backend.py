@@ -22,7 +22,7 @@ _HOST = re.compile(r"[A-Za-z0-9.-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](?::[0-9]{
 class WebBackend(Backend):
     schemes = ("http", "https")
     example = "https://host/folder"
-    credentials_hint = "what needs credentials cannot be read over http(s)"
+    credentials_hint = "files that need credentials cannot be read over http(s)"
 
     def locate(self, url: str) -> Location:
         scheme, host, path = self.split(url)

@@ -59,9 +59,9 @@ _CAPABILITIES = Capabilities(
     checksum_algorithm="crc64nvme",
     copies=False,
     lists=False,
-    remarks=("read-only", "nothing can be listed: only what has a known name is found"),
+    remarks=("read-only", "nothing can be listed: only files with known names are found"),
 )
-_NO_LISTINGS = "a web server has no listings: `ckpt-async pull` finds a checkpoint there by its known names"
+_NO_LISTINGS = "a web server has no listings; `ckpt-async pull` finds a checkpoint there by its known names"
 # Ask for the bytes as stored, without caching or compression on the way.
 _HEADERS = {"Accept-Encoding": "identity", "Cache-Control": "no-cache", "User-Agent": "ckpt-async"}
 # The target of a redirect may carry a signature that is valid for minutes only.
@@ -183,7 +183,7 @@ class WebStore(WholeObjects):
                 self._check(answer, "head", key)
                 if answer.content_length is None:
                     raise StoreError(
-                        "the server does not say how large it is",
+                        "the server does not report its size",
                         reason=FailureReason.OTHER,
                         operation="head",
                         key=key,
@@ -212,7 +212,7 @@ class WebStore(WholeObjects):
     def _check(self, answer: aiohttp.ClientResponse, operation: str, key: str) -> None:
         if self._root.startswith("https:") and answer.url.scheme != "https":
             raise StoreError(
-                f"leads to {answer.url.scheme}://{answer.url.host}, which is not encrypted",
+                f"redirects to {answer.url.scheme}://{answer.url.host}, which is not encrypted",
                 reason=FailureReason.OTHER,
                 operation=operation,
                 key=key,
@@ -227,11 +227,11 @@ class WebStore(WholeObjects):
             raise ObjectNotFoundError("is a folder", operation=operation, key=key)
         if answer.content_type == "text/html" and not key.endswith((".html", ".htm")):
             raise StoreError(
-                "the server answers with a web page",
+                "the server answered with a web page",
                 reason=FailureReason.OTHER,
                 operation=operation,
                 key=key,
-                hint="is the URL right? A server that has a page for everything shows nothing to be missing",
+                hint="is the URL correct? A server that answers every URL with a page hides missing files",
             )
         if answer.headers.get("Content-Encoding", "identity") != "identity":
             raise StoreError(
@@ -245,7 +245,7 @@ class WebStore(WholeObjects):
         if status in (404, 410):
             return ObjectNotFoundError(operation=operation, key=key)
         reason = FailureReason.OTHER if status == 416 else reason_of_status(status)
-        return StoreError(f"the server answers {status}", reason=reason, operation=operation, key=key)
+        return StoreError(f"the server answered {status}", reason=reason, operation=operation, key=key)
 
     async def _get_range_slowly(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """Read a range through a proxy."""
@@ -316,7 +316,7 @@ def _check_partial(status: int, length: str | None, key: str, offset: int, size_
     """Raise CapabilityError if the answer is the whole file instead of the range: asking again would not help."""
     if status == 200 and (offset, length) != (0, str(size_bytes)):
         raise CapabilityError(
-            f"{key!r} cannot be read in parts: the server does not serve ranges, it answers with the whole file",
+            f"{key!r} cannot be read in parts: the server does not serve ranges, but answers with the whole file",
             hint="download it by other means, or from a server with `Accept-Ranges: bytes`",
         )
 
