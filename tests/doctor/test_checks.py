@@ -174,7 +174,7 @@ def test_an_interrupted_doctor_leaves_nothing(folder: Path, s3_url: str) -> None
         stderr=subprocess.PIPE,
     )
     try:
-        while not any(each.key.endswith("-e") for each in stored(s3_url)[1]):
+        while not any(each.key.endswith("-f") for each in stored(s3_url)[1]):
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=60) == (b"", b"")

@@ -188,6 +188,6 @@ def test_what_somebody_else_has_put_there_stays() -> None:
 def test_a_damaged_source_is_not_copied() -> None:
     world = World(b"old")
     finish(world.store.put(world.shards[0].key, b"bad"))
-    with pytest.raises(StoreError, match="not 3 with"):
+    with pytest.raises(StoreError, match="expected 3 with"):
         finish(world.publish(0))
     assert world.published() is None
