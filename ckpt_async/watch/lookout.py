@@ -100,12 +100,16 @@ class Lookout:
             elif is_staged and entry.path not in entry.files and self.tree.fetched_to(entry.path):
                 self._entries.drop(entry)  # what is still being downloaded belongs to it
             elif entry.state is State.STAGED and not self._entries.is_intact(entry):
-                self._entries.drop(entry)  # the next look judges it again
-                self._remember(entry, entry.files)
+                self.forget(entry)
                 logger.info("changed_while_settling path=%s", entry.path)
             elif changed and entry.state is State.HANDED and not entry.is_copied:
                 reason = f"{changed} was changed in place after its checkpoint was complete"
                 self._teller.tell("changed", entry, reason)
+
+    def forget(self, entry: Entry) -> None:
+        """Drop an entry, so that what the folder has is judged again, but not mistaken for a later save's."""
+        self._entries.drop(entry)
+        self._remember(entry, entry.files)
 
     def take(self) -> None:
         """Stage what is complete, and hold incomplete candidates that may become complete after they were rotated away.

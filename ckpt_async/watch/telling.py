@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 UNREADABLE_S = 30.0
 # Nodes that are restarted for a good reason begin fewer new starts than this within the time.
 MANY_STARTS, MANY_STARTS_S = 5, 60.0
+# How long a complete checkpoint may wait for earlier ones to be decided before that is reported.
+HELD_UP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Teller:
         self.on_refused: Callable[[Refused], None] = lambda _: None
         self._counted: set[tuple[str, Refusal, int | None, int]] = set()
         self._unreadable_since: dict[str, float] = {}
+        self._held_up_since: dict[int, float] = {}  # by entry number
         self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._said: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
@@ -170,6 +173,17 @@ class Teller:
                 "nodes begin new starts again and again, and what is not committed begins anew each time: is another"
                 f" watcher node {node}, too, or counts other than {num_nodes} nodes? Each needs its own"
                 f" --node I/{num_nodes}",
+            )
+
+    def hold_up(self, entry: Entry, waits_for: str) -> None:
+        """Note that a complete checkpoint, and all after it, wait for others; reported once that lasts."""
+        now = self._clock()
+        if now - self._held_up_since.setdefault(entry.number, now) >= HELD_UP_S:
+            self.say(
+                "held_up",
+                str(entry.number),
+                f"{entry.path or entry.name} (step {entry.step}), and what was saved after it, is not handed in yet: it"
+                f" waits for {waits_for}, because what was saved before it must be committed or given up first",
             )
 
     def trouble(self, error: Exception) -> None:
