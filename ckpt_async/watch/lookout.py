@@ -103,8 +103,7 @@ class Lookout:
                 self.forget(entry)
                 logger.info("changed_while_settling path=%s", entry.path)
             elif changed and entry.state is State.HANDED and not entry.is_copied:
-                reason = f"{changed} was changed in place after its checkpoint was complete"
-                self._teller.tell("changed", entry, reason)
+                self._teller.note_changed(entry, changed)
 
     def forget(self, entry: Entry) -> None:
         """Drop an entry, so that what the folder has is judged again, but not mistaken for a later save's."""
@@ -178,10 +177,8 @@ class Lookout:
         """Return the entries that were handed in and whose folder has since gained files that will not be handed in."""
         waiting = {each.path for each in candidates if each.is_waiting or not has_all_below(each)}
         left = {each.path: {path: self.tree.files[path] for path in each.left_over} for each in candidates}
-        newest: dict[str, Entry] = {}
-        for entry in sorted(self._entries.all.values(), key=lambda each: each.number):
-            if entry.path and entry.is_alive:
-                newest[entry.path] = entry
+        alive = (each for each in self._entries.all.values() if each.path and each.is_alive)
+        newest = {each.path: each for each in sorted(alive, key=lambda each: each.number)}
         found: dict[int, tuple[Entry, Mapping[str, Identity]]] = {}
         for path in newest.keys() - waiting:
             below = files_of(path, self.tree).items()

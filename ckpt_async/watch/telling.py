@@ -75,6 +75,7 @@ class Teller:
         self._held_up_since: dict[int, float] = {}  # by entry number
         self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._said: set[tuple[str, str]] = set()
+        self._changed: dict[int, str] = {}  # by the number of an entry that is not decided: a file
         self.counts: Counter[str] = Counter()
         self._refused: dict[tuple[str, int], str] = {}  # by path and step
         self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same keys: entry number and reason
@@ -92,6 +93,7 @@ class Teller:
         refusal.
         """
         self.counts[event] += 1
+        self._changed.pop(entry.number, None)
         here = entry.path or ".", entry.step
         self._refused.pop(here, None)
         if here in self._left_out and self._left_out[here][0] < entry.number:
@@ -108,11 +110,20 @@ class Teller:
         size_bytes = what.size_bytes if isinstance(what, Entry) else 0
         self._tell(Told(event, path, what.step, what.name, what.format, reason, size_bytes))
 
+    def note_changed(self, entry: Entry, path: str) -> None:
+        """Note that a file was changed in place while its checkpoint is being committed.
+
+        It is reported if the checkpoint is refused. If it is committed, its bytes were sent before.
+        """
+        self._changed.setdefault(entry.number, path)
+
     def refuse(self, what: Entry | Found | Announcement, refusal: Refusal, reason: str) -> None:
         """Report that something is not taken."""
         path = what.path or "."
         self._refused[path, what.step] = reason
         number = what.number if isinstance(what, Entry) else 0
+        if isinstance(what, Entry) and (changed := self._changed.pop(number, "")):
+            self.tell("changed", what, f"{changed} was changed in place after its checkpoint was complete")
         self._count(Refused(path, refusal, reason, what.step, what.name, number))
         self.tell("refused", what, reason)
 
