@@ -21,6 +21,7 @@ from ckpt_async.watch.added import (
     smaller,
     version_of,
     versions_of,
+    without_next_save,
 )
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, UnwholeError, VanishedError, entry_of
@@ -183,7 +184,7 @@ class Lookout:
         for path in newest.keys() - waiting:
             below = files_of(path, self.tree).items()
             files = self.now.get(path) or {each: was for each, was in below if not each.endswith(".tmp")}
-            files = {**files, **left.get(path, {})}
+            files = without_next_save(newest[path], {**files, **left.get(path, {})})
             if newest[path].state is not State.STAGED and has_outlived(newest[path], files):
                 found[newest[path].number] = newest[path], files
         return found
