@@ -71,7 +71,7 @@ def release_followed(
     """
     followed = [each for each in entries.open() if plan.awaits_others(each)]
     for entry in followed:
-        if reason := plan.lost_part(entry, 1):
+        if reason := plan.lost_part(entry, (), 1):
             entries.settle(entry, State.REFUSED, reason, Refusal.GIVEN_UP)
             refuse(entry, Refusal.GIVEN_UP, reason)
         else:

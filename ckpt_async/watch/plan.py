@@ -12,7 +12,7 @@ from ckpt_async.errors import InvalidNameError
 from ckpt_async.watch import added
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found, Rules
-from ckpt_async.watch.formats.checks import is_of_all_nodes
+from ckpt_async.watch.formats.checks import is_free, is_of_all_nodes
 from ckpt_async.watch.formats.found import marked_ns
 from ckpt_async.watch.tree import Identity, Tree
 
@@ -320,16 +320,25 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
     return ""
 
 
-def lost_part(entry: Entry, num_nodes: int) -> str:
-    """Return why the entry cannot be handed in any more now that there are fewer nodes than had saved it, or "".
+def lost_part(entry: Entry, known: Iterable[Entry], num_nodes: int) -> str:
+    """Return why the entry cannot be handed in any more now that there are other nodes than had saved it, or "".
 
     Files that are known to be missing need not be waited for. Where the mark does not name the files of other nodes,
-    nobody can tell what is missing.
+    nobody can tell what is missing. What is `known` tells whether it was saved again since: a rank that may write after
+    the mark may then have a file of either save.
     """
-    if entry.num_nodes <= num_nodes:
+    if entry.num_nodes == num_nodes:
         return ""
     left = "this node is alone now" if num_nodes == 1 else f"there are {num_nodes} now"
     missing = sorted({*entry.expected} - {*entry.shards.values()})
+    free = [each for each in missing if is_free(entry.format, each)]
+    if free and any(each.path == entry.path and each.marked_ns > entry.marked_ns for each in known):
+        return (
+            f"it was saved by {entry.num_nodes} nodes, {left}, and it was saved again to the same place: nothing tells"
+            f" of which save their {_some(free)} would be"
+        )
+    if entry.num_nodes < num_nodes:
+        return ""
     if missing and num_nodes == 1:
         return f"it was saved by {entry.num_nodes} nodes, {left}, and has no {_some(missing)}"
     if entry.path in entry.files or not is_of_all_nodes(entry.format, entry.name, entry.files):

@@ -305,7 +305,7 @@ class Watcher:
             if reason := plan.passed_over(entry, known, generation):
                 self._settle_refused(entry, Refusal.OUTDATED, reason)
                 continue
-            if reason := plan.lost_part(entry, num_nodes):
+            if reason := plan.lost_part(entry, known, num_nodes):
                 self._settle_refused(entry, Refusal.GIVEN_UP, reason)
                 continue
             if warning:

@@ -45,18 +45,35 @@ def entry(format_: str = "dcp", *names: str, **more: Any) -> Entry:
 def test_what_is_lost_with_a_node_is_what_the_mark_names_or_may_not_name() -> None:
     whole = entry("dcp", *RANKS, ".metadata", expected=(".metadata", *RANKS))
     part = entry("dcp", RANKS[0], ".metadata", expected=(".metadata", *RANKS))
-    assert (plan.lost_part(whole, 1), plan.lost_part(part, 2)) == ("", "")
-    assert plan.lost_part(part, 1).endswith("this node is alone now, and has no __1_0.distcp")
-    assert not plan.lost_part(replace(part, num_nodes=3), 2), (
+    assert (plan.lost_part(whole, (), 1), plan.lost_part(part, (), 2)) == ("", "")
+    assert plan.lost_part(part, (), 1).endswith("this node is alone now, and has no __1_0.distcp")
+    assert not plan.lost_part(replace(part, num_nodes=3), (), 2), (
         "the other one may have it, and the commit tells"
     )
     unnamed = entry("done", "model.pt", "DONE", expected=("DONE", "model.pt"))
-    assert "its mark does not tell" in plan.lost_part(unnamed, 1)
-    assert "there are 2 now" in plan.lost_part(replace(unnamed, num_nodes=3), 2)
+    assert "its mark does not tell" in plan.lost_part(unnamed, (), 1)
+    assert "there are 2 now" in plan.lost_part(replace(unnamed, num_nodes=3), (), 2)
     for num_nodes in (2, 3):
-        assert not plan.lost_part(unnamed, num_nodes)
-    assert not plan.lost_part(replace(unnamed, num_nodes=1), 1)
-    assert not plan.lost_part(replace(unnamed, path="step-20/model.pt"), 1), "a single file"
+        assert not plan.lost_part(unnamed, (), num_nodes)
+    assert not plan.lost_part(replace(unnamed, num_nodes=1), (), 1)
+    assert not plan.lost_part(replace(unnamed, path="step-20/model.pt"), (), 1), "a single file"
+
+
+def test_what_was_saved_again_by_another_number_of_nodes_is_not_mixed_with_that() -> None:
+    """For a minute after the mark, `rng_state_1.pth` may be a late rank's, wherever it is."""
+    first = entry("transformers", "trainer_state.json", expected=("rng_state_1.pth", "trainer_state.json"))
+    again = replace(first, number=2, mark_ns=99)
+    assert "of which save their rng_state_1.pth would be" in plan.lost_part(first, [first, again], 3)
+    assert not plan.lost_part(first, [first, again], 2), (
+        "the other node has the file of the first save linked"
+    )
+    assert not plan.lost_part(first, [first, replace(first, number=2)], 3), "it was only added to"
+    assert not plan.lost_part(again, [first, again], 3)
+    assert not plan.lost_part(first, [first, replace(again, path="step-30")], 3)
+    named = entry("dcp", RANKS[0], expected=RANKS)
+    assert not plan.lost_part(named, [named, replace(named, number=2, mark_ns=99)], 3), (
+        "its ranks write before the mark"
+    )
 
 
 def test_what_must_be_decided_first_is_named() -> None:
