@@ -15,7 +15,13 @@ from types import MappingProxyType
 
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found, Known, Rules, find
-from ckpt_async.watch.formats.checks import are_added, newer_than_mark, unrotated
+from ckpt_async.watch.formats.checks import (
+    are_added,
+    is_of_one_node,
+    misses_what_is_gone,
+    newer_than_mark,
+    unrotated,
+)
 from ckpt_async.watch.formats.found import Files, Version
 from ckpt_async.watch.tree import Tree
 
@@ -40,6 +46,19 @@ def has_outlived(entry: Entry, files: Files) -> bool:
     rest = {path: was for path, was in entry.files.items() if was.mtime_ns <= entry.marked_ns}
     is_whole = rest.items() <= files.items() and entry.files.keys() <= files.keys()
     return is_whole and files != entry.files
+
+
+def without_next_save(entry: Entry, files: Files) -> Files:
+    """Return the files without those of ranks that were not handed in, on a node without the mark.
+
+    The commit needs the file of every rank that the mark names. So they are of the next save to the same place, on
+    other nodes or on more ranks, and the node with the mark judges that one.
+    """
+    if not entry.is_followed or not (misses_what_is_gone(entry.format) or entry.format == "transformers"):
+        return files
+    shards = {path: path[len(entry.path) + 1 :] for path in files.keys() - entry.files.keys()}
+    next_ = {path for path, shard in shards.items() if is_of_one_node(entry.format, shard, ())}
+    return {path: was for path, was in files.items() if path not in next_}
 
 
 def larger(entry: Entry, known: Collection[Entry]) -> list[Entry]:

@@ -80,6 +80,7 @@ class Entry:
     # if unknown.
     samples: Mapping[str, int] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
+    num_nodes: int = 1  # how many there were when it was found
 
     @property
     def says_sums(self) -> bool:
@@ -156,6 +157,7 @@ class Entries:
     place: Path
     remote: str
     room: Room | None = None  # limits copies; None: no limit
+    num_nodes: int = 1
     all: dict[int, Entry] = field(default_factory=dict)
     _alike: dict[str | int, set[int]] = field(default_factory=dict)  # entry numbers, by path and by step
 
@@ -270,7 +272,7 @@ class Entries:
                 else:
                     is_copied |= _link_or_copy(source / path, target, entry.files[path], may_copy)
             place.mkdir(exist_ok=True)
-            entry = replace(entry, is_copied=is_copied, is_checked=is_in_place)
+            entry = replace(entry, is_copied=is_copied, is_checked=is_in_place, num_nodes=self.num_nodes)
             self.put(entry)
             place.rename(self.staged(entry))
         except BaseException:
@@ -376,8 +378,11 @@ def _decode(fields: dict[str, object]) -> Entry:
     files = fields["files"]
     if not isinstance(files, dict):
         raise TypeError("files")
+    # Earlier versions did not record the number of nodes, but these two only with several.
+    is_of_several = bool(fields["expected"] or fields.get("is_followed"))
     return Entry(
         **{  # type: ignore[arg-type]
+            "num_nodes": 2 if is_of_several else 1,
             **fields,
             "files": {path: Identity(*each) for path, each in files.items()},
             "expected": tuple(fields["expected"]),  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from ckpt_async.watch.added import (
     smaller,
     version_of,
     versions_of,
+    without_next_save,
 )
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, UnwholeError, VanishedError, entry_of
@@ -100,12 +101,15 @@ class Lookout:
             elif is_staged and entry.path not in entry.files and self.tree.fetched_to(entry.path):
                 self._entries.drop(entry)  # what is still being downloaded belongs to it
             elif entry.state is State.STAGED and not self._entries.is_intact(entry):
-                self._entries.drop(entry)  # the next look judges it again
-                self._remember(entry, entry.files)
+                self.forget(entry)
                 logger.info("changed_while_settling path=%s", entry.path)
             elif changed and entry.state is State.HANDED and not entry.is_copied:
-                reason = f"{changed} was changed in place after its checkpoint was complete"
-                self._teller.tell("changed", entry, reason)
+                self._teller.note_changed(entry, changed)
+
+    def forget(self, entry: Entry) -> None:
+        """Drop an entry, so that what the folder has is judged again, but not mistaken for a later save's."""
+        self._entries.drop(entry)
+        self._remember(entry, entry.files)
 
     def take(self) -> None:
         """Stage what is complete, and hold incomplete candidates that may become complete after they were rotated away.
@@ -174,15 +178,13 @@ class Lookout:
         """Return the entries that were handed in and whose folder has since gained files that will not be handed in."""
         waiting = {each.path for each in candidates if each.is_waiting or not has_all_below(each)}
         left = {each.path: {path: self.tree.files[path] for path in each.left_over} for each in candidates}
-        newest: dict[str, Entry] = {}
-        for entry in sorted(self._entries.all.values(), key=lambda each: each.number):
-            if entry.path and entry.is_alive:
-                newest[entry.path] = entry
+        alive = (each for each in self._entries.all.values() if each.path and each.is_alive)
+        newest = {each.path: each for each in sorted(alive, key=lambda each: each.number)}
         found: dict[int, tuple[Entry, Mapping[str, Identity]]] = {}
         for path in newest.keys() - waiting:
             below = files_of(path, self.tree).items()
             files = self.now.get(path) or {each: was for each, was in below if not each.endswith(".tmp")}
-            files = {**files, **left.get(path, {})}
+            files = without_next_save(newest[path], {**files, **left.get(path, {})})
             if newest[path].state is not State.STAGED and has_outlived(newest[path], files):
                 found[newest[path].number] = newest[path], files
         return found

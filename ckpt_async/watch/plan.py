@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_async.core import naming
@@ -12,6 +12,7 @@ from ckpt_async.errors import InvalidNameError
 from ckpt_async.watch import added
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found, Rules
+from ckpt_async.watch.formats.checks import is_free, is_of_all_nodes
 from ckpt_async.watch.formats.found import marked_ns
 from ckpt_async.watch.tree import Identity, Tree
 
@@ -198,8 +199,11 @@ def unsafe_name(found: Found) -> str:
 
 
 def lacking(missing: tuple[str, ...]) -> str:
-    some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    return f"its mark names files that are not here: {some} (on another node? see --node)"
+    return f"its mark names files that are not here: {_some(missing)} (on another node? see --node)"
+
+
+def _some(missing: Sequence[str]) -> str:
+    return ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
 
 
 def changed_in_place(entry: Entry, files: Mapping[str, Identity]) -> str:
@@ -285,17 +289,20 @@ def gone_back(entry: Entry, known: Collection[Entry]) -> str:
     )
 
 
-def is_early(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> bool:
-    """Return whether the entry has to wait for one that was saved before it and is not decided yet.
+def predecessors(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> list[Entry]:
+    """Return the entries that were saved before this one, are not decided yet, and must be decided first.
 
     If the trainer has gone back and the earlier one is handed in again in a later start, that one would be the
     newest. With several nodes, a node that was killed may not have sealed its part of what an earlier start handed
     in: that is handed in again, and must come first, or it would be passed over.
     """
     earlier = [each for each in known if each.state is State.HANDED and each.number < entry.number]
-    if any(each.generation != generation and (num_nodes > 1 or each.step >= entry.step) for each in earlier):
-        return True
-    return needs_new_generation(entry, earlier, generation)
+    return [
+        each
+        for each in earlier
+        if (each.generation != generation and (num_nodes > 1 or each.step >= entry.step))
+        or needs_new_generation(entry, [each], generation)
+    ]
 
 
 def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
@@ -311,6 +318,35 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
                 " newest: adopt it with --kind, or into another remote"
             )
     return ""
+
+
+def lost_part(entry: Entry, known: Iterable[Entry], num_nodes: int) -> str:
+    """Return why the entry cannot be handed in any more now that there are other nodes than had saved it, or "".
+
+    Files that are known to be missing need not be waited for. Where the mark does not name the files of other nodes,
+    nobody can tell what is missing. What is `known` tells whether it was saved again since: a rank that may write after
+    the mark may then have a file of either save.
+    """
+    if entry.num_nodes == num_nodes:
+        return ""
+    left = "this node is alone now" if num_nodes == 1 else f"there are {num_nodes} now"
+    missing = sorted({*entry.expected} - {*entry.shards.values()})
+    free = [each for each in missing if is_free(entry.format, each)]
+    if free and any(each.path == entry.path and each.marked_ns > entry.marked_ns for each in known):
+        return (
+            f"it was saved by {entry.num_nodes} nodes, {left}, and it was saved again to the same place: nothing tells"
+            f" of which save their {_some(free)} would be"
+        )
+    if entry.num_nodes < num_nodes:
+        return ""
+    if missing and num_nodes == 1:
+        return f"it was saved by {entry.num_nodes} nodes, {left}, and has no {_some(missing)}"
+    if entry.path in entry.files or not is_of_all_nodes(entry.format, entry.name, entry.files):
+        return ""
+    return (
+        f"it was saved by {entry.num_nodes} nodes, {left}, and its mark does not tell which files the others had: if"
+        " none are missing, send it with --kind, or to another remote"
+    )
 
 
 def due(

@@ -69,12 +69,17 @@ def sums_of(files: Mapping[str, RemoteFile]) -> dict[str, str]:
     return {name: _said(each) for name, each in sums.items() if each} if all(sums.values()) else {}
 
 
-def with_sums(remote: Remote, outcomes: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
-    """Add checksums to the entries that were not given up.
+def with_sums(
+    remote: Remote, outcomes: list[tuple[Entry, str]], *, num_nodes: int
+) -> list[tuple[Entry, str]]:
+    """Add checksums to the entries that were not given up. `outcomes` has the reasons why others were.
 
+    With several nodes, none are added, since each node has only a part of the checkpoint.
     If the checksums cannot be had now, the store is asked again when they matter, and has them unless the checkpoint
     was pruned.
     """
+    if num_nodes > 1:
+        return outcomes
     ids = {
         entry.number: CheckpointId(entry.generation, entry.step) for entry, reason in outcomes if not reason
     }

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 UNREADABLE_S = 30.0
 # Nodes that are restarted for a good reason begin fewer new starts than this within the time.
 MANY_STARTS, MANY_STARTS_S = 5, 60.0
+# How long a complete checkpoint may wait for earlier ones to be decided before that is reported.
+HELD_UP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,10 @@ class Teller:
         self.on_refused: Callable[[Refused], None] = lambda _: None
         self._counted: set[tuple[str, Refusal, int | None, int]] = set()
         self._unreadable_since: dict[str, float] = {}
+        self._held_up_since: dict[int, float] = {}  # by entry number
         self._joined: deque[float] = deque(maxlen=MANY_STARTS)
         self._said: set[tuple[str, str]] = set()
+        self._changed: dict[int, str] = {}  # by the number of an entry that is not decided: a file
         self.counts: Counter[str] = Counter()
         self._refused: dict[tuple[str, int], str] = {}  # by path and step
         self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same keys: entry number and reason
@@ -89,6 +93,7 @@ class Teller:
         refusal.
         """
         self.counts[event] += 1
+        self._changed.pop(entry.number, None)
         here = entry.path or ".", entry.step
         self._refused.pop(here, None)
         if here in self._left_out and self._left_out[here][0] < entry.number:
@@ -105,11 +110,20 @@ class Teller:
         size_bytes = what.size_bytes if isinstance(what, Entry) else 0
         self._tell(Told(event, path, what.step, what.name, what.format, reason, size_bytes))
 
+    def note_changed(self, entry: Entry, path: str) -> None:
+        """Note that a file was changed in place while its checkpoint is being committed.
+
+        It is reported if the checkpoint is refused. If it is committed, its bytes were sent before.
+        """
+        self._changed.setdefault(entry.number, path)
+
     def refuse(self, what: Entry | Found | Announcement, refusal: Refusal, reason: str) -> None:
         """Report that something is not taken."""
         path = what.path or "."
         self._refused[path, what.step] = reason
         number = what.number if isinstance(what, Entry) else 0
+        if isinstance(what, Entry) and (changed := self._changed.pop(number, "")):
+            self.tell("changed", what, f"{changed} was changed in place after its checkpoint was complete")
         self._count(Refused(path, refusal, reason, what.step, what.name, number))
         self.tell("refused", what, reason)
 
@@ -170,6 +184,17 @@ class Teller:
                 "nodes begin new starts again and again, and what is not committed begins anew each time: is another"
                 f" watcher node {node}, too, or counts other than {num_nodes} nodes? Each needs its own"
                 f" --node I/{num_nodes}",
+            )
+
+    def hold_up(self, entry: Entry, waits_for: str) -> None:
+        """Note that a complete checkpoint, and all after it, wait for others; reported once that lasts."""
+        now = self._clock()
+        if now - self._held_up_since.setdefault(entry.number, now) >= HELD_UP_S:
+            self.say(
+                "held_up",
+                str(entry.number),
+                f"{entry.path or entry.name} (step {entry.step}), and what was saved after it, is not handed in yet: it"
+                f" waits for {waits_for}, because what was saved before it must be committed or given up first",
             )
 
     def trouble(self, error: Exception) -> None:

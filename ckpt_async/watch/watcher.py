@@ -21,14 +21,13 @@ from ckpt_async.errors import (
     InvalidNameError,
     InvalidRecordError,
     InvalidShardError,
-    NoJournalError,
     NoSpaceError,
     StoreError,
 )
 from ckpt_async.local.settings_file import load_settings
-from ckpt_async.monitor import status
-from ckpt_async.watch import added, ending, plan
+from ckpt_async.watch import added, earlier, ending, plan
 from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.earlier import Earlier
 from ckpt_async.watch.ending import Ending
 from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.holds import Holds
@@ -49,10 +48,6 @@ logger = logging.getLogger(__name__)
 
 # How often a checkpoint that no start could finish is handed in again while its bytes are still there.
 MAX_ATTEMPTS = 20
-# With several nodes: how long we wait for a checkpoint that was sealed before a node restarted to be
-# committed by the others, before it is handed in again. New checkpoints wait for that, and the other nodes
-# hold only a limited number of those that were rotated away.
-PREDECESSOR_S = 5.0
 # How long the uploader may finish what it has in hand before a new start begins; the journal keeps the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
@@ -70,6 +65,7 @@ class Watcher:
         self.options = options
         place = options.state / (f"kinds/{options.kind}" if options.kind else "run")
         self.entries = Entries(options.folder, place, keys.kind_remote(options.remote, options.kind or ""))
+        self.entries.num_nodes = options.num_nodes
         self.waker = Waker() if waker is None else waker
         self._teller = Teller(tell)
         self._room = self.entries.room = Room(options.folder, place)
@@ -80,8 +76,7 @@ class Watcher:
         self._remote: Remote | None = None
         self._nodes: Nodes | None = None
         self._refusals: Refusals | None = None
-        self._opened_at = 0.0
-        self._sealed_before: frozenset[CheckpointId] = frozenset()
+        self._earlier: Earlier | None = None
         self._stopping = Stop()
         self._ending = Ending(self._stopping, options.drain_timeout_s)
         self._is_cut_short, self._num_there_before = False, 0
@@ -182,14 +177,14 @@ class Watcher:
     def _open(self) -> None:
         """Begin a new generation of the run, which also finishes what earlier ones had sealed."""
         options = self.options
-        self._sealed_before = _sealed(options)
+        journal = earlier.in_journal(options)
         uploader = self._uploader = _uploader(options)
         writes = options.num_nodes > 1
         self._remote = Remote(uploader.remote, options.store_options, uploader.settings, writes=writes)
         assert self._refusals is not None
         self._refusals.count_in(self._uploader.metrics)
         self._nodes = Nodes(*(options, self.entries, self._holds, self._uploader, self._remote))
-        self._opened_at = time.monotonic()
+        self._earlier = Earlier(options, journal)
         logger.info(
             "watching folder=%s remote=%s state=%s generation=%d",
             *(options.folder, self._uploader.remote, options.state, self._uploader.generation),
@@ -255,17 +250,15 @@ class Watcher:
         left = [each for each in left if not plan.awaits_others(each)]  # the next start continues them
         if not left and self._nodes.awaited:
             return f"{named('node', self._nodes.awaited)} to end, too: there may be more"
-        ours = [each for each in left if each.generation == self._uploader.generation]
-        handed = [each.step for each in ours if each.state is State.HANDED]
-        nodes = {step: self._uploader.missing_ranks(step) for step in handed}
-        missing = ending.others(nodes, self.options.node)
-        return ending.parts(missing, [each.step for each in left], is_open=True)
+        return _decision_on(left, self._uploader)
 
     def _round(self) -> None:
         self._lookout.look()
         self._lookout.review()
         self._lookout.take()
         self._learn()
+        if self.options.num_nodes == 1:
+            earlier.release_followed(self.entries, self._lookout, self._teller.refuse)
         assert self._nodes is not None
         self._nodes.listen()
         self._hand_over()
@@ -301,7 +294,9 @@ class Watcher:
             if (same := there(self._remote, self.entries, entry, self._uploader.generation)) is not None:
                 self._settle_same(entry, same)
                 continue
-            if plan.is_early(entry, known, self._uploader.generation, num_nodes=self.options.num_nodes):
+            generation, num_nodes = self._uploader.generation, self.options.num_nodes
+            if before := plan.predecessors(entry, known, generation, num_nodes=num_nodes):
+                self._teller.hold_up(entry, _decision_on(before, self._uploader))
                 return
             warning = plan.gone_back(entry, known)
             if plan.needs_new_generation(entry, known, self._uploader.generation):
@@ -309,6 +304,9 @@ class Watcher:
             generation = self._uploader.generation
             if reason := plan.passed_over(entry, known, generation):
                 self._settle_refused(entry, Refusal.OUTDATED, reason)
+                continue
+            if reason := plan.lost_part(entry, known, num_nodes):
+                self._settle_refused(entry, Refusal.GIVEN_UP, reason)
                 continue
             if warning:
                 self._teller.say("went_back", entry.path, warning)
@@ -358,9 +356,10 @@ class Watcher:
         assert self._uploader is not None
         assert self._remote is not None
         assert self._nodes is not None
-        ours = self._uploader.generation
+        assert self._earlier is not None
+        ours, num_nodes = self._uploader.generation, self.options.num_nodes
         handed = [each for each in self.entries.open() if each.generation]
-        earlier = [each for each in handed if each.generation != ours]
+        old = [each for each in handed if each.generation != ours]
         outcomes: list[tuple[Entry, str]] = []  # with the reason if it was given up
         for entry in handed:
             if entry.generation != ours or entry.state is not State.HANDED:
@@ -370,27 +369,23 @@ class Watcher:
                     outcomes.append((entry, ""))
             except CheckpointAbortedError as error:
                 outcomes.append((entry, str(error)))
-        for entry, reason in self._with_sums(outcomes):
+        for entry, reason in with_sums(self._remote, outcomes, num_nodes=num_nodes):
             if reason:
                 self._nodes.check_newest()  # a newer start has given it up, and there it comes again
                 self._given_up(entry, reason)
             else:
                 self._settle_committed(entry)
-        ids = [CheckpointId(each.generation, each.step) for each in earlier]
+        ids = [CheckpointId(each.generation, each.step) for each in old]
         decided = self._remote.decisions(ids) if ids else {}
-        for entry in earlier:
+        for entry in old:
             id_ = CheckpointId(entry.generation, entry.step)
             decision = decided.get(id_)
             if decision is not None and decision.outcome is not Outcome.ABORT:
-                self._settle_committed(self._with_sums([(entry, "")])[0][0])
+                self._settle_committed(with_sums(self._remote, [(entry, "")], num_nodes=num_nodes)[0][0])
             elif entry.state is State.STAGED:
                 continue  # handed in again when its turn comes
-            elif decision is not None or id_ not in self._sealed_before or self._is_left_alone():
+            elif decision is not None or not self._earlier.may_be_finished(id_):
                 self._given_up(entry, decision.reason if decision else "it was not sealed", may_repeat=True)
-
-    def _is_left_alone(self) -> bool:
-        """Return whether the other nodes have had time to finish what this node had sealed in an earlier start."""
-        return self.options.num_nodes > 1 and time.monotonic() - self._opened_at > PREDECESSOR_S
 
     def _given_up(self, entry: Entry, reason: str, *, may_repeat: bool = False) -> None:
         """Hand the entry in again if that can help (a kill interrupted it and its bytes are still here), else refuse
@@ -410,14 +405,6 @@ class Watcher:
             self._teller.settled("there", self.entries.settle(same.known_as(entry), State.COMMITTED))
         else:
             self._settle_refused(entry, Refusal.OUTDATED, same.why_outdated)
-
-    def _with_sums(self, outcomes: list[tuple[Entry, str]]) -> list[tuple[Entry, str]]:
-        """Add checksums to the committed entries.
-
-        With several nodes, none are added, since each node has only a part of the checkpoint.
-        """
-        assert self._remote is not None
-        return with_sums(self._remote, outcomes) if self.options.num_nodes == 1 else outcomes
 
     def _settle_committed(self, entry: Entry) -> None:
         self.entries.settle(entry, State.COMMITTED)
@@ -462,14 +449,12 @@ def _uploader(options: Options) -> Uploader:
     )
 
 
-def _sealed(options: Options) -> frozenset[CheckpointId]:
-    """Return the checkpoints that earlier starts had sealed and nobody has decided, according to the journal."""
-    try:
-        found = status.load(options.state).get(options.kind or "")
-    except NoJournalError:
-        return frozenset()
-    open_ = [each for each in found.checkpoints if each.state != "open"] if found else []
-    return frozenset(each.id for each in open_)
+def _decision_on(entries: list[Entry], uploader: Uploader) -> str:
+    """Describe what the decision on these entries waits for."""
+    ours = [each for each in entries if each.generation == uploader.generation]
+    handed = [each.step for each in ours if each.state is State.HANDED]
+    nodes = {step: uploader.missing_ranks(step) for step in handed}
+    return ending.parts(ending.others(nodes, uploader.rank), [each.step for each in entries], is_open=True)
 
 
 def _failure_of(opening: Callable[[], None]) -> StoreError | None:

@@ -522,3 +522,35 @@ def test_what_comes_too_late_on_a_node_without_the_mark_is_named(looking: Lookin
     assert looking.teller.refused["step-1"].startswith("step-1/optimizer.bin came after")
     looking.teller.settled("committed", entry(2, files))
     assert not looking.teller.refused, "a later version has it"
+
+
+NEXT = {
+    "dcp": ("__1_0.distcp", "optimizer.bin"),
+    "transformers": ("rng_state_1.pth", "adapter.bin"),
+    "deepspeed": ("zero_pp_rank_1_mp_rank_00_optim_states.pt", "layer_00-model_00-model_states.pt"),
+}
+
+
+@pytest.mark.parametrize("format_", NEXT)
+def test_on_a_node_without_the_mark_a_rank_that_it_had_not_is_of_the_next_save(format_: str) -> None:
+    """Ranks have moved between nodes. Any other file is named: its rank may be late, or a callback has added it."""
+    sent = replace(entry(1, {"step-1/a": FILES["step-1/a"]}, is_followed=True), format=format_)
+    rank, other = (f"step-1/{name}" for name in NEXT[format_])
+    late = dict.fromkeys((rank, other), Identity(9, 1, 9))
+    assert added.without_next_save(sent, {**sent.files, **late}).keys() == {*sent.files, other}
+    for unsure in (replace(sent, is_followed=False), replace(sent, format="olmo")):
+        assert added.without_next_save(unsure, late) == late
+    again = replace(sent, files=late)
+    assert added.without_next_save(again, late) == late, "it was handed in"
+
+
+def test_a_rank_that_moves_to_a_node_without_the_mark_is_not_called_late(looking: Looking) -> None:
+    lookout = looking.lookout(Rules(), num_nodes=2)
+    write(looking.folder / "step-1/__2_0.distcp")
+    lookout.look()
+    sent = replace(entry(1, dict(lookout.tree.files), state=State.COMMITTED, is_followed=True), format="dcp")
+    looking.entries.put(sent)
+    write(looking.folder / "step-1/__1_0.distcp")
+    lookout.look_and_take()
+    lookout.end()
+    assert (looking.told, looking.teller.refused) == ([], {})

@@ -571,6 +571,16 @@ def test_ones_own_rules_replace_the_table() -> None:
     assert len(find(tree_of(logged), Rules(quiet_s=60, pattern="*"))) == 2
 
 
+def test_a_mark_of_ones_own_alone_is_no_checkpoint() -> None:
+    for bare in ({"s-7/DONE": b"x"}, {"s-7/DONE": b"x", "s-7/model.tmp": b"x"}, {"DONE": b"x"}):
+        assert reasons(bare, Rules(done="DONE")) == "it has nothing but DONE yet"
+        assert not reasons(bare, Rules(done="DONE", num_nodes=2)), (
+            "another node has the rest, or it is given up"
+        )
+    for written in ({"s-7/model": b"", "s-7/DONE": b"x"}, {"s-7/sub/model": b"", "s-7/DONE": b"x"}):
+        assert not reasons(written, Rules(done="DONE"))
+
+
 def test_only_the_formats_that_are_asked_for() -> None:
     written = {**transformers(40), "x.ckpt": torch_zip(global_step=4)}
     assert [each.format for each in find(tree_of(written), Rules(formats=("transformers",)))] == [

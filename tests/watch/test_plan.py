@@ -209,23 +209,23 @@ def test_what_was_staged_by_a_clock_that_was_an_hour_ahead_is_handed_in_all_the_
 def test_after_a_trainer_has_gone_back_what_it_saved_before_is_decided_first() -> None:
     """Else, handed in again in another start, that would be the newest."""
     again = entry(3, 20, written_s=30, state=State.STAGED)
-    assert plan.is_early(again, [entry(1, 20, written_s=10)], 1, num_nodes=1)
-    assert plan.is_early(again, [entry(1, 20, written_s=10)], 2, num_nodes=1), (
+    assert plan.predecessors(again, [entry(1, 20, written_s=10)], 1, num_nodes=1)
+    assert plan.predecessors(again, [entry(1, 20, written_s=10)], 2, num_nodes=1), (
         "of an earlier start, and not decided"
     )
-    assert not plan.is_early(again, [entry(1, 20, written_s=10, state=State.COMMITTED)], 1, num_nodes=1)
-    assert not plan.is_early(again, [entry(1, 10, written_s=10)], 1, num_nodes=1)
-    assert not plan.is_early(again, [entry(1, 10, written_s=10)], 2, num_nodes=1)
+    assert not plan.predecessors(again, [entry(1, 20, written_s=10, state=State.COMMITTED)], 1, num_nodes=1)
+    assert not plan.predecessors(again, [entry(1, 10, written_s=10)], 1, num_nodes=1)
+    assert not plan.predecessors(again, [entry(1, 10, written_s=10)], 2, num_nodes=1)
 
 
 def test_on_several_nodes_what_an_earlier_start_had_handed_in_comes_again_before_what_is_new() -> None:
     """Else a third start would find that it is older than what the second one has committed."""
     new = entry(3, 30, written_s=30, state=State.STAGED)
     undecided = entry(1, 10, written_s=10)
-    assert plan.is_early(new, [undecided], 2, num_nodes=2)
-    assert not plan.is_early(new, [undecided], 1, num_nodes=2)
-    assert not plan.is_early(new, [undecided], 2, num_nodes=1), "its journal finishes it"
-    assert not plan.is_early(new, [replace(undecided, state=State.COMMITTED)], 2, num_nodes=2)
+    assert plan.predecessors(new, [undecided], 2, num_nodes=2)
+    assert not plan.predecessors(new, [undecided], 1, num_nodes=2)
+    assert not plan.predecessors(new, [undecided], 2, num_nodes=1), "its journal finishes it"
+    assert not plan.predecessors(new, [replace(undecided, state=State.COMMITTED)], 2, num_nodes=2)
 
 
 def test_local_retention_keeps_the_newest_committed() -> None:

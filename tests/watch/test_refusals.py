@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ckpt_async.watch.telling import UNREADABLE_S, Teller, Told
 from ckpt_async.watch.watcher import Watcher
 from tests.events.receiver import free_port, receiving, wait_until
 from tests.watch.conftest import Place, counts, save
+from tests.watch.looking import Place as Looking
 from tests.watch.trees import torch_zip
 
 pytestmark = pytest.mark.timeout(90)
@@ -242,3 +244,31 @@ def test_a_refusal_is_told_by_each_node_that_has_it_and_again_for_another_versio
 
     assert id_of() == id_of()
     assert len({id_of(), id_of("b"), id_of(step=2), id_of(step=None), id_of(node=1), id_of(version=1)}) == 6
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_what_is_changed_in_place_while_it_is_uploaded_is_told_only_if_that_has_spoilt_it(
+    tmp_path: Path, is_committed: bool
+) -> None:
+    """Its bytes may have been sent before its trainer saved again to the same place."""
+    looking = Looking(tmp_path)
+    here = looking.folder / "step-1"
+    here.mkdir()
+    for name in ("model", "DONE"):
+        (here / name).write_bytes(b"x")
+    lookout = looking.lookout(Rules(done="DONE"))
+    lookout.look_and_take()
+    (entry,) = looking.entries.open()
+    handed = replace(entry, state=State.HANDED, generation=1)
+    looking.entries.put(handed)
+    (here / "model").write_bytes(b"of the next save")
+    for _ in range(2):
+        lookout.look()
+        lookout.review()
+    looking.waker.close()
+    assert looking.told == [], "nobody knows yet"
+    if is_committed:
+        looking.teller.settled("committed", handed)
+    looking.teller.refuse(handed, Refusal.GIVEN_UP, "why")
+    events = ["committed", "refused"] if is_committed else ["changed", "refused"]
+    assert looking.told == [(event, "step-1") for event in events]

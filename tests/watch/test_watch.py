@@ -692,6 +692,15 @@ def test_what_was_finished_but_never_complete_is_named_when_it_is_removed(place:
     assert watching.end() == 0
 
 
+def test_a_folder_with_nothing_but_its_mark_is_named_and_the_mark_stays(place: Place) -> None:
+    (place.out / "step-7").mkdir()
+    (place.out / "step-7/DONE").write_bytes(b"x")
+    code, told = place.once("--done", "DONE", "--keep-local", "0")
+    assert (code, told["committed"]) == (0, 0)
+    assert told["incomplete"] == {"step-7": "it has nothing but DONE yet"}
+    assert (place.out / "step-7/DONE").exists()
+
+
 def test_a_copy_of_an_older_one_is_not_the_newest(place: Place) -> None:
     watching = place.watch()
     for step in (10, 20):

@@ -74,7 +74,7 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
     if found.reason:
         return found
     files = {path: tree.files[path] for path in found.files}
-    return checked(
+    found = checked(
         *(tree, found, rules),
         has_grown=any(each.items() <= files.items() for each in known.growing.get(found.path, ())),
         was_handed=any(
@@ -83,6 +83,10 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
         versions=versions,
         newest_ns=newest_ns,
     )
+    # Of several nodes, the others may have all the rest.
+    if found.format == "done" and found.files == (found.mark,) and not found.reason and rules.num_nodes == 1:
+        return replace(found, reason=f"it has nothing but {rules.done} yet")
+    return found
 
 
 def _by_table(tree: Tree, rules: Rules, taken: set[str]) -> Iterator[Found]:

@@ -1,0 +1,326 @@
+"""What earlier starts have left undecided, if there are other nodes now."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import restore
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.refusal import Refusal
+from ckpt_async.monitor.status import CheckpointStatus
+from ckpt_async.watch import plan
+from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.earlier import PREDECESSOR_S, Earlier, release_followed
+from ckpt_async.watch.entries import Entry, State, _decode, _encode
+from ckpt_async.watch.formats import Rules
+from ckpt_async.watch.options import Options
+from ckpt_async.watch.telling import HELD_UP_S, Teller
+from ckpt_async.watch.tree import Identity
+from tests.dcp_metadata import metadata_of
+from tests.watch.conftest import Watching, hashes
+from tests.watch.looking import Place as Looking
+
+pytestmark = pytest.mark.timeout(90)
+
+RANKS = ("__0_0.distcp", "__1_0.distcp")
+ID = CheckpointId(1, 20)
+
+
+# --- judged -------------------------------------------------------------------------------------------------
+
+
+def entry(format_: str = "dcp", *names: str, **more: Any) -> Entry:
+    files = {f"step-20/{each}": Identity(number, 1, number) for number, each in enumerate(names, start=1)}
+    shards = {path: path.removeprefix("step-20/") for path in files}
+    return Entry(1, format_, "step-20", 20, "step-20", files, shards, **({"num_nodes": 2} | more))
+
+
+def test_what_is_lost_with_a_node_is_what_the_mark_names_or_may_not_name() -> None:
+    whole = entry("dcp", *RANKS, ".metadata", expected=(".metadata", *RANKS))
+    part = entry("dcp", RANKS[0], ".metadata", expected=(".metadata", *RANKS))
+    assert (plan.lost_part(whole, (), 1), plan.lost_part(part, (), 2)) == ("", "")
+    assert plan.lost_part(part, (), 1).endswith("this node is alone now, and has no __1_0.distcp")
+    assert not plan.lost_part(replace(part, num_nodes=3), (), 2), (
+        "the other one may have it, and the commit tells"
+    )
+    unnamed = entry("done", "model.pt", "DONE", expected=("DONE", "model.pt"))
+    assert "its mark does not tell" in plan.lost_part(unnamed, (), 1)
+    assert "there are 2 now" in plan.lost_part(replace(unnamed, num_nodes=3), (), 2)
+    for num_nodes in (2, 3):
+        assert not plan.lost_part(unnamed, (), num_nodes)
+    assert not plan.lost_part(replace(unnamed, num_nodes=1), (), 1)
+    assert not plan.lost_part(replace(unnamed, path="step-20/model.pt"), (), 1), "a single file"
+
+
+def test_what_was_saved_again_by_another_number_of_nodes_is_not_mixed_with_that() -> None:
+    """For a minute after the mark, `rng_state_1.pth` may be a late rank's, wherever it is."""
+    first = entry("transformers", "trainer_state.json", expected=("rng_state_1.pth", "trainer_state.json"))
+    again = replace(first, number=2, mark_ns=99)
+    assert "of which save their rng_state_1.pth would be" in plan.lost_part(first, [first, again], 3)
+    assert not plan.lost_part(first, [first, again], 2), (
+        "the other node has the file of the first save linked"
+    )
+    assert not plan.lost_part(first, [first, replace(first, number=2)], 3), "it was only added to"
+    assert not plan.lost_part(again, [first, again], 3)
+    assert not plan.lost_part(first, [first, replace(again, path="step-30")], 3)
+    named = entry("dcp", RANKS[0], expected=RANKS)
+    assert not plan.lost_part(named, [named, replace(named, number=2, mark_ns=99)], 3), (
+        "its ranks write before the mark"
+    )
+
+
+def test_what_must_be_decided_first_is_named() -> None:
+    new = replace(entry("dcp", *RANKS), number=3)
+    first = replace(new, number=1, state=State.HANDED, generation=1)
+    second = replace(first, number=2, step=30)
+    assert plan.predecessors(new, [first, second, new], 2, num_nodes=1) == [first, second]
+    assert plan.predecessors(replace(new, step=25), [first, second, new], 2, num_nodes=1) == [second]
+    assert plan.predecessors(replace(new, step=25), [first, second, new], 2, num_nodes=2) == [first, second]
+
+
+def sealed(state: str, **more: Any) -> CheckpointStatus:
+    fields: dict[str, Any] = {"world_size": 2, "ranks": (0,), "is_delivered": state == "committed"} | more
+    return CheckpointStatus(
+        id=ID, name="x", state=state, num_shards=1, num_verified=0, size_bytes=1, uploaded_bytes=0, **fields
+    )
+
+
+class Now:
+    """A start of the run, and what the journal says meanwhile."""
+
+    def __init__(self, before: CheckpointStatus, num_nodes: int) -> None:
+        self.now_s, self.journal = 0.0, {ID: before}
+        options = Options(Path("out"), "memory://", Path("state"), Path("lock"), num_nodes=num_nodes)
+        self.earlier = Earlier(options, {ID: before}, read=lambda _: self.journal, clock=lambda: self.now_s)
+
+    def waits(self, after_s: float) -> bool:
+        self.now_s += after_s
+        return self.earlier.may_be_finished(ID)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_other_nodes_are_waited_for_only_for_a_while_however_many_there_are_now(num_nodes: int) -> None:
+    now = Now(sealed("waiting", is_delivered=True), num_nodes)
+    assert (now.waits(PREDECESSOR_S), now.waits(0.1)) == (True, False)
+    assert not Now(sealed("open"), num_nodes).waits(0), "it was not sealed"
+    assert not now.earlier.may_be_finished(CheckpointId(1, 30))
+
+
+def test_what_one_node_alone_has_sealed_its_journal_finishes() -> None:
+    assert Now(sealed("uploading", world_size=1), 1).waits(9_999)
+    assert not Now(sealed("uploading", world_size=1), 2).waits(9_999)
+
+
+def test_a_node_that_is_alone_now_sends_its_own_part_first_because_the_others_may_have_sent_theirs() -> None:
+    now = Now(sealed("uploading"), 1)
+    assert now.waits(9_999)
+    now.journal[ID] = sealed("waiting")
+    assert now.waits(9_999), "its receipt comes next"
+    now.journal[ID] = sealed("waiting", is_delivered=True)
+    assert (now.waits(PREDECESSOR_S), now.waits(0.1)) == (True, False)
+    for other in (sealed("lost"), sealed("uploading", ranks=(1,))):
+        now = Now(other, 1)
+        assert (now.waits(PREDECESSOR_S), now.waits(0.1)) == (True, False), "nobody sends it"
+
+
+def test_a_record_of_an_earlier_version_is_of_several_nodes_if_only_these_have_such() -> None:
+    for known, num_nodes in (
+        (entry(expected=("a",)), 2),
+        (entry(is_followed=True), 2),
+        (entry(num_nodes=1), 1),
+    ):
+        fields = json.loads(json.dumps(_encode(known)))
+        assert _decode(fields) == known
+        del fields["num_nodes"]
+        assert _decode(fields).num_nodes == num_nodes
+
+
+def test_what_holds_up_all_that_follows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    teller = Teller(lambda _: None, clock=lambda: now[0])
+    for now[0] in (0.0, HELD_UP_S - 1, HELD_UP_S, HELD_UP_S + 1):
+        assert not caplog.messages or now[0] >= HELD_UP_S
+        teller.hold_up(entry(), "node 1 to hand in step 10")
+    (told,) = caplog.messages
+    assert told.startswith(
+        "step-20 (step 20), and what was saved after it, is not handed in yet: it waits for node 1"
+    )
+
+
+# --- let go -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_what_another_node_had_announced_is_taken_anew_if_it_is_whole_here_and_else_refused(
+    tmp_path: Path, is_whole: bool
+) -> None:
+    looking = Looking(tmp_path)
+    here = looking.folder / "step-20"
+    here.mkdir()
+    for name in RANKS if is_whole else RANKS[1:]:
+        (here / name).write_bytes(os.urandom(400))
+    (here / ".metadata").write_bytes(metadata_of(dict.fromkeys(RANKS, 400)))
+    lookout = looking.lookout(Rules())
+    lookout.look()
+    known = replace(entry(), files=lookout.tree.files, is_followed=True)
+    looking.entries.stage(known, looking.folder)
+    looking.entries.put(replace(known, generation=1))
+    lookout.look_and_take()
+    refused = list[tuple[int, Refusal]]()
+    release_followed(looking.entries, lookout, lambda each, cause, _: refused.append((each.step, cause)))
+    looking.waker.close()
+    assert refused == ([] if is_whole else [(20, Refusal.INCOMPLETE)])
+    assert [each.is_followed for each in looking.entries.open()] == ([False] if is_whole else [])
+
+
+def test_what_other_nodes_had_of_it_and_nobody_can_name_is_not_taken_anew(tmp_path: Path) -> None:
+    looking = Looking(tmp_path)
+    here = looking.folder / "step-20"
+    here.mkdir()
+    for name in ("model.pt", "DONE"):
+        (here / name).write_bytes(b"x")
+    lookout = looking.lookout(Rules(done="DONE"))
+    lookout.look()
+    looking.entries.put(replace(entry("done"), files=lookout.tree.files, is_followed=True))
+    refused = list[str]()
+    release_followed(looking.entries, lookout, lambda _, __, reason: refused.append(reason))
+    lookout.look_and_take()
+    looking.waker.close()
+    assert (len(refused), looking.entries.open()) == (1, [])
+    assert looking.told == [("refused", "step-20")], "and says so again"
+
+
+# --- from two nodes to one, and to three ---------------------------------------------------------------------
+
+
+class Nodes:
+    """Nodes with a folder each, and watchers that are told how many there are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.remote = folder, f"file://{folder}/remote"
+        self._all: list[Watching] = []
+
+    def out(self, node: int) -> Path:
+        return self.folder / f"node-{node}/out"
+
+    def watch(self, node: int, of: int, *more: str, place: int | None = None) -> Watching:
+        out = self.out(node if place is None else place)
+        out.mkdir(parents=True, exist_ok=True)
+        args = ("watch", out, self.remote, "--node", f"{node}/{of}", "--json", "-v", *more)
+        self._all.append(Watching(*args, "--settle-s", "0.2", "--interval", "0.5"))
+        return self._all[-1]
+
+    def save(self, step: int, *owners: int) -> dict[str, str]:
+        """A checkpoint with a rank on each of these nodes, the mark on the first of them."""
+        names = [f"__{rank}_0.distcp" for rank in range(len(owners))]
+        saved: dict[str, str] = {}
+        for name, node in reversed([*zip([".metadata", *names], [owners[0], *owners], strict=True)]):
+            here = self.out(node) / f"step-{step}"
+            here.mkdir(parents=True, exist_ok=True)
+            data = metadata_of(dict.fromkeys(names, 400)) if name == ".metadata" else os.urandom(400)
+            (here / f"{name}.tmp").write_bytes(data)
+            (here / f"{name}.tmp").rename(here / name)
+            saved[name] = hashes(here)[name]
+        return saved
+
+    def committed(self, step: int) -> dict[str, str] | None:
+        found = restore.find(self.remote, step=step)
+        if found is None:
+            return None
+        restore.fetch(found, self.folder / f"fetched-{step}", overwrite=True)
+        return hashes(self.folder / f"fetched-{step}")
+
+    def until_delivered(self, step: int, rank: int) -> None:
+        place = Path(self.remote.removeprefix("file://")) / keys.receipt_key(CheckpointId(1, step), rank)
+        while not place.exists():
+            pass
+
+    def newest(self) -> int:
+        found = restore.find(self.remote)
+        assert found is not None
+        return found.step
+
+    def end(self) -> None:
+        for each in self._all:
+            each.kill()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.end()
+
+
+def test_a_node_that_is_alone_now_gives_up_what_it_lacks_and_commits_what_follows(nodes: Nodes) -> None:
+    first = nodes.watch(0, 2)
+    nodes.save(20, 0, 1)
+    nodes.save(25, 0, 0)  # the other node has nothing of it
+    for step in (20, 25):
+        nodes.until_delivered(step, 0)
+    first.kill()
+    alone = nodes.watch(0, 1)
+    assert alone.until("refused", 20)["reason"].endswith("has no __1_0.distcp")
+    alone.until("committed", 25)
+    shutil.rmtree(nodes.out(0) / "step-20")
+    saved = {step: nodes.save(step, 0) for step in (20, 30)}
+    alone.until("committed", 30)
+    assert {step: nodes.committed(step) for step in saved} == saved
+    assert (nodes.newest(), alone.end()) == (30, 0)
+
+
+def test_a_node_without_the_marks_that_is_alone_now_does_not_wait_for_the_one_that_had_them(
+    nodes: Nodes,
+) -> None:
+    second = nodes.watch(1, 2)
+    second.until_logged("generation=1")
+    saved = nodes.save(20, 0, 1)
+    mark_ns = (nodes.out(0) / "step-20/.metadata").stat().st_mtime_ns
+    here = dict.fromkeys((RANKS[0], ".metadata"))
+    told = Announcement(ID, 0, "dcp", "step-20", "step-20", here, tuple(saved), mark_ns)
+    key = Path(nodes.remote.removeprefix("file://")) / keys.announcement_key(ID)
+    key.parent.mkdir(parents=True, exist_ok=True)
+    key.write_bytes(told.encode())
+    nodes.until_delivered(20, 1)
+    second.kill()
+    alone = nodes.watch(0, 1, place=1)
+    assert "another one had its mark" in alone.until("refused", 20)["reason"]
+    shutil.rmtree(nodes.out(1) / "step-20")
+    saved = nodes.save(20, 1)
+    alone.until("committed", 20)
+    assert (nodes.committed(20), alone.end()) == (saved, 0)
+
+
+def test_half_of_what_no_mark_names_is_not_committed_by_the_node_that_is_left(nodes: Nodes) -> None:
+    first = nodes.watch(0, 2, "--done", "DONE")
+    for step in (20, 30):
+        for name in ("shard-0.pt", "DONE"):
+            (nodes.out(0) / f"step-{step}").mkdir(parents=True, exist_ok=True)
+            (nodes.out(0) / f"step-{step}" / name).write_bytes(b"x")
+        if step == 20:
+            nodes.until_delivered(20, 0)
+            first.kill()
+            first = nodes.watch(0, 1, "--done", "DONE")
+            assert "its mark does not tell" in first.until("refused", 20)["reason"]
+    first.until("committed", 30)
+    assert (nodes.committed(20), first.end()) == (None, 1)
+
+
+def test_what_two_nodes_had_sealed_three_nodes_commit(nodes: Nodes) -> None:
+    first = nodes.watch(0, 2)
+    saved = nodes.save(20, 0, 1)
+    nodes.until_delivered(20, 0)
+    first.kill()
+    three = [nodes.watch(node, 3) for node in range(3)]
+    three[0].until("committed", 20)
+    assert nodes.committed(20) == saved
+    saved = nodes.save(30, 0, 1, 2)
+    three[0].until("committed", 30)
+    assert nodes.committed(30) == saved
