@@ -58,8 +58,12 @@ def saved_again(
 
 FEWER: dict[str, tuple[list[str], dict[str, bytes], Rules, float]] = {
     "the user says how many there are": (RNG[2:], transformers(*RNG[:2]), Rules(ranks=2), 0),
-    "its arguments say it": (RNG[2:], transformers(*RNG[:2], num_processes=2), Rules(), 31),
+    "its arguments say it": (RNG[2:], transformers(*RNG[:2], num_processes=2), Rules(), 0),
+    "its arguments say it on one of several nodes": (
+        *(RNG[2:], transformers(*RNG[:2], num_processes=2), Rules(num_nodes=2), 0),
+    ),
     "one alone has no number": (RNG[:2], transformers(ONE), Rules(), 31),
+    "its arguments say that it was one alone": (RNG, transformers(ONE, num_processes=1), Rules(), 0),
     "nothing says it, and nobody writes": (RNG[2:], transformers(*RNG[:2]), Rules(), EARLY_RANK_S),
     "DeepSpeed says it": (DEEPSPEED[2:], deepspeed(*DEEPSPEED[:2], dp=2), Rules(), 0),
 }
@@ -96,6 +100,35 @@ def test_what_nobody_has_seen_complete_before_is_taken_as_it_is() -> None:
     stale, written, rules, now_s = FEWER["the user says how many there are"]
     found = saved_again(stale, written, rules, now_s, is_known=False)
     assert (found.reason, found.of_other_ranks) == ("", ())
+
+
+@pytest.mark.parametrize(("now_s", "is_waiting"), [(0, True), (31, False)])
+def test_arguments_that_count_fewer_ranks_than_there_are_files_are_doubted(
+    now_s: float, is_waiting: bool
+) -> None:
+    """Nothing shows that the files are of an earlier save, and if they are not, more ranks are writing."""
+    stale, written, rules, _ = FEWER["its arguments say it"]
+    found = saved_again(stale, written, rules, now_s, is_known=False)
+    assert (bool(found.reason), found.is_waiting, found.of_other_ranks) == (is_waiting, is_waiting, ())
+    found = saved_again(stale[1:], written, rules, now_s, is_known=False)
+    assert found.missing == ("rng_state_2.pth",), "between others"
+    one = torch_zip(num_processes=1)
+    found = saved_again(
+        RNG[1:2], transformers(RNG[0]) | {f"{HERE}/training_args.bin": one}, rules, now_s, is_known=False
+    )
+    assert found.is_waiting is is_waiting, "a single process writes no number"
+
+
+def test_on_several_nodes_too() -> None:
+    stale, written, _, _ = FEWER["its arguments say it"]
+    found = saved_again(stale, written, Rules(num_nodes=2), 9_999, is_known=False)
+    assert found.reason == (
+        f"{RNG[3]} is of more ranks than its training_args.bin counts (2): give --ranks, or delete the file if an"
+        " earlier save has left it"
+    )
+    three = transformers(*RNG[:2], num_processes=3)
+    found = saved_again(RNG[3:], three, Rules(num_nodes=2), 0, is_known=True)
+    assert (found.reason, found.missing, found.of_other_ranks) == ("", ("rng_state_2.pth",), (RNG[3],))
 
 
 def test_dcp_s_mark_names_its_files_and_what_it_does_not_name_is_left_out(place: Place) -> None:

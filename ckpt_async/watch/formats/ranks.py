@@ -14,12 +14,12 @@ from ckpt_async.watch.formats.checks import (
     named_in,
 )
 from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last, marked_ns
+from ckpt_async.watch.formats.marks import settled
 from ckpt_async.watch.tree import Tree
 
 _DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-# The files that each rank writes in every save. (OLMo begins each save in an empty folder.)
 _OF_RANK = {"transformers": RNG, "deepspeed": DEEPSPEED_RANK}
-# The file that a single process writes instead.
+# The file that a single process writes instead of a numbered one.
 _OF_ONE = {"transformers": "rng_state.pth"}
 _NS = 1_000_000_000
 
@@ -27,10 +27,25 @@ _NS = 1_000_000_000
 def without_other_ranks(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version]) -> Found:
     """Return `found` without the files of ranks that its save does not have."""
     others = _unnamed(tree, found) | _beyond(tree, found, rules, versions)
-    if not others:
-        return found
-    files = tuple(path for path in found.files if path not in others)
-    return replace(found, files=files, of_other_ranks=tuple(sorted(others)))
+    if others:
+        files = tuple(path for path in found.files if path not in others)
+        found = replace(found, files=files, of_other_ranks=tuple(sorted(others)))
+    return _doubted(tree, found, rules)
+
+
+def rank_of(format_: str, shard: str) -> int | None:
+    """Return the rank that writes this file in every save; None if it is no such file, or the mark names it.
+
+    (OLMo begins each save in an empty folder.)
+    """
+    pattern = _OF_RANK.get(format_)
+    match = pattern.fullmatch(shard) if pattern else None
+    return int(next(filter(None, match.groups()))) if match else None
+
+
+def _is_numbered(format_: str, shard: str) -> bool:
+    """Return whether it is a file that a single process writes under another name."""
+    return format_ in _OF_ONE and RNG.fullmatch(shard) is not None
 
 
 def _unnamed(tree: Tree, found: Found) -> set[str]:
@@ -51,16 +66,15 @@ def _beyond(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version])
     Where the number of ranks is unknown, these are the last ranks, and only if nothing was written for as long as a
     rank may be late.
     """
-    pattern = _OF_RANK.get(found.format)
-    matches = {path: pattern.fullmatch(found.shard(path)) for path in found.files} if pattern else {}
-    ranks = {path: int(next(filter(None, match.groups()))) for path, match in matches.items() if match}
+    ranks = _ranks(found)
     one = join(found.path, _OF_ONE.get(found.format, ""))
     stale = _stale(tree, found, rules, versions, {*ranks, one} & {*found.files}) if ranks else set()
     if not stale:
         return set()
-    written = {rank for path, rank in ranks.items() if path not in stale}
     if one in tree.files and one not in stale:  # it has one rank
-        return stale if not written else set()
+        others = {p for p, rank in ranks.items() if rank or _is_numbered(found.format, found.shard(p))}
+        return others if others <= stale else set()
+    written = {rank for path, rank in ranks.items() if path not in stale}
     if found.num_ranks:
         first = found.num_ranks
     elif tree.now_ns - changed_ns(tree, found) >= EARLY_RANK_S * _NS:
@@ -69,6 +83,11 @@ def _beyond(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version])
         return set()
     beyond = {path for path in stale if ranks.get(path, -1) >= first}
     return beyond | ({one} & stale if written else set())
+
+
+def _ranks(found: Found) -> dict[str, int]:
+    ranks = {path: rank_of(found.format, found.shard(path)) for path in found.files}
+    return {path: rank for path, rank in ranks.items() if rank is not None}
 
 
 def _stale(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version], paths: set[str]) -> set[str]:
@@ -85,3 +104,23 @@ def _stale(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version], 
         if tree.files[path].mtime_ns < began_ns
         or any(each.files.get(path) == tree.files[path] for each in others)
     }
+
+
+def _doubted(tree: Tree, found: Found, rules: Rules) -> Found:
+    """Return `found`, not complete yet if it has a file of a rank that its own arguments do not count.
+
+    Nothing shows that the file is of an earlier save. If the arguments are wrong, ranks up to that one write to it.
+    """
+    ranks = _ranks(found) if found.format == "transformers" and not (rules.ranks or found.reason) else {}
+    numbered = {rank: path for path, rank in ranks.items() if _is_numbered(found.format, found.shard(path))}
+    last_rank = max(numbered, default=-1)
+    if not found.num_ranks or last_rank < found.num_ranks:
+        return found
+    if rules.num_nodes > 1:
+        reason = (
+            f"{numbered[last_rank]} is of more ranks than its training_args.bin counts ({found.num_ranks}): give"
+            " --ranks, or delete the file if an earlier save has left it"
+        )
+        return replace(found, reason=reason)
+    lacking = {f"rng_state_{rank}.pth" for rank in {*range(last_rank)} - numbered.keys()}
+    return settled(tree, replace(found, missing=tuple(sorted({*found.missing} | lacking))))
