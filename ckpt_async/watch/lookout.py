@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,7 +193,7 @@ class Lookout:
         for found, mark, reason in self._lacking.values():
             if found.is_mixed and self.tree.files.get(found.mark) == mark:
                 self._teller.incomplete.pop(found.path or ".", None)
-                advice = "if the rank that wrote it is no part of the new save, delete it"
+                advice = "if it is no part of the new save, delete it"
                 self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
         self._tell_of_unknown(find(self.tree, self._options.rules), 0.0)
 
@@ -235,14 +235,19 @@ class Lookout:
         """Report what is left out of a checkpoint: special files without content, and files of ranks of an earlier
         save.
 
-        Leaving them out loses nothing, but it must not happen silently.
+        Leaving them out loses nothing, but it must not happen silently. The same holds for files of an earlier save
+        that are not left out.
         """
         if found.of_other_ranks and not found.reason:
-            some = ", ".join(found.of_other_ranks[:3]) + (" …" if len(found.of_other_ranks) > 3 else "")
+            some = some_of(found.of_other_ranks)
             what = (
                 f"{some}: of ranks of an earlier save to the same place, and left out of {found.path or '.'}"
             )
             self._teller.say("of_other_ranks", some, what)
+        if found.unwritten and not found.reason:
+            some = some_of(found.unwritten)
+            what = f"{some}: not written again since an earlier save to the same place, and sent with {found.path}"
+            self._teller.say("unwritten", some, what)
         if not has_all_below(found):
             return
         for path in self.tree.special_below(found.path):
@@ -459,6 +464,10 @@ class Lookout:
         self.num_left += 1
         if found.mark in self.tree.files:
             self._lacking[found.path] = found, self.tree.files[found.mark], reason
+
+
+def some_of(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (" …" if len(paths) > 3 else "")
 
 
 def _is_stale(found: Found, tree: Tree) -> bool:

@@ -10,15 +10,14 @@ from ckpt_async.watch.formats.checks import (
     DEEPSPEED_RANK,
     EARLY_RANK_S,
     RNG,
-    is_same_save,
     named_in,
+    other_saves,
 )
-from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last, marked_ns
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last
 from ckpt_async.watch.formats.marks import settled
 from ckpt_async.watch.tree import Tree
 
 _DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-_OF_RANK = {"transformers": RNG, "deepspeed": DEEPSPEED_RANK}
 # The file that a single process writes instead of a numbered one.
 _OF_ONE = {"transformers": "rng_state.pth"}
 _NS = 1_000_000_000
@@ -38,8 +37,11 @@ def rank_of(format_: str, shard: str) -> int | None:
 
     (OLMo begins each save in an empty folder.)
     """
-    pattern = _OF_RANK.get(format_)
-    match = pattern.fullmatch(shard) if pattern else None
+    match = None
+    if format_ == "transformers":  # with DeepSpeed, in a folder of its own
+        match = RNG.fullmatch(shard) or DEEPSPEED_RANK.fullmatch(last(shard))
+    elif format_ == "deepspeed":
+        match = DEEPSPEED_RANK.fullmatch(shard)
     return int(next(filter(None, match.groups()))) if match else None
 
 
@@ -92,10 +94,7 @@ def _ranks(found: Found) -> dict[str, int]:
 
 def _stale(tree: Tree, found: Found, rules: Rules, versions: Sequence[Version], paths: set[str]) -> set[str]:
     """Return the paths whose files are as they were in another save, or are far older than all the rest."""
-    at_ns = marked_ns(tree, found)
-    others = [
-        each for each in versions if each.marked_ns != at_ns and is_same_save(tree, found, each) is False
-    ]
+    others = other_saves(tree, found, versions)
     rest = [tree.files[path].mtime_ns for path in found.files if path not in paths]
     began_ns = 0 if rules.ignores_times else min(rest, default=0) - int(EARLY_RANK_S * _NS)
     return {
