@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Found, Known, Rules, find
-from ckpt_async.watch.formats.checks import are_added, newer_than_mark, unrotated
+from ckpt_async.watch.formats.checks import are_added, named_by_metadata, newer_than_mark, unrotated
 from ckpt_async.watch.formats.found import Files, Version
 from ckpt_async.watch.tree import Tree
 
@@ -146,7 +146,10 @@ def marked(
         return None
     marked_ns = tree.files[found.mark].mtime_ns
     newer = {*newer_than_mark(tree, found)}
-    if not newer or not newer.issuperset(written) or not are_added(tree, newer, marked_ns, rules, versions):
+    named = named_by_metadata(tree, found)
+    if not newer or not newer.issuperset(written):
+        return None
+    if not are_added(tree, newer, marked_ns, rules, versions, named=named):
         return None
     if unrotated(tree, found, rules).reason:
         return None

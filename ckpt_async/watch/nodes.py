@@ -32,6 +32,8 @@ from ckpt_async.watch.formats.checks import (
     misses_what_is_gone,
     removed_from,
 )
+from ckpt_async.watch.formats.found import last
+from ckpt_async.watch.formats.ranks import DISTCP
 from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
@@ -291,7 +293,8 @@ class Nodes:
 
     def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
         late = _late(version.tree.files, version.shards, announced)
-        if late and not are_added(version.tree, late, announced.marked_ns, self._rules):
+        named = [path for path, shard in version.shards.items() if DISTCP.fullmatch(last(shard))]
+        if late and not are_added(version.tree, late, announced.marked_ns, self._rules, named=named):
             later = late[0]
             late_s = (version.tree.files[later].mtime_ns - announced.marked_ns) / 1e9
             return (

@@ -114,7 +114,8 @@ def checked(
     if found.mark and not rules.ignores_times:
         marked_ns = tree.files[found.mark].mtime_ns
         newer = newer_than_mark(tree, found)
-        if newer and (was_handed or not are_added(tree, newer, marked_ns, rules, versions)):
+        is_added = are_added(tree, newer, marked_ns, rules, versions, named=named_by_metadata(tree, found))
+        if newer and (was_handed or not is_added):
             return replace(
                 found,
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
@@ -232,14 +233,20 @@ def other_saves(tree: Tree, found: Found, versions: Sequence[Version]) -> list[V
 
 
 def are_added(
-    tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules, versions: Sequence[Version] = ()
+    tree: Tree,
+    newer: Collection[str],
+    marked_ns: int,
+    rules: Rules,
+    versions: Sequence[Version] = (),
+    *,
+    named: Collection[str] = (),
 ) -> bool:
     """Return whether these files were made after the mark, one soon after the other.
 
-    A file that is being rewritten was there before, even if it has another inode now or its rewriting begins later. A
-    file that was also added to an earlier save may be written in place.
+    A file that is being rewritten was there before, even if it has another inode now or its rewriting begins later. So
+    was one that the mark names (`named`). A file that was also added to an earlier save may be written in place.
     """
-    if any(not each.body.keys().isdisjoint(newer) for each in versions):
+    if not {*named}.isdisjoint(newer) or any(not each.body.keys().isdisjoint(newer) for each in versions):
         return False
     again = {path for each in versions for path in each.added}
     end_ns = float(marked_ns)
@@ -404,6 +411,15 @@ def _with_named(tree: Tree, found: Found) -> Found:
             elif tree.files[path].size_bytes < least_bytes:
                 return replace(found, reason=f"{path} is shorter than {mark} says")
     return replace(found, missing=tuple(sorted({*missing})))
+
+
+def named_by_metadata(tree: Tree, found: Found) -> set[str]:
+    """Return the paths of all files that its `.metadata` files name."""
+    named = set[str]()
+    for mark in (path for path in found.files if last(path) == METADATA):
+        names = named_in(tree, mark)
+        named |= set() if isinstance(names, str) else {join(mark.rpartition("/")[0], name) for name in names}
+    return named
 
 
 def named_in(tree: Tree, mark: str) -> dict[str, int] | str:

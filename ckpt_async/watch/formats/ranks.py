@@ -17,7 +17,7 @@ from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, chan
 from ckpt_async.watch.formats.marks import settled
 from ckpt_async.watch.tree import Tree
 
-_DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 # The file that a single process writes instead of a numbered one.
 _OF_ONE = {"transformers": "rng_state.pth"}
 _NS = 1_000_000_000
@@ -57,7 +57,7 @@ def _unnamed(tree: Tree, found: Found) -> set[str]:
         folder, named = mark.rpartition("/")[0], named_in(tree, mark)
         if isinstance(named, str) or not named:
             continue
-        here = {name for name in tree.names(folder) if _DISTCP.fullmatch(name)}
+        here = {name for name in tree.names(folder) if DISTCP.fullmatch(name)}
         others |= {join(folder, name) for name in here - named.keys()}
     return others & {*found.files}
 
