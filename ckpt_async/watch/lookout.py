@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, UnwholeError, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, Known, find
 from ckpt_async.watch.formats.checks import has_all_below
-from ckpt_async.watch.formats.found import Version
+from ckpt_async.watch.formats.found import Version, some_of
+from ckpt_async.watch.formats.ranks import left_out_of
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.meanwhile import attend, begin
 from ckpt_async.watch.options import Options
@@ -239,11 +240,8 @@ class Lookout:
         that are not left out.
         """
         if found.of_other_ranks and not found.reason:
-            some = some_of(found.of_other_ranks)
-            what = (
-                f"{some}: of ranks of an earlier save to the same place, and left out of {found.path or '.'}"
-            )
-            self._teller.say("of_other_ranks", some, what)
+            what = left_out_of(found.path, found.of_other_ranks)
+            self._teller.say("of_other_ranks", what, what)
         if found.unwritten and not found.reason:
             some = some_of(found.unwritten)
             what = f"{some}: not written again since an earlier save to the same place, and sent with {found.path}"
@@ -464,10 +462,6 @@ class Lookout:
         self.num_left += 1
         if found.mark in self.tree.files:
             self._lacking[found.path] = found, self.tree.files[found.mark], reason
-
-
-def some_of(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (" …" if len(paths) > 3 else "")
 
 
 def _is_stale(found: Found, tree: Tree) -> bool:

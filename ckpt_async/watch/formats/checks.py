@@ -190,15 +190,16 @@ def _left(found: Found, unwritten: Sequence[str]) -> str:
     earlier save had more of them. Or the format writes all such files in each save.
     """
     written = {*found.files} - {*unwritten}
-    numberless = {_numberless(found.shard(path)) for path in written}
+    numberless_ = {numberless(found.shard(path)) for path in written}
     is_anew = found.format in _ANEW and any(_STATE.fullmatch(path) for path in written)
     for path in unwritten:
-        if _numberless(found.shard(path)) in numberless or (is_anew and _STATE.fullmatch(path)):
+        if numberless(found.shard(path)) in numberless_ or (is_anew and _STATE.fullmatch(path)):
             return path
     return ""
 
 
-def _numberless(shard: str) -> str:
+def numberless(shard: str) -> str:
+    """Return a file's name, the same for all that differ by small numbers only."""
     return _NUMBER.sub("#", shard)
 
 

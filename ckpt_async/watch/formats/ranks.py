@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpt_async.watch.formats.checks import (
@@ -13,7 +13,7 @@ from ckpt_async.watch.formats.checks import (
     named_in,
     other_saves,
 )
-from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last, some_of
 from ckpt_async.watch.formats.marks import settled
 from ckpt_async.watch.tree import Tree
 
@@ -48,6 +48,35 @@ def rank_of(format_: str, shard: str) -> int | None:
 def _is_numbered(format_: str, shard: str) -> bool:
     """Return whether it is a file that a single process writes under another name."""
     return format_ in _OF_ONE and RNG.fullmatch(shard) is not None
+
+
+def num_ranks_in(format_: str, names: Collection[str]) -> int:
+    """Return how many ranks have written these files, which are all of a checkpoint's; 0 if no name tells."""
+    ranks = [rank for name in names if (rank := rank_of(format_, name)) is not None]
+    if _OF_ONE.get(format_) in names and not any(_is_numbered(format_, name) for name in names):
+        return max(1, *ranks, 1)
+    return max(ranks, default=-1) + 1
+
+
+def is_beyond(format_: str, shard: str, num_ranks: int) -> bool:
+    """Return whether a save of so many ranks has no such file."""
+    if shard == _OF_ONE.get(format_):
+        return num_ranks > 1
+    rank = rank_of(format_, shard)
+    return rank is not None and (rank >= num_ranks or (num_ranks == 1 and _is_numbered(format_, shard)))
+
+
+def is_unnamed(shard: str, named: Collection[str], here: Collection[str]) -> bool:
+    """Return whether it is a rank's file of DCP's that the `.metadata` beside it does not name.
+
+    `here` are the files of the node that has read it, `named` all that the checkpoint consists of.
+    """
+    mark = join(shard.rpartition("/")[0], METADATA)
+    return DISTCP.fullmatch(last(shard)) is not None and mark in here and shard not in named
+
+
+def left_out_of(path: str, files: Sequence[str]) -> str:
+    return f"{some_of(files)}: of ranks of an earlier save to the same place, and left out of {path or '.'}"
 
 
 def _unnamed(tree: Tree, found: Found) -> set[str]:
