@@ -19,6 +19,7 @@ from ckpt_async.watch.formats.checks import (
     are_added,
     is_of_one_node,
     misses_what_is_gone,
+    named_by_metadata,
     newer_than_mark,
     unrotated,
 )
@@ -165,7 +166,10 @@ def marked(
         return None
     marked_ns = tree.files[found.mark].mtime_ns
     newer = {*newer_than_mark(tree, found)}
-    if not newer or not newer.issuperset(written) or not are_added(tree, newer, marked_ns, rules, versions):
+    named = named_by_metadata(tree, found)
+    if not newer or not newer.issuperset(written):
+        return None
+    if not are_added(tree, newer, marked_ns, rules, versions, named=named):
         return None
     if unrotated(tree, found, rules).reason:
         return None

@@ -27,7 +27,8 @@ from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, UnwholeError, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, Known, find
 from ckpt_async.watch.formats.checks import has_all_below
-from ckpt_async.watch.formats.found import Version
+from ckpt_async.watch.formats.found import Version, some_of
+from ckpt_async.watch.formats.ranks import left_out_of
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.meanwhile import attend, begin
 from ckpt_async.watch.options import Options
@@ -195,7 +196,7 @@ class Lookout:
         for found, mark, reason in self._lacking.values():
             if found.is_mixed and self.tree.files.get(found.mark) == mark:
                 self._teller.incomplete.pop(found.path or ".", None)
-                advice = "if the rank that wrote it is no part of the new save, delete it"
+                advice = "if it is no part of the new save, delete it"
                 self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
         self._tell_of_unknown(find(self.tree, self._options.rules), 0.0)
 
@@ -237,14 +238,16 @@ class Lookout:
         """Report what is left out of a checkpoint: special files without content, and files of ranks of an earlier
         save.
 
-        Leaving them out loses nothing, but it must not happen silently.
+        Leaving them out loses nothing, but it must not happen silently. The same holds for files of an earlier save
+        that are not left out.
         """
         if found.of_other_ranks and not found.reason:
-            some = ", ".join(found.of_other_ranks[:3]) + (" …" if len(found.of_other_ranks) > 3 else "")
-            what = (
-                f"{some}: of ranks of an earlier save to the same place, and left out of {found.path or '.'}"
-            )
-            self._teller.say("of_other_ranks", some, what)
+            what = left_out_of(found.path, found.of_other_ranks)
+            self._teller.say("of_other_ranks", what, what)
+        if found.unwritten and not found.reason:
+            some = some_of(found.unwritten)
+            what = f"{some}: not written again since an earlier save to the same place, and sent with {found.path}"
+            self._teller.say("unwritten", some, what)
         if not has_all_below(found):
             return
         for path in self.tree.special_below(found.path):

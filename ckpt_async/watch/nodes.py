@@ -30,8 +30,11 @@ from ckpt_async.watch.formats.checks import (
     is_of_one_node,
     may_be_left_over,
     misses_what_is_gone,
+    numberless,
     removed_from,
 )
+from ckpt_async.watch.formats.found import last
+from ckpt_async.watch.formats.ranks import DISTCP, is_beyond, is_unnamed, left_out_of, num_ranks_in
 from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
@@ -276,22 +279,40 @@ class Nodes:
         return f"{unfinished} has no end on node {self._node}" if unfinished else ""
 
     def _stale(self, announced: Announcement, version: _Version) -> str:
-        """Return a file that its rank has yet to write again after this mark, or "".
+        """Return a file of an earlier save that keeps this one from being sent, or "".
 
-        Its rank may write after the mark, and what is here now was already sent with an earlier mark.
+        Either its rank may write after the mark, and has yet to write it again. Or the announcing node has written
+        others that differ from it by a number, so that it may be of ranks that this save does not have.
         """
+        for path, marked_ns in self._sent_before(announced, version).items():
+            shard = version.shards[path]
+            if is_free(announced.format, shard) or _is_of_fewer(announced, shard, marked_ns):
+                return path
+        return ""
+
+    def _sent_before(self, announced: Announcement, version: _Version) -> dict[str, int]:
+        """Return the files that were already sent with an earlier mark, with the time of that mark."""
+        sent: dict[str, int] = {}
         for entry in self._entries.of_path(announced.path):
             marked_ns = entry.told_ns if entry.is_followed else entry.marked_ns
             if entry.generation and entry.is_alive and marked_ns < announced.marked_ns:
-                for path, shard in version.shards.items():
-                    is_same = entry.files.get(path) == version.tree.files[path]
-                    if is_same and is_free(announced.format, shard):
-                        return path
-        return ""
+                same = (path for path in version.shards if entry.files.get(path) == version.tree.files[path])
+                sent |= dict.fromkeys(same, marked_ns)
+        return sent
+
+    def _of_this_save(self, announced: Announcement, version: _Version) -> _Version:
+        """Return the version without what was sent of ranks that this save does not have."""
+        num_ranks = num_ranks_in(announced.format, announced.expected)
+        sent = self._sent_before(announced, version) if num_ranks else {}
+        beyond = {path for path in sent if is_beyond(announced.format, version.shards[path], num_ranks)}
+        shards = {path: shard for path, shard in version.shards.items() if path not in beyond}
+        return replace(version, shards=shards, left_out=(*version.left_out, *sorted(beyond)))
 
     def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
+        version = self._of_this_save(announced, version)
         late = _late(version.tree.files, version.shards, announced)
-        if late and not are_added(version.tree, late, announced.marked_ns, self._rules):
+        named = [path for path, shard in version.shards.items() if DISTCP.fullmatch(last(shard))]
+        if late and not are_added(version.tree, late, announced.marked_ns, self._rules, named=named):
             later = late[0]
             late_s = (version.tree.files[later].mtime_ns - announced.marked_ns) / 1e9
             return (
@@ -313,6 +334,8 @@ class Nodes:
             told_ns=announced.marked_ns,
             staged_ns=version.tree.now_ns,
         )
+        if version.left_out:
+            logger.warning(left_out_of(announced.path, version.left_out))
         try:
             return self._entries.stage(entry, version.source)
         except VanishedError as error:
@@ -395,8 +418,11 @@ def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) ->
     """Return whether this node sends a file.
 
     It does if the announcing node has no file of this name, or has another version, so that one of the two does not
-    belong to this checkpoint. The commit refuses two files of one name and says who has them.
+    belong to this checkpoint. The commit refuses two files of one name and says who has them. It does not if a rank of
+    an earlier save has left it, and the mark does not name it.
     """
+    if is_unnamed(shard, announced.expected, announced.here):
+        return False
     if shard not in announced.here:
         return True
     theirs = announced.here[shard]
@@ -409,34 +435,49 @@ def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) ->
     return (ours.size_bytes, sample(file)) != (theirs.size_bytes, theirs.sample)
 
 
-def _paths_here(announced: Announcement, tree: Tree, source: Path) -> dict[str, str]:
-    """Return the files that this node sends, by their paths below `source`, with their names in the checkpoint."""
+def _is_of_fewer(announced: Announcement, shard: str, marked_ns: int) -> bool:
+    """Return whether the announcing node has written files after `marked_ns` that differ from this one by a number.
+
+    Where nothing names the files of a checkpoint, it may then be one of those that the earlier save had more.
+    """
+    if shard in announced.expected or announced.format in plan.MARKLESS:
+        return False
+    since_ns, kin = marked_ns + CLOCKS_S * 1e9, numberless(shard)
+    return any(
+        was is not None and was.mtime_ns > since_ns and numberless(name) == kin
+        for name, was in announced.here.items()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """A version of an announced checkpoint: its files' names in the checkpoint by path, the tree with them, and their
+    folder. `left_out`: files that ranks of an earlier save have left.
+    """
+
+    shards: dict[str, str]
+    tree: Tree
+    source: Path
+    left_out: tuple[str, ...] = ()
+
+
+def _version_in(source: Path, tree: Tree, announced: Announcement) -> _Version:
+    """Return the files that this node sends from below `source`."""
     prefix = f"{announced.path}/" if announced.path else ""
     if announced.path:
         below = tree.below(announced.path)
     else:
         below = [path for path in tree.below("") if path in announced.expected]
     named = {path: path.removeprefix(prefix) for path in below if not path.endswith(".tmp")}
-    return {
+    shards = {
         path: shard
         for path, shard in named.items()
         if _is_ours(announced, shard, tree.files[path], source / path)
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """A version of an announced checkpoint: its files' names in the checkpoint by path, the tree with them, and their
-    folder.
-    """
-
-    shards: dict[str, str]
-    tree: Tree
-    source: Path
-
-
-def _version_in(source: Path, tree: Tree, announced: Announcement) -> _Version:
-    return _Version(_paths_here(announced, tree, source), tree, source)
+    left_out = (
+        path for path, shard in named.items() if is_unnamed(shard, announced.expected, announced.here)
+    )
+    return _Version(shards, tree, source, tuple(left_out))
 
 
 def _marked_ns(entry: Entry) -> int:

@@ -198,6 +198,32 @@ def test_what_was_there_before_is_written_anew_whatever_its_inode() -> None:
         assert (added.marked(now, "step-1", [], Rules(done="DONE"), versions) is not None) is is_taken
 
 
+@pytest.mark.parametrize("format_", ["dcp", "transformers"])
+def test_what_the_mark_names_is_never_added(format_: str) -> None:
+    """A save to the same place that began within --settle-s of the mark, and was cut short: all seemed to be there."""
+    metadata = metadata_of({"__0_0.distcp": 400})
+    here, mark = {
+        "dcp": ("step-1", {"step-1/.metadata": metadata}),
+        "transformers": (
+            "checkpoint-1/optimizer_0",
+            {
+                "checkpoint-1/optimizer_0/.metadata": metadata,
+                "checkpoint-1/trainer_state.json": b'{"global_step": 1}',
+            },
+        ),
+    }[format_]
+    for late, is_complete in ((f"{here}/__0_0.distcp", False), (f"{here}/note.txt", True)):
+        rest = {f"{here}/__0_0.distcp": bytes(400)} if is_complete else {}
+        written = {**rest, **mark, late: bytes(400)}
+        born_ns = {late: tree_of(written).files[late].mtime_ns}
+        tree = tree_of(written, now_s=UNCOUNTED_S + 1, born_ns=born_ns)
+        (found,) = find(tree)
+        assert (found.format, not found.reason) == (format_, is_complete)
+        assert is_complete or f"{late} is newer than its mark" in found.reason
+        is_marked = added.marked(tree, found.path, [late], Rules(), []) is not None
+        assert is_marked is is_complete, "after its trainer has removed it"
+
+
 def test_what_was_added_to_an_earlier_save_to_the_same_place_is_not_of_this_one() -> None:
     """This save's is still to come. It may be written in place: that it was there before is known."""
     written = dict.fromkeys(["step-1/b", "step-1/a", "step-1/DONE"], b"1")

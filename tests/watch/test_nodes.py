@@ -181,6 +181,18 @@ def test_a_file_that_no_node_has_is_named_and_nothing_is_committed(nodes: Nodes)
     assert restore.find(nodes.remote) is None
 
 
+def test_a_file_that_the_mark_names_is_added_on_no_node(nodes: Nodes) -> None:
+    """It is of a save to the same place that has begun since."""
+    nodes.save(10, (*OURS, THEIRS))
+    late = nodes.folder / "node-1/out/step-10" / THEIRS
+    late_ns = late.stat().st_mtime_ns + 1_500_000_000
+    os.utime(late, ns=(late_ns, late_ns))
+    first = nodes.watch(0, "--settle-s", "3")
+    nodes.watch(1, "--settle-s", "3")
+    assert "newer than the mark: it was saved again" in first.until("refused", 10)["reason"]
+    assert restore.find(nodes.remote) is None
+
+
 def test_a_file_that_an_earlier_save_has_left_on_the_node_with_the_mark_is_not_mixed_in(nodes: Nodes) -> None:
     """Ranks have moved between the nodes: each has its new file, and an older one of the other's name."""
     stale = nodes.folder / "node-0/out/step-10" / THEIRS

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ckpt_async.errors import UnsafePickleError
 from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
-from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last, marked_ns
 from ckpt_async.watch.tree import Tree
 
 DEEPSPEED_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_\d+_(?:model|optim)_states\.pt")
@@ -55,8 +55,17 @@ _OWN = frozenset({"done", "pattern", "quiet"})
 _OF_ALL_NODES = _OWN | {"orbax", "megatron", "olmo"}
 # Files written by one rank in any format: DCP's, and the state of OLMo-core's trainer.
 _ANY_RANK = re.compile(r"(?:.*/)?(?:__[0-9]+_[0-9]+\.distcp|train/rank[0-9]+\.pt)")
-# What each rank writes, for formats whose marks name no files.
+# What each rank writes, for formats whose marks name no files: perhaps after the mark, or always before it.
 _OF_RANK = {"deepspeed": DEEPSPEED_RANK, "transformers": RNG, "olmo": _OLMO_RANK}
+_OF_RANK_BEFORE = {
+    "transformers": re.compile(rf"(?:.*/)?{DEEPSPEED_RANK.pattern}"),
+    "megatron": re.compile(r"mp_rank_[0-9]+(?:_[0-9]+)*/.*"),
+}
+# Formats that write all of their tensors and states anew in each save.
+_ANEW = frozenset({"transformers", "deepspeed", "megatron"})
+_STATE = re.compile(r".*\.(?:pt|pth|bin|safetensors|pkl)")
+# A number in a file's name. Longer ones are times and other numbers that are never the same again, as in a log's name.
+_NUMBER = re.compile(r"(?<![0-9])[0-9]{1,6}(?![0-9])")
 
 
 def checked(
@@ -90,9 +99,11 @@ def checked(
             return replace(found, reason=f"{path} has no end yet")
     if found.mark.endswith(".json") and not _is_json(tree, found.mark):
         return replace(found, reason=f"{found.mark} has no end yet")
-    if other := of_another_save(tree, found, rules, versions):
+    unwritten = _unwritten(tree, found, versions)
+    if other := of_another_save(tree, found, rules, versions) or _left(found, unwritten):
         reason = f"{other} is of another save to the same place than the rest"
         return replace(found, reason=reason, is_mixed=True)
+    found = replace(found, unwritten=tuple(unwritten))
     if has_grown:
         return found
     # Without times, only ongoing writes distinguish a save that has begun from the one that it overwrites.
@@ -103,7 +114,8 @@ def checked(
     if found.mark and not rules.ignores_times:
         marked_ns = tree.files[found.mark].mtime_ns
         newer = newer_than_mark(tree, found)
-        if newer and (was_handed or not are_added(tree, newer, marked_ns, rules, versions)):
+        is_added = are_added(tree, newer, marked_ns, rules, versions, named=named_by_metadata(tree, found))
+        if newer and (was_handed or not is_added):
             return replace(
                 found,
                 reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
@@ -140,7 +152,8 @@ def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[V
         if each.files.get(found.mark, tree.files.get(found.mark)) == tree.files.get(found.mark):
             continue
         for path in found.files:
-            if _ANY_RANK.fullmatch(found.shard(path)) and each.files.get(path) == tree.files[path]:
+            is_of_rank = _is_of_rank_before(found.format, found.shard(path))
+            if is_of_rank and each.files.get(path) == tree.files[path]:
                 return path
     ranks = sorted(path for path in found.files if is_of_late_rank(found.format, found.shard(path)))
     others = (tree.files[path].mtime_ns for path in found.files if path not in ranks)
@@ -154,6 +167,40 @@ def of_another_save(tree: Tree, found: Found, rules: Rules, versions: Sequence[V
             if path in each.files and (each.files[path] == tree.files[path]) != is_same:
                 return path
     return ""
+
+
+def _unwritten(tree: Tree, found: Found, versions: Sequence[Version]) -> list[str]:
+    """Return the files that this save has not written: they are as they were in an earlier one to the same place.
+
+    None if there is no mark: the same save may have gone on then. None either if only the mark has been written again.
+    """
+    if not found.path or found.mark not in tree.files:
+        return []
+    others = other_saves(tree, found, versions)
+    same = sorted(
+        path for path in found.files if any(each.files.get(path) == tree.files[path] for each in others)
+    )
+    return same if {*found.files} - {*same, found.mark} else []
+
+
+def _left(found: Found, unwritten: Sequence[str]) -> str:
+    """Return one of the unwritten files that an earlier save must have left; "" if all may belong to this one, too.
+
+    It is one of several that differ by a number, and others of these were written (`shard3.pt`, `mp_rank_02/…`): the
+    earlier save had more of them. Or the format writes all such files in each save.
+    """
+    written = {*found.files} - {*unwritten}
+    numberless_ = {numberless(found.shard(path)) for path in written}
+    is_anew = found.format in _ANEW and any(_STATE.fullmatch(path) for path in written)
+    for path in unwritten:
+        if numberless(found.shard(path)) in numberless_ or (is_anew and _STATE.fullmatch(path)):
+            return path
+    return ""
+
+
+def numberless(shard: str) -> str:
+    """Return a file's name, the same for all that differ by small numbers only."""
+    return _NUMBER.sub("#", shard)
 
 
 def without_left_over(tree: Tree, found: Found, versions: Sequence[Version]) -> Found:
@@ -180,15 +227,27 @@ def is_same_save(tree: Tree, found: Found, version: Version) -> bool | None:
     return rest.items() <= tree.files.items() if rest else None
 
 
+def other_saves(tree: Tree, found: Found, versions: Sequence[Version]) -> list[Version]:
+    """Return the versions that are surely of other saves than this one."""
+    at_ns = marked_ns(tree, found)
+    return [each for each in versions if each.marked_ns != at_ns and is_same_save(tree, found, each) is False]
+
+
 def are_added(
-    tree: Tree, newer: Collection[str], marked_ns: int, rules: Rules, versions: Sequence[Version] = ()
+    tree: Tree,
+    newer: Collection[str],
+    marked_ns: int,
+    rules: Rules,
+    versions: Sequence[Version] = (),
+    *,
+    named: Collection[str] = (),
 ) -> bool:
     """Return whether these files were made after the mark, one soon after the other.
 
-    A file that is being rewritten was there before, even if it has another inode now or its rewriting begins later. A
-    file that was also added to an earlier save may be written in place.
+    A file that is being rewritten was there before, even if it has another inode now or its rewriting begins later. So
+    was one that the mark names (`named`). A file that was also added to an earlier save may be written in place.
     """
-    if any(not each.body.keys().isdisjoint(newer) for each in versions):
+    if not {*named}.isdisjoint(newer) or any(not each.body.keys().isdisjoint(newer) for each in versions):
         return False
     again = {path for each in versions for path in each.added}
     end_ns = float(marked_ns)
@@ -282,7 +341,13 @@ def is_free(format_: str, shard: str) -> bool:
 
 def _is_written_by_each(format_: str, shard: str) -> bool:
     """Return whether every save writes the file, so that it is never an added one."""
-    return is_free(format_, shard) or _ANY_RANK.fullmatch(shard) is not None
+    return is_free(format_, shard) or _is_of_rank_before(format_, shard)
+
+
+def _is_of_rank_before(format_: str, shard: str) -> bool:
+    """Return whether the file is of a rank that writes it in every save, before the mark."""
+    of_rank = _OF_RANK_BEFORE.get(format_)
+    return bool(_ANY_RANK.fullmatch(shard) or (of_rank and of_rank.fullmatch(shard)))
 
 
 def is_of_late_rank(format_: str, shard: str) -> bool:
@@ -295,7 +360,7 @@ def is_of_one_node(format_: str, shard: str, named: Collection[str]) -> bool:
 
     That is so if one rank has written it, or if nothing is known about the format. `named` is what the mark names.
     """
-    if format_ in _OWN or _ANY_RANK.fullmatch(shard):
+    if format_ in _OWN or _is_of_rank_before(format_, shard):
         return True
     of_rank = _OF_RANK.get(format_)
     return (format_ in _NAMING and shard in named) or (of_rank is not None and bool(of_rank.fullmatch(shard)))
@@ -347,6 +412,15 @@ def _with_named(tree: Tree, found: Found) -> Found:
             elif tree.files[path].size_bytes < least_bytes:
                 return replace(found, reason=f"{path} is shorter than {mark} says")
     return replace(found, missing=tuple(sorted({*missing})))
+
+
+def named_by_metadata(tree: Tree, found: Found) -> set[str]:
+    """Return the paths of all files that its `.metadata` files name."""
+    named = set[str]()
+    for mark in (path for path in found.files if last(path) == METADATA):
+        names = named_in(tree, mark)
+        named |= set() if isinstance(names, str) else {join(mark.rpartition("/")[0], name) for name in names}
+    return named
 
 
 def named_in(tree: Tree, mark: str) -> dict[str, int] | str:

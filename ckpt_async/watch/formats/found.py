@@ -95,7 +95,8 @@ class Found:
     here (on a single node, it is then incomplete). `reason` says why it is not complete; "" if it is. `is_waiting`:
     only time will tell. `is_refused`: it will never be complete as it is. `left_over`: files in its folder of an
     earlier save. `num_ranks`: how many ranks have written it, 0 if unknown. `of_other_ranks`: files left by ranks
-    that only an earlier save had. `is_mixed`: its mark is there, but a file is not of the same save.
+    that only an earlier save had. `is_mixed`: its mark is there, but a file is not of the same save. `unwritten`: files
+    that are as they were in an earlier save, and may belong to this one all the same.
     """
 
     format: str
@@ -112,6 +113,7 @@ class Found:
     num_ranks: int = 0
     of_other_ranks: tuple[str, ...] = ()
     is_mixed: bool = False
+    unwritten: tuple[str, ...] = ()
 
     @property
     def is_file(self) -> bool:
@@ -215,3 +217,7 @@ def last(path: str) -> str:
 
 def join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
+
+
+def some_of(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + (" …" if len(paths) > 3 else "")

@@ -169,27 +169,29 @@ def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
     if step != int(match[1]):
         return replace(found, reason="its trainer_state.json is not whole, or of another step")
     ranks = {int(number[1] or number[2]) for each in found.inner if (number := RNG.fullmatch(each))}
-    num_ranks = rules.ranks or _world_size(tree, folder, ranks)
+    is_one = "rng_state.pth" in tree.names(folder)  # a single process has no number in the name
+    num_ranks = rules.ranks or _world_size(tree, folder, is_numbered=bool(ranks) and not is_one)
     if ranks and rules.num_nodes > 1 and not num_ranks:
         return replace(
             found, reason="of several nodes it does not say how many ranks there were: give --ranks"
         )
-    count = num_ranks or max(*ranks, 1, 1) + 1  # a single process has no number in the name
-    lacking = [f"rng_state_{rank}.pth" for rank in range(count) if ranks and rank not in ranks]
+    count = num_ranks or max(*ranks, 1, 1) + 1
+    wanted = {*range(count)} if ranks and not (is_one and count == 1) else set()
+    lacking = [f"rng_state_{rank}.pth" for rank in wanted - ranks]
     named = set(re.findall(r'"([^"/]+\.(?:safetensors|bin))"', "".join(_indexes(tree, folder))))
     missing = tuple(sorted({*lacking} | (named - tree.names(folder))))
-    found = replace(found, missing=missing, num_ranks=rules.ranks or _num_processes(tree, folder))
-    return _settled(tree, found) if ranks and not num_ranks else found
+    found = replace(found, missing=missing, num_ranks=num_ranks)
+    return settled(tree, found) if ranks and not num_ranks else found
 
 
-def _world_size(tree: Tree, folder: str, ranks: set[int]) -> int:
-    """Return the number of processes from the pickled arguments; 0 if they do not tell, or do not fit these ranks."""
-    told = _num_processes(tree, folder)
-    return told if told > max(ranks, default=0) else 0
+def _world_size(tree: Tree, folder: str, *, is_numbered: bool) -> int:
+    """Return the number of processes from the pickled arguments; 0 if they do not tell.
 
-
-def _num_processes(tree: Tree, folder: str) -> int:
-    return said(tree, join(folder, "training_args.bin"), ("num_processes",)).get("num_processes", 0)
+    There may be files of more ranks, left by an earlier save: see `ranks`. A single process writes no number, so it
+    has not written what is only numbered.
+    """
+    told = said(tree, join(folder, "training_args.bin"), ("num_processes",)).get("num_processes", 0)
+    return 0 if told == 1 and is_numbered else told
 
 
 def _indexes(tree: Tree, folder: str) -> Iterator[str]:
@@ -267,7 +269,7 @@ def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
         for optim in optims[:1]:
             wanted |= {f"{optim[1]}{each}_mp_rank_{rank:02d}_optim_states.pt" for each in range(dp)}
     found = replace(found, missing=tuple(sorted(wanted - names)), mark=latest, num_ranks=dp)
-    return _settled(tree, found) if any(DEEPSPEED_UNCOUNTED.fullmatch(each) for each in names) else found
+    return settled(tree, found) if any(DEEPSPEED_UNCOUNTED.fullmatch(each) for each in names) else found
 
 
 def lightning(tree: Tree, folder: str, _: Rules) -> Found | None:
@@ -340,7 +342,7 @@ def torch_file(tree: Tree, path: str) -> Found | None:
     return found
 
 
-def _settled(tree: Tree, found: Found) -> Found:
+def settled(tree: Tree, found: Found) -> Found:
     """Return `found`, still waiting while ranks that nobody has counted may be writing."""
     if found.missing or abs(tree.now_ns - changed_ns(tree, found)) >= UNCOUNTED_S * _NS:
         return found
