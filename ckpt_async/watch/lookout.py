@@ -67,8 +67,7 @@ class Lookout:
         holds.dropping = self._give_up
         self._has_looked = False
         self._began_ns = 0  # time of the first look
-        # By path: the files that a candidate had with its current mark.
-        self._seen: dict[str, Mapping[str, Identity]] = {}
+        self._seen: dict[str, Mapping[str, Identity]] = {}  # by path: a candidate's files with its mark
         # By path: candidates that have this mark and yet are not complete, with the reason.
         self._lacking: dict[str, tuple[Found, Identity, str]] = {}
         self._past = Past()
