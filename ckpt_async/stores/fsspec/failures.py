@@ -102,7 +102,7 @@ def _hint(error: Exception, reason: FailureReason, operation: str, key: str) -> 
     if reason is FailureReason.AUTH and operation == "open":
         return options_hint(key)
     if operation == "open" and reason in (FailureReason.TRANSIENT, FailureReason.TIMEOUT):
-        return f"is {key} right, and reachable from here?"
+        return f"is {key} correct, and reachable from here?"
     if isinstance(error, ImportError):
         return "install the package that fsspec needs for this kind of file system"
     return ""
