@@ -140,7 +140,7 @@ def test_another_state_of_a_step_that_is_taken_is_refused(other: bytes) -> None:
     assert "teacher-step=10.ckpt is not uploaded: student-step=10.ckpt is" in verdict.reason
 
 
-@pytest.mark.parametrize("path", ["step 2/DONE", "step-2/notes (1).md"])
+@pytest.mark.parametrize("path", ["step 2/model.pt", "step-2/notes (1).md"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_names_that_not_every_store_takes_are_refused_before_anybody_hears_of_them(
     path: str, num_nodes: int
