@@ -30,7 +30,7 @@ Local, relative to the folder:
     .ckpt_async/kept/rank-<rank:05d>/<g:06d>-<step:012d>.json           committed and kept for good
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
-    .ckpt_async/sealed/rank-<rank:05d>/<g:06d>-<step:012d>.json         what a run without a remote has saved
+    .ckpt_async/sealed/<run>/rank-<rank:05d>/<g:06d>-<step:012d>.json   what a run without a remote has saved
     .ckpt_async/kinds/<kind>/                                the same layout again
 """
 
@@ -301,10 +301,10 @@ def kept_manifest(checkpoint: CheckpointId, rank: int) -> str:
     return f"{kept_rank(rank)}/{checkpoint_tag(checkpoint)}.json"
 
 
-def sealed_rank(rank: int) -> str:
-    """The folder of what a rank has sealed without a remote, relative to `.ckpt_async`."""
-    return f"sealed/rank-{rank:05d}"
+def sealed_rank(run: str, rank: int) -> str:
+    """Return the folder of what a rank of a run has sealed without a remote, relative to `.ckpt_async`."""
+    return f"sealed/{run}/rank-{rank:05d}"
 
 
-def sealed_manifest(checkpoint: CheckpointId, rank: int) -> str:
-    return f"{sealed_rank(rank)}/{checkpoint_tag(checkpoint)}.json"
+def sealed_manifest(run: str, checkpoint: CheckpointId, rank: int) -> str:
+    return f"{sealed_rank(run, rank)}/{checkpoint_tag(checkpoint)}.json"

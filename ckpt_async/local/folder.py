@@ -36,6 +36,8 @@ from ckpt_async.local.reserve import Reserve
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+# How often links are made anew because the engine has removed the spool's folder in between.
+_LINK_TRIES = 10
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Errors of the machine rather than of one file.
 _NOT_OF_FILE = {
@@ -277,7 +279,9 @@ class Folder:
 
     # --- the spool -----------------------------------------------------------------------------------------
 
-    def link(self, files: Sequence[tuple[str, str]], spool: str) -> list[tuple[FileIdentity, bool]]:
+    def link(
+        self, files: Sequence[tuple[str, str]], spool: str, num_tries: int = _LINK_TRIES
+    ) -> list[tuple[FileIdentity, bool]]:
         """Hard-link regular files, given as (source, name), as `name` into the folder `spool` below `.ckpt_async/`:
         all of them or none. The links are not yet durable.
 
@@ -297,6 +301,8 @@ class Folder:
                 raise
             source, _ = files[len(done)]
             if isinstance(error, FileNotFoundError) and self.private.is_dir():
+                if num_tries > 1 and os.path.lexists(self.path / source):
+                    return self.link(files, spool, num_tries - 1)
                 raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
             if is_disk_full(error):
                 raise no_space(self.path) from error

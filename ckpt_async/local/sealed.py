@@ -1,5 +1,6 @@
 """What runs without a remote have sealed in a folder, so that a later launch can prune it. There is a small file for
-each checkpoint, `sealed/rank-<r>/<g>-<step>.json`; it names the checkpoint's files, each with its identity.
+each checkpoint, `sealed/<run>/rank-<r>/<g>-<step>.json`; it names the checkpoint's files, each with its identity.
+`run` tells apart the runs that save to one folder.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.kept import manifests
 
 
-def put(folder: Folder, rank: int, sealed: Sealed, shards: Sequence[Shard]) -> None:
+def put(folder: Folder, run: str, rank: int, sealed: Sealed, shards: Sequence[Shard]) -> None:
     """Note a checkpoint; durable on return."""
-    path = folder.private / keys.sealed_manifest(sealed.checkpoint, rank)
+    path = folder.private / keys.sealed_manifest(run, sealed.checkpoint, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, records.encode_manifest(sealed.checkpoint, sealed.name, shards, sealed))
 
 
-def drop(folder: Folder, rank: int, checkpoint: CheckpointId) -> None:
+def drop(folder: Folder, run: str, rank: int, checkpoint: CheckpointId) -> None:
     """Forget it. Its files are not touched."""
-    folder.unlink(keys.sealed_manifest(checkpoint, rank))
+    folder.unlink(keys.sealed_manifest(run, checkpoint, rank))
 
 
-def read(folder: Folder, rank: int) -> list[tuple[Sealed, list[Shard]]]:
+def read(folder: Folder, run: str, rank: int) -> list[tuple[Sealed, list[Shard]]]:
     """What was noted, oldest first."""
     return [
         (sealed, [each.shard for each in enqueued])
-        for _, enqueued, sealed in manifests(folder.private / keys.sealed_rank(rank))
+        for _, enqueued, sealed in manifests(folder.private / keys.sealed_rank(run, rank))
         if sealed is not None
     ]

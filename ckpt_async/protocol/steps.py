@@ -149,11 +149,12 @@ async def decide_once(
     """
     id_, key, data = wanted.checkpoint, keys.decision_key(wanted.checkpoint), records.encode_decision(wanted)
     there = await create_once(store, key, data)
-    is_ours = there == data
     try:
         decision = records.decode_decision(there, id_)
     except InvalidRecordError as error:
         raise error.at(key) from None
+    # An earlier attempt of ours may have created it and then failed: whoever decides has more to do afterwards.
+    is_ours = there == data or decision.decided_by == wanted.decided_by
     settled = _unless_void(store, decision)
     decision = await settled if alongside is None else (await both(settled, alongside()))[0]
     is_ours = is_ours and decision.outcome is wanted.outcome

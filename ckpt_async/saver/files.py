@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +81,11 @@ class Files:
         """The values that must be the same on all ranks, or they would not save one common checkpoint."""
         names = ("remote", "kind", "filename", "checkpoint_name", "publish")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def run_id(self) -> str:
+        """Tells this run from others that save to the same folder: by its name, and by how it names its files."""
+        return hashlib.sha256(f"{self.run['run_name']}\0{self.filename}".encode()).hexdigest()[:16]
 
     def path(self, now: Timestamp) -> Path:
         return self.folder / names.fill(self.filename, self._at(now))

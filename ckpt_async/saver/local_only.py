@@ -38,6 +38,7 @@ class LocalOnly:
         self,
         folder: Path,
         *,
+        run: str = "run",
         kind: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -61,14 +62,14 @@ class LocalOnly:
         self.metrics = Metrics("", self._folder)
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
         self.before_exit: Callable[[float], object] = lambda _: None
-        self._clock = clock
+        self._clock, self._run = clock, run
         self._policy = retention.keep_local(
             self.settings.num_checkpoints_to_keep, self.settings.local_retention
         )
         self._shards: dict[int, list[Shard]] = {}  # of the steps that are not sealed yet
         self._sealed: set[int] = set()
         self._kept: dict[CheckpointId, tuple[Sealed, list[Shard]]] = {}  # what was sealed and is not pruned
-        self._earlier = {each[0].checkpoint: each for each in sealed.read(self._folder, self.rank)}
+        self._earlier = {each[0].checkpoint: each for each in sealed.read(self._folder, run, self.rank)}
         # Counts launches, so that a step that is saved again is newer than what an earlier launch saved.
         self._generation = max((each.generation for each in self._earlier), default=0) + 1
 
@@ -127,12 +128,12 @@ class LocalOnly:
         all the same, and later launches leave its files alone.
         """
         for id_ in self._earlier:  # `continue_run` was not called: they are another run's, and stay for good
-            sealed.drop(self._folder, self.rank, id_)
+            sealed.drop(self._folder, self._run, self.rank, id_)
         self._earlier = {}
         self._kept[checkpoint.checkpoint] = (checkpoint, shards)
         if shards:
             try:
-                sealed.put(self._folder, self.rank, checkpoint, shards)
+                sealed.put(self._folder, self._run, self.rank, checkpoint, shards)
             except OSError as error:
                 told = "not_noted name=%s error=%s; no later launch will prune it"
                 logger.warning(told, checkpoint.name, error)
@@ -156,7 +157,7 @@ class LocalOnly:
     def _forget(self, id_: CheckpointId) -> None:
         """Called when its files are gone. A kill before this leaves a note of nothing, which is forgotten later."""
         del self._kept[id_]
-        sealed.drop(self._folder, self.rank, id_)
+        sealed.drop(self._folder, self._run, self.rank, id_)
 
     def is_committed(self, step: int) -> bool:
         return step in self._sealed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection
 from typing import Any
 
 import ckpt_async.torch as ckpt
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.errors import FormatError
+from ckpt_async.errors import FormatError, NoUsableCheckpointError
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
 from ckpt_async.saver.files import Files
@@ -57,8 +58,14 @@ class Resuming:
     def _load_local(self, **options: Any) -> Any:
         """Load what the local symlink points to. If only the first rank writes, it exists only on that rank's node."""
         link = self._files.folder / self._files.latest_filename
-        if not self._files.latest_filename or not link.exists():
+        if not self._files.latest_filename or not os.path.lexists(link):
             return None
+        if not link.exists():
+            raise NoUsableCheckpointError(
+                f"{str(link)!r} points to {os.readlink(link)!r}, which is gone",
+                hint="load an older checkpoint yourself and pass it to `load_state_dict`, or delete the link to start"
+                " from scratch",
+            )
         state = ckpt.load(link, **options)
         self.continue_run()
         return state
@@ -94,4 +101,4 @@ def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uplo
     logger.warning(
         "local_only folder=%s; remote=None: nothing is uploaded, and nothing outlives this node", files.folder
     )
-    return LocalOnly(files.folder, **options)
+    return LocalOnly(files.folder, run=files.run_id, **options)
