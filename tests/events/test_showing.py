@@ -24,13 +24,13 @@ PRUNED = events.of_checkpoint(
         (PRUNED, ("note", "pruned", "files of this node removed: last=1", 5)),
         (
             backlog("high", num_checkpoints=2, size_bytes=2048, oldest_step=3, missing_ranks=[]),
-            ("warn", "backlog", "uploads are behind: 2 to go, 2.0 KiB not uploaded", 3),
+            ("warn", "backlog", "uploads are behind: checkpoints waiting: 2, 2.0 KiB not uploaded", 3),
         ),
         (
             backlog("stalled", num_checkpoints=1, size_bytes=0, oldest_step=3, missing_ranks=[1, 4]),
             (
                 *("warn", "backlog"),
-                "nothing has moved for a while: 1 to go, 0 B not uploaded, waits for ranks 1, 4",
+                "nothing has moved for a while: checkpoints waiting: 1, 0 B not uploaded, waits for ranks 1, 4",
                 3,
             ),
         ),

@@ -128,7 +128,7 @@ def test_a_sweepers_function_is_told_of_remotes_and_of_folders_that_it_finishes(
     for _ in range(2):
         assert asyncio.run(sweeper.sweep()).is_clean
     assert sorted(told) == [("dead-run", "committed", 1), ("run", "pruned", 1)]
-    with pytest.raises(SettingsError, match="on_event=7 cannot be called"):
+    with pytest.raises(SettingsError, match="on_event=7 is not callable"):
         Sweeper([], [remote], on_event=7)  # type: ignore[arg-type]
 
 

@@ -182,11 +182,7 @@ class Steady(Protocol):
 
 
 class Reading(Steady):
-    """Begins with a committed checkpoint on which a reader holds a lease. Then only sweepers and engines run."""
-
-    work = None
-    read = None
-    pass_time = None
+    """Begins with a committed checkpoint on which a reader holds a lease."""
 
     def arrange(self) -> None:
         self.save_everywhere(num_shards=1)

@@ -300,7 +300,7 @@ def test_an_expired_lease_stops_a_series(
     monkeypatch.setattr(session.HeldLease, "keep", noted)
     monkeypatch.setattr(partial.PartialFile, "publish", then_it_runs_out)
     on_disk.asked()
-    with pytest.raises(restore.CheckpointGoneError, match="ran out"):
+    with pytest.raises(restore.CheckpointGoneError, match="expired"):
         restore.fetch(checkpoint, tmp_path / "there", **ONE)
     assert on_disk.asked() == dict.fromkeys(NAMES[:3], 1)
     assert left_in(tmp_path / "there") == []
@@ -322,7 +322,7 @@ def test_a_disk_that_runs_full_stops_a_series(
         write(self, piece, offset)
 
     monkeypatch.setattr(partial.PartialFile, "write", full)
-    with pytest.raises(NoSpaceError, match="ran full"):
+    with pytest.raises(NoSpaceError, match="filled up"):
         restore.fetch(checkpoint, tmp_path / "there", **ONE)
     left = NUM
     on_disk.asked()

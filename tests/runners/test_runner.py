@@ -258,7 +258,7 @@ def test_startup_errors_are_raised_unchanged(runner: str, tmp_path: Path, s3_url
         with Uploader(tmp_path / "folder", remote, runner=runner, **QUICK) as uploader:
             pass
     assert uploader.generation == 2
-    with pytest.raises(FencedError, match="generation 2 has started already"):
+    with pytest.raises(FencedError, match="generation 2 has already started"):
         Uploader(tmp_path / "folder", remote, generation=1, runner=runner, **QUICK)
     with pytest.raises(SettingsError, match="already used by rank 0"):
         Uploader(tmp_path / "folder", remote, generation=2, runner=runner, **QUICK)
@@ -407,7 +407,7 @@ def test_a_backlog_blocks_until_there_is_room(
     ) as uploader:
         save(uploader, 1)
         save(uploader, 2)
-        with pytest.raises(BacklogError, match="2 checkpoints wait"):
+        with pytest.raises(BacklogError, match="2 checkpoints are waiting"):
             save(uploader, 3)
         proxy.release()
         uploader.wait(2, timeout_s=PATIENCE_S)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.errors import SealedError
+from ckpt_async.errors import NoUsableCheckpointError, SealedError
 from ckpt_async.local import sealed
+from ckpt_async.saver import CheckpointSaver
 from ckpt_async.saver.local_only import LocalOnly
 
 
@@ -96,7 +97,7 @@ def test_what_earlier_launches_saved_is_pruned(tmp_path: Path) -> None:
     assert names(saver) == ["ba21.pt", "ba22.pt"]
     save(launch(tmp_path), 30)
     assert names(saver) == ["ba22.pt", "ba30.pt"]
-    assert len(list(tmp_path.glob(".ckpt_async/sealed/rank-00000/*"))) == 2  # nothing is noted that is gone
+    assert len(list(tmp_path.glob(".ckpt_async/sealed/*/rank-00000/*"))) == 2  # nothing is noted that is gone
 
 
 def test_a_launch_that_goes_back_keeps_its_own_newest(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_a_note_that_cannot_be_written_or_read_costs_no_checkpoint(
 
     saver = launch(tmp_path)
     save(saver, 1)
-    (note,) = tmp_path.glob(".ckpt_async/sealed/rank-00000/*")
+    (note,) = tmp_path.glob(".ckpt_async/sealed/*/rank-00000/*")
     note.write_bytes(b"{")
     saver = launch(tmp_path)
     assert "manifest_unreadable" in caplog.text
@@ -215,3 +216,31 @@ def test_killed_at_any_moment_the_newest_stays_and_nothing_piles_up(
     assert num_kills > 30
     left_over = {path.relative_to(tmp_path).as_posix() for path in tmp_path.glob("[0-9]*/*.pt")}
     assert left_over == {f"{step}/{part}.pt" for step in (done - 1, done) for part in "ab"}
+
+
+def test_another_run_in_the_folder_keeps_its_checkpoints(tmp_path: Path) -> None:
+    """A run that goes on from another one's weights must not prune them."""
+    more = {"num_checkpoints_to_keep": -1, "remote": None, "save_interval": "1ba"}
+    with CheckpointSaver(tmp_path, run_name="pretrain", filename="pre-ba{batch}.pt", **more) as saver:
+        for batch in (1, 2):
+            saver.step({"a": batch}, batch)
+    more |= {"num_checkpoints_to_keep": 1, "latest_filename": "latest-ft.pt", "resume_from": 2}
+    with CheckpointSaver(tmp_path, run_name="finetune", filename="ft-ba{batch}.pt", **more) as saver:
+        for batch in (3, 4):
+            saver.step({"a": batch}, batch)
+    assert sorted(path.name for path in tmp_path.glob("*-ba*.pt")) == [
+        "ft-ba4.pt",
+        "pre-ba1.pt",
+        "pre-ba2.pt",
+    ]
+
+
+def test_a_latest_that_points_to_nothing_is_no_fresh_start(tmp_path: Path) -> None:
+    more = {"remote": None, "save_interval": "1ba", "num_checkpoints_to_keep": -1, "overwrite": True}
+    with CheckpointSaver(tmp_path, **more) as saver:
+        assert saver.load_latest() is None
+        for batch in (1, 2):
+            saver.step({"a": batch}, batch)
+    (tmp_path / "ep0-ba2-rank0.pt").unlink()
+    with CheckpointSaver(tmp_path, **more) as saver, pytest.raises(NoUsableCheckpointError, match="is gone"):
+        saver.load_latest()

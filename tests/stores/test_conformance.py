@@ -963,7 +963,7 @@ class TestGcsEmulator(StoreTests):
     @with_store
     async def test_it_has_no_multipart_uploads_and_says_so(self, store):
         assert not store.capabilities.multipart
-        assert any("no parts" in remark for remark in store.capabilities.remarks)
+        assert any("no multipart uploads" in remark for remark in store.capabilities.remarks)
 
 
 @pytest.fixture(scope="module")

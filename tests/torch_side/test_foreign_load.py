@@ -217,7 +217,9 @@ def test_each_rank_fetches_its_own_files_of_ml_flashpoint_and_the_common_ones(tm
     ]
     data = (folder / "__0_0_src2.distcp").read_bytes()
     (folder / "__0_0_src2.distcp").write_bytes(data[:-1])
-    with pytest.raises(restore.NoUsableCheckpointError, match=rf"{len(data)} bytes .* has {len(data) - 1}"):
+    with pytest.raises(
+        restore.NoUsableCheckpointError, match=rf"{len(data)} bytes .* has only {len(data) - 1}"
+    ):
         restore.find(f"file://{tmp_path}/c")
     (folder / "common.pt").unlink()
     with pytest.raises(restore.NoUsableCheckpointError, match=r"it has no common\.pt"):

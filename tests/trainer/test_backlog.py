@@ -154,7 +154,7 @@ def test_blocking_times_out_with_an_error_and_is_counted(opened: Open) -> None:
     with opened(store, max_backlog_checkpoints=1, block_timeout_s=0.3) as uploader:
         save(uploader, 1)
         started = time.monotonic()
-        with pytest.raises(BacklogError, match="1 checkpoints wait"):
+        with pytest.raises(BacklogError, match="1 checkpoints are waiting"):
             save(uploader, 2)
         assert 0.3 <= time.monotonic() - started < 5
         assert blocked_s(uploader) >= 0.3
@@ -241,7 +241,7 @@ def test_supersede_drops_the_oldest_that_retention_would_not_keep(
             uploader.wait(17, timeout_s=10)
         assert outcomes(store) == {5: "abort", 17: "abort"}
         assert blocked_s(uploader) < 0.2
-        with pytest.raises(BacklogError, match="4 checkpoints wait"):
+        with pytest.raises(BacklogError, match="4 checkpoints are waiting"):
             save(uploader, 24)
         store.go.set()
         for step in (10, 15, 20, 23):

@@ -1,7 +1,9 @@
 """What a trainer is told about checkpoints that are given up, and which mistakes must not end training."""
 
 import asyncio
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from ckpt_async import CheckpointAbortedError, InvalidShardError, Uploader, Uplo
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.records import decode_decision
-from ckpt_async.errors import InvalidNameError
+from ckpt_async.errors import FailureReason, InvalidNameError, StoreError
+from ckpt_async.local import links
 from ckpt_async.transfer import ahead
 from tests.stores.misbehaving import Meddled
 from tests.trainer.uploads import Open, decisions, save, wait_until, write
@@ -212,3 +215,48 @@ def test_a_shard_is_not_the_folder_of_another(opened: Open, names: tuple[str, st
                     uploader.enqueue(folder, 1)
             else:
                 uploader.enqueue(folder, 1)
+
+
+@pytest.mark.parametrize("failing", [keys.BOUNDARY, keys.GENERATIONS])
+def test_a_commit_whose_last_requests_fail_still_moves_latest(opened: Open, failing: str) -> None:
+    """The decision is in the store by then. The next attempt must not take it for another process's."""
+
+    class Late(Meddled):
+        num_failures = 0
+
+        async def before(self, operation: str, key: str) -> None:
+            is_late = CheckpointId(1, 2) in decisions(self) and self.num_failures < 3
+            if is_late and key.startswith(failing):
+                self.num_failures += 1
+                raise StoreError("503", reason=FailureReason.OTHER, operation=operation, key=key)
+
+    store = Late()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=10)
+    assert store.num_failures == 3
+    assert json.loads(store.bucket.objects[keys.LATEST].data)["step"] == 2
+
+
+def test_a_link_is_made_again_if_the_engine_has_just_removed_the_spool_s_folder(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is there, so the trainer must not be told that it does not exist."""
+    link, num_removed = links._link, 0
+
+    def removed(name: str, parent: int, target: str) -> bool:
+        nonlocal num_removed
+        if num_removed < 3:
+            num_removed += 1
+            shutil.rmtree(Path(target).parent)
+        return link(name, parent, target)
+
+    monkeypatch.setattr(links, "_link", removed)
+    store = Meddled()
+    with opened(store) as uploader:
+        save(uploader, 1, "a.pt")
+        with pytest.raises(InvalidShardError, match="does not exist"):
+            uploader.enqueue(uploader.folder / "missing.pt", 2)
+    assert (num_removed, decisions(store)) == (3, {CheckpointId(1, 1): "commit"})
