@@ -161,13 +161,13 @@ def test_what_is_made_right_after_the_mark_is_added_once_nothing_changes_any_mor
         return found.reason
 
     assert not reason()
-    assert "b was added after its mark, and it changed within the last 30 s" in reason(now_s=29)
-    assert "b is newer than its mark" in reason(settle_s=0.4), "too late"
-    assert "b is newer than its mark" in reason(b=-1), "it was there before: it is being written anew"
+    assert "b was added after its marker, and it changed within the last 30 s" in reason(now_s=29)
+    assert "b is newer than its marker" in reason(settle_s=0.4), "too late"
+    assert "b is newer than its marker" in reason(b=-1), "it was there before: it is being written anew"
     assert not reason(c=-1), "while b was written"
     without = {path: was for path, was in tree.files.items() if path[-1] not in "bc"}
     handed = Known(handed={"step-1": [without]})
-    assert "b is newer than its mark" in reason(known=handed), "it is not sent twice"
+    assert "b is newer than its marker" in reason(known=handed), "it is not sent twice"
     other = Known(handed={"step-1": [without | {"step-1/DONE": Identity(9, 9, 9)}]})
     assert not reason(known=other)
 
@@ -187,7 +187,7 @@ def test_what_was_there_before_is_written_anew_whatever_its_inode() -> None:
     before = {path: Identity(9, 1, was.mtime_ns - 100 * SECOND) for path, was in tree.files.items()}
     last_ns = max(was.mtime_ns for was in before.values())
     assert not reason(marked_ns=0)
-    assert "b is newer than its mark" in reason(before, marked_ns=last_ns)
+    assert "b is newer than its marker" in reason(before, marked_ns=last_ns)
     assert not reason(before, marked_ns=last_ns - 1), "it was added to the earlier one, too"
     same = {path: was for path, was in tree.files.items() if path != "step-1/b"}
     assert not reason(same, marked_ns=last_ns)
@@ -243,7 +243,7 @@ def test_what_was_added_to_an_earlier_save_to_the_same_place_is_not_of_this_one(
     same = now.files | {"step-1/b": now.files["step-1/b"]}
     assert not seen(now, Version(same, marked_ns)).left_over, "nothing else is another save"
     again = tree_of(dict.fromkeys(["step-1/a", "step-1/DONE", "step-1/b"], b"1"), now_s=UNCOUNTED_S)
-    assert "b is newer than its mark" in seen(again).reason
+    assert "b is newer than its marker" in seen(again).reason
     settle = Rules(done="DONE", settle_s=2)
     (found,) = find(again, settle, Known(versions={"step-1": [Version(earlier, marked_ns)]}))
     assert not found.reason
@@ -263,7 +263,7 @@ def test_a_rank_s_file_that_is_as_it_was_with_another_mark_is_not_of_this_save()
 
     other = Identity(9, 1, 1)
     marked = {".metadata": other, "__0_0.distcp": other}
-    assert reason(**marked) == "last/__1_0.distcp is of another save to the same place than the rest"
+    assert reason(**marked) == "last/__1_0.distcp belongs to a different save to the same place than the rest"
     assert reason(**marked, **{"__1_0.distcp": other}) == ""
     assert reason() == "", "it is this one"
 
@@ -326,7 +326,7 @@ def test_what_was_added_before_a_later_one_was_complete_need_not_be_quiet() -> N
 
     assert not reason("step-2/a", "step-2/DONE")
     for others in ([], ["step-2/a"], ["step-2/DONE", "step-1/c"]):
-        assert "was added after its mark, and it changed within the last 30 s" in reason(*others)
+        assert "was added after its marker, and it changed within the last 30 s" in reason(*others)
 
 
 # --- for ever ------------------------------------------------------------------------------------------------
@@ -461,11 +461,11 @@ def test_what_is_first_seen_with_what_was_added_and_is_removed_is_sent_as_its_ma
     staged = [sorted(each.shards.values()) for each in looking.entries.all.values()]
     if "model.bin" in written:
         assert (staged, [each.cause for each in refused]) == ([], [Refusal.INCOMPLETE])
-        assert "was written to until its trainer removed it" in looking.teller.refused["step-1"]
+        assert "was still being written when its trainer removed it" in looking.teller.refused["step-1"]
     elif written:
         assert staged == [["DONE", "adapter", "model.bin"]]
         assert [each.cause for each in refused] == [Refusal.CHANGED]
-        assert looking.teller.refused["step-1"].startswith("step-1/log was written to until")
+        assert looking.teller.refused["step-1"].startswith("step-1/log was still being written when")
     else:
         assert (staged, refused) == ([["DONE", "adapter", "log", "model.bin"]], [])
 

@@ -150,7 +150,7 @@ def test_what_holds_up_all_that_follows_is_told_once(caplog: pytest.LogCaptureFi
         teller.hold_up(entry(), "node 1 to hand in step 10")
     (told,) = caplog.messages
     assert told.startswith(
-        "step-20 (step 20), and what was saved after it, is not handed in yet: it waits for node 1"
+        "held_up: step-20 (step 20) and later saves are not handed in yet: they wait for node 1"
     )
 
 
@@ -291,7 +291,7 @@ def test_a_node_without_the_marks_that_is_alone_now_does_not_wait_for_the_one_th
     nodes.until_delivered(20, 1)
     second.kill()
     alone = nodes.watch(0, 1, place=1)
-    assert "another one had its mark" in alone.until("refused", 20)["reason"]
+    assert "another one had its marker" in alone.until("refused", 20)["reason"]
     shutil.rmtree(nodes.out(1) / "step-20")
     saved = nodes.save(20, 1)
     alone.until("committed", 20)

@@ -112,7 +112,7 @@ def test_transformers_state_is_of_this_step_and_its_tensors_have_their_end() -> 
         written | {"checkpoint-40/trainer_state.json": b'{"global_step": 30}'}
     )
     cut = {"checkpoint-40/model.safetensors": safetensors()[:-1]}
-    assert "model.safetensors has no end yet" in reasons(written | cut)
+    assert "model.safetensors is truncated or still being written" in reasons(written | cut)
 
 
 def test_transformers_ranks_without_their_random_state_are_missed() -> None:
@@ -295,7 +295,9 @@ def test_megatron_is_complete_when_the_tracker_names_it(metadata: Mapping[str, b
     (found,) = complete({**here, "latest_checkpointed_iteration.txt": b"100\n"})
     assert (found.format, found.step, found.name) == ("megatron", 100, "iter_0000100")
     assert "says 50" in reasons({**here, "latest_checkpointed_iteration.txt": b"50"})
-    assert "whether this one was is unknown" in reasons({**here, "latest_checkpointed_iteration.txt": b"200"})
+    assert "it is unknown whether this one was completed" in reasons(
+        {**here, "latest_checkpointed_iteration.txt": b"200"}
+    )
     sharded = {f"iter_0000100/{name}": data for name, data in metadata.items()}
     assert complete({**sharded, "latest_checkpointed_iteration.txt": b"200"}), (
         "DCP's mark speaks for an older one"
@@ -386,13 +388,13 @@ def olmo_core(metadata: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def test_olmo_core_s_callbacks_write_a_configuration_after_its_mark(metadata: Mapping[str, bytes]) -> None:
     begun = olmo_core(metadata)
-    assert "may be yet to come" in reasons(begun, now_s=29)
+    assert "may still be written" in reasons(begun, now_s=29)
     assert find(tree_of(begun))[0].is_waiting
     assert complete(begun, now_s=30)[0].format == "olmo-core", "not all have such a callback"
     configured = {**begun, "step50/config.json": b"{}"}
     (found,) = complete(configured, now_s=2)
     assert (found.format, found.step, "config.json" in found.inner) == ("olmo-core", 50, True)
-    assert "may be yet to come" in reasons({**configured, "step50/tmp0a_b1c2d": b""}, now_s=2)
+    assert "may still be written" in reasons({**configured, "step50/tmp0a_b1c2d": b""}, now_s=2)
     (found,) = complete({**configured, "step50/tmp0a_b1c2d": b""}, now_s=30)
     assert "tmp0a_b1c2d" not in found.inner, "its writer was killed"
     paths = {**configured, "step50/data_paths.txt": b"a"}
@@ -440,10 +442,10 @@ def test_orbax_is_complete_when_it_was_renamed_or_has_commit_success() -> None:
     )
     data = {"50/default/d/0": b"x"}
     # In place, as on object stores: `_CHECKPOINT_METADATA` is there from the beginning, and then written anew.
-    assert "no time of the commit" in reasons({"50/_CHECKPOINT_METADATA": begun, **data})
+    assert "no commit time" in reasons({"50/_CHECKPOINT_METADATA": begun, **data})
     assert "not whole" in reasons({**data, "50/_CHECKPOINT_METADATA": committed[:9]})
     written = {**data, "50/_CHECKPOINT_METADATA": committed}
-    assert "may be yet to come" in reasons(written)
+    assert "may still be written" in reasons(written)
     assert complete(written, now_s=2)[0].step == 50, "before 0.12.8 a folder that was renamed has no more"
     (found,) = complete({**written, "50/commit_success.txt": b"y"})
     assert (found.format, "commit_success.txt" in found.inner) == ("orbax", True)
@@ -573,7 +575,7 @@ def test_ones_own_rules_replace_the_table() -> None:
 
 def test_a_mark_of_ones_own_alone_is_no_checkpoint() -> None:
     for bare in ({"s-7/DONE": b"x"}, {"s-7/DONE": b"x", "s-7/model.tmp": b"x"}, {"DONE": b"x"}):
-        assert reasons(bare, Rules(done="DONE")) == "it has nothing but DONE yet"
+        assert reasons(bare, Rules(done="DONE")) == "it contains nothing but DONE yet"
         assert not reasons(bare, Rules(done="DONE", num_nodes=2)), (
             "another node has the rest, or it is given up"
         )

@@ -158,7 +158,7 @@ def test_files_on_another_node_are_missed_on_one_node_only() -> None:
     found = replace(found, missing=("a", "b", "c", "d"))
     alone = plan.judge(found, tree, [], num_nodes=1)
     assert alone
-    assert alone.reason.startswith("its mark names files that are not here: a, b, c and 1 more")
+    assert alone.reason.startswith("its marker names files that are not here: a, b, c and 1 more")
     several = plan.judge(found, tree, [], num_nodes=2)
     assert several
     assert several.take
