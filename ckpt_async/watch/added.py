@@ -200,7 +200,7 @@ class LeftOut:
             first = min(new, key=lambda each: (each in entry.files, files[each].mtime_ns, each))
             came = "appeared after the checkpoint was handed in, and is not in the committed checkpoint"
             if first in entry.files:
-                came = "was rewritten after the checkpoint was handed in; the committed checkpoint has its earlier content"
+                came = "was rewritten after the checkpoint was handed in, and is committed with its earlier content"
             if files[first].mtime_ns <= entry.marked_ns:
                 came = (
                     "was added to an earlier save to the same place, and is not in the committed checkpoint"

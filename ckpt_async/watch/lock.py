@@ -52,8 +52,8 @@ class FolderLock:
         except OSError as error:
             raise JournalError(
                 f"{str(self.path)!r} cannot be created: {error.strerror}",
-                hint="give the watcher its own state folder: --state DIR on a local disk, preferably the"
-                " folder's",
+                hint="give the watcher its own state folder: --state DIR on a local disk, preferably the disk"
+                " that the folder is on",
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

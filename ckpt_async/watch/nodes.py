@@ -227,7 +227,7 @@ class Nodes:
             bool(held) and is_same_version(files, held[-1].files) and held[-1].files.keys() - files.keys()
         )
         if is_rest or (held and not files):
-            return f"the files of node {self._node} were removed, and were last seen before its marker was written"
+            return f"the files of node {self._node} were removed, and were last seen before the marker was written"
         if announced.path and (linked := tree.links_below(announced.path)):
             return f"{linked[0]} on node {self._node} is a symbolic link, which is not followed"
         return self._lost(announced, tree) or self._fitting(

@@ -182,8 +182,8 @@ class Teller:
                 "many_starts",
                 "",
                 "the nodes keep beginning new starts, and whatever is not committed is sent again each time: does"
-                f" another watcher also use --node {node}/{num_nodes}, or a different number of nodes? Each needs its own"
-                f" --node I/{num_nodes}",
+                f" another watcher also use --node {node}/{num_nodes}, or a different number of nodes? Each needs its"
+                f" own --node I/{num_nodes}",
             )
 
     def hold_up(self, entry: Entry, waits_for: str) -> None:

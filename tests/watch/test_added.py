@@ -408,7 +408,7 @@ def test_a_file_that_is_added_and_then_written_for_ever_does_not_take_the_rest_w
     watching.process.terminate()
     ended = watching.until("ended")
     assert (ended["exit_code"], ended["incomplete"]) == (1, {})
-    assert "train.log was written again after it was handed in" in ended["refused"]["checkpoint-10"]
+    assert "train.log was rewritten after the checkpoint was handed in" in ended["refused"]["checkpoint-10"]
 
 
 def test_what_was_added_and_changes_before_it_has_settled_is_staged_anew(looking: Looking) -> None:
@@ -488,7 +488,7 @@ def test_what_comes_after_it_was_handed_in_is_named(place: Place) -> None:
         ended = watching.until("ended")
         [body] = receiver.bodies
     assert (watching.process.wait(), place.committed(10)) == (1, saved)
-    assert reason.startswith("checkpoint-10/adapter_model.bin came after it was handed in")
+    assert reason.startswith("checkpoint-10/adapter_model.bin appeared after the checkpoint was handed in")
     assert "raise --settle-s" in reason
     assert (ended["refused"], ended["incomplete"]) == ({"checkpoint-10": reason}, {})
     assert (body["step"], body["details"]["cause"], body["details"]["reason"]) == (10, "changed", reason)
@@ -545,7 +545,7 @@ def test_what_comes_too_late_on_a_node_without_the_mark_is_named(looking: Lookin
         lookout.take()
         lookout.end()
     assert [(each.path, each.cause, each.version) for each in refused] == [("step-1", Refusal.CHANGED, 1)]
-    assert looking.teller.refused["step-1"].startswith("step-1/optimizer.bin came after")
+    assert looking.teller.refused["step-1"].startswith("step-1/optimizer.bin appeared after")
     looking.teller.settled("committed", entry(2, files))
     assert not looking.teller.refused, "a later version has it"
 

@@ -327,7 +327,7 @@ def test_what_was_last_seen_before_the_mark_is_not_sent(nodes: Nodes) -> None:
     first = nodes.watch(0)
     nodes.watch(1)
     told = first.until("refused", 10)
-    assert "were last seen before its marker was written" in told["reason"]
+    assert "were last seen before the marker was written" in told["reason"]
     assert restore.find(nodes.remote) is None
 
 
