@@ -219,7 +219,7 @@ def test_what_the_mark_names_is_never_added(format_: str) -> None:
         tree = tree_of(written, now_s=UNCOUNTED_S + 1, born_ns=born_ns)
         (found,) = find(tree)
         assert (found.format, not found.reason) == (format_, is_complete)
-        assert is_complete or f"{late} is newer than its mark" in found.reason
+        assert is_complete or f"{late} is newer than its marker" in found.reason
         is_marked = added.marked(tree, found.path, [late], Rules(), []) is not None
         assert is_marked is is_complete, "after its trainer has removed it"
 
@@ -284,7 +284,7 @@ def test_what_was_written_to_before_it_was_handed_in_is_remembered(looking: Look
 
     assert len(look(*first, "rng_state_1.pth")) == 1
     assert look(*first) == [], "rank 1 has not begun"
-    assert "of another save" in looking.teller.incomplete["checkpoint-1"]
+    assert "belongs to a different save" in looking.teller.incomplete["checkpoint-1"]
     assert len(look("rng_state_1.pth")) == 1
 
 

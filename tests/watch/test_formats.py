@@ -108,7 +108,7 @@ def test_transformers_writes_trainer_state_last() -> None:
 
 def test_transformers_state_is_of_this_step_and_its_tensors_have_their_end() -> None:
     written = transformers(40)
-    assert "of another step" in reasons(
+    assert "belongs to another step" in reasons(
         written | {"checkpoint-40/trainer_state.json": b'{"global_step": 30}'}
     )
     cut = {"checkpoint-40/model.safetensors": safetensors()[:-1]}
@@ -158,7 +158,7 @@ def test_transformers_shards_that_the_index_names_are_missed() -> None:
 def test_a_mark_that_is_older_than_a_file_is_of_an_earlier_save() -> None:
     written = transformers(40)
     written["checkpoint-40/model.safetensors"] = written.pop("checkpoint-40/model.safetensors")
-    assert "is newer than its mark checkpoint-40/trainer_state.json" in reasons(written)
+    assert "is newer than its marker checkpoint-40/trainer_state.json" in reasons(written)
     assert not reasons(written, Rules(ignores_times=True), now_s=31)
 
 
@@ -250,7 +250,7 @@ def test_deepspeed_needs_latest_and_the_files_of_every_rank() -> None:
     late["global_step30/zero_pp_rank_1_mp_rank_00_optim_states.pt"] = rank_1
     assert complete(late)
     late["global_step30/mp_rank_00_model_states.pt"] = late.pop("global_step30/mp_rank_00_model_states.pt")
-    assert "is newer than its mark latest" in reasons(late), "rank 0 is saving the step again"
+    assert "is newer than its marker latest" in reasons(late), "rank 0 is saving the step again"
     assert "`latest` names global_step40" in reasons(deepspeed(30) | {"latest": b"global_step40"})
 
 
@@ -331,7 +331,7 @@ def test_a_file_of_torch_is_complete_when_its_zip_has_its_end() -> None:
         {"lightning_logs/epoch=1-step=300.ckpt": torch_zip(x=1)}, "lightning", 300
     )
     check_only_the_whole_is_complete({"ep0-ba20-rank0.pt": torch_zip(x=1)}, "composer", 20)
-    assert "one file for each rank" in reasons({"ep0-ba20-rank1.pt": torch_zip(x=1)})
+    assert "one file per rank" in reasons({"ep0-ba20-rank1.pt": torch_zip(x=1)})
 
 
 def test_a_file_without_a_step_in_its_name_says_it_within() -> None:
@@ -409,7 +409,7 @@ def test_olmo_core_s_callbacks_write_a_configuration_after_its_mark(metadata: Ma
 
 def test_olmo_core_is_never_complete_in_part(metadata: Mapping[str, bytes]) -> None:
     check_only_the_whole_is_complete(olmo_core(metadata), "olmo-core", 50, now_s=60)
-    assert "is newer than its mark" in reasons(
+    assert "is newer than its marker" in reasons(
         {**olmo_core(metadata), "step50/train/rank1.pt": torch_zip(x=1)}, now_s=60
     )
 
@@ -417,7 +417,7 @@ def test_olmo_core_is_never_complete_in_part(metadata: Mapping[str, bytes]) -> N
 def test_olmo_s_other_ranks_may_write_after_its_config_and_before_the_renaming() -> None:
     written = {"step50/config.yaml": b"a", "step50/train/rank1.pt": torch_zip(x=1)}
     assert complete(written)[0].format == "olmo"
-    assert "is newer than its mark" in reasons({**written, "step50/train/rank0.pt": torch_zip(x=1)})
+    assert "is newer than its marker" in reasons({**written, "step50/train/rank0.pt": torch_zip(x=1)})
 
 
 def test_a_configuration_that_comes_first_is_no_mark_of_olmo(metadata: Mapping[str, bytes]) -> None:
@@ -443,7 +443,7 @@ def test_orbax_is_complete_when_it_was_renamed_or_has_commit_success() -> None:
     data = {"50/default/d/0": b"x"}
     # In place, as on object stores: `_CHECKPOINT_METADATA` is there from the beginning, and then written anew.
     assert "no commit time" in reasons({"50/_CHECKPOINT_METADATA": begun, **data})
-    assert "not whole" in reasons({**data, "50/_CHECKPOINT_METADATA": committed[:9]})
+    assert "is incomplete" in reasons({**data, "50/_CHECKPOINT_METADATA": committed[:9]})
     written = {**data, "50/_CHECKPOINT_METADATA": committed}
     assert "may still be written" in reasons(written)
     assert complete(written, now_s=2)[0].step == 50, "before 0.12.8 a folder that was renamed has no more"
@@ -668,13 +668,13 @@ def test_a_ranks_file_of_another_save_is_not_mixed_with_the_rest(name: str) -> N
     assert not reason(this, earlier)
     for ignores_times in (False, True):
         begun = reason({**this, late: earlier[late]}, ignores_times=ignores_times)
-        assert f"{late} is of another save" in begun, "rank 1 has begun the next"
+        assert f"{late} belongs to a different save" in begun, "rank 1 has begun the next"
         not_yet = reason({**earlier, late: this[late]}, ignores_times=ignores_times)
-        assert f"{late} is of another save" in not_yet, "it has not begun this one"
+        assert f"{late} belongs to a different save" in not_yet, "it has not begun this one"
     assert not reason(late_s=50)
-    assert f"{late} is newer than its mark" in reason(late_s=70)
+    assert f"{late} is newer than its marker" in reason(late_s=70)
     assert not reason(late_s=-EARLY_RANK_S)
-    assert f"{late} is of another save" in reason(late_s=-EARLY_RANK_S - 9)
+    assert f"{late} belongs to a different save" in reason(late_s=-EARLY_RANK_S - 9)
     assert not reason(late_s=-EARLY_RANK_S - 9, ignores_times=True)
 
 

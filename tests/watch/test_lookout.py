@@ -35,7 +35,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 RULES = {
-    "its mark step-1/DONE was written": Rules(done="DONE"),
+    "its marker step-1/DONE was written": Rules(done="DONE"),
     "it was renamed into place": Rules(pattern="*"),
 }
 
@@ -370,7 +370,7 @@ def test_what_a_downloader_has_not_finished_is_named_and_not_taken(place: Place,
     if is_unfinished:
         named = unfinished if unfinished.suffix or unfinished.name == PARTIAL_FOLDER else unfinished.parent
         reason = place.teller.incomplete["run/checkpoint-5"]
-        assert reason.endswith(f"{named.relative_to(place.folder).as_posix()} is there")
+        assert reason.endswith(f"{named.relative_to(place.folder).as_posix()} exists")
 
 
 def test_what_settles_while_it_is_fetched_on_is_not_handed_in(place: Place) -> None:

@@ -349,5 +349,5 @@ def settled(tree: Tree, found: Found) -> Found:
     """Return `found`, still waiting while ranks that nobody has counted may be writing."""
     if found.missing or abs(tree.now_ns - changed_ns(tree, found)) >= UNCOUNTED_S * _NS:
         return found
-    reason = f"it is unknown how many ranks write to it, and it changed within the last {UNCOUNTED_S:g} s"
+    reason = f"how many ranks write to it is unknown, and it changed within the last {UNCOUNTED_S:g} s"
     return replace(found, reason=reason, is_waiting=True)
