@@ -340,7 +340,7 @@ def lost_part(entry: Entry, known: Iterable[Entry], num_nodes: int) -> str:
     if entry.num_nodes < num_nodes:
         return ""
     if missing and num_nodes == 1:
-        return f"it was saved by {entry.num_nodes} nodes, {left}, and lacks {_some(missing)}"
+        return f"it was saved by {entry.num_nodes} nodes, {left}, and has no {_some(missing)}"
     if entry.path in entry.files or not is_of_all_nodes(entry.format, entry.name, entry.files):
         return ""
     return (
