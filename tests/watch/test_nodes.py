@@ -227,7 +227,7 @@ def test_files_of_a_format_of_ones_own_that_differ_between_nodes_are_refused(nod
     second.until("committed", 10)
     told = first.until("refused", 20)
     assert "ranks 0 and 1 both wrote" in told["reason"]
-    assert "shard.pt, with different content" in told["reason"]
+    assert "shard.pt, but with different content" in told["reason"]
 
 
 def test_what_goes_on_being_written_on_one_node_keeps_no_other_waiting_and_is_not_sent_later(
