@@ -9,7 +9,8 @@ try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "ckpt_async.saver needs torch: pip install 'ckpt-async[torch]' (Uploader does without)",
+        "ckpt_async.saver needs torch: run pip install '.[torch]' in the clone of ckpt_async (Uploader works"
+        " without it)",
         name=error.name,
     ) from None
 

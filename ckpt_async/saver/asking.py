@@ -38,7 +38,7 @@ class Asking:
         self.interval: Choice | None = None  # the latest choice of `Auto`
         self._vote = ckpt.Vote(clock=clock)
         if schedule.needs_clock:
-            ckpt.require_vote(self._vote, world_size, "a save by the clock")
+            ckpt.require_vote(self._vote, world_size, "a time-based save")
         self._schedule, self._clock, self._tell_chosen = schedule, clock, chosen
         self._has_clock = schedule.needs_clock and rank == 0
         # Of the last save: when it began, and its step (None: there was none).

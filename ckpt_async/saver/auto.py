@@ -41,7 +41,9 @@ class Auto:
 
     def __post_init__(self) -> None:
         if not 0 < self.overhead < 1:
-            raise SettingsError(f"Auto: overhead={self.overhead!r} must be a share of the run, like 0.01")
+            raise SettingsError(
+                f"Auto: overhead={self.overhead!r} must be a fraction of the run, such as 0.01"
+            )
         for name in ("mtbf_s", "first_s", "min_s", "max_s"):
             value = getattr(self, name)
             if value is not None and not arguments.seconds(value, f"Auto: {name}") > 0:
@@ -75,7 +77,7 @@ class Choice:
 def choose(auto: Auto, cost: Cost | None) -> Choice:
     """Return the interval, in seconds from the beginning of one save to the beginning of the next."""
     if cost is None:
-        return Choice(min(auto.first_s, auto.max_s), "first: what a save costs is not known yet")
+        return Choice(min(auto.first_s, auto.max_s), "first: the cost of a save is not known yet")
     lost = f"a save costs training {cost.training_s:.3g} s"
     budget_s = cost.training_s / auto.overhead
     choices = [
@@ -85,7 +87,7 @@ def choose(auto: Auto, cost: Cost | None) -> Choice:
     ]
     if auto.mtbf_s is not None:
         young_s = math.sqrt(2 * cost.training_s * auto.mtbf_s)
-        choices.append(Choice(young_s, f"mtbf: {lost}, and a failure comes every {auto.mtbf_s:.3g} s"))
+        choices.append(Choice(young_s, f"mtbf: {lost}, and a failure is expected every {auto.mtbf_s:.3g} s"))
     longest = max(choices, key=lambda each: each.interval_s)
     if longest.interval_s > auto.max_s:
         return Choice(

@@ -179,7 +179,7 @@ def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
         relative = path.relative_to(files.folder).as_posix()
         if names.is_ahead(relative, template, files.run, resumed):
             raise CheckpointConflictError(
-                f"{path} is there, and was not saved by this run: with overwrite=False it may not be replaced by a"
+                f"{path} exists and was not saved by this run: with overwrite=False it may not be replaced by a"
                 f" checkpoint after batch {resumed.batch}",
                 hint="use another folder, pass resume_from= if this continues that run, or overwrite=True",
             )

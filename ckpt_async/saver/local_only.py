@@ -52,8 +52,8 @@ class LocalOnly:
         self.kind = naming.check_kind(kind)
         if self.settings.num_checkpoints_to_keep == 0:
             raise SettingsError(
-                "num_checkpoints_to_keep=0 deletes what the store has, and with remote=None nothing has it",
-                hint="keep at least 1, or give a remote",
+                "num_checkpoints_to_keep=0 keeps checkpoints only in the store, and with remote=None there is none",
+                hint="keep at least 1, or pass a remote",
             )
         is_trusted = self.settings.allow_unknown_filesystem
         self._folder = Folder(folder, kind=self.kind, allows_unknown_filesystem=is_trusted)
@@ -81,7 +81,7 @@ class LocalOnly:
     def check_takes(self, step: int, name: str | None = None) -> None:
         naming.checkpoint_name(name, step)
         if step in self._sealed:
-            raise SealedError(f"step {step} was saved before")
+            raise SealedError(f"step {step} was already saved")
 
     def enqueue(
         self,

@@ -316,8 +316,8 @@ class CheckpointSaver:
         """
         if not isinstance(state, Mapping) or not {"timestamp", "saved_checkpoints"} <= state.keys():
             raise SettingsError(
-                f"load_state_dict wants what state_dict returned, not {arguments.shown(state)}",
-                hint="put saver.state_dict() into the state that is saved",
+                f"load_state_dict expects what state_dict returned, not {arguments.shown(state)}",
+                hint="include saver.state_dict() in the state that you save",
             )
         if state["timestamp"] is not None:
             self._past = Past(decided=Timestamp.from_state_dict(state["timestamp"]))

@@ -70,7 +70,7 @@ def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | Non
     A collective. Raises FormatError, CheckpointConflictError, RanksDisagreeError.
     """
     ckpt.agree(
-        {**schedule.told, **files.told}, what="what a CheckpointSaver saves when, and under which names"
+        {**schedule.told, **files.told}, what="what a CheckpointSaver saves, when, and under which names"
     )
     if what.is_writer and not what.is_sharded:
         ckpt.check_writable(files.filename)
@@ -147,9 +147,9 @@ class Saving:
         """
         checkpoint = SavedCheckpoint(now, self._files.name(now), ())
         error = SealedError(
-            f"batch {now.batch} comes again: a start saves no batch twice, and none before one that it saved",
-            hint="count batches through the whole run, not anew in each epoch; after going back on purpose, close this"
-            " saver and make a new one",
+            f"batch {now.batch} was already passed: a launch cannot save a batch twice, or one before its last save",
+            hint="count batches through the whole run, not from 0 in each epoch; after going back on purpose, close"
+            " this saver and create a new one",
         )
         self._num_begun += 1
         self._tell(checkpoint, _failure_of(checkpoint, error))
@@ -299,7 +299,7 @@ class Saving:
 def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailedError:
     failure = SaveFailedError(
         f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {error}",
-        hint="training may go on; the next save is not affected",
+        hint="training may continue; the next save is not affected",
     )
     failure.__cause__ = error
     return failure

@@ -141,14 +141,14 @@ class Schedule:
     def check_counts(self, now: Timestamp, *, is_number: bool) -> None:
         """Refuse a timestamp that lacks what an interval counts, because the save would silently never become due.
 
-        `is_number`: the trainer gives the batch alone. (Epoch 0 is a valid value, the first epoch; 0 samples after a
+        `is_number`: the trainer gives only the batch. (Epoch 0 is a valid value, the first epoch; 0 samples after a
         batch means that samples are not counted.) Raises SettingsError.
         """
         for name in self._counted:
             if is_number or (name in _GROWS and now.batch > 0 and getattr(now, name) == 0):
                 raise SettingsError(
                     f"a save interval, or max_duration, counts {name}s, but step() was given"
-                    f" {'the batch alone' if is_number else f'{name}=0'}: it would never be due",
+                    f" {'only the batch' if is_number else f'{name}=0'}: it would never be due",
                     hint=f'pass Timestamp(batch=…, {name}=…), or save_interval="500ba", which counts batches, or None',
                 )
 
@@ -257,7 +257,7 @@ def amount(given: object, what: str) -> Amount:
     if unit in _COUNTED and number.denominator != 1:
         raise SettingsError(f"{what}={given!r} must be a whole number of {_PLURAL[unit]}")
     if unit == "dur" and number > 1:
-        raise SettingsError(f"{what}={given!r} must be a part of the run, up to 1dur")
+        raise SettingsError(f"{what}={given!r} must be a fraction of the run, at most 1dur")
     return Amount(number, unit)
 
 

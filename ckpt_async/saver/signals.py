@@ -20,7 +20,7 @@ def on_signals(numbers: Sequence[int], action: Callable[[], None]) -> Callable[[
     if not numbers:
         return lambda: None
     if threading.current_thread() is not threading.main_thread():
-        raise SettingsError("save_signals need the saver to be made in the main thread")
+        raise SettingsError("save_signals require that the saver is created in the main thread")
     before: dict[int, Any] = {}
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -198,11 +198,16 @@ class LeftOut:
         for entry, files in now.values():
             new = [path for path, is_ in files.items() if entry.files.get(path) != is_]
             first = min(new, key=lambda each: (each in entry.files, files[each].mtime_ns, each))
-            came = "was written again" if first in entry.files else "came"
-            came += " after it was handed in, and is not so in what is committed"
+            came = "appeared after the checkpoint was handed in, and is not in the committed checkpoint"
+            if first in entry.files:
+                came = "was rewritten after the checkpoint was handed in, and is committed with its earlier content"
             if files[first].mtime_ns <= entry.marked_ns:
-                came = "was added to an earlier save to the same place, and is not in what is committed"
-            advice = "raise --settle-s, or have the trainer write a file last and give its name by --done"
+                came = (
+                    "was added to an earlier save to the same place, and is not in the committed checkpoint"
+                )
+            advice = (
+                "raise --settle-s, or have the trainer write a marker file last and give its name with --done"
+            )
             reason = f"{first} {came}: {advice}"
             _, _, since = before.get(entry.number, (entry, reason, self._clock()))
             self._since[entry.number] = entry, reason, since

@@ -58,7 +58,7 @@ class Announcement:
             fields = json.loads(data)
             if fields["format"] != _FORMAT or fields["version"] != 3:
                 raise InvalidRecordError(
-                    f"announcement of {checkpoint}: {fields['format']} {fields['version']}"
+                    f"announcement of {checkpoint} has an unknown format: {fields['format']} {fields['version']}"
                 )
             return cls(
                 checkpoint,
@@ -77,7 +77,7 @@ class Announcement:
 def _path(told: object) -> str:
     """Return a path, checked to be within the watched folder. Its folders may have any name."""
     if not isinstance(told, str) or (told and not {"", ".", ".."}.isdisjoint(told.split("/"))):
-        raise ValueError(f"the path {told!r}")
+        raise ValueError(f"the path {told!r} is invalid")
     return told
 
 
@@ -86,5 +86,5 @@ def _version(told: list[int | None] | None) -> Version | None:
         return None
     size_bytes, mtime_ns, sample = told
     if size_bytes is None or mtime_ns is None:
-        raise ValueError("a file's version")
+        raise ValueError("a file's version is incomplete")
     return Version(int(size_bytes), int(mtime_ns), None if sample is None else int(sample))

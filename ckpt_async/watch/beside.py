@@ -57,7 +57,7 @@ def run_beside(
         if not ended.is_over(SAME_S):
             return
         if ended.is_shortened:
-            raise KeyboardInterrupt("told twice to end before all was finished")
+            raise KeyboardInterrupt("stopped by a second signal before everything was finished")
         ended.shorten(grace_s)
         waker.wake()
 
@@ -105,7 +105,7 @@ class _Failure:
     def tell(self, problem: Exception) -> float:
         if not self._until:
             self._until = time.monotonic() + AGAIN_S
-            logger.warning("watching_failed error=%s; trying again: %s", problem, not self._is_last)
+            logger.warning("watching_failed error=%s trying_again=%s", problem, not self._is_last)
         return self.left_s()
 
     def left_s(self) -> float:

@@ -82,5 +82,5 @@ def release_followed(
     for entry in followed:
         versions = entries.of_path(entry.path)
         if not any(each.step == entry.step and each.number >= entry.number for each in versions):
-            reason = f"it was saved by {entry.num_nodes} nodes, another one had its mark, and this node is alone now"
+            reason = f"it was saved by {entry.num_nodes} nodes, another one had its marker, and this node is alone now"
             refuse(entry, Refusal.INCOMPLETE, reason)

@@ -33,7 +33,7 @@ class Ending:
         if what := waits_for():
             self._next_at = self._clock() + EVERY_S
             left = age(self._stopping.left_s(self._timeout_s))
-            logger.warning("at the end: waiting for %s; %s more at most", what, left)
+            logger.warning("watch_ending waiting_for=%r; at most %s longer", what, left)
 
 
 def others(nodes: Mapping[int, Sequence[int]], ours: int) -> dict[int, list[int]]:
@@ -54,7 +54,7 @@ def parts(missing: Mapping[int, Sequence[int]], steps: Sequence[int], *, is_open
     """
     left = named("step", sorted(steps))
     if not is_open:
-        return f"the store to answer, or another node to begin: {left} is not handed in" if steps else ""
+        return f"the store to answer, or another node to start: {left} not handed in yet" if steps else ""
     if not missing:
         return f"{left} to be committed" if steps else ""
     by_steps: dict[tuple[int, ...], list[int]] = {}

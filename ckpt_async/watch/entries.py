@@ -172,7 +172,7 @@ class Entries:
             except (ValueError, LookupError, TypeError) as error:
                 raise CkptAsyncError(
                     f"{str(path)!r} cannot be read: {error}",
-                    hint="move it away; what it says is found out again",
+                    hint="move it aside; the watcher rebuilds its content on the next start",
                 ) from None
             self._remember(entry)
         for folder in self._staged.iterdir():
@@ -190,8 +190,8 @@ class Entries:
         of = self.place / "of.json"
         if of.exists() and (theirs := json.loads(of.read_bytes())) != self._of:
             raise SettingsError(
-                f"{str(self.place)!r} is what a watcher remembers of {theirs['folder']} for {theirs['remote']}",
-                hint="take another folder with --state DIR, or delete it, if you want none of it any more",
+                f"{str(self.place)!r} holds the state of a watcher of {theirs['folder']} for {theirs['remote']}",
+                hint="use another folder with --state DIR, or delete this one if you no longer need it",
             )
 
     def bind(self) -> None:
@@ -262,7 +262,7 @@ class Entries:
                     may_copy()
                     _copy(source / path, target, entry.files[path])
                     if wrong := wrong_record(target):
-                        raise UnwholeError(f"{path} is not whole: {wrong}")
+                        raise UnwholeError(f"{path} is not intact: {wrong}")
                     is_copied = True
                 elif smaller is not None and path in smaller.shards:
                     os.link(self.staged(smaller) / smaller.shards[path], target)

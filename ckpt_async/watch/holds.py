@@ -84,7 +84,7 @@ class Holds:
                 hold = _decode(json.loads(path.read_bytes()), path.stat().st_mtime_ns)
                 self.all[hold.number] = hold
             except (ValueError, LookupError, TypeError) as error:
-                logger.warning("links of a look are dropped: %s cannot be read: %s", path, error)
+                logger.warning("links_dropped path=%s error=%s", path, error)
                 path.unlink()
         for folder in self.place.iterdir():
             if folder.is_dir() and folder.name.isdecimal() and int(folder.name) not in self.all:
@@ -142,7 +142,11 @@ class Holds:
             return  # the next look sees what happened
         except OSError as error:
             self.is_possible = error.errno not in _NO_LINKS
-            logger.warning("path=%s is not linked before it is complete: %s", found.path, error)
+            logger.warning(
+                "not_linked path=%s error=%s; it is not kept if it is removed before it is complete",
+                found.path,
+                error,
+            )
             return
         self._record(now, last)
         if last is None or now.files.keys() != last.files.keys():
@@ -163,7 +167,7 @@ class Holds:
             os.link(self.source / path, target, follow_symlinks=False)
             if target.lstat().st_ino != wanted.inode:
                 target.unlink()
-                raise FileNotFoundError(f"{path} is another file by now")
+                raise FileNotFoundError(f"{path} has been replaced")
         for path, wanted in hold.beside.items():
             if last is None or last.beside.get(path) != wanted:
                 data = (self.source / path).read_bytes()

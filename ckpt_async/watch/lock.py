@@ -39,7 +39,9 @@ class FolderLock:
         except JournalError as error:
             if self.path == self._otherwise:
                 raise
-            logger.warning("%s; locking %s: run one watcher of this folder only", error, self._otherwise)
+            logger.warning(
+                "lock_moved path=%s error=%s; run only one watcher of this folder", self._otherwise, error
+            )
             self.path = self._otherwise
             return self._try_take()
 
@@ -49,8 +51,9 @@ class FolderLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise JournalError(
-                f"{str(self.path)!r} cannot be made: {error.strerror}",
-                hint="the watcher needs a place of its own: --state DIR on a local disk, best that of the folder",
+                f"{str(self.path)!r} cannot be created: {error.strerror}",
+                hint="give the watcher its own state folder: --state DIR on a local disk, preferably the disk"
+                " that the folder is on",
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 # How many checkpoints may be staged as copies at a time, since a copy takes the disk space a second time.
 MAX_COPIED = 2
-TOO_MANY = "it was removed before it had been quiet for long enough, and too many later ones wait for that"
+TOO_MANY = "it was removed before it had been quiet for long enough, and too many later ones are still waiting for that"
 OVERTAKEN = "it was saved again to the same place before it had been quiet for long enough"
 DISK_LOW = "its trainer has deleted it, and needs the space: the disk was nearly full before it could be sent"
 # The trainer's next checkpoint is expected to be as large as the largest of this many most recent ones.
@@ -195,7 +195,7 @@ class Lookout:
         for found, mark, reason in self._lacking.values():
             if found.is_mixed and self.tree.files.get(found.mark) == mark:
                 self._teller.incomplete.pop(found.path or ".", None)
-                advice = "if it is no part of the new save, delete it"
+                advice = "if it is not part of the new save, delete it"
                 self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
         self._tell_of_unknown(find(self.tree, self._options.rules), 0.0)
 
@@ -242,16 +242,16 @@ class Lookout:
         """
         if found.of_other_ranks and not found.reason:
             what = left_out_of(found.path, found.of_other_ranks)
-            self._teller.say("of_other_ranks", what, what)
+            self._teller.say("ranks_left_out", what, what)
         if found.unwritten and not found.reason:
             some = some_of(found.unwritten)
             what = f"{some}: not written again since an earlier save to the same place, and sent with {found.path}"
-            self._teller.say("unwritten", some, what)
+            self._teller.say("files_unwritten", some, what)
         if not has_all_below(found):
             return
         for path in self.tree.special_below(found.path):
             what = f"{path} is {self.tree.special[path]}, which has no content: it is left out of {found.path or '.'}"
-            self._teller.say("special", path, what)
+            self._teller.say("special_left_out", path, what)
 
     def _unrotated(self, found: Found, seen_before: Mapping[str, Mapping[str, Identity]]) -> Found:
         """Return `found`, with a reason if it had more files with the same mark before: its rotation has begun.
@@ -269,7 +269,7 @@ class Lookout:
         self._seen[found.path] = {**had, **now}
         if not gone or found.reason:
             return found
-        after = f"its mark {found.mark} was written" if has_mark else "it was renamed into place"
+        after = f"its marker {found.mark} was written" if has_mark else "it was renamed into place"
         return replace(found, reason=f"{min(gone)} was removed from it after {after}")
 
     def _judge(self, found: Found, tree: Tree) -> plan.Verdict | None:
@@ -294,7 +294,7 @@ class Lookout:
         elif written or not (verdict.take or verdict.is_waiting):
             if not self._is_here(hold):
                 reason = (
-                    f"{min(written)} was written to until its trainer removed it"
+                    f"{min(written)} was still being written when its trainer removed it"
                     if written
                     else verdict.reason
                 )
@@ -324,7 +324,10 @@ class Lookout:
         self._stage(found, tree, self._holds.folder(hold))
         for entry in self._entries.of_path(hold.path):
             if written and entry.files.get(found.mark) == tree.files[found.mark]:
-                reason = f"{min(written)} was written to until its trainer removed it, and is not in what is committed"
+                reason = (
+                    f"{min(written)} was still being written when its trainer removed it, and is not in the committed"
+                    " checkpoint"
+                )
                 self._teller.leave_out(entry, reason)
         return True
 
@@ -390,7 +393,7 @@ class Lookout:
 
     def _stage(self, found: Found, tree: Tree, source: Path, *, is_in_place: bool = False) -> None:
         if len({each.path for each in self._entries.open() if each.is_copied} - {found.path}) >= MAX_COPIED:
-            self._wait(found, f"it is to be copied, {MAX_COPIED} at a time")
+            self._wait(found, f"it has to be copied, at most {MAX_COPIED} at a time")
             return
         if found.is_file and self._is_unwhole(found, tree.files[found.path]):
             return
@@ -428,7 +431,7 @@ class Lookout:
         if self._entries.all.get(entry.number) != entry or not self._entries.is_intact(entry):
             return False  # the next look decides
         if wrong:
-            self._note_unwhole(entry.path, entry.files[entry.path], f"{entry.path} is not whole: {wrong}")
+            self._note_unwhole(entry.path, entry.files[entry.path], f"{entry.path} is not intact: {wrong}")
             self._entries.drop(entry)
             self.num_left += 1  # the next look decides about it
         return not wrong
@@ -444,7 +447,7 @@ class Lookout:
         At first it may still become whole; later it is refused.
         """
         if reason := self._unwhole.refused(found.path, version):
-            advice = "it is half written over an earlier one, or spoilt: have the trainer write it again, or delete it"
+            advice = "it is partly overwritten, or damaged: have the trainer write it again, or delete it"
             self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
         elif self._unwhole.waits(found.path, version):
             self.num_left += 1
@@ -452,7 +455,7 @@ class Lookout:
 
     def _cannot_link(self, found: Found, reason: str) -> None:
         if self._entries.open():  # finishing those may free space
-            self._teller.say("cannot_link", found.path, f"{found.path}: {reason}; trying again")
+            self._teller.say("link_failed", found.path, f"{found.path}: {reason}; trying again")
             self._wait(found, reason)
         else:
             # Refused for now; the next round tries again.

@@ -139,8 +139,8 @@ class Nodes:
         logger.info("announced path=%s step=%d by_node=%d", entry.path, entry.step, there.node)
         if (there.path, there.format) != (entry.path, entry.format):
             raise InvalidRecordError(
-                f"node {there.node} has {there.path} ({there.format}) as step {entry.step}, and a run has one"
-                " checkpoint of each step: watch the other with --kind, or into another remote"
+                f"node {there.node} has {there.path} ({there.format}) as step {entry.step}, but a run has"
+                " only one checkpoint per step: watch the other with --kind, or into another remote"
             )
         return entry if there.node == self._node else self._rest(entry, there)
 
@@ -227,9 +227,7 @@ class Nodes:
             bool(held) and is_same_version(files, held[-1].files) and held[-1].files.keys() - files.keys()
         )
         if is_rest or (held and not files):
-            return (
-                f"what node {self._node} had of it was removed, and was last seen before its mark was written"
-            )
+            return f"the files of node {self._node} were removed, and were last seen before the marker was written"
         if announced.path and (linked := tree.links_below(announced.path)):
             return f"{linked[0]} on node {self._node} is a symbolic link, which is not followed"
         return self._lost(announced, tree) or self._fitting(
@@ -251,13 +249,13 @@ class Nodes:
         since_ns = announced.marked_ns + int(CLOCKS_S * 1e9) if has_any else 0
         gone = self._holds.seen.gone(path, tree, since_ns)
         if lost := next((each for each in gone if not is_free(format_, each[len(path) + 1 :])), ""):
-            return f"{lost} was removed on node {self._node} before it heard of the checkpoint"
+            return f"{lost} was removed on node {self._node} before that node learned of the checkpoint"
         if has_any and (changed := removed_from(tree, format_, path, since_ns)) is not None:
-            return f"something was removed from {changed} on node {self._node} after its mark was written"
+            return f"something was removed from {changed} on node {self._node} after its marker was written"
         if not has_any and is_of_all_nodes(format_, announced.name, announced.here):
             return (
-                f"node {self._node} has nothing of it: it was removed there before it was seen, or other nodes alone"
-                " write checkpoints (watch on those only)"
+                f"node {self._node} holds no part of it: it was removed there before it was seen, or only other"
+                " nodes write checkpoints (then watch on those only)"
             )
         return ""
 
@@ -271,12 +269,12 @@ class Nodes:
         if isinstance(version, str):
             return ""
         if stale := self._stale(announced, version):
-            return f"{stale} is of an earlier save on node {self._node}"
+            return f"{stale} belongs to an earlier save on node {self._node}"
         for path in _late(seen.files, version.shards, announced):
             if abs(seen.now_ns - seen.files[path].mtime_ns) < self._rules.settle_s * 1e9:
-                return f"{path} is still written on node {self._node}, after the mark"
+                return f"{path} is still being written on node {self._node}, after the marker"
         unfinished = next((path for path in version.shards if not version.tree.is_whole(path)), "")
-        return f"{unfinished} has no end on node {self._node}" if unfinished else ""
+        return f"{unfinished} is truncated or still being written on node {self._node}" if unfinished else ""
 
     def _stale(self, announced: Announcement, version: _Version) -> str:
         """Return a file of an earlier save that keeps this one from being sent, or "".
@@ -316,8 +314,8 @@ class Nodes:
             later = late[0]
             late_s = (version.tree.files[later].mtime_ns - announced.marked_ns) / 1e9
             return (
-                f"{later} on node {self._node} is {late_s:.0f} s newer than the mark: it was saved again, or the clocks"
-                " of the nodes differ (--ignore-times)"
+                f"{later} on node {self._node} is {late_s:.0f} s newer than the marker: it was saved again, or the"
+                " clocks of the nodes differ (--ignore-times)"
             )
         return version
 
@@ -335,7 +333,7 @@ class Nodes:
             staged_ns=version.tree.now_ns,
         )
         if version.left_out:
-            logger.warning(left_out_of(announced.path, version.left_out))
+            logger.warning("ranks_left_out: %s", left_out_of(announced.path, version.left_out))
         try:
             return self._entries.stage(entry, version.source)
         except VanishedError as error:
@@ -392,7 +390,7 @@ class Nodes:
         self._entries.drop(entry)
         logger.info("not_announced_again path=%s step=%d", entry.path, entry.step)
         if not any(plan.stands_for(each, entry) for each in self._entries.all.values()):
-            reason = "no node announces it any more: the one that had its mark gave it up, or was replaced"
+            reason = "no node announces it any more: the one that had its marker gave it up, or was replaced"
             refuse(entry, Refusal.INCOMPLETE, reason)
 
     def is_over(self) -> bool:

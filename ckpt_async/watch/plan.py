@@ -75,8 +75,8 @@ def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int)
             return Verdict(found, take=True, is_in_place=True)
         if changed:
             reason = (
-                f"{changed} was written in place after it had been handed in, so nothing tells when it is whole: have"
-                " the trainer write under another name while the earlier one is there, and then rename it"
+                f"{changed} was written in place after it had been handed in, so nothing shows when it is complete:"
+                " have the trainer write the new file under another name, and then rename it"
             )
             return Verdict(found, reason=reason, refusal=Refusal.CHANGED)
     return Verdict(found, take=True)
@@ -176,10 +176,10 @@ def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
     theirs = twin.tensors or (tree.tensor_sums(twin.path) if twin.path in tree.files else {})
     if tensors and tensors == theirs:
         return None
-    how = "they differ" if tensors and theirs else "nothing tells whether they are the same"
+    how = "the two differ" if tensors and theirs else "nothing shows whether the two are the same"
     reason = (
-        f"{found.path} is not uploaded: {twin.path} is, of the same step {found.step} and minute, and {how}."
-        " Watch its folder by itself with another --kind, or take both by --pattern"
+        f"{found.path} is not uploaded, since {twin.path} of the same step {found.step} and minute is, and {how}."
+        " Watch its folder separately with another --kind, or take both with --pattern"
     )
     return Verdict(found, reason=reason, refusal=Refusal.UNSUPPORTED)
 
@@ -199,7 +199,7 @@ def unsafe_name(found: Found) -> str:
 
 
 def lacking(missing: tuple[str, ...]) -> str:
-    return f"its mark names files that are not here: {_some(missing)} (on another node? see --node)"
+    return f"its marker names files that are not here: {_some(missing)} (on another node? see --node)"
 
 
 def _some(missing: Sequence[str]) -> str:
@@ -282,10 +282,10 @@ def gone_back(entry: Entry, known: Collection[Entry]) -> str:
     if not newest or not needs_new_generation(entry, known, newest):
         return ""
     return (
-        f"{entry.path or entry.name} was complete after a higher step, or again: its trainer has gone back to step"
-        f" {entry.step}, and what it saves from now on is newer than all before it. If it is a copy that did not"
-        " keep its times (`cp -r`), that is wrong: keep copies elsewhere. (For an old folder, to which nobody writes,"
-        " there is --once --ignore-times)"
+        f"{entry.path or entry.name} was completed after a higher step, or a second time: its trainer has gone back to"
+        f" step {entry.step}, and what it saves from now on counts as newer than everything before. If it is a copy"
+        " without preserved timestamps (`cp -r`), that is wrong: keep copies elsewhere. (For an old folder that nothing"
+        " writes to, use --once --ignore-times)"
     )
 
 
@@ -314,7 +314,7 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
         is_earlier = each.state is State.COMMITTED and 0 < each.generation < generation
         if is_earlier and each.step > entry.step and entry.marked_ns <= each.written_ns:
             return (
-                f"it is older than step {each.step}, which an earlier start has committed, and would become the"
+                f"it is older than step {each.step}, which an earlier start has committed, but would become the"
                 " newest: adopt it with --kind, or into another remote"
             )
     return ""
@@ -334,8 +334,8 @@ def lost_part(entry: Entry, known: Iterable[Entry], num_nodes: int) -> str:
     free = [each for each in missing if is_free(entry.format, each)]
     if free and any(each.path == entry.path and each.marked_ns > entry.marked_ns for each in known):
         return (
-            f"it was saved by {entry.num_nodes} nodes, {left}, and it was saved again to the same place: nothing tells"
-            f" of which save their {_some(free)} would be"
+            f"it was saved by {entry.num_nodes} nodes, {left}, and it was saved again to the same place: nothing"
+            f" shows which save their {_some(free)} would belong to"
         )
     if entry.num_nodes < num_nodes:
         return ""
@@ -344,8 +344,8 @@ def lost_part(entry: Entry, known: Iterable[Entry], num_nodes: int) -> str:
     if entry.path in entry.files or not is_of_all_nodes(entry.format, entry.name, entry.files):
         return ""
     return (
-        f"it was saved by {entry.num_nodes} nodes, {left}, and its mark does not tell which files the others had: if"
-        " none are missing, send it with --kind, or to another remote"
+        f"it was saved by {entry.num_nodes} nodes, {left}, and its marker does not say which files the others had:"
+        " if none are missing, send it with --kind, or to another remote"
     )
 
 

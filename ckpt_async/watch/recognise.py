@@ -45,7 +45,7 @@ class Same:
     @property
     def why_outdated(self) -> str:
         return (
-            f"it is step {self.checkpoint.step} by its bytes, which was committed and pruned, and would become the"
+            f"it has the bytes of step {self.checkpoint.step}, which was committed and pruned, but would become the"
             " newest: adopt it with --kind, or into another remote"
         )
 

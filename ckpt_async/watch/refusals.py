@@ -53,7 +53,7 @@ class Refusals:
             for sink in sinks:
                 self._outbox.retry_now(sink.name)
         except JournalError as error:
-            logger.error("events_not_told error=%s; those of refusals are lost", error)  # noqa: TRY400  no bug of ours
+            logger.error("events_not_told error=%s; events of refusals are lost", error)  # noqa: TRY400  no bug of ours
             return
         self._couriers = Couriers(self._outbox, sinks)
 

@@ -69,7 +69,7 @@ class Room:
         if free_bytes - size_bytes < floor_bytes:
             raise NoSpaceError(
                 f"a copy of {in_units(size_bytes)} would leave less than {in_units(floor_bytes)} of the disk free",
-                hint="let the watcher link: as the trainer's user, with --state on the same disk; or free space",
+                hint="let the watcher make links (as the trainer's user, with --state on the same disk), or free space",
             )
 
     def _space(self, save_bytes: int) -> tuple[int, int]:

@@ -145,8 +145,8 @@ class Teller:
 
     def pass_by(self, folder: str, path: str) -> None:
         """Report that a file in a folder has no known format."""
-        reason = f"{path} is of no known format, and is not uploaded: see --done, --pattern and --quiet-s"
-        self.say("unknown", folder, reason)
+        reason = f"{path} has an unknown format, and is not uploaded: see --done, --pattern and --quiet-s"
+        self.say("unknown_format", folder, reason)
         self._count(Refused(folder or ".", Refusal.UNKNOWN, reason))
 
     def pass_over(self, unreadable: Mapping[str, str]) -> None:
@@ -158,7 +158,7 @@ class Teller:
             each for each in self._counted if each[1] is not Refusal.UNREADABLE or each[0] in self.unreadable
         }
         for path, reason in self.unreadable.items():
-            self.say("unreadable", path, f"{path}: {reason}; nothing in it is uploaded")
+            self.say("path_unreadable", path, f"{path}: {reason}; nothing in it is uploaded")
             if now - self._unreadable_since[path] >= UNREADABLE_S:
                 self._count(Refused(path, Refusal.UNREADABLE, reason))
 
@@ -181,9 +181,9 @@ class Teller:
             self.say(
                 "many_starts",
                 "",
-                "nodes begin new starts again and again, and what is not committed begins anew each time: is another"
-                f" watcher node {node}, too, or counts other than {num_nodes} nodes? Each needs its own"
-                f" --node I/{num_nodes}",
+                "the nodes keep beginning new starts, and whatever is not committed is sent again each time: does"
+                f" another watcher also use --node {node}/{num_nodes}, or a different number of nodes? Each needs its"
+                f" own --node I/{num_nodes}",
             )
 
     def hold_up(self, entry: Entry, waits_for: str) -> None:
@@ -193,18 +193,19 @@ class Teller:
             self.say(
                 "held_up",
                 str(entry.number),
-                f"{entry.path or entry.name} (step {entry.step}), and what was saved after it, is not handed in yet: it"
-                f" waits for {waits_for}, because what was saved before it must be committed or given up first",
+                f"{entry.path or entry.name} (step {entry.step}) and later saves are not handed in yet: they wait"
+                f" for {waits_for}, because earlier saves must be committed or given up first",
             )
 
     def trouble(self, error: Exception) -> None:
         """Report an error that may pass; raise it if it will not pass by itself."""
         if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise error
-        self.say("trouble", str(error), f"{error}; trying again")
+        self.say("attempt_failed", str(error), f"{error}; trying again")
 
-    def say(self, kind: str, what: str, message: str) -> None:
-        """Log a warning, once for each `what` of a kind."""
-        if (kind, what) not in self._said:
-            self._said.add((kind, what))
-            logger.warning(message)
+    def say(self, event: str, what: str, message: str) -> None:
+        """Log a warning, once for each `what` of an event."""
+        if (event, what) not in self._said:
+            self._said.add((event, what))
+            template = f"{event}: %s"  # an event of the log, as `JsonFormatter` expects it
+            logger.warning(template, message)

@@ -44,7 +44,7 @@ def wrong_record(path: Path) -> str:
                 while left and (count := file.readinto(room[: min(left, _READ_BYTES)])):
                     left, crc = left - count, crt.crc32(room[:count], crc)
                 if left or crc != record.CRC:
-                    return f"{record.filename} is not what its directory says"
+                    return f"{record.filename} does not match the zip directory"
     except Exception as error:  # noqa: BLE001  whatever is wrong with it
         return repr(error)
     return ""

@@ -96,9 +96,7 @@ class Watcher:
                 if self.options.is_once or lock.is_for_another_remote():
                     to = ", which sends it to another remote" if lock.is_for_another_remote() else ""
                     raise FolderInUseError(f"{self.options.folder} is watched by {lock.holder()}{to}")
-                self._teller.say(
-                    "standing_by", lock.holder(), f"standing by: {lock.holder()} works on the folder"
-                )
+                self._teller.say("standing_by", lock.holder(), f"{lock.holder()} is watching the folder")
                 if stopping.is_set():
                     return replace(self._report(), stood_by=True)
                 self.waker.wait(STANDBY_S)
@@ -132,7 +130,9 @@ class Watcher:
     def _settle_in(self) -> None:
         """Load state and settings; called once the lock on the folder is held."""
         if not self.options.folder.is_dir():
-            logger.warning("%s is not there yet; waiting for it", self.options.folder)
+            logger.warning(
+                "folder_awaited folder=%s: it does not exist yet; waiting for it", self.options.folder
+            )
         self.entries.load()
         self._holds.load()
         options = self.options
@@ -219,7 +219,7 @@ class Watcher:
             except FencedError:
                 if self.options.num_nodes == 1:
                     raise
-                logger.warning("another node has begun a new start; joining it")
+                logger.warning("start_joined: another node has begun a new start; joining it")
                 self._teller.note_joined(self.options.node, self.options.num_nodes)
                 self._reopen(0.0)  # nothing more is committed in this generation
                 continue
@@ -244,12 +244,12 @@ class Watcher:
     def _waits_for(self) -> str:
         left = self.entries.open()
         if not left and self._lookout.num_left:
-            return "what has just been written to stay as it is"
+            return "recently written files to stop changing"
         if self._uploader is None or self._nodes is None:
             return ending.parts({}, [each.step for each in left], is_open=False)
         left = [each for each in left if not plan.awaits_others(each)]  # the next start continues them
         if not left and self._nodes.awaited:
-            return f"{named('node', self._nodes.awaited)} to end, too: there may be more"
+            return f"{named('node', self._nodes.awaited)} to finish, since more may be announced"
         return _decision_on(left, self._uploader)
 
     def _round(self) -> None:
@@ -309,7 +309,7 @@ class Watcher:
                 self._settle_refused(entry, Refusal.GIVEN_UP, reason)
                 continue
             if warning:
-                self._teller.say("went_back", entry.path, warning)
+                self._teller.say("trainer_went_back", entry.path, warning)
             assert self._nodes is not None
             try:
                 ours = self._nodes.announce(entry)
@@ -481,7 +481,7 @@ def _seal(uploader: Uploader, entries: Entries, entry: Entry) -> str:
         if shards := sorted(entry.shards.values()):
             uploader.enqueue(entries.staged(entry), entry.step, entry.name, files=shards)
         if not entries.is_intact(entry):
-            return "it was written in place while it was handed in"
+            return "it was written in place while it was being handed in"
         uploader.seal(entry.step, name=entry.name, expected=entry.expected)
     except (InvalidNameError, InvalidShardError) as error:
         return str(error)

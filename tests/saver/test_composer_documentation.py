@@ -192,7 +192,7 @@ def test_14_without_overwrite_the_folder_holds_nothing_that_conflicts(
 ) -> None:
     (tmp_path / "f").mkdir()
     (tmp_path / "f/ep1-ba43-rank0.pt").write_bytes(b"")
-    with pytest.raises(CheckpointConflictError, match=r"ep1-ba43-rank0\.pt is there"):
+    with pytest.raises(CheckpointConflictError, match=r"ep1-ba43-rank0\.pt exists"):
         open_saver("f", resume_from=NOW)
     open_saver("f", resume_from=Timestamp(epoch=1, batch=43))
 

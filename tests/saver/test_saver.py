@@ -416,7 +416,7 @@ def test_a_save_that_is_due_at_a_batch_that_comes_again_fails_and_says_why(open_
     saver = open_saver(on_failed=lambda checkpoint, _: failed.append(checkpoint.name))
     training = Training()
     training.run(saver, 1, 4)
-    with pytest.raises(SaveFailedError, match=r"ep0-ba2 was not saved: .* batch 2 comes again"):
+    with pytest.raises(SaveFailedError, match=r"ep0-ba2 was not saved: .* batch 2 was already passed"):
         training.run(saver, 1, 2)
     training.run(saver, 5, 6)
     assert failed == ["ep0-ba2"]
@@ -439,7 +439,7 @@ def test_a_batch_that_comes_again_leaves_the_first_alone_while_that_is_written(
     saver = open_saver(save_interval="5ba")
     saver.step(lambda: {"value": Slow()}, 5)
     saver.step(dict, 4)
-    with pytest.raises(SaveFailedError, match="batch 5 comes again"):
+    with pytest.raises(SaveFailedError, match="batch 5 was already passed"):
         saver.step(dict, 5)
     is_refused.set()
     saver.close()
@@ -451,7 +451,7 @@ def test_an_interval_in_what_no_timestamp_tells_is_refused_at_the_first_step(
     open_saver: Open, options: dict[str, Any]
 ) -> None:
     options = {"save_interval": "1ep", **options}
-    with pytest.raises(SettingsError, match=r"counts \w+s, but step\(\) was given the batch alone"):
+    with pytest.raises(SettingsError, match=r"counts \w+s, but step\(\) was given only the batch"):
         open_saver(**options).step(dict, 1)
 
 
@@ -470,7 +470,7 @@ def test_what_cannot_be_made_after_the_uploader_leaves_the_folder_free(open_save
 def test_a_state_that_is_no_savers_is_refused(open_saver: Open) -> None:
     saver = open_saver()
     for wrong in ({"x": 1}, None):
-        with pytest.raises(SettingsError, match="wants what state_dict returned"):
+        with pytest.raises(SettingsError, match="expects what state_dict returned"):
             saver.load_state_dict(wrong)
 
 

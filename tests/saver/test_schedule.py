@@ -169,7 +169,7 @@ def test_composers_time_is_understood() -> None:
         (True, "not an amount"),
         (2.5, "not an amount"),
         ("2.5ba", "whole number"),
-        ("1.5dur", "up to 1dur"),
+        ("1.5dur", "at most 1dur"),
         ("0.1dur", "needs max_duration"),
         ([Auto(), Auto()], "more than one Auto"),
         ("9" * 400 + "ba", "not an amount"),

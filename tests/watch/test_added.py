@@ -161,13 +161,13 @@ def test_what_is_made_right_after_the_mark_is_added_once_nothing_changes_any_mor
         return found.reason
 
     assert not reason()
-    assert "b was added after its mark, and it changed within the last 30 s" in reason(now_s=29)
-    assert "b is newer than its mark" in reason(settle_s=0.4), "too late"
-    assert "b is newer than its mark" in reason(b=-1), "it was there before: it is being written anew"
+    assert "b was added after its marker, and it changed within the last 30 s" in reason(now_s=29)
+    assert "b is newer than its marker" in reason(settle_s=0.4), "too late"
+    assert "b is newer than its marker" in reason(b=-1), "it was there before: it is being written anew"
     assert not reason(c=-1), "while b was written"
     without = {path: was for path, was in tree.files.items() if path[-1] not in "bc"}
     handed = Known(handed={"step-1": [without]})
-    assert "b is newer than its mark" in reason(known=handed), "it is not sent twice"
+    assert "b is newer than its marker" in reason(known=handed), "it is not sent twice"
     other = Known(handed={"step-1": [without | {"step-1/DONE": Identity(9, 9, 9)}]})
     assert not reason(known=other)
 
@@ -187,7 +187,7 @@ def test_what_was_there_before_is_written_anew_whatever_its_inode() -> None:
     before = {path: Identity(9, 1, was.mtime_ns - 100 * SECOND) for path, was in tree.files.items()}
     last_ns = max(was.mtime_ns for was in before.values())
     assert not reason(marked_ns=0)
-    assert "b is newer than its mark" in reason(before, marked_ns=last_ns)
+    assert "b is newer than its marker" in reason(before, marked_ns=last_ns)
     assert not reason(before, marked_ns=last_ns - 1), "it was added to the earlier one, too"
     same = {path: was for path, was in tree.files.items() if path != "step-1/b"}
     assert not reason(same, marked_ns=last_ns)
@@ -219,7 +219,7 @@ def test_what_the_mark_names_is_never_added(format_: str) -> None:
         tree = tree_of(written, now_s=UNCOUNTED_S + 1, born_ns=born_ns)
         (found,) = find(tree)
         assert (found.format, not found.reason) == (format_, is_complete)
-        assert is_complete or f"{late} is newer than its mark" in found.reason
+        assert is_complete or f"{late} is newer than its marker" in found.reason
         is_marked = added.marked(tree, found.path, [late], Rules(), []) is not None
         assert is_marked is is_complete, "after its trainer has removed it"
 
@@ -243,7 +243,7 @@ def test_what_was_added_to_an_earlier_save_to_the_same_place_is_not_of_this_one(
     same = now.files | {"step-1/b": now.files["step-1/b"]}
     assert not seen(now, Version(same, marked_ns)).left_over, "nothing else is another save"
     again = tree_of(dict.fromkeys(["step-1/a", "step-1/DONE", "step-1/b"], b"1"), now_s=UNCOUNTED_S)
-    assert "b is newer than its mark" in seen(again).reason
+    assert "b is newer than its marker" in seen(again).reason
     settle = Rules(done="DONE", settle_s=2)
     (found,) = find(again, settle, Known(versions={"step-1": [Version(earlier, marked_ns)]}))
     assert not found.reason
@@ -263,7 +263,7 @@ def test_a_rank_s_file_that_is_as_it_was_with_another_mark_is_not_of_this_save()
 
     other = Identity(9, 1, 1)
     marked = {".metadata": other, "__0_0.distcp": other}
-    assert reason(**marked) == "last/__1_0.distcp is of another save to the same place than the rest"
+    assert reason(**marked) == "last/__1_0.distcp belongs to a different save to the same place than the rest"
     assert reason(**marked, **{"__1_0.distcp": other}) == ""
     assert reason() == "", "it is this one"
 
@@ -284,7 +284,7 @@ def test_what_was_written_to_before_it_was_handed_in_is_remembered(looking: Look
 
     assert len(look(*first, "rng_state_1.pth")) == 1
     assert look(*first) == [], "rank 1 has not begun"
-    assert "of another save" in looking.teller.incomplete["checkpoint-1"]
+    assert "belongs to a different save" in looking.teller.incomplete["checkpoint-1"]
     assert len(look("rng_state_1.pth")) == 1
 
 
@@ -326,7 +326,7 @@ def test_what_was_added_before_a_later_one_was_complete_need_not_be_quiet() -> N
 
     assert not reason("step-2/a", "step-2/DONE")
     for others in ([], ["step-2/a"], ["step-2/DONE", "step-1/c"]):
-        assert "was added after its mark, and it changed within the last 30 s" in reason(*others)
+        assert "was added after its marker, and it changed within the last 30 s" in reason(*others)
 
 
 # --- for ever ------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def test_a_file_that_is_added_and_then_written_for_ever_does_not_take_the_rest_w
     watching.process.terminate()
     ended = watching.until("ended")
     assert (ended["exit_code"], ended["incomplete"]) == (1, {})
-    assert "train.log was written again after it was handed in" in ended["refused"]["checkpoint-10"]
+    assert "train.log was rewritten after the checkpoint was handed in" in ended["refused"]["checkpoint-10"]
 
 
 def test_what_was_added_and_changes_before_it_has_settled_is_staged_anew(looking: Looking) -> None:
@@ -461,11 +461,11 @@ def test_what_is_first_seen_with_what_was_added_and_is_removed_is_sent_as_its_ma
     staged = [sorted(each.shards.values()) for each in looking.entries.all.values()]
     if "model.bin" in written:
         assert (staged, [each.cause for each in refused]) == ([], [Refusal.INCOMPLETE])
-        assert "was written to until its trainer removed it" in looking.teller.refused["step-1"]
+        assert "was still being written when its trainer removed it" in looking.teller.refused["step-1"]
     elif written:
         assert staged == [["DONE", "adapter", "model.bin"]]
         assert [each.cause for each in refused] == [Refusal.CHANGED]
-        assert looking.teller.refused["step-1"].startswith("step-1/log was written to until")
+        assert looking.teller.refused["step-1"].startswith("step-1/log was still being written when")
     else:
         assert (staged, refused) == ([["DONE", "adapter", "log", "model.bin"]], [])
 
@@ -488,7 +488,7 @@ def test_what_comes_after_it_was_handed_in_is_named(place: Place) -> None:
         ended = watching.until("ended")
         [body] = receiver.bodies
     assert (watching.process.wait(), place.committed(10)) == (1, saved)
-    assert reason.startswith("checkpoint-10/adapter_model.bin came after it was handed in")
+    assert reason.startswith("checkpoint-10/adapter_model.bin appeared after the checkpoint was handed in")
     assert "raise --settle-s" in reason
     assert (ended["refused"], ended["incomplete"]) == ({"checkpoint-10": reason}, {})
     assert (body["step"], body["details"]["cause"], body["details"]["reason"]) == (10, "changed", reason)
@@ -545,7 +545,7 @@ def test_what_comes_too_late_on_a_node_without_the_mark_is_named(looking: Lookin
         lookout.take()
         lookout.end()
     assert [(each.path, each.cause, each.version) for each in refused] == [("step-1", Refusal.CHANGED, 1)]
-    assert looking.teller.refused["step-1"].startswith("step-1/optimizer.bin came after")
+    assert looking.teller.refused["step-1"].startswith("step-1/optimizer.bin appeared after")
     looking.teller.settled("committed", entry(2, files))
     assert not looking.teller.refused, "a later version has it"
 

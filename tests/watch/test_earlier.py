@@ -51,7 +51,7 @@ def test_what_is_lost_with_a_node_is_what_the_mark_names_or_may_not_name() -> No
         "the other one may have it, and the commit tells"
     )
     unnamed = entry("done", "model.pt", "DONE", expected=("DONE", "model.pt"))
-    assert "its mark does not tell" in plan.lost_part(unnamed, (), 1)
+    assert "its marker does not say" in plan.lost_part(unnamed, (), 1)
     assert "there are 2 now" in plan.lost_part(replace(unnamed, num_nodes=3), (), 2)
     for num_nodes in (2, 3):
         assert not plan.lost_part(unnamed, (), num_nodes)
@@ -63,7 +63,7 @@ def test_what_was_saved_again_by_another_number_of_nodes_is_not_mixed_with_that(
     """For a minute after the mark, `rng_state_1.pth` may be a late rank's, wherever it is."""
     first = entry("transformers", "trainer_state.json", expected=("rng_state_1.pth", "trainer_state.json"))
     again = replace(first, number=2, mark_ns=99)
-    assert "of which save their rng_state_1.pth would be" in plan.lost_part(first, [first, again], 3)
+    assert "which save their rng_state_1.pth would belong to" in plan.lost_part(first, [first, again], 3)
     assert not plan.lost_part(first, [first, again], 2), (
         "the other node has the file of the first save linked"
     )
@@ -150,7 +150,7 @@ def test_what_holds_up_all_that_follows_is_told_once(caplog: pytest.LogCaptureFi
         teller.hold_up(entry(), "node 1 to hand in step 10")
     (told,) = caplog.messages
     assert told.startswith(
-        "step-20 (step 20), and what was saved after it, is not handed in yet: it waits for node 1"
+        "held_up: step-20 (step 20) and later saves are not handed in yet: they wait for node 1"
     )
 
 
@@ -291,7 +291,7 @@ def test_a_node_without_the_marks_that_is_alone_now_does_not_wait_for_the_one_th
     nodes.until_delivered(20, 1)
     second.kill()
     alone = nodes.watch(0, 1, place=1)
-    assert "another one had its mark" in alone.until("refused", 20)["reason"]
+    assert "another one had its marker" in alone.until("refused", 20)["reason"]
     shutil.rmtree(nodes.out(1) / "step-20")
     saved = nodes.save(20, 1)
     alone.until("committed", 20)
@@ -308,7 +308,7 @@ def test_half_of_what_no_mark_names_is_not_committed_by_the_node_that_is_left(no
             nodes.until_delivered(20, 0)
             first.kill()
             first = nodes.watch(0, 1, "--done", "DONE")
-            assert "its mark does not tell" in first.until("refused", 20)["reason"]
+            assert "its marker does not say" in first.until("refused", 20)["reason"]
     first.until("committed", 30)
     assert (nodes.committed(20), first.end()) == (None, 1)
 

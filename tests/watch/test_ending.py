@@ -34,8 +34,8 @@ def test_it_is_said_soon_and_then_now_and_then_but_not_of_an_ordinary_end(
         stopping.ago_s = ago_s
         told.tell(lambda what=what: what)  # type: ignore[misc]
     assert [each.getMessage() for each in caplog.records] == [
-        "at the end: waiting for one; 9 min more at most",
-        "at the end: waiting for two; 8 min more at most",
+        "watch_ending waiting_for='one'; at most 9 min longer",
+        "watch_ending waiting_for='two'; at most 8 min longer",
     ]
 
 
@@ -47,6 +47,6 @@ def test_nodes_and_steps_are_named() -> None:
     )
     assert ending.parts({}, [20, 10], is_open=True) == "steps 10, 20 to be committed"
     assert ending.parts({}, [10], is_open=False) == (
-        "the store to answer, or another node to begin: step 10 is not handed in"
+        "the store to answer, or another node to start: step 10 not handed in yet"
     )
     assert ending.parts({}, [], is_open=True) == ending.parts({}, [], is_open=False) == ""

@@ -89,7 +89,7 @@ def test_what_the_ranks_of_an_earlier_save_have_left_on_the_other_node_is_no_par
         watching[0].process.terminate()
         assert (watching[1].end(), watching[0].process.wait(60)) == (0, 0)
         left = rank_files(format_, 4)[3]
-        assert f"{PLACE[format_]}/{left}: of ranks of an earlier save" in watching[1].errors()
+        assert f"{PLACE[format_]}/{left}: written by ranks of an earlier save" in watching[1].errors()
     finally:
         for each in watching:
             each.kill()
@@ -160,7 +160,7 @@ def test_where_nobody_knows_the_ranks_a_file_of_an_earlier_save_is_not_sent(
 ) -> None:
     monkeypatch.setattr(nodes, "WHOLE_S", 0.0)
     said = followed(tmp_path, format_, left, theirs=theirs, theirs_s=40)
-    assert said == [f"step-5/{left} is of an earlier save on node 1"]
+    assert said == [f"step-5/{left} belongs to an earlier save on node 1"]
 
 
 @pytest.mark.parametrize(("left", "theirs_s"), [("config.pt", 40), ("shard2.pt", 15)])

@@ -136,11 +136,11 @@ def test_what_is_added_on_a_node_without_the_mark_is_sent_when_it_has_settled(
     if is_added:
         assert told == ["adapter.bin", "model.pt"]
     else:
-        assert "adapter.bin on node 1 is 2 s newer than the mark: it was saved again" in told[0]
+        assert "adapter.bin on node 1 is 2 s newer than the marker: it was saved again" in told[0]
 
 
 DONE_AT_S = 100
-NOTHING = "node 1 has nothing of it: it was removed there before it was seen, or other nodes alone write checkpoints"
+NOTHING = "node 1 holds no part of it: it was removed there before it was seen, or only other nodes write checkpoints"
 
 
 def follow(
@@ -191,10 +191,20 @@ def follow(
     ("seen_s", "left", "changed_s", "answer"),
     [
         ({}, [], 0, NOTHING),
-        ({"a": 99, "b": 99}, [], 0, "step-1/a was removed on node 1 before it heard of the checkpoint"),
-        ({"a": 102, "b": 102}, ["b"], 0, "step-1/a was removed on node 1 before it heard of the checkpoint"),
+        (
+            {"a": 99, "b": 99},
+            [],
+            0,
+            "step-1/a was removed on node 1 before that node learned of the checkpoint",
+        ),
+        (
+            {"a": 102, "b": 102},
+            ["b"],
+            0,
+            "step-1/a was removed on node 1 before that node learned of the checkpoint",
+        ),
         ({"a": 99, "b": 102}, ["b"], 101, ["b"]),  # of an earlier save, or a name that was given first
-        ({}, ["b"], 103, "something was removed from step-1 on node 1 after its mark was written"),
+        ({}, ["b"], 103, "something was removed from step-1 on node 1 after its marker was written"),
         ({}, ["b", "c/d"], 101, ["b", "c/d"]),
         ({"a.tmp": 102}, [], 0, NOTHING),
         ({"a.tmp": 102, "b": 102}, ["b"], 0, ["b"]),
@@ -250,7 +260,7 @@ def test_what_a_late_rank_has_not_written_anew_is_waited_for(
     """Two saves to the same place would be mixed."""
     monkeypatch.setattr(of_nodes, "WHOLE_S", 0.0)
     told = follow(tmp_path, [name], {}, 0, sent_s=sent_s, format_="transformers")
-    assert told == (f"step-1/{name} is of an earlier save on node 1" if is_stale else [name])
+    assert told == (f"step-1/{name} belongs to an earlier save on node 1" if is_stale else [name])
 
 
 @pytest.mark.parametrize(("written_s", "is_late"), [(DONE_AT_S + 59, False), (DONE_AT_S + 61, True)])
@@ -262,7 +272,7 @@ def test_what_a_rank_writes_long_after_the_mark_is_of_another_save(
     there.write_bytes(b"x")
     os.utime(there, ns=(1, written_s * SECOND))
     told = follow(tmp_path, [], {}, written_s, format_="transformers")
-    assert "newer than the mark: it was saved again" in told if is_late else told == [there.name]
+    assert "newer than the marker: it was saved again" in told if is_late else told == [there.name]
 
 
 def test_a_link_on_a_node_without_the_mark_is_named(tmp_path: Path) -> None:

@@ -108,11 +108,11 @@ def test_transformers_writes_trainer_state_last() -> None:
 
 def test_transformers_state_is_of_this_step_and_its_tensors_have_their_end() -> None:
     written = transformers(40)
-    assert "of another step" in reasons(
+    assert "belongs to another step" in reasons(
         written | {"checkpoint-40/trainer_state.json": b'{"global_step": 30}'}
     )
     cut = {"checkpoint-40/model.safetensors": safetensors()[:-1]}
-    assert "model.safetensors has no end yet" in reasons(written | cut)
+    assert "model.safetensors is truncated or still being written" in reasons(written | cut)
 
 
 def test_transformers_ranks_without_their_random_state_are_missed() -> None:
@@ -158,7 +158,7 @@ def test_transformers_shards_that_the_index_names_are_missed() -> None:
 def test_a_mark_that_is_older_than_a_file_is_of_an_earlier_save() -> None:
     written = transformers(40)
     written["checkpoint-40/model.safetensors"] = written.pop("checkpoint-40/model.safetensors")
-    assert "is newer than its mark checkpoint-40/trainer_state.json" in reasons(written)
+    assert "is newer than its marker checkpoint-40/trainer_state.json" in reasons(written)
     assert not reasons(written, Rules(ignores_times=True), now_s=31)
 
 
@@ -250,7 +250,7 @@ def test_deepspeed_needs_latest_and_the_files_of_every_rank() -> None:
     late["global_step30/zero_pp_rank_1_mp_rank_00_optim_states.pt"] = rank_1
     assert complete(late)
     late["global_step30/mp_rank_00_model_states.pt"] = late.pop("global_step30/mp_rank_00_model_states.pt")
-    assert "is newer than its mark latest" in reasons(late), "rank 0 is saving the step again"
+    assert "is newer than its marker latest" in reasons(late), "rank 0 is saving the step again"
     assert "`latest` names global_step40" in reasons(deepspeed(30) | {"latest": b"global_step40"})
 
 
@@ -295,7 +295,9 @@ def test_megatron_is_complete_when_the_tracker_names_it(metadata: Mapping[str, b
     (found,) = complete({**here, "latest_checkpointed_iteration.txt": b"100\n"})
     assert (found.format, found.step, found.name) == ("megatron", 100, "iter_0000100")
     assert "says 50" in reasons({**here, "latest_checkpointed_iteration.txt": b"50"})
-    assert "whether this one was is unknown" in reasons({**here, "latest_checkpointed_iteration.txt": b"200"})
+    assert "it is unknown whether this one was completed" in reasons(
+        {**here, "latest_checkpointed_iteration.txt": b"200"}
+    )
     sharded = {f"iter_0000100/{name}": data for name, data in metadata.items()}
     assert complete({**sharded, "latest_checkpointed_iteration.txt": b"200"}), (
         "DCP's mark speaks for an older one"
@@ -329,7 +331,7 @@ def test_a_file_of_torch_is_complete_when_its_zip_has_its_end() -> None:
         {"lightning_logs/epoch=1-step=300.ckpt": torch_zip(x=1)}, "lightning", 300
     )
     check_only_the_whole_is_complete({"ep0-ba20-rank0.pt": torch_zip(x=1)}, "composer", 20)
-    assert "one file for each rank" in reasons({"ep0-ba20-rank1.pt": torch_zip(x=1)})
+    assert "one file per rank" in reasons({"ep0-ba20-rank1.pt": torch_zip(x=1)})
 
 
 def test_a_file_without_a_step_in_its_name_says_it_within() -> None:
@@ -386,13 +388,13 @@ def olmo_core(metadata: Mapping[str, bytes]) -> dict[str, bytes]:
 
 def test_olmo_core_s_callbacks_write_a_configuration_after_its_mark(metadata: Mapping[str, bytes]) -> None:
     begun = olmo_core(metadata)
-    assert "may be yet to come" in reasons(begun, now_s=29)
+    assert "may still be written" in reasons(begun, now_s=29)
     assert find(tree_of(begun))[0].is_waiting
     assert complete(begun, now_s=30)[0].format == "olmo-core", "not all have such a callback"
     configured = {**begun, "step50/config.json": b"{}"}
     (found,) = complete(configured, now_s=2)
     assert (found.format, found.step, "config.json" in found.inner) == ("olmo-core", 50, True)
-    assert "may be yet to come" in reasons({**configured, "step50/tmp0a_b1c2d": b""}, now_s=2)
+    assert "may still be written" in reasons({**configured, "step50/tmp0a_b1c2d": b""}, now_s=2)
     (found,) = complete({**configured, "step50/tmp0a_b1c2d": b""}, now_s=30)
     assert "tmp0a_b1c2d" not in found.inner, "its writer was killed"
     paths = {**configured, "step50/data_paths.txt": b"a"}
@@ -407,7 +409,7 @@ def test_olmo_core_s_callbacks_write_a_configuration_after_its_mark(metadata: Ma
 
 def test_olmo_core_is_never_complete_in_part(metadata: Mapping[str, bytes]) -> None:
     check_only_the_whole_is_complete(olmo_core(metadata), "olmo-core", 50, now_s=60)
-    assert "is newer than its mark" in reasons(
+    assert "is newer than its marker" in reasons(
         {**olmo_core(metadata), "step50/train/rank1.pt": torch_zip(x=1)}, now_s=60
     )
 
@@ -415,7 +417,7 @@ def test_olmo_core_is_never_complete_in_part(metadata: Mapping[str, bytes]) -> N
 def test_olmo_s_other_ranks_may_write_after_its_config_and_before_the_renaming() -> None:
     written = {"step50/config.yaml": b"a", "step50/train/rank1.pt": torch_zip(x=1)}
     assert complete(written)[0].format == "olmo"
-    assert "is newer than its mark" in reasons({**written, "step50/train/rank0.pt": torch_zip(x=1)})
+    assert "is newer than its marker" in reasons({**written, "step50/train/rank0.pt": torch_zip(x=1)})
 
 
 def test_a_configuration_that_comes_first_is_no_mark_of_olmo(metadata: Mapping[str, bytes]) -> None:
@@ -440,10 +442,10 @@ def test_orbax_is_complete_when_it_was_renamed_or_has_commit_success() -> None:
     )
     data = {"50/default/d/0": b"x"}
     # In place, as on object stores: `_CHECKPOINT_METADATA` is there from the beginning, and then written anew.
-    assert "no time of the commit" in reasons({"50/_CHECKPOINT_METADATA": begun, **data})
-    assert "not whole" in reasons({**data, "50/_CHECKPOINT_METADATA": committed[:9]})
+    assert "no commit time" in reasons({"50/_CHECKPOINT_METADATA": begun, **data})
+    assert "is incomplete" in reasons({**data, "50/_CHECKPOINT_METADATA": committed[:9]})
     written = {**data, "50/_CHECKPOINT_METADATA": committed}
-    assert "may be yet to come" in reasons(written)
+    assert "may still be written" in reasons(written)
     assert complete(written, now_s=2)[0].step == 50, "before 0.12.8 a folder that was renamed has no more"
     (found,) = complete({**written, "50/commit_success.txt": b"y"})
     assert (found.format, "commit_success.txt" in found.inner) == ("orbax", True)
@@ -573,7 +575,7 @@ def test_ones_own_rules_replace_the_table() -> None:
 
 def test_a_mark_of_ones_own_alone_is_no_checkpoint() -> None:
     for bare in ({"s-7/DONE": b"x"}, {"s-7/DONE": b"x", "s-7/model.tmp": b"x"}, {"DONE": b"x"}):
-        assert reasons(bare, Rules(done="DONE")) == "it has nothing but DONE yet"
+        assert reasons(bare, Rules(done="DONE")) == "it contains nothing but DONE yet"
         assert not reasons(bare, Rules(done="DONE", num_nodes=2)), (
             "another node has the rest, or it is given up"
         )
@@ -666,13 +668,13 @@ def test_a_ranks_file_of_another_save_is_not_mixed_with_the_rest(name: str) -> N
     assert not reason(this, earlier)
     for ignores_times in (False, True):
         begun = reason({**this, late: earlier[late]}, ignores_times=ignores_times)
-        assert f"{late} is of another save" in begun, "rank 1 has begun the next"
+        assert f"{late} belongs to a different save" in begun, "rank 1 has begun the next"
         not_yet = reason({**earlier, late: this[late]}, ignores_times=ignores_times)
-        assert f"{late} is of another save" in not_yet, "it has not begun this one"
+        assert f"{late} belongs to a different save" in not_yet, "it has not begun this one"
     assert not reason(late_s=50)
-    assert f"{late} is newer than its mark" in reason(late_s=70)
+    assert f"{late} is newer than its marker" in reason(late_s=70)
     assert not reason(late_s=-EARLY_RANK_S)
-    assert f"{late} is of another save" in reason(late_s=-EARLY_RANK_S - 9)
+    assert f"{late} belongs to a different save" in reason(late_s=-EARLY_RANK_S - 9)
     assert not reason(late_s=-EARLY_RANK_S - 9, ignores_times=True)
 
 

@@ -35,7 +35,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 RULES = {
-    "its mark step-1/DONE was written": Rules(done="DONE"),
+    "its marker step-1/DONE was written": Rules(done="DONE"),
     "it was renamed into place": Rules(pattern="*"),
 }
 
@@ -151,8 +151,8 @@ def test_what_has_no_content_is_left_out_and_named(
     [entry] = place.entries.all.values()
     assert sorted(entry.shards.values()) == ["DONE", "model.bin"]
     assert [each.getMessage() for each in caplog.records] == [
-        "step-1/debugger is a socket, which has no content: it is left out of step-1",
-        "step-1/deep/pipe is a FIFO, which has no content: it is left out of step-1",
+        "special_left_out: step-1/debugger is a socket, which has no content: it is left out of step-1",
+        "special_left_out: step-1/deep/pipe is a FIFO, which has no content: it is left out of step-1",
     ]
 
 
@@ -193,8 +193,8 @@ def test_a_format_that_is_not_known_is_named_once_for_each_folder(
     for _ in range(2):
         look()
     assert heard == [("mine-1", Refusal.UNKNOWN)]
-    assert [each.getMessage() for each in caplog.records if "no known format" in each.getMessage()] == [
-        "mine-1/a.h5 is of no known format, and is not uploaded: see --done, --pattern and --quiet-s"
+    assert [each.getMessage() for each in caplog.records if "unknown format" in each.getMessage()] == [
+        "unknown_format: mine-1/a.h5 has an unknown format, and is not uploaded: see --done, --pattern and --quiet-s"
     ]
     lookout.end()
     assert heard == [("mine-1", Refusal.UNKNOWN), ("mine-2", Refusal.UNKNOWN)]
@@ -370,7 +370,7 @@ def test_what_a_downloader_has_not_finished_is_named_and_not_taken(place: Place,
     if is_unfinished:
         named = unfinished if unfinished.suffix or unfinished.name == PARTIAL_FOLDER else unfinished.parent
         reason = place.teller.incomplete["run/checkpoint-5"]
-        assert reason.endswith(f"{named.relative_to(place.folder).as_posix()} is there")
+        assert reason.endswith(f"{named.relative_to(place.folder).as_posix()} exists")
 
 
 def test_what_settles_while_it_is_fetched_on_is_not_handed_in(place: Place) -> None:

@@ -189,7 +189,7 @@ def test_a_file_that_the_mark_names_is_added_on_no_node(nodes: Nodes) -> None:
     os.utime(late, ns=(late_ns, late_ns))
     first = nodes.watch(0, "--settle-s", "3")
     nodes.watch(1, "--settle-s", "3")
-    assert "newer than the mark: it was saved again" in first.until("refused", 10)["reason"]
+    assert "newer than the marker: it was saved again" in first.until("refused", 10)["reason"]
     assert restore.find(nodes.remote) is None
 
 
@@ -327,7 +327,7 @@ def test_what_was_last_seen_before_the_mark_is_not_sent(nodes: Nodes) -> None:
     first = nodes.watch(0)
     nodes.watch(1)
     told = first.until("refused", 10)
-    assert "was last seen before its mark was written" in told["reason"]
+    assert "were last seen before the marker was written" in told["reason"]
     assert restore.find(nodes.remote) is None
 
 
@@ -354,7 +354,7 @@ def test_the_end_says_which_node_it_waits_for(nodes: Nodes) -> None:
     nodes.save(10)
     first.until_logged("announced path=step-10")
     first.process.terminate()
-    first.until_logged("at the end: waiting for node 1 to hand in step 10; ")
+    first.until_logged("watch_ending waiting_for='node 1 to hand in step 10'; ")
     assert first.process.wait(60) == 6
 
 
@@ -364,7 +364,9 @@ def test_two_watchers_that_say_they_are_the_same_node_are_told_so(nodes: Nodes, 
     copied = Nodes(tmp_path / "copied", tmp_path)
     copied.remote = nodes.remote
     try:
-        copied.watch(0).until_logged("is another watcher node 0, too, or counts other than 2 nodes?")
+        copied.watch(0).until_logged(
+            "does another watcher also use --node 0/2, or a different number of nodes?"
+        )
     finally:
         copied.end()
 

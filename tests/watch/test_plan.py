@@ -137,7 +137,9 @@ def test_another_state_of_a_step_that_is_taken_is_refused(other: bytes) -> None:
     verdict = plan.judge(teacher, tree, [entry_of(find(tree)[0], tree, 1)], num_nodes=1)
     assert verdict
     assert (verdict.take, verdict.refusal) == (False, Refusal.UNSUPPORTED)
-    assert "teacher-step=10.ckpt is not uploaded: student-step=10.ckpt is" in verdict.reason
+    assert (
+        "teacher-step=10.ckpt is not uploaded, since student-step=10.ckpt of the same step" in verdict.reason
+    )
 
 
 @pytest.mark.parametrize("path", ["step 2/model.pt", "step-2/notes (1).md"])
@@ -158,7 +160,7 @@ def test_files_on_another_node_are_missed_on_one_node_only() -> None:
     found = replace(found, missing=("a", "b", "c", "d"))
     alone = plan.judge(found, tree, [], num_nodes=1)
     assert alone
-    assert alone.reason.startswith("its mark names files that are not here: a, b, c and 1 more")
+    assert alone.reason.startswith("its marker names files that are not here: a, b, c and 1 more")
     several = plan.judge(found, tree, [], num_nodes=2)
     assert several
     assert several.take

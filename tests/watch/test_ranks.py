@@ -115,7 +115,7 @@ def test_a_rank_that_a_save_has_is_waited_for(what: str) -> None:
     stale, written, rules, now_s = MIXED[what]
     found = saved_again(stale, written, rules, now_s, is_known=True)
     assert (found.is_mixed, found.of_other_ranks) == (True, ())
-    assert found.reason == f"{stale[0]} is of another save to the same place than the rest"
+    assert found.reason == f"{stale[0]} belongs to a different save to the same place than the rest"
 
 
 NOT_AGAIN = {
@@ -156,7 +156,8 @@ def test_what_is_not_written_again_is_said_in_the_log(
         ["DONE", "config.json", "shard0.bin"]
     ]
     said = (
-        "step-4/config.json: not written again since an earlier save to the same place, and sent with step-4"
+        "files_unwritten: step-4/config.json: not written again since an earlier save to the same place, and sent with"
+        " step-4"
     )
     assert [each.message for each in caplog.records if "config.json" in each.message] == [said]
 
@@ -189,8 +190,8 @@ def test_on_several_nodes_too() -> None:
     stale, written, _, _ = FEWER["its arguments say it"]
     found = saved_again(stale, written, Rules(num_nodes=2), 9_999, is_known=False)
     assert found.reason == (
-        f"{RNG[3]} is of more ranks than its training_args.bin counts (2): give --ranks, or delete the file if an"
-        " earlier save has left it"
+        f"{RNG[3]} belongs to more ranks than its training_args.bin records (2): give --ranks, or delete the file"
+        " if it is left over from an earlier save"
     )
     three = transformers(*RNG[:2], num_processes=3)
     found = saved_again(RNG[3:], three, Rules(num_nodes=2), 0, is_known=True)
@@ -214,7 +215,7 @@ def test_dcp_s_mark_names_its_files_and_what_it_does_not_name_is_left_out(place:
     one = save("__0_0.distcp")
     watching.until("committed", 5)
     assert watching.end() == 0
-    assert "step-5/__1_0.distcp: of ranks of an earlier save" in watching.errors()
+    assert "step-5/__1_0.distcp: written by ranks of an earlier save" in watching.errors()
     assert (place.committed(5, 1), place.committed(5, 2)) == (two, one)
 
 

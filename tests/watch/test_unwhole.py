@@ -42,7 +42,7 @@ def test_every_record_is_compared_with_what_its_directory_says(
         path.write_bytes(WHOLE)
         assert wrong_record(path) == ""
         path.write_bytes(SPOILT)
-        assert wrong_record(path) == "archive/data/0 is not what its directory says"
+        assert wrong_record(path) == "archive/data/0 does not match the zip directory"
     path.write_bytes(WHOLE[:-9])
     assert wrong_record(path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -98,7 +98,7 @@ def test_what_was_written_in_place_and_is_not_whole_is_copied_once(
     monkeypatch.setattr(unwhole, "GIVEN_UP_S", 0.0)
     lookout.look_and_take()
     assert (lookout.num_left, looking.told) == (0, [("refused", "last.ckpt")])
-    assert "last.ckpt is not whole: archive/data/0" in looking.teller.refused["last.ckpt"]
+    assert "last.ckpt is not intact: archive/data/0" in looking.teller.refused["last.ckpt"]
     with path.open("r+b") as file:
         file.write(WHOLE)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 2))
@@ -115,7 +115,7 @@ def test_a_file_that_has_its_end_before_its_middle_is_not_committed(
     monkeypatch.setattr(unwhole, "GIVEN_UP_S", 0.0)
     code, told = place.once()
     assert (code, told["committed"]) == (1, 0)
-    assert "half written over an earlier one, or spoilt" in told["refused"]["last.ckpt"]
+    assert "partly overwritten, or damaged" in told["refused"]["last.ckpt"]
     with (place.out / "last.ckpt").open("r+b") as file:
         file.write(WHOLE)
     assert place.once()[0] == 0
@@ -144,4 +144,4 @@ def test_a_file_without_checksums_is_refused_by_name_when_it_is_written_in_place
     assert "last.ckpt was written in place" in verdict.reason
     verdict = plan.judge(twin, tree, [known], num_nodes=1)
     assert verdict
-    assert "nothing tells whether they are the same" in verdict.reason
+    assert "nothing shows whether the two are the same" in verdict.reason

@@ -95,7 +95,7 @@ def test_where_nothing_can_be_locked_beside_the_folder_a_warning_says_so(place: 
     (place.here / ".out.ckpt_async.lock").mkdir()
     watching = place.watch("--once")
     output, errors = watching.process.communicate(timeout=60)
-    assert ("run one watcher of this folder only" in errors, '"committed": 1' in output) == (True, True)
+    assert ("run only one watcher of this folder" in errors, '"committed": 1' in output) == (True, True)
 
 
 def test_files_on_another_disk_are_copied(place: Place) -> None:
@@ -148,7 +148,7 @@ def test_nothing_to_find_is_not_found(place: Place) -> None:
 def test_a_folder_that_its_trainer_has_yet_to_make_is_waited_for_and_named(place: Place) -> None:
     place.out.rmdir()
     watching = place.watch()
-    watching.until_logged(f"{place.out} is not there yet")
+    watching.until_logged(f"folder={place.out}: it does not exist yet")
     place.out.mkdir()
     save(place, 10)
     watching.until("committed", 10)
@@ -213,7 +213,7 @@ def test_a_file_of_torchs_that_is_written_in_place_is_copied_and_compared_with_i
     half = bytearray(whole)
     half[1 << 19] ^= 1
     (place.out / "last.ckpt").write_bytes(half)
-    watching.until_logged("last.ckpt is not whole")
+    watching.until_logged("last.ckpt is not intact")
     assert place.newest() == 30
     (place.out / "last.ckpt").write_bytes(whole)
     saved[40] = hashes(place.out)
@@ -327,7 +327,7 @@ def test_one_of_two_watchers_stands_by_and_takes_over(place: Place) -> None:
     save(place, 10)
     first.until("committed", 10)
     second = place.watch()
-    second.until_logged("standing by")
+    second.until_logged("standing_by")
     assert place.once()[0] == 5
     place.remote, remote = f"{place.remote}-2", place.remote
     code, told = place.main()
@@ -467,7 +467,7 @@ def test_after_the_command_s_end_a_second_signal_ends_run_at_once(place: Place) 
         assert not has_ended_within(watching.process, 1), "10 s more"
         watching.process.terminate()
         assert watching.process.wait(5) == 6
-    assert "checkpoints may not be in the store: told twice to end" in watching.errors()
+    assert "checkpoints may not be in the store: stopped by a second signal" in watching.errors()
 
 
 def test_a_signal_after_the_command_s_end_leaves_run_the_grace_that_it_was_given_and_no_more(
@@ -601,7 +601,7 @@ def test_what_was_pruned_is_known_by_its_bytes_and_does_not_become_the_newest(pl
         watching.until("committed", step)
     assert cli.main(["prune", place.remote, "--keep", "last=1", "--yes"]) == 0
     COPIES[how](place.out / "step-10", place.out / "best")
-    assert "it is step 10 by its bytes" in watching.until("refused")["reason"]
+    assert "it has the bytes of step 10" in watching.until("refused")["reason"]
     assert (watching.end(), place.newest()) == (1, 20)
 
 
@@ -634,7 +634,7 @@ def test_one_that_cannot_be_judged_holds_up_nothing_else(
     save(place, 20)
     code, told = place.once()
     assert (code, told["committed"], place.newest()) == (0, 2, 20)
-    assert "is not whole" in told["incomplete"]["iter_0000005"]
+    assert "is incomplete or invalid" in told["incomplete"]["iter_0000005"]
 
     def broken(*_: object) -> None:
         raise RecursionError("too deep")
@@ -644,7 +644,7 @@ def test_one_that_cannot_be_judged_holds_up_nothing_else(
     (place.out / "step=40.ckpt").write_bytes(torch_zip(global_step=40))
     code, told = place.once()
     assert (code, told["committed"], place.newest()) == (1, 1, 30)
-    assert "cannot be judged: RecursionError('too deep')" in told["refused"]["step=40.ckpt"]
+    assert "cannot be examined: RecursionError('too deep')" in told["refused"]["step=40.ckpt"]
 
 
 def test_a_watcher_rests_for_several_times_as_long_as_a_round_has_kept_the_core(
@@ -697,7 +697,7 @@ def test_a_folder_with_nothing_but_its_mark_is_named_and_the_mark_stays(place: P
     (place.out / "step-7/DONE").write_bytes(b"x")
     code, told = place.once("--done", "DONE", "--keep-local", "0")
     assert (code, told["committed"]) == (0, 0)
-    assert told["incomplete"] == {"step-7": "it has nothing but DONE yet"}
+    assert told["incomplete"] == {"step-7": "it contains nothing but DONE yet"}
     assert (place.out / "step-7/DONE").exists()
 
 

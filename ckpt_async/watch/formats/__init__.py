@@ -66,7 +66,7 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
     versions = known.versions.get(found.path, ())
     may_be_complete = found.is_waiting or not found.reason
     if may_be_complete and not found.is_file and (path := tree.fetched_to(found.path)):
-        reason = f"it is being downloaded, or that was cut short: {path} is there"
+        reason = f"it is being downloaded, or the download was interrupted: {path} exists"
         return replace(found, reason=reason, is_waiting=False)
     found = without_other_ranks(tree, without_left_over(tree, found, versions), rules, versions)
     if found.is_waiting:
@@ -85,7 +85,7 @@ def _checked(tree: Tree, found: Found, rules: Rules, known: Known, newest_ns: in
     )
     # Of several nodes, the others may have all the rest.
     if found.format == "done" and found.files == (found.mark,) and not found.reason and rules.num_nodes == 1:
-        return replace(found, reason=f"it has nothing but {rules.done} yet")
+        return replace(found, reason=f"it contains nothing but {rules.done} yet")
     return found
 
 
@@ -118,7 +118,7 @@ def _guarded(format_: str, path: str, tree: Tree, judge: Callable[[], T]) -> T |
     except Exception as error:
         logger.debug("unjudged path=%s", path, exc_info=True)
         files = (path,) if path in tree.files else tuple(tree.below(path))
-        reason = f"it cannot be judged: {error!r}"
+        reason = f"it cannot be examined: {error!r}"
         return Found(format_, path, 0, last(path) or tree.root, files, "", (), reason, is_refused=True)
 
 

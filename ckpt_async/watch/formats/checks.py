@@ -96,12 +96,12 @@ def checked(
             return replace(found, reason=closed)
     for path in found.files:
         if not tree.is_whole(path):
-            return replace(found, reason=f"{path} has no end yet")
+            return replace(found, reason=f"{path} is truncated or still being written")
     if found.mark.endswith(".json") and not _is_json(tree, found.mark):
-        return replace(found, reason=f"{found.mark} has no end yet")
+        return replace(found, reason=f"{found.mark} is truncated or still being written")
     unwritten = _unwritten(tree, found, versions)
     if other := of_another_save(tree, found, rules, versions) or _left(found, unwritten):
-        reason = f"{other} is of another save to the same place than the rest"
+        reason = f"{other} belongs to a different save to the same place than the rest"
         return replace(found, reason=reason, is_mixed=True)
     found = replace(found, unwritten=tuple(unwritten))
     if has_grown:
@@ -109,7 +109,7 @@ def checked(
     # Without times, only ongoing writes distinguish a save that has begun from the one that it overwrites.
     is_told_by_time = rules.ignores_times and not found.is_file and found.format != "pattern"
     if is_told_by_time and abs(tree.now_ns - changed_ns(tree, found)) < UNCOUNTED_S * _NS:
-        reason = f"it changed within the last {UNCOUNTED_S:g} s, which --ignore-times waits for"
+        reason = f"it changed within the last {UNCOUNTED_S:g} s, and --ignore-times waits for that"
         return replace(found, reason=reason, is_waiting=True)
     if found.mark and not rules.ignores_times:
         marked_ns = tree.files[found.mark].mtime_ns
@@ -118,12 +118,14 @@ def checked(
         if newer and (was_handed or not is_added):
             return replace(
                 found,
-                reason=f"{newer[0]} is newer than its mark {found.mark}: it is being written anew, or was copied"
-                " without its times (see --once --ignore-times)",
+                reason=f"{newer[0]} is newer than its marker {found.mark}: it is being rewritten, or was"
+                " copied without preserving timestamps (see --once --ignore-times)",
             )
         changed = changed_ns(tree, found)  # older than the newest mark: finished
         if newer and changed >= newest_ns and abs(tree.now_ns - changed) < UNCOUNTED_S * _NS:
-            reason = f"{newer[0]} was added after its mark, and it changed within the last {UNCOUNTED_S:g} s"
+            reason = (
+                f"{newer[0]} was added after its marker, and it changed within the last {UNCOUNTED_S:g} s"
+            )
             return replace(found, reason=reason, is_waiting=True)
     return unrotated(tree, found, rules)
 
@@ -264,17 +266,17 @@ def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
     if rules.ignores_times or found.is_file:
         return found
     if found.mark and found.format not in _NAMING:
-        since_ns, when = tree.files[found.mark].mtime_ns, f"its mark {found.mark} was written"
+        since_ns, when = tree.files[found.mark].mtime_ns, f"its marker {found.mark} was written"
     elif found.format in _TIDIED_NS:
-        since_ns, when = _renamed_ns(tree, found.path), "all of it was there"
+        since_ns, when = _renamed_ns(tree, found.path), "it was complete"
     else:
         return found
     changed = _changed_later(tree, found, since_ns)
     if changed is None:
         return found
     reason = (
-        f"something was removed from {changed or 'it'} after {when}, or it was copied without its times"
-        " (see --once --ignore-times)"
+        f"something was removed from {changed or 'it'} after {when}, or it was copied without"
+        " preserving timestamps (see --once --ignore-times)"
     )
     return replace(found, reason=reason, is_waiting=False)
 

@@ -61,12 +61,12 @@ def orbax(tree: Tree, folder: str, _: Rules) -> Found | None:
     try:
         committed = json.loads(tree.whole(mark, MAX_JSON_BYTES)).get("commit_timestamp_nsecs", "unknown")
     except (ValueError, AttributeError, RecursionError):
-        return of_folder(tree, "orbax", folder, reason="its _CHECKPOINT_METADATA is not whole")
+        return of_folder(tree, "orbax", folder, reason="its _CHECKPOINT_METADATA is incomplete")
     found = of_folder(tree, "orbax", folder, mark="" if committed == "unknown" else mark)
     if committed is None:
-        return replace(found, reason="its _CHECKPOINT_METADATA has no time of the commit yet")
+        return replace(found, reason="its _CHECKPOINT_METADATA has no commit time yet")
     if abs(tree.now_ns - tree.files[mark].mtime_ns) < NEXT_FILE_S * _NS:
-        return replace(found, reason="its commit_success.txt may be yet to come", is_waiting=True)
+        return replace(found, reason="its commit_success.txt may still be written", is_waiting=True)
     return found
 
 
@@ -81,7 +81,7 @@ def flashpoint(tree: Tree, folder: str, _: Rules) -> Found | None:
     above = folder.rpartition("/")[0]
     beside = [each for each in tree.names(above) | tree.parts(above) if each.endswith("unfinished")]
     is_unfinished = any(each.startswith(last(folder)) for each in beside)
-    reason = "an …unfinished mark is beside it" if is_unfinished else ""
+    reason = "an …unfinished marker is beside it" if is_unfinished else ""
     if METADATA not in tree.names(folder):
         reason = reason or "it has no .metadata yet"
     return of_folder(tree, "ml-flashpoint", folder, reason=reason)
@@ -145,7 +145,7 @@ def _olmo_core(tree: Tree, folder: str) -> Found:
     newest_ns = max(tree.files[path].mtime_ns for path in (found.mark, *late))
     if abs(tree.now_ns - newest_ns) >= (NEXT_FILE_S if is_whole else UNCOUNTED_S) * _NS:
         return found
-    return replace(found, reason="its config.json and data_paths.txt may be yet to come", is_waiting=True)
+    return replace(found, reason="its config.json and data_paths.txt may still be written", is_waiting=True)
 
 
 def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
@@ -167,13 +167,14 @@ def transformers(tree: Tree, folder: str, rules: Rules) -> Found | None:
         step = None
     found = of_folder(tree, "transformers", folder, mark=mark)
     if step != int(match[1]):
-        return replace(found, reason="its trainer_state.json is not whole, or of another step")
+        return replace(found, reason="its trainer_state.json is incomplete, or belongs to another step")
     ranks = {int(number[1] or number[2]) for each in found.inner if (number := RNG.fullmatch(each))}
     is_one = "rng_state.pth" in tree.names(folder)  # a single process has no number in the name
     num_ranks = rules.ranks or _world_size(tree, folder, is_numbered=bool(ranks) and not is_one)
     if ranks and rules.num_nodes > 1 and not num_ranks:
         return replace(
-            found, reason="of several nodes it does not say how many ranks there were: give --ranks"
+            found,
+            reason="it does not record the number of ranks, which is needed with several nodes: give --ranks",
         )
     count = num_ranks or max(*ranks, 1, 1) + 1
     wanted = {*range(count)} if ranks and not (is_one and count == 1) else set()
@@ -219,7 +220,7 @@ def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
         return of_folder(tree, "megatron", folder, reason=f"there is no {_MEGATRON_TRACKER} yet")
     told = tree.text(tracker).strip()
     if not (told.isdecimal() and len(told) <= _MAX_DIGITS) and told != "release":
-        return of_folder(tree, "megatron", folder, reason=f"{_MEGATRON_TRACKER} is not whole")
+        return of_folder(tree, "megatron", folder, reason=f"{_MEGATRON_TRACKER} is incomplete or invalid")
     found = of_folder(tree, "megatron", folder)
     if told.isdecimal() and int(told) == int(match[1]):
         return replace(found, mark=tracker)
@@ -229,7 +230,9 @@ def megatron(tree: Tree, folder: str, _: Rules) -> Found | None:
         return replace(found, reason=f"{_MEGATRON_TRACKER} says {told}")
     if METADATA in tree.names(folder) and (core := dcp(tree, folder, _)) is not None:
         return replace(found, mark=core.mark, missing=core.missing, reason=core.reason)
-    return replace(found, reason=f"{_MEGATRON_TRACKER} says {told} already: whether this one was is unknown")
+    return replace(
+        found, reason=f"{_MEGATRON_TRACKER} already says {told}: it is unknown whether this one was completed"
+    )
 
 
 def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
@@ -259,7 +262,7 @@ def deepspeed(tree: Tree, folder: str, rules: Rules) -> Found | None:
     mp = world_sizes[0].get("mp_world_size", 1)
     dp = world_sizes[0].get("dp_world_size", rules.ranks // mp)
     if not dp:
-        return replace(found, reason="its model states do not say how many ranks there were: give --ranks")
+        return replace(found, reason="its model states do not record the number of ranks: give --ranks")
     wanted = set()
     for rank in range(mp):
         if any(each[1] is not None for each in models):  # ZeRO 3: each rank has its part of the model
@@ -335,10 +338,10 @@ def torch_file(tree: Tree, path: str) -> Found | None:
         return None
     found = one_file(tree, "composer" if composer else "lightning", path)
     if composer and composer[2] not in (None, "0"):
-        reason = "one file for each rank has no mark that says whether all are there: hand them in by --done"
+        reason = "with one file per rank, no marker says whether all are there: use --done"
         return replace(found, reason=reason)
     if tree.read(path, 0, 2) != b"PK":
-        return replace(found, reason="it is not one of torch.save's zip files yet")
+        return replace(found, reason="it is not a torch.save zip file yet")
     return found
 
 

@@ -76,7 +76,9 @@ def is_unnamed(shard: str, named: Collection[str], here: Collection[str]) -> boo
 
 
 def left_out_of(path: str, files: Sequence[str]) -> str:
-    return f"{some_of(files)}: of ranks of an earlier save to the same place, and left out of {path or '.'}"
+    return (
+        f"{some_of(files)}: written by ranks of an earlier save to the same place; left out of {path or '.'}"
+    )
 
 
 def _unnamed(tree: Tree, found: Found) -> set[str]:
@@ -146,8 +148,8 @@ def _doubted(tree: Tree, found: Found, rules: Rules) -> Found:
         return found
     if rules.num_nodes > 1:
         reason = (
-            f"{numbered[last_rank]} is of more ranks than its training_args.bin counts ({found.num_ranks}): give"
-            " --ranks, or delete the file if an earlier save has left it"
+            f"{numbered[last_rank]} belongs to more ranks than its training_args.bin records ({found.num_ranks}):"
+            " give --ranks, or delete the file if it is left over from an earlier save"
         )
         return replace(found, reason=reason)
     lacking = {f"rng_state_{rank}.pth" for rank in {*range(last_rank)} - numbered.keys()}
