@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from ckpt_async.core import keys
 from tests.model.world import Host, ViolationError, World
 
 MAX_STEP = 3
@@ -189,7 +190,10 @@ class Reading(Steady):
         for _ in range(3):
             self.all_work(num_steps=400, order=0)
             self.world.now += 61.0
-        self.world.run_other(self.world.start_reader(), 7)
+        reader = self.world.start_reader()
+        while not any(key.startswith(keys.LEASES) for key in self.world.bucket.objects):
+            self.world.run_other(reader, 1)
+        self.world.run_other(reader, 4)  # it has read the decision again, and not all else
         self.save_everywhere(num_shards=1)
         for _ in range(3):
             self.all_work(num_steps=400, order=0)
