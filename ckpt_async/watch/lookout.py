@@ -65,11 +65,11 @@ class Lookout:
         self._teller, self._waker = teller, waker
         self._disk = Disk(options.folder)
         holds.dropping = self._give_up
-        self._has_looked = False
-        self._began_ns = 0  # time of the first look
+        self._has_looked, self._began_ns = False, 0  # when the first look was
         self._seen: dict[str, Mapping[str, Identity]] = {}  # by path: a candidate's files with its mark
-        # By path: candidates that have this mark and yet are not complete, with the reason.
-        self._lacking: dict[str, tuple[Found, Identity, str]] = {}
+        self._lacking: dict[
+            str, tuple[Found, Identity, str]
+        ] = {}  # by path: incomplete despite this mark, and why
         self._past = Past()
         self.num_left, self.took_s = 0, 0.0
         self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
@@ -79,8 +79,7 @@ class Lookout:
         self._news = News()  # events since the previous look
 
     def look(self) -> None:
-        began_s = time.monotonic()
-        self._news = self._waker.news()
+        began_s, self._news = time.monotonic(), self._waker.news()
         self.tree = self._disk.look()
         self._waker.follow(self._options.folder, self.tree.folders_below(""))
         self.took_s = time.monotonic() - began_s
