@@ -70,11 +70,9 @@ class Lookout:
         self._lacking: dict[
             str, tuple[Found, Identity, str]
         ] = {}  # by path: incomplete despite this mark, and why
-        self._past = Past()
-        self.num_left, self.took_s = 0, 0.0
+        self._past, self.num_left, self.took_s = Past(), 0, 0.0
         self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
-        self._unwhole = Unwhole()
-        self._left_out = LeftOut(teller.leave_out)
+        self._unwhole, self._left_out = Unwhole(), LeftOut(teller.leave_out)
         self.tree = Tree({}, lambda *_: b"")  # the newest look
         self._news = News()  # events since the previous look
 
