@@ -163,7 +163,7 @@ def _watch(state: State, id_: CheckpointId, watch: decide.Watch) -> None:
 async def commit(state: State, action: decide.Commit) -> None:
     checkpoint = state.checkpoint(action.checkpoint)
     assert checkpoint.sealed is not None
-    own = state.receipts.pop(checkpoint.id, None)
+    own = state.receipts.get(checkpoint.id)
     settled = await steps.settle(
         state.store,
         checkpoint.id,
@@ -211,6 +211,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
     state.record(event, notices=state.teller.decided(decision))
     state.outcomes[checkpoint.id] = event
+    state.receipts.pop(checkpoint.id, None)
     while len(state.outcomes) > MAX_OUTCOMES:
         state.outcomes.pop(next(iter(state.outcomes)))
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.units import few
 from ckpt_async.watch import added, plan
 from ckpt_async.watch.added import (
     LeftOut,
@@ -27,7 +28,7 @@ from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, UnwholeError, VanishedError, entry_of
 from ckpt_async.watch.formats import Found, Known, find
 from ckpt_async.watch.formats.checks import has_all_below
-from ckpt_async.watch.formats.found import Version, some_of
+from ckpt_async.watch.formats.found import Version
 from ckpt_async.watch.formats.ranks import left_out_of
 from ckpt_async.watch.holds import Hold, Holds
 from ckpt_async.watch.meanwhile import attend, begin
@@ -241,7 +242,7 @@ class Lookout:
             what = left_out_of(found.path, found.of_other_ranks)
             self._teller.say("ranks_left_out", what, what)
         if found.unwritten and not found.reason:
-            some = some_of(found.unwritten)
+            some = few(found.unwritten)
             what = f"{some}: not written again since an earlier save to the same place, and sent with {found.path}"
             self._teller.say("files_unwritten", some, what)
         if not has_all_below(found):

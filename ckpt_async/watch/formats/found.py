@@ -217,7 +217,3 @@ def last(path: str) -> str:
 
 def join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
-
-
-def some_of(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (" …" if len(paths) > 3 else "")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from ckpt_async.core.units import few
 from ckpt_async.watch.formats.checks import (
     DEEPSPEED_RANK,
     EARLY_RANK_S,
@@ -13,7 +14,7 @@ from ckpt_async.watch.formats.checks import (
     named_in,
     other_saves,
 )
-from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last, some_of
+from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last
 from ckpt_async.watch.formats.marks import settled
 from ckpt_async.watch.tree import Tree
 
@@ -76,9 +77,7 @@ def is_unnamed(shard: str, named: Collection[str], here: Collection[str]) -> boo
 
 
 def left_out_of(path: str, files: Sequence[str]) -> str:
-    return (
-        f"{some_of(files)}: written by ranks of an earlier save to the same place; left out of {path or '.'}"
-    )
+    return f"{few(files)}: written by ranks of an earlier save to the same place; left out of {path or '.'}"
 
 
 def _unnamed(tree: Tree, found: Found) -> set[str]:
