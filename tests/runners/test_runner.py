@@ -234,7 +234,7 @@ def test_a_runner_says_why_it_cannot_start(tmp_path: Path, monkeypatch: pytest.M
         ours.socket.settimeout(PATIENCE_S)
         child._Process().begin(theirs.socket)
         with (tmp_path / "lock").open("w") as lock:
-            ours.send("start", start, logging.INFO, descriptors=(lock.fileno(),))
+            ours.send("start", start, logging.NOTSET, descriptors=(lock.fileno(),))
         return [await asyncio.to_thread(ours.receive) for _ in range(3)]
 
     here, refused, end = asyncio.run(answers())
