@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the shard")
     parser.add_argument("--part-mib", type=int, default=16)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--server", choices=("sink", "tls"), default="sink")
     parser.add_argument(
         "--server-takes-cores",
         action="store_true",
@@ -207,7 +208,7 @@ def main() -> None:
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     with scratch() as folder:
         path = real_file(folder / "shards" / "shard.bin", arguments.mib * MIB)
-        with Server("sink", folder, is_idle=not arguments.server_takes_cores) as server:
+        with Server(arguments.server, folder, is_idle=not arguments.server_takes_cores) as server:
             part_bytes, size_bytes = arguments.part_mib * MIB, arguments.mib * MIB
             work = Work(str(path), size_bytes, server.url, BUCKET, "", part_bytes, arguments.concurrency)
             for number, name in turns(names, arguments.rounds):
@@ -235,7 +236,7 @@ def main() -> None:
     }
     title = (
         f"training beside uploads of {arguments.mib} MiB, {arguments.concurrency} in flight,"
-        f" {arguments.rounds} rounds of {arguments.windows}"
+        f" {arguments.rounds} rounds of {arguments.windows}{' over TLS' * (arguments.server == 'tls')}"
     )
     report(arguments, title, rows)
 

@@ -50,6 +50,8 @@ class Progress:
         # empty the kernel's buffers of one.
         self.queued_bytes: Callable[[], int] = lambda: 0
         self._queued_bytes = 0  # as last seen, once all have moved
+        # `moved_at`, and the size of the kernel's queue, when no byte seemed to have moved since then.
+        self._queue_then: tuple[float | None, int] = -math.inf, 0
         self.began_s = self._loop.time()
         self._arrived_bytes_then = 0  # at the previous deadline
         self._is_all_moved = self.is_too_slow = self.is_late = False
@@ -141,8 +143,11 @@ class Progress:
             self._timer = self._loop.call_at(self._rings_at, self._ring)
 
     def _ring(self) -> None:
+        now = self._loop.time()
         if self._is_all_moved:
-            self._look_at_queue(self._loop.time())
+            self._look_at_queue(now)
+        elif self._ends_at <= self._rings_at:
+            self._look_amid_body(now)
         if self._ends_at > self._rings_at:
             self._set_timer()
             return
@@ -169,6 +174,21 @@ class Progress:
             self._ends_at = min(self._deadline, self.moved_at + self._stall_timeout_s)
         elif before:
             self._ends_at = now + self._allowed_s
+
+    def _look_amid_body(self, now: float) -> None:
+        """Check whether the kernel's queue still moves although nothing was reported for a while: on a slow link, one
+        system call may take long to hand over a large piece.
+        """
+        queued_bytes, (moved_at, queued_bytes_then) = self.queued_bytes(), self._queue_then
+        if not queued_bytes:
+            return
+        if moved_at != self.moved_at:  # there is nothing to compare with yet
+            self._queue_then = self.moved_at, queued_bytes
+            self._ends_at = min(self._deadline, now + min(LOOK_S, self._stall_timeout_s / 4))
+        elif queued_bytes != queued_bytes_then:
+            self.moved_at = now
+            self._queue_then = now, queued_bytes
+            self._ends_at = min(self._deadline, now + self._stall_timeout_s)
 
     def _arrived_bytes(self) -> int:
         return self.moved_bytes - self.queued_bytes()

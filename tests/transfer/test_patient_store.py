@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -393,6 +393,40 @@ def test_what_the_kernel_has_taken_is_watched_until_it_has_arrived(bytes_per_s: 
             with pytest.raises(StoreError, match="only" if bytes_per_s else "no progress"):
                 await going
             assert store.concurrency == (4 if bytes_per_s else 8)
+        assert loop.time() == ends_s
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("queued_bytes", "ends_s"),
+    [
+        (lambda now: int((120 - now) * 1000), 60.0),  # it moves, however slowly
+        (lambda _: 4 * MIB, 20.0 + 5.0),  # seen after 20 s, and again 5 s later
+        (lambda now: min(int(now), 30), 30.0 + 15.0 + 20.0),  # stops after 30 s; seen after 20, 25 and 45 s
+        (lambda _: 0, 20.0),
+    ],
+)
+def test_a_call_that_takes_long_to_hand_over_a_piece_has_not_stalled(
+    queued_bytes: Callable[[float], int], ends_s: float
+) -> None:
+    """The thread is in the kernel, or in OpenSSL, and cannot report."""
+
+    async def main() -> None:
+        loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1, request_timeout_s=3600)
+
+        async def attempt(_: Store, progress: Progress) -> str:
+            progress.queued_bytes = lambda: queued_bytes(loop.time())
+            progress.moved()
+            await asyncio.sleep(60 if ends_s == 60 else 3600)
+            return "answer"
+
+        going = store.bulk("put", 64 * MIB, attempt)
+        if ends_s == 60:
+            assert await going == "answer"
+        else:
+            with pytest.raises(StoreError, match="no progress"):
+                await going
         assert loop.time() == ends_s
 
     run(main())

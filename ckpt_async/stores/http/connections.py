@@ -18,7 +18,7 @@ import termios
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
@@ -34,8 +34,8 @@ MAX_IDLE_S = 30.0
 TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8
 # A call on a blocking socket returns after this long at the latest, so that its caller can check the clock.
 BLOCK_S = 1.0
-# What such a call raises then: the first on a plain socket, the second on TLS.
-BLOCKED = (BlockingIOError, TimeoutError)
+# What such a call raises then: the first on a plain socket, the last two on TLS.
+BLOCKED = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 T = TypeVar("T")
 
@@ -256,18 +256,34 @@ def _context(ca_file: str | None, _changed_ns: int) -> ssl.SSLContext:
 
 
 def let_block(connected: socket.socket, timeout_s: float) -> None:
-    """Let socket calls return when nothing has moved for BLOCK_S. Python's own timeouts would make a plain socket
-    non-blocking: os.sendfile cannot handle that, and receiving would take two system calls each time. The kernel's
-    timeouts, used instead, have no effect on TLS.
+    """Let socket calls return when nothing has moved for BLOCK_S. The kernel does the waiting: with Python's own
+    timeouts the socket would be non-blocking, which os.sendfile cannot handle, and for which every wait would be
+    another system call and another hand-over of the GIL.
     """
     limit_s = min(timeout_s, BLOCK_S)
-    if isinstance(connected, ssl.SSLSocket):
-        connected.settimeout(limit_s)
-        return
-    connected.settimeout(None)
     limit = struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, limit)
+    _block(connected)
+
+
+def _block(connected: socket.socket) -> None:
+    """Let the kernel block, and let Python pass on at once that it has not moved anything for too long."""
+    if isinstance(connected, ssl.SSLSocket):
+        connected.settimeout(0)  # a TLS socket without a timeout would try again for ever
+        os.set_blocking(connected.fileno(), True)
+    else:
+        connected.settimeout(None)
+
+
+@contextlib.contextmanager
+def without_blocking(connected: socket.socket) -> Iterator[None]:
+    """Let socket calls return at once, on a socket of `let_block`."""
+    connected.settimeout(0)
+    try:
+        yield
+    finally:
+        _block(connected)
 
 
 def receive_into(connected: socket.socket, buffer: memoryview, timeout_s: float, flags: int = 0) -> int:

@@ -29,6 +29,7 @@ from ckpt_async.stores.http.connections import (
     has_unread,
     receive,
     unacknowledged_bytes,
+    without_blocking,
 )
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
@@ -208,16 +209,13 @@ class Exchange:
 
     def _receive_what_is_there(self) -> bytes:
         """Receive what is available; nothing if that was only a message of TLS itself (a session ticket)."""
-        limit_s = self._socket.gettimeout()
-        self._socket.settimeout(0)
         try:
-            data = self._socket.recv(HEAD_BYTES)
+            with without_blocking(self._socket):
+                data = self._socket.recv(HEAD_BYTES)
         except (BlockingIOError, ssl.SSLWantReadError):
             return b""
         except OSError as error:
             raise ConnectionError(f"the connection broke: {error}") from error
-        finally:
-            self._socket.settimeout(limit_s)
         if not data:
             raise ConnectionResetError("the server closed the connection")
         return data
