@@ -27,7 +27,7 @@ MIB = 1 << 20
 # How much is read and checksummed at a time. Training in the same interpreter loses a moment with each slice; two of
 # them are in memory.
 SLICE_BYTES = 16 * MIB
-# How much is checksummed and encrypted at a time. Of a quarter of it, which would stay in the CPU's cache, threads would
+# How much is checksummed and encrypted at a time. A quarter of it would stay in the CPU's cache, but the threads would
 # hand over the GIL 7,700 times per GiB instead of 3,000; the CPU time is the same.
 THREAD_SLICE_BYTES = 2 * MIB
 # How much the kernel is asked to send at a time: at most, at first, and at least. Training in the same interpreter
