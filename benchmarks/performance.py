@@ -105,6 +105,12 @@ PARTS = [
         SINK,
         f"{QUICK} --windows 2 --loops python --clients 'ours, thread' 'ours, process' obstore",
     ),
+    Part(
+        "interference-tls",
+        "interference --server tls --loops python --clients 'ours, thread' 'ours, process' obstore",
+        "What training loses per GiB uploaded over TLS",
+        SINK,
+    ),
     Part("enqueue", "enqueue", "`enqueue`, while shards are written beside it", SINK, "--total 160"),
     Part("enqueue-quiet", "enqueue --quiet", "`enqueue`, nothing written beside it", SINK),
     Part(
