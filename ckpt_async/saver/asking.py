@@ -45,7 +45,8 @@ class Asking:
         self._last: dict[Due, tuple[float, int | None]] = dict.fromkeys(
             (Due.EPHEMERAL, Due.YES), (clock(), None)
         )
-        self._ends: deque[tuple[int, float]] = deque()  # step and time, which `answer` has not seen yet
+        # Step, time and whether it was committed; `answer` has not seen these yet.
+        self._ends: deque[tuple[int, float, bool]] = deque()
 
     def ask(self, kept: Due) -> None:
         self._vote.wish(kept)
@@ -53,7 +54,8 @@ class Asking:
     def answer(self) -> Due:
         """Return what was asked for, which is the same on all ranks. Call it once per training step, on all ranks."""
         while self._ends:
-            self.meter.save_ended(*self._ends.popleft())
+            ended, at_s, is_committed = self._ends.popleft()
+            self.meter.save_ended(ended, at_s, is_committed=is_committed)
         if self._has_clock:
             now = self._clock()
             for kept, rules in ((Due.YES, self._schedule.rules), (Due.EPHEMERAL, self._schedule.ephemeral)):
@@ -74,9 +76,9 @@ class Asking:
         """Tell the other ranks that this one takes no more steps."""
         self._vote.leave()
 
-    def ended(self, step: int) -> None:
+    def ended(self, step: int, is_committed: bool) -> None:
         """Record that the save of this step was committed or given up. May be called from any thread."""
-        self._ends.append((step, self._clock()))
+        self._ends.append((step, self._clock(), is_committed))
 
     def _interval_s(self, rules: Rules, *, is_open: bool) -> float | None:
         chosen = None if rules.auto is None else self._chosen_s(rules.auto, is_open=is_open)

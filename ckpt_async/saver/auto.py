@@ -158,8 +158,10 @@ class Meter:
         """Whether the save of this step is on its way."""
         return step in self._open
 
-    def save_ended(self, step: int, now_s: float) -> None:
-        """Record that the save of this step was committed or given up."""
+    def save_ended(self, step: int, now_s: float, *, is_committed: bool = True) -> None:
+        """Record that the save of this step was committed or given up. One that was given up, perhaps before it was
+        written, does not show what a save costs.
+        """
         save = self._open.pop(step, None)
-        if save is not None:
+        if save is not None and is_committed:
             self._costs.append(Cost(save.blocked_s, max(0.0, save.lost_s), now_s - save.began_at))

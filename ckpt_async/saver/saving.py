@@ -90,7 +90,7 @@ class Saving:
         files: Files,
         what: What,
         hooks: Hooks,
-        ended: Callable[[int], None],
+        ended: Callable[[int, bool], None],
     ) -> None:
         self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
         self._buffers = ckpt.SnapshotBuffers()
@@ -253,7 +253,7 @@ class Saving:
                 self._hooks.committed(each)
             else:
                 self._hooks.failed(each, error)
-            self._ended(each.step)
+            self._ended(each.step, error is None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until nothing is being written, at most `timeout_s`. Return whether that was reached."""
@@ -285,7 +285,7 @@ class Saving:
         with contextlib.suppress(CkptAsyncError):
             self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
         self._tell(checkpoint, failure)
-        self._ended(checkpoint.step)
+        self._ended(checkpoint.step, False)
 
     def _tell(self, checkpoint: SavedCheckpoint, failure: SaveFailedError) -> None:
         logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, failure.__cause__)

@@ -213,12 +213,12 @@ class Uploader:
         self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
 
     def open(
-        self, step: int, name: str, *, checkpoint_name: str | None = None, publish_as: str | None = None
+        self, step: int, shard: str, *, name: str | None = None, publish_as: str | None = None
     ) -> ShardWriter:
-        """Open a new file `<folder>/[<kind>/]<checkpoint>/<name>` to write a shard to, binary and seekable. Its
-        data is uploaded while more is being written. `close` (or the end of its `with`) enqueues it as `enqueue`
-        would, and most of it has been sent by then. If the store has no multipart uploads (`file://`), or the shard
-        is small, it is sent afterwards.
+        """Open a new file `<folder>/[<kind>/]<name>/<shard>` to write a shard to, binary and seekable. Its data is
+        uploaded while more is being written. `close` (or the end of its `with`) enqueues it as `enqueue` would, and
+        most of it has been sent by then. If the store has no multipart uploads (`file://`), or the shard is small, it
+        is sent afterwards. `name` is the checkpoint's, as in `enqueue`.
 
         Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. A later
         start that comes to the same step replaces it (where the folder's file system has hard links). An exception
@@ -228,26 +228,26 @@ class Uploader:
         """
         self._check_usable()
         id_ = self._checkpoint(step)
-        full_name = naming.checkpoint_name(checkpoint_name, id_.step)
-        naming.check_relative(name, "shard")
-        check_key_length(self.remote, keys.data_key(full_name, self.generation, name))
-        published = self._exact_keys(publish_as, [name])
-        source = "/".join(filter(None, (self.kind, full_name, name)))  # two kinds may use the same names
+        full_name = naming.checkpoint_name(name, id_.step)
+        naming.check_relative(shard, "shard")
+        check_key_length(self.remote, keys.data_key(full_name, self.generation, shard))
+        published = self._exact_keys(publish_as, [shard])
+        source = "/".join(filter(None, (self.kind, full_name, shard)))  # two kinds may use the same names
         self._make_room(id_)
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)
-            if name in checkpoint.shards or name in checkpoint.growing:
-                raise InvalidShardError(f"shard {name!r} of step {id_.step} was already enqueued or opened")
+            if shard in checkpoint.shards or shard in checkpoint.growing:
+                raise InvalidShardError(f"shard {shard!r} of step {id_.step} was already enqueued or opened")
             writer = ShardWriter(
                 self.folder / source,
-                enqueue=lambda: self._written(checkpoint, source, name, published),
-                drop=lambda: self._not_written(checkpoint, name),
+                enqueue=lambda: self._written(checkpoint, source, shard, published),
+                drop=lambda: self._not_written(checkpoint, shard),
                 # Without hard links, what an earlier start enqueued may still have to be read from its file.
                 replaces_before=self._opened_at if self._folder.can_link else 0.0,
             )
-            checkpoint.growing.add(name)
+            checkpoint.growing.add(shard)
             self._checkpoints.keep(checkpoint)
-            self._engine.record(Growing(id_, full_name, name, source))
+            self._engine.record(Growing(id_, full_name, shard, source))
         return writer
 
     def seal(

@@ -532,7 +532,7 @@ def test_output_that_is_cut_short_is_one_error(
     with Uploader(tmp_path / "f", f"file://{tmp_path}/run", rank=0, world_size=1) as uploader:
         for step in range(60):
             name = "n" * 150 + f"-{step}"
-            with uploader.open(step, "shard.bin", checkpoint_name=name) as file:
+            with uploader.open(step, "shard.bin", name=name) as file:
                 file.write(b"x")
             uploader.seal(step, name=name)
     with open("/dev/full", "w") as full:

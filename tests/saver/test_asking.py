@@ -32,7 +32,7 @@ def test_what_another_thread_tells_is_counted_on_the_trainers(clock: Clock) -> N
     asking.began(Due.YES, 1)
     asking.meter.save_began(1, clock.now_s, 0.0)
     clock.now_s = 5.0
-    other = threading.Thread(target=asking.ended, args=(1,))
+    other = threading.Thread(target=asking.ended, args=(1, True))
     other.start()
     other.join()
     assert asking.meter.cost is None
@@ -53,7 +53,7 @@ def saved_at(clock: Clock, auto: Auto, upload_s: Callable[[float], float], end_s
         now, step = clock.now_s, int(clock.now_s)
         asking.meter.step_ended(now)
         while on_their_way and on_their_way[0][0] <= now:
-            asking.ended(on_their_way.pop(0)[1])
+            asking.ended(on_their_way.pop(0)[1], True)
         if asking.answer() is Due.YES:
             asking.began(Due.YES, step)
             asking.meter.save_began(step, now, blocked_s=0.1)

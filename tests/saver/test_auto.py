@@ -91,6 +91,16 @@ def test_one_slow_save_of_several_does_not_change_the_cost() -> None:
     assert meter.cost == Cost(1.0, 0.0, 10.0)
 
 
+def test_a_save_that_failed_does_not_show_what_a_save_costs() -> None:
+    """It would make saves look cheap: nothing was written or uploaded."""
+    meter = Meter()
+    for step, is_committed in enumerate((False, True, False, False, False)):
+        meter.save_began(step, step * 100.0, 0.5 if is_committed else 0.0)
+        meter.save_ended(step, step * 100.0 + (40 if is_committed else 0), is_committed=is_committed)
+        assert not meter.is_open(step)
+        assert meter.cost == (Cost(0.5, 0.0, 40.0) if step else None)
+
+
 def test_saves_that_overlap_are_each_measured_from_their_own_begin() -> None:
     meter = Meter()
     meter.save_began(1, 0.0, 0.5)

@@ -123,7 +123,7 @@ def uploader(tmp_path: Path) -> Iterator[Uploader]:
 def test_a_store_without_multipart_gets_the_shard_afterwards(uploader: Uploader, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     state = {"weight": torch.arange(100_000)}
-    with uploader.open(1, "model.pt", checkpoint_name="ep1-ba1") as file:
+    with uploader.open(1, "model.pt", name="ep1-ba1") as file:
         torch.save(state, file)
     uploader.seal(1)
     uploader.wait(1, timeout_s=30)
