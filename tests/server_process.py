@@ -1,9 +1,8 @@
-"""A test server in a process of its own: started until it answers, killed, stopped. Standard library only."""
+"""A test server in a process of its own: started until it answers, and killed. Standard library only."""
 
 from __future__ import annotations
 
 import http.client
-import signal
 import socket
 import subprocess
 import time
@@ -81,18 +80,17 @@ class ServerProcess(ABC):
 
     def kill(self) -> None:
         """Send SIGKILL, as in a crash. Idempotent."""
-        self._end(signal.SIGKILL, timeout_s=10.0)
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """Send SIGTERM, then SIGKILL if that takes longer than `timeout_s`. Idempotent."""
-        self._end(signal.SIGTERM, timeout_s)
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.kill()  # nobody needs what it has, and SeaweedFS takes 2 to 10 s to stop
 
     def _wait_until_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -109,17 +107,6 @@ class ServerProcess(ABC):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{self.name} does not serve ({status}):\n{self._log_tail()}")
             time.sleep(0.1)
-
-    def _end(self, number: signal.Signals, timeout_s: float) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
     def _log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
