@@ -40,6 +40,9 @@ class LocalWriter:
     def queued_bytes(self) -> int:
         return 0
 
+    def acknowledged_bytes(self) -> int | None:
+        return None
+
     def cancel(self) -> bool:
         self._is_cancelled.set()
         return True

@@ -130,6 +130,12 @@ class BodyWriter(Protocol):
         """Return how many bytes sent have not reached the peer, as far as known. Any thread may call this."""
         ...
 
+    def acknowledged_bytes(self) -> int | None:
+        """Return a count that grows with every byte that reaches the peer; None if that is not known. Any thread may
+        call this.
+        """
+        ...
+
 
 class Body(Protocol):
     """A sequence of bytes to send."""

@@ -15,7 +15,7 @@ T = TypeVar("T")
 # A late attempt goes on if this fraction of its bytes has arrived in the time allowed for all of them. On a thin link
 # shared by many requests, restarting all of them would mean restarting for ever.
 GETS_ON = 1 / 8
-# How often the kernel's queue is checked, once all bytes have been handed over and it takes long.
+# How often what the kernel knows of the bytes is checked, if an attempt takes long; four times per stall at least.
 LOOK_S = 5.0
 
 
@@ -50,8 +50,12 @@ class Progress:
         # empty the kernel's buffers of one.
         self.queued_bytes: Callable[[], int] = lambda: 0
         self._queued_bytes = 0  # as last seen, once all have moved
-        # `moved_at`, and the size of the kernel's queue, when no byte seemed to have moved since then.
-        self._queue_then: tuple[float | None, int] = -math.inf, 0
+        # How many have reached the other side, or some of them; None: nobody knows.
+        self.acknowledged_bytes: Callable[[], int | None] = lambda: None
+        self._seen: tuple[float | None, int | None] = (
+            -math.inf,
+            None,
+        )  # `moved_at` and this, when last checked
         self.began_s = self._loop.time()
         self._arrived_bytes_then = 0  # at the previous deadline
         self._is_all_moved = self.is_too_slow = self.is_late = False
@@ -138,7 +142,8 @@ class Progress:
         if self._timer is not None:
             self._timer.cancel()
         if not self._is_over:
-            looks_at = self._loop.time() + LOOK_S if self._queued_bytes else math.inf
+            may_look = self._queued_bytes or not self._is_all_moved
+            looks_at = self._loop.time() + min(LOOK_S, self._stall_timeout_s / 4) if may_look else math.inf
             self._rings_at = min(self._ends_at, looks_at)  # read once: a thread may change `_ends_at`
             self._timer = self._loop.call_at(self._rings_at, self._ring)
 
@@ -146,7 +151,7 @@ class Progress:
         now = self._loop.time()
         if self._is_all_moved:
             self._look_at_queue(now)
-        elif self._ends_at <= self._rings_at:
+        else:
             self._look_amid_body(now)
         if self._ends_at > self._rings_at:
             self._set_timer()
@@ -176,19 +181,15 @@ class Progress:
             self._ends_at = now + self._allowed_s
 
     def _look_amid_body(self, now: float) -> None:
-        """Check whether the kernel's queue still moves although nothing was reported for a while: on a slow link, one
-        system call may take long to hand over a large piece.
+        """Check whether bytes still arrive although nothing is reported: on a slow link, one system call may take long
+        to hand over a large piece. (The length of the kernel's queue does not tell: it is filled up to the same length
+        again.)
         """
-        queued_bytes, (moved_at, queued_bytes_then) = self.queued_bytes(), self._queue_then
-        if not queued_bytes:
-            return
-        if moved_at != self.moved_at:  # there is nothing to compare with yet
-            self._queue_then = self.moved_at, queued_bytes
-            self._ends_at = min(self._deadline, now + min(LOOK_S, self._stall_timeout_s / 4))
-        elif queued_bytes != queued_bytes_then:
+        (moved_at, before), acknowledged = self._seen, self.acknowledged_bytes()
+        if moved_at == self.moved_at and acknowledged != before:
             self.moved_at = now
-            self._queue_then = now, queued_bytes
             self._ends_at = min(self._deadline, now + self._stall_timeout_s)
+        self._seen = self.moved_at, acknowledged
 
     def _arrived_bytes(self) -> int:
         return self.moved_bytes - self.queued_bytes()

@@ -718,6 +718,31 @@ def test_what_is_still_on_its_way_needs_no_answer_yet(run: Any, wire: Wire) -> N
     assert run(main()) > 0.8  # otherwise this would test nothing
 
 
+def test_a_large_piece_may_take_longer_than_the_store_may_take_no_data(run: Any, wire: Wire) -> None:
+    """Over TLS, a piece is taken as a whole."""
+
+    def talk(near: socket.socket) -> None:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        left = content_length(request_of(near))
+        while left:
+            if left > 6 * MIB:  # the kernel can take the rest at once
+                assert not select.select([], [], [], 0.5)[0]  # longer than one call may block
+            for _ in range(24):
+                left -= len(near.recv(min(left, 64 << 10)))
+        near.sendall(DONE)
+
+    class Whole(Slices):
+        def send(self, writer: BodyWriter) -> None:
+            writer.write(memoryview(bytes(self.size_bytes)))
+
+    async def main() -> None:
+        with wire.server(talk) as server:
+            async with wire.uploads(read_timeout_s=0.4) as uploads:
+                assert (await wire.put(uploads, server, Whole(bytes(12 * MIB)))).status == 200
+
+    run(main())
+
+
 class Queued(Slices):
     """A body that signals when much of it waits in the kernel."""
 

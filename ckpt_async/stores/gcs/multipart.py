@@ -192,6 +192,9 @@ class _DigestingWriter:
     def queued_bytes(self) -> int:
         return self._writer.queued_bytes()
 
+    def acknowledged_bytes(self) -> int | None:
+        return self._writer.acknowledged_bytes()
+
 
 def _told(put_args: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for name, value in {"contentType": "application/octet-stream", **put_args}.items():

@@ -65,3 +65,6 @@ class _CountingWriter:
 
     def queued_bytes(self) -> int:
         return self._writer.queued_bytes()
+
+    def acknowledged_bytes(self) -> int | None:
+        return self._writer.acknowledged_bytes()

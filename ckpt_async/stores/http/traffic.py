@@ -14,6 +14,18 @@ from ckpt_async.stores.interface import Moved
 _ROUND_TRIP, _BYTES = struct.Struct("68xI"), struct.Struct("120xQQ")
 
 
+def acknowledged_bytes(connected: socket.socket) -> int | None:
+    """Return how many bytes the peer has acknowledged so far; None if the kernel does not report that. Any thread."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size)
+        acknowledged, _ = _BYTES.unpack_from(told)
+    except (OSError, struct.error):  # the socket is closed, or the kernel is old
+        return None
+    return int(acknowledged)
+
+
 class Traffic:
     """The traffic of one store's connections. Thread-safe."""
 

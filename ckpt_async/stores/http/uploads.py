@@ -41,6 +41,7 @@ from ckpt_async.stores.http.messages import (
     read_by_library,
     without_interim,
 )
+from ckpt_async.stores.http.traffic import acknowledged_bytes
 from ckpt_async.stores.interface import Body
 
 _UNREACHABLE = frozenset(
@@ -167,6 +168,9 @@ class Exchange:
             return unacknowledged_bytes(self._socket)
         return 0
 
+    def acknowledged_bytes(self) -> int | None:
+        return acknowledged_bytes(self._socket)
+
     def _begin(self) -> bytes:
         """Return the head, which is about to be sent."""
         head, self._head = self._head, b""
@@ -178,13 +182,17 @@ class Exchange:
             piece = piece[self._until_some(partial(self._socket.send, piece, flags)) :]
 
     def _until_some(self, send: Callable[[], int]) -> int:
-        """Call `send` until the socket takes something, and return what `send` returned."""
-        give_up_at = 0.0
+        """Call `send` until the socket takes something, and return what `send` returned. A TLS socket takes a piece
+        only as a whole, which may take long; as long as the peer acknowledges bytes, they move.
+        """
+        give_up_at, acknowledged = 0.0, self.acknowledged_bytes()
         while True:
             try:
                 return send()
             except BLOCKED:
-                give_up_at = give_up_at or time.monotonic() + self._timeout_s
+                before, acknowledged = acknowledged, self.acknowledged_bytes()
+                if not give_up_at or acknowledged != before:
+                    give_up_at = time.monotonic() + self._timeout_s
             except OSError as error:
                 if not _is_of_connection(error):
                     raise

@@ -78,5 +78,8 @@ class _ChunkWriter:
     def queued_bytes(self) -> int:
         return self._writer.queued_bytes()
 
+    def acknowledged_bytes(self) -> int | None:
+        return self._writer.acknowledged_bytes()
+
     def end(self) -> None:
         self._writer.write(memoryview(self._end_of_chunk + _end(self._digest.checksum())))
