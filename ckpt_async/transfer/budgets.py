@@ -82,14 +82,12 @@ class Bandwidth:
 
 
 class Watched(Protocol):
-    """An attempt that says how much it has moved (and how much of that has arrived) and when it began, by the loop's
-    clock, and can be told to begin again.
+    """An attempt that says how much it has moved and when it began, by the loop's clock, and can be told to begin
+    again.
     """
 
     moved_bytes: int
     began_s: float
-
-    def arrived_bytes(self) -> int: ...
 
     def begin_again(self) -> None: ...
 
@@ -245,15 +243,13 @@ class Lane:
         requests = [seen.look(each.moved_bytes, now_s - each.began_s) for each, seen in watched]
         usual = self.concurrency.connection_bytes_per_s or concurrency.usual_rate(requests, self._rates)
         for number in concurrency.stragglers(requests, usual):
-            slow, progress = requests[number], watched[number][0]
-            if concurrency.would_end_sooner(slow, progress.arrived_bytes(), usual):
-                continue
+            slow = requests[number]
             logger.info(
                 "connection_slow moved_bytes=%d in_s=%.1f; retrying on another connection",
                 slow.moved_bytes,
                 slow.took_s,
             )
-            progress.begin_again()
+            watched[number][0].begin_again()
 
     def _leave(self) -> None:
         self._running -= 1

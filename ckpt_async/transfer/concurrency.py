@@ -267,15 +267,6 @@ def _is_straggler(request: Request, usual_s: float) -> bool:
     return request.took_s >= too_long_s or (is_seen and left_s > too_long_s)
 
 
-def would_end_sooner(request: Request, arrived_bytes: int, connection_bytes_per_s: float) -> bool:
-    """Return whether a straggler ends sooner if it goes on than if it begins again, judged by what has arrived of it.
-    Once all has, only the answer is missing, which may never come.
-    """
-    left_bytes = request.size_bytes - arrived_bytes
-    usual_s = request.size_bytes / connection_bytes_per_s
-    return left_bytes > 0 and left_bytes * request.took_s < arrived_bytes * usual_s
-
-
 def _fair(limit: int, others: Sequence[int]) -> int:
     """Return a limit one step closer to what most processes have; 0 if it is close already.
 

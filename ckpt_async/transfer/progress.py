@@ -159,7 +159,7 @@ class Progress:
         self.is_late = self._ends_at >= self._deadline and self.moved_bytes > 0
         has_arrived = self._is_all_moved and not self._queued_bytes
         if self.is_late and not has_arrived and self._gets_on():
-            self._arrived_bytes_then = self.arrived_bytes()
+            self._arrived_bytes_then = self._arrived_bytes()
             self._deadline = max(self._deadline, self._rings_at) + self._allowed_s
             self._ends_at = min(self._deadline, (self.moved_at or self.began_s) + self._stall_timeout_s)
             self._set_timer()
@@ -191,12 +191,11 @@ class Progress:
             self._ends_at = min(self._deadline, now + self._stall_timeout_s)
         self._seen = self.moved_at, acknowledged
 
-    def arrived_bytes(self) -> int:
-        """Return how many bytes have arrived, as far as known."""
+    def _arrived_bytes(self) -> int:
         return self.moved_bytes - self.queued_bytes()
 
     def _gets_on(self) -> bool:
-        return self.arrived_bytes() - self._arrived_bytes_then >= GETS_ON * self._size_bytes
+        return self._arrived_bytes() - self._arrived_bytes_then >= GETS_ON * self._size_bytes
 
     def how_far(self) -> str:
         """Return, for an error message, how far the attempt came; "" if no bytes have moved, or all of them."""

@@ -17,7 +17,6 @@ from ckpt_async.transfer.concurrency import (
     stragglers,
     throttled,
     usual_rate,
-    would_end_sooner,
 )
 from ckpt_async.transfer.upload import part_size
 
@@ -331,24 +330,6 @@ def test_a_request_that_buffers_have_swallowed_is_slow_if_its_answer_does_not_co
 def test_a_request_that_would_not_end_sooner_goes_on() -> None:
     nearly_there = Request(4 * MIB, 3 * MIB, 2.0, MIB)
     assert stragglers([nearly_there], 5 * MIB) == []
-
-
-@pytest.mark.parametrize(
-    ("arrived_mib", "took_s", "goes_on"),
-    [
-        (14, 8.0, True),  # 1.2 s are left; again, it would take 3.2 s
-        (14, 30.0, False),  # it has slowed down
-        (4, 8.0, False),
-        (0, 8.0, False),
-        (16, 8.0, False),  # only the answer is missing, which may never come
-    ],
-)
-def test_a_straggler_goes_on_if_nearly_all_of_it_has_arrived(
-    arrived_mib: int, took_s: float, goes_on: bool
-) -> None:
-    request = Request(16 * MIB, 16 * MIB, took_s, 0.0)
-    assert stragglers([request], 5 * MIB) == [0]
-    assert would_end_sooner(request, arrived_mib * MIB, 5 * MIB) == goes_on
 
 
 def test_a_link_or_a_store_that_has_become_slow_makes_no_stragglers() -> None:

@@ -256,28 +256,6 @@ def test_a_slow_connection_is_seen_though_no_request_has_to_wait() -> None:
     run(main())
 
 
-def test_a_slow_request_that_has_nearly_arrived_goes_on() -> None:
-    """Beginning again would cost more than is left. All its bytes are in the kernel's buffer."""
-
-    async def main() -> None:
-        loop, store = asyncio.get_running_loop(), PatientStore(MemoryStore(), Settings())
-        size_bytes, num_attempts = 4_000_000, 0
-        await moving(store, 8, size_bytes, lambda *_: 2_000_000)
-
-        async def attempt(_: Store, progress: Progress) -> None:
-            nonlocal num_attempts
-            num_attempts += 1
-            began, progress.moved_bytes = loop.time(), size_bytes
-            progress.queued_bytes = lambda: max(0, size_bytes - int((loop.time() - began) * 700_000))
-            progress.moved(is_last=True)
-            await asyncio.sleep(size_bytes / 700_000)
-
-        await store.bulk("upload_part", size_bytes, attempt)
-        assert num_attempts == 1
-
-    run(main())
-
-
 def test_slow_down_halves_the_concurrency() -> None:
     """Sixteen requests throttled at the same time are one reason to slow down, not sixteen."""
 
