@@ -186,7 +186,8 @@ class Progress:
         again.)
         """
         (moved_at, before), acknowledged = self._seen, self.acknowledged_bytes()
-        if moved_at == self.moved_at and acknowledged != before:
+        is_known = before is not None and acknowledged is not None
+        if is_known and moved_at == self.moved_at and acknowledged != before:
             self.moved_at = now
             self._ends_at = min(self._deadline, now + self._stall_timeout_s)
         self._seen = self.moved_at, acknowledged

@@ -68,9 +68,8 @@ class Lookout:
         holds.dropping = self._give_up
         self._has_looked, self._began_ns = False, 0  # when the first look was
         self._seen: dict[str, Mapping[str, Identity]] = {}  # by path: a candidate's files with its mark
-        self._lacking: dict[
-            str, tuple[Found, Identity, str]
-        ] = {}  # by path: incomplete despite this mark, and why
+        # By path: incomplete despite this mark, and why.
+        self._lacking: dict[str, tuple[Found, Identity, str]] = {}
         self._past, self.num_left, self.took_s = Past(), 0, 0.0
         self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
         self._unwhole, self._left_out = Unwhole(), LeftOut(teller.leave_out)

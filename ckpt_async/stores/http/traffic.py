@@ -16,14 +16,18 @@ _ROUND_TRIP, _BYTES = struct.Struct("68xI"), struct.Struct("120xQQ")
 
 def acknowledged_bytes(connected: socket.socket) -> int | None:
     """Return how many bytes the peer has acknowledged so far; None if the kernel does not report that. Any thread."""
+    told = _tcp_info(connected)
+    return None if told is None else int(_BYTES.unpack_from(told)[0])
+
+
+def _tcp_info(connected: socket.socket) -> bytes | None:
+    """Return the kernel's account of a connection; None if the socket is closed, or the kernel old or not Linux."""
     if not hasattr(socket, "TCP_INFO"):
         return None
-    try:
+    with contextlib.suppress(OSError):
         told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size)
-        acknowledged, _ = _BYTES.unpack_from(told)
-    except (OSError, struct.error):  # the socket is closed, or the kernel is old
-        return None
-    return int(acknowledged)
+        return told if len(told) == _BYTES.size else None
+    return None
 
 
 class Traffic:
@@ -47,11 +51,11 @@ class Traffic:
         round_trip_s = 0.0
         with self._lock:
             for connected, seen in list(self._seen.items()):
-                with contextlib.suppress(OSError, struct.error):  # the socket is closed, or the kernel is old
-                    told = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size)
-                    now = sum(_BYTES.unpack_from(told))
-                    self._seen[connected] = now
-                    if now > seen:
-                        self._moved_bytes += now - seen
-                        round_trip_s = max(round_trip_s, _ROUND_TRIP.unpack_from(told)[0] / 1e6)
+                if (told := _tcp_info(connected)) is None:
+                    continue
+                now = sum(_BYTES.unpack_from(told))
+                self._seen[connected] = now
+                if now > seen:
+                    self._moved_bytes += now - seen
+                    round_trip_s = max(round_trip_s, _ROUND_TRIP.unpack_from(told)[0] / 1e6)
             return Moved(self._moved_bytes, round_trip_s)

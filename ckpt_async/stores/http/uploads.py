@@ -185,7 +185,7 @@ class Exchange:
         """Call `send` until the socket takes something, and return what `send` returned. A TLS socket takes a piece
         only as a whole, which may take long; as long as the peer acknowledges bytes, they move.
         """
-        give_up_at, acknowledged = 0.0, self.acknowledged_bytes()
+        give_up_at, acknowledged = 0.0, None
         while True:
             try:
                 return send()
