@@ -114,9 +114,6 @@ MAX_SERIES, FIRST_SERIES, SERIES_S = 64, 2, 0.5
 ENDED = 16
 # How often the bytes moved are measured while requests are under way: during the search, and after it.
 LOOK_S, SELDOM_S = 0.05, 0.2
-# If no more requests wait than this fraction of the limit, all are admitted when the next one ends: alone, they would
-# leave the link nearly empty.
-LAST = 0.5
 # For how long buffers fill at first: the other side's kernel acknowledges bytes that its program has not read yet.
 SEND_BUFFERS_FILL_S = 0.15
 
@@ -241,7 +238,8 @@ class Lane:
     def _look_for_stragglers(self, now_s: float) -> None:
         watched = list(self._watched.items())
         requests = [seen.look(each.moved_bytes, now_s - each.began_s) for each, seen in watched]
-        usual = self.concurrency.connection_bytes_per_s or concurrency.usual_rate(requests, self._rates)
+        known = self.concurrency.connection_bytes_per_s
+        usual = concurrency.usual_rate(requests, self._rates, known)
         for number in concurrency.stragglers(requests, usual):
             slow = requests[number]
             logger.info(
@@ -255,7 +253,8 @@ class Lane:
         self._running -= 1
         limit = self.concurrency.limit
         num_waiting = sum(map(len, self._waiting.values()))
-        is_end = not self.have_more and not self._num_for_many and num_waiting <= limit * LAST
+        # The last ones start together: after all others they would be too few to fill the link.
+        is_end = not self.have_more and not self._num_for_many and num_waiting <= limit
         self._admit(min(limit + num_waiting, self.concurrency.most) if is_end else limit)
 
     def _admit(self, limit: int = 0) -> None:

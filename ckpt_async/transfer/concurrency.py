@@ -234,14 +234,20 @@ class Request:
     late_bytes_per_s: float  # over at least the later half: early bytes disappear into buffers on the way
 
 
-def usual_rate(requests: Sequence[Request], ended_bytes_per_s: Iterable[float]) -> float:
-    """Return the median rate of a connection, for when there are too few requests to search the link.
+def usual_rate(
+    requests: Sequence[Request], ended_bytes_per_s: Iterable[float], known_bytes_per_s: float = 0.0
+) -> float:
+    """Return the usual rate of a connection at present; 0 if unknown.
 
-    Includes requests that have ended and those that have been under way long enough; 0 if these are too few as well.
+    That is the median of the requests that ended last and of those under way long enough. If they are too few, or
+    faster, it is the rate found by the search, `known_bytes_per_s` (0: none). Since then, others may have come to the
+    link.
     """
     late = [each.late_bytes_per_s for each in requests if each.took_s >= SLOW_AFTER_S / 2]
     rates = [*ended_bytes_per_s, *late]
-    return statistics.median(rates) if len(rates) > FEW else 0.0
+    if len(rates) <= FEW:
+        return known_bytes_per_s
+    return min(statistics.median(rates), known_bytes_per_s or math.inf)
 
 
 def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:

@@ -345,6 +345,14 @@ def test_where_nobody_has_seen_the_link_most_requests_say_what_is_usual() -> Non
     assert usual_rate([*[_request(6, 1)] * 7, _request(2, 1), *[swallowed] * 20], []) == 6 * MIB
     assert usual_rate([_request(2, 3)], [6 * MIB] * 7) == 6 * MIB  # the last request
     assert usual_rate([_request(2, 3)], [6 * MIB] * 2) == 0.0  # too few to judge
+    assert usual_rate([_request(2, 3)], [6 * MIB] * 2, 5 * MIB) == 5 * MIB
+
+
+def test_what_is_usual_is_less_once_others_use_the_link_too() -> None:
+    """When all parts are under way, the search sees nothing any more; it may have seen the link when it was empty."""
+    assert usual_rate([_request(1, 3)] * 16, [], 5 * MIB) == 1 * MIB
+    assert usual_rate([_request(9, 3)] * 16, [], 5 * MIB) == 5 * MIB
+    assert usual_rate([_request(1, 3)] * 3, [5 * MIB] * 16, 5 * MIB) == 5 * MIB  # only the slow ones are left
 
 
 def _part_mib(size_mib: int, link: Concurrency | None) -> int:

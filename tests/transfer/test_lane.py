@@ -122,7 +122,9 @@ def test_the_last_few_are_let_in_with_the_first_that_ends() -> None:
         await asyncio.gather(*(work(number) for number in range(num_requests)))
         return max(counts)
 
-    assert run(most_at_once(8 + 8 + 5)) == 11  # 8; then 8 more one by one; the last 4 all at once
+    assert run(most_at_once(8 + 8 + 5)) == 15  # 8; then 5 more one by one; the last 8 all at once
+    assert run(most_at_once(8 + 8)) == 15
+    assert run(most_at_once(8 + 9)) == 15
     assert run(most_at_once(8 + 4)) == 11
     assert run(most_at_once(8 + 4, most=9)) == 9
     assert run(most_at_once(8 + 4, has_more=True)) == 8
