@@ -91,7 +91,7 @@ class Settings:
         1e12,
     )
     part_size_bytes: int = _setting(
-        16 * MIB,
+        8 * MIB,
         "minimum part size of a multipart upload; larger shards get larger parts, so that few requests are"
         " needed",
         5 * MIB,
