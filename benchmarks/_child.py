@@ -72,8 +72,17 @@ def child_main(clients: Mapping[str, Prepare]) -> None:
     os._exit(0)  # a client's exit is not measured, and must not hang
 
 
-def measure(python: str, program: Path, name: str, work: Work, environment: Mapping[str, str]) -> Measured:
-    """Measure one client, from the parent. Raises RuntimeError with what the child printed."""
+def measure(
+    python: str,
+    program: Path,
+    name: str,
+    work: Work,
+    environment: Mapping[str, str],
+    at_start: Callable[[], object] = lambda: None,
+) -> Measured:
+    """Measure one client, from the parent. `at_start` is called when the child is ready, and may wait for others.
+    Raises RuntimeError if the child does.
+    """
     command = [python, str(program), "--child", name, json.dumps(asdict(work))]
     with subprocess.Popen(
         command,
@@ -87,6 +96,7 @@ def measure(python: str, program: Path, name: str, work: Work, environment: Mapp
         if child.stdout.readline() != "ready\n":
             raise RuntimeError(f"{name} did not get ready")
         idle = anonymous_bytes(child.pid)
+        at_start()
         child.stdin.write("\n")
         child.stdin.flush()
         os.set_blocking(child.stdout.fileno(), False)
@@ -103,11 +113,17 @@ def measure(python: str, program: Path, name: str, work: Work, environment: Mapp
     return Measured(wall, cpu, most - idle, told)
 
 
-def measure_command(command: list[str], idle_command: list[str], environment: Mapping[str, str]) -> Measured:
+def measure_command(
+    command: list[str],
+    idle_command: list[str],
+    environment: Mapping[str, str],
+    at_start: Callable[[], object] = lambda: None,
+) -> Measured:
     """Measure a program that is not Python: the whole process, minus the CPU time of `idle_command`, which
     does nothing.
     """
     idle_cpu = _command(idle_command, environment).cpu_s
+    at_start()
     measured = _command(command, environment)
     return Measured(measured.wall_s, measured.cpu_s - idle_cpu, measured.anonymous_bytes)
 

@@ -13,7 +13,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -120,17 +120,22 @@ class Clients:
         return self._pythons[self._table[name][0]]
 
     def run(
-        self, name: str, program: str, work: Work, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        program: str,
+        work: Work,
+        environment: Mapping[str, str] | None = None,
+        at_start: Callable[[], object] = lambda: None,
     ) -> Measured:
         """Run one client. Ours is in the benchmark `program`, which runs with `environment` added; the others
-        are in `peers`.
+        are in `peers`. `at_start` is called when it is ready, and may wait for others.
         """
         if name not in self._table:
-            return measure(sys.executable, Path(program), name, work, environment or {})
+            return measure(sys.executable, Path(program), name, work, environment or {}, at_start)
         python = Path(str(self._python(name)))
         if self._table[name][1] is None:
-            return measure_command(*peers.s5cmd(python, work, is_download=self._verb == "get"), {})
-        return measure(str(python), Path(peers.__file__), f"{self._verb} {name}", work, {})
+            return measure_command(*peers.s5cmd(python, work, is_download=self._verb == "get"), {}, at_start)
+        return measure(str(python), Path(peers.__file__), f"{self._verb} {name}", work, {}, at_start)
 
 
 def key_of(number: int, name: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import download
@@ -32,6 +33,8 @@ LINKS = {
     "20 of 400 MiB/s, 30 ms, one of 8 slow": Link(20, 400, 30, slow_every=8),
     "ceiling": Link(),  # the limit of the machine with the sink on it
 }
+
+READY_S = 120  # within which all engines of a run get ready, because they must begin together
 
 
 def one_run(
@@ -54,8 +57,11 @@ def one_run(
                 path.parent.mkdir()
             works.append(Work(str(path), size_bytes, server.url, BUCKET, key, *knobs))
         before = server.stats()
+        all_ready = Barrier(settings.engines, timeout=READY_S)
         with ThreadPoolExecutor(settings.engines) as engines:
-            measured = list(engines.map(lambda work: clients.run(client, program, work), works))
+            measured = list(
+                engines.map(lambda work: clients.run(client, program, work, at_start=all_ready.wait), works)
+            )
         after = server.stats()
         moved = after.bytes_in - before.bytes_in if way == "up" else after.bytes_out - before.bytes_out
         if moved < size_bytes * settings.engines:
