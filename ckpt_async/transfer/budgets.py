@@ -82,12 +82,13 @@ class Bandwidth:
 
 
 class Watched(Protocol):
-    """An attempt that says how much it has moved and when it began, by the loop's clock, and can be told to begin
+    """An attempt that says how much of it has arrived and when it began, by the loop's clock, and can be told to begin
     again.
     """
 
-    moved_bytes: int
     began_s: float
+
+    def arrived_bytes(self) -> int: ...
 
     def begin_again(self) -> None: ...
 
@@ -98,13 +99,16 @@ class _Moving:
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._earlier = self._later = (0.0, 0)
+        self._arrived_s = 0.0  # when all had arrived
 
-    def look(self, moved_bytes: int, took_s: float) -> Request:
+    def look(self, arrived_bytes: int, took_s: float) -> Request:
         if took_s >= 2 * self._later[0]:
-            self._earlier, self._later = self._later, (took_s, moved_bytes)
+            self._earlier, self._later = self._later, (took_s, arrived_bytes)
+        if arrived_bytes < self._size_bytes:
+            self._arrived_s = took_s
         earlier_s, earlier_bytes = self._earlier
-        late_bytes_per_s = (moved_bytes - earlier_bytes) / max(took_s - earlier_s, 1e-6)
-        return Request(self._size_bytes, moved_bytes, took_s, late_bytes_per_s)
+        late_bytes_per_s = (arrived_bytes - earlier_bytes) / max(took_s - earlier_s, 1e-6)
+        return Request(self._size_bytes, arrived_bytes, took_s, late_bytes_per_s, took_s - self._arrived_s)
 
 
 # Small requests are made in series, which share the fixed cost of one. Far from the store, series are shorter, because
@@ -237,14 +241,14 @@ class Lane:
 
     def _look_for_stragglers(self, now_s: float) -> None:
         watched = list(self._watched.items())
-        requests = [seen.look(each.moved_bytes, now_s - each.began_s) for each, seen in watched]
+        requests = [seen.look(each.arrived_bytes(), now_s - each.began_s) for each, seen in watched]
         known = self.concurrency.connection_bytes_per_s
         usual = concurrency.usual_rate(requests, self._rates, known)
         for number in concurrency.stragglers(requests, usual):
             slow = requests[number]
             logger.info(
-                "connection_slow moved_bytes=%d in_s=%.1f; retrying on another connection",
-                slow.moved_bytes,
+                "connection_slow arrived_bytes=%d in_s=%.1f; retrying on another connection",
+                slow.arrived_bytes,
                 slow.took_s,
             )
             watched[number][0].begin_again()

@@ -229,9 +229,10 @@ class Request:
     """A request that is under way."""
 
     size_bytes: int
-    moved_bytes: int
+    arrived_bytes: int
     took_s: float
     late_bytes_per_s: float  # over at least the later half: early bytes disappear into buffers on the way
+    waited_s: float = 0.0  # for the answer, since all bytes have arrived
 
 
 def usual_rate(
@@ -253,8 +254,8 @@ def usual_rate(
 def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:
     """Return the indices of requests that would end sooner if they began again on other connections.
 
-    These have a small fraction of the usual rate, or take far longer than usual (bytes in buffers on the way count as
-    moved). If they are many, the cause is the link or the store, and the result is empty.
+    At their present rate they take far longer than usual, or all their bytes have arrived long ago. If they are many,
+    the cause is the link or the store, and the result is empty.
     """
     if not connection_bytes_per_s:
         return []
@@ -268,9 +269,11 @@ def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> li
 
 def _is_straggler(request: Request, usual_s: float) -> bool:
     too_long_s = SLOW_AFTER_S + 2 * usual_s
-    left_s = (request.size_bytes - request.moved_bytes) / max(request.late_bytes_per_s, 1.0)
+    left_bytes = request.size_bytes - request.arrived_bytes
+    if left_bytes <= 0:
+        return request.waited_s >= too_long_s
     is_seen = request.took_s >= max(SLOW_AFTER_S, usual_s / 2)
-    return request.took_s >= too_long_s or (is_seen and left_s > too_long_s)
+    return is_seen and left_bytes / max(request.late_bytes_per_s, 1.0) > too_long_s
 
 
 def _fair(limit: int, others: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from ckpt_async.stores.interface import BodyWriter
 from ckpt_async.transfer.budgets import Bandwidth
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class Progress:
         # empty the kernel's buffers of one.
         self.queued_bytes: Callable[[], int] = lambda: 0
         self._queued_bytes = 0  # as last seen, once all have moved
-        # How many have reached the other side, or some of them; None: nobody knows.
+        # How many have reached the other side; None: unknown.
         self.acknowledged_bytes: Callable[[], int | None] = lambda: None
         self._seen: tuple[float | None, int | None] = (
             -math.inf,
@@ -70,6 +71,16 @@ class Progress:
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
+
+    def sends_through(self, writer: BodyWriter) -> None:
+        """Note what the body is written to. Called in the worker thread, before the first byte."""
+        before = writer.acknowledged_bytes()
+
+        def acknowledged_bytes() -> int | None:
+            now = writer.acknowledged_bytes()
+            return None if before is None or now is None else now - before
+
+        self.queued_bytes, self.acknowledged_bytes = writer.queued_bytes, acknowledged_bytes
 
     async def may_send(self, size_bytes: int) -> None:
         """Wait until the bandwidth cap lets this many more bytes go. Being held back is not a stall."""
@@ -159,7 +170,7 @@ class Progress:
         self.is_late = self._ends_at >= self._deadline and self.moved_bytes > 0
         has_arrived = self._is_all_moved and not self._queued_bytes
         if self.is_late and not has_arrived and self._gets_on():
-            self._arrived_bytes_then = self._arrived_bytes()
+            self._arrived_bytes_then = self.arrived_bytes()
             self._deadline = max(self._deadline, self._rings_at) + self._allowed_s
             self._ends_at = min(self._deadline, (self.moved_at or self.began_s) + self._stall_timeout_s)
             self._set_timer()
@@ -192,11 +203,15 @@ class Progress:
             self._ends_at = min(self._deadline, now + self._stall_timeout_s)
         self._seen = self.moved_at, acknowledged
 
-    def _arrived_bytes(self) -> int:
-        return self.moved_bytes - self.queued_bytes()
+    def arrived_bytes(self) -> int:
+        """Return how many bytes have reached the other side (or this one), as far as known."""
+        acknowledged = self.acknowledged_bytes()
+        if acknowledged is None:
+            return self.moved_bytes - self.queued_bytes()
+        return min(acknowledged, self.moved_bytes)  # over TLS, somewhat more is sent than the body has
 
     def _gets_on(self) -> bool:
-        return self._arrived_bytes() - self._arrived_bytes_then >= GETS_ON * self._size_bytes
+        return self.arrived_bytes() - self._arrived_bytes_then >= GETS_ON * self._size_bytes
 
     def how_far(self) -> str:
         """Return, for an error message, how far the attempt came; "" if no bytes have moved, or all of them."""

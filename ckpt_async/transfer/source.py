@@ -211,10 +211,7 @@ class FileBody:
         for the checksum a moment ago, so this rarely waits for the disk; if the file was written to since then, the
         store finds that the checksum is wrong. Otherwise the bytes go through one small buffer.
         """
-        self._progress.queued_bytes, self._progress.acknowledged_bytes = (
-            writer.queued_bytes,
-            writer.acknowledged_bytes,
-        )
+        self._progress.sends_through(writer)
         try:
             self._source.send_bytes = self._send(writer)
         except BaseException:

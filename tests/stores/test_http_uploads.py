@@ -685,6 +685,9 @@ def test_a_truncated_shard_over_tls(
 class Unpaced:
     """A `Progress` that nobody watches."""
 
+    def sends_through(self, writer: Any) -> None:
+        pass
+
     def may_send_in_thread(self, size_bytes: int, wait: Any) -> None:
         pass
 

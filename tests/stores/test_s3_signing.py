@@ -189,6 +189,9 @@ def test_requests_sent_another_way_are_no_template(change: dict[str, str]) -> No
 class Moves:
     """A `Progress` without a cap."""
 
+    def sends_through(self, writer: Any) -> None:
+        pass
+
     def may_send_in_thread(self, size_bytes: int, wait: Any) -> None:
         pass
 

@@ -92,6 +92,9 @@ class Moves:
 
     moved_in_thread = moved
 
+    def sends_through(self, writer: Any) -> None:
+        pass
+
     def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
         pass
 

@@ -323,18 +323,18 @@ def test_a_slow_connection_is_seen_though_buffers_have_swallowed_much_at_once() 
 
 def test_a_request_that_buffers_have_swallowed_is_slow_if_its_answer_does_not_come() -> None:
     others = [_request(20, 0.5) for _ in range(8)]
-    swallowed = [Request(16 * MIB, 16 * MIB, took_s, 0.0) for took_s in (2.0, 3.0)]
+    swallowed = [Request(16 * MIB, 16 * MIB, 4.0, 0.0, waited_s) for waited_s in (2.0, 3.0)]
     assert [stragglers([*others, each], 20 * MIB) for each in swallowed] == [[], [8]]
 
 
 def test_a_request_that_would_not_end_sooner_goes_on() -> None:
-    nearly_there = Request(4 * MIB, 3 * MIB, 2.0, MIB)
-    assert stragglers([nearly_there], 5 * MIB) == []
+    nearly_there = [Request(4 * MIB, 3 * MIB, 2.0, MIB), Request(8 * MIB, 7 * MIB, 9.0, MIB)]
+    assert stragglers(nearly_there, 5 * MIB) == []
 
 
 def test_a_link_or_a_store_that_has_become_slow_makes_no_stragglers() -> None:
     assert stragglers([_request(0.5, 30) for _ in range(8)], 5 * MIB) == []
-    assert stragglers([Request(16 * MIB, 16 * MIB, 9.0, 0.0)] * 8, 20 * MIB) == []
+    assert stragglers([Request(16 * MIB, 16 * MIB, 9.0, 0.0, 9.0)] * 8, 20 * MIB) == []
 
 
 def test_where_nobody_has_seen_the_link_most_requests_say_what_is_usual() -> None:

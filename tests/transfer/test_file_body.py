@@ -38,6 +38,9 @@ class Moves:
     def __init__(self) -> None:
         self.lasts: list[bool] = []
 
+    def sends_through(self, writer: Any) -> None:
+        pass
+
     def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
         pass
 

@@ -258,6 +258,38 @@ def test_a_slow_connection_is_seen_though_no_request_has_to_wait() -> None:
     run(main())
 
 
+def test_a_request_whose_piece_the_kernel_has_not_taken_yet_is_not_slow() -> None:
+    """All but its end is handed over at once, as one large piece; what counts is how much of it was acknowledged."""
+
+    async def main() -> None:
+        store, loop, attempts = (
+            PatientStore(MemoryStore(), Settings()),
+            asyncio.get_running_loop(),
+            Counter[int](),
+        )
+        store._budgets.bulk.movers.append(lambda: Moved(int(loop.time() * 1e6), 0.0))
+        store._budgets.bulk._node = None  # its clock is not the test's
+
+        async def request(number: int) -> None:
+            await asyncio.sleep(
+                number % 4
+            )  # few are old enough to be judged; were they many, the link would be slow
+
+            async def attempt(_: Store, progress: Progress) -> None:
+                attempts[number] += 1
+                began_s, progress.moved_bytes = loop.time(), 8_000_000
+                progress.acknowledged_bytes = lambda: int((loop.time() - began_s) * 2_000_000)
+                progress.moved()
+                await asyncio.sleep(5)
+
+            await store.bulk("upload_part", 10_000_000, attempt)
+
+        await asyncio.gather(*(request(number) for number in range(8)))
+        assert set(attempts.values()) == {1}
+
+    run(main())
+
+
 def test_slow_down_halves_the_concurrency() -> None:
     """Sixteen requests throttled at the same time are one reason to slow down, not sixteen."""
 

@@ -430,6 +430,36 @@ def test_a_call_that_takes_long_to_hand_over_a_piece_has_not_stalled(
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("acknowledged", "arrived_bytes"),
+    [
+        ([1000, 1000], 0),
+        ([1000, 1000 + MIB], MIB),
+        ([1000, 1000 + 9 * MIB], 8 * MIB),  # encrypted, they are more
+        ([1000, None], 3 * MIB),  # then the length of the kernel's queue must do
+        ([None, MIB], 3 * MIB),
+    ],
+)
+def test_what_has_arrived_is_what_was_acknowledged_since_the_body_began(
+    acknowledged: list[int | None], arrived_bytes: int
+) -> None:
+    """A piece counts as moved when it is handed to the kernel, which may take it only seconds later."""
+
+    writer: Any = SimpleNamespace(
+        queued_bytes=lambda: 5 * MIB, acknowledged_bytes=iter(acknowledged).__next__
+    )
+
+    async def main() -> None:
+        async def attempt(_: Store, progress: Progress) -> None:
+            progress.sends_through(writer)
+            progress.moved_bytes = 8 * MIB
+            assert progress.arrived_bytes() == arrived_bytes
+
+        await make().bulk("put", 16 * MIB, attempt)
+
+    run(main())
+
+
 def test_the_store_has_time_to_answer_once_all_has_arrived() -> None:
     """It has this time however long the bytes took to arrive, but no more than this."""
 
