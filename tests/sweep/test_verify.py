@@ -1,5 +1,6 @@
 """`verify` is the oracle of all fault tests, so it must itself be tested: it reports exactly what was damaged."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_a_latest_with_a_wrong_name_is_named(run: Any) -> None:
     run(main())
 
 
-class _NoChecksums(Counted):
+class _NoChecksums(Meddled):
     """A store that keeps no checksums, or does not return them on HEAD."""
 
     async def head(self, key: str) -> ObjectInfo:
@@ -160,7 +161,7 @@ def test_objects_without_a_stored_checksum_are_read(run: Any) -> None:
 
     async def main() -> None:
         world = await _world()
-        store: Any = _NoChecksums(world.store)
+        store = PatientStore(_NoChecksums(world.bucket), Settings())
         assert (await verify(store)).findings == []
         stored = world.bucket.objects[SHARD]
         world.bucket.objects[SHARD] = replaced(stored, data=bytes([stored.data[0] ^ 1]) + stored.data[1:])
@@ -175,10 +176,10 @@ class _PrunedMeanwhile(Counted):
 
     world: World
 
-    async def head(self, key: str) -> ObjectInfo:
+    async def by_itself(self, *request: Any) -> Any:
         if await self.world.outcome(CheckpointId(1, 4)) is Outcome.COMMIT:
             await self.world.sweep(KeepLast(1))
-        return await self._store.head(key)
+        return await self._store.by_itself(*request)
 
 
 def test_pruning_during_verify_is_not_damage(run: Any) -> None:
@@ -190,6 +191,26 @@ def test_pruning_during_verify_is_not_damage(run: Any) -> None:
         assert await world.outcome(CheckpointId(1, 4)) is Outcome.PRUNED
         assert result.violations == []
         assert result.num_committed == 1
+
+    run(main())
+
+
+class _ReadsOnHead(Meddled):
+    """A directory: to report a checksum it reads the file, which takes longer than a small request may."""
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "head" and key.startswith(keys.DATA):
+            await asyncio.sleep(0.2)
+
+
+def test_a_store_that_reads_a_large_shard_to_report_its_checksum_has_time_for_it(run: Any) -> None:
+    async def main() -> None:
+        world = await _world()
+        shards = [each for key, each in world.bucket.objects.items() if key.startswith(keys.DATA)]
+        settings = Settings(request_timeout_s=0.05, upload_timeout_s=1, minimum_rate_bytes_per_s=1)
+        assert all(len(each.data) > 1 for each in shards)
+        result = await verify(PatientStore(_ReadsOnHead(world.bucket), settings, is_patient=False))
+        assert (result.findings, result.num_shards) == ([], 4)
 
     run(main())
 
