@@ -71,7 +71,7 @@ PARTS = [
     ),
     Part(
         "network-engines",
-        "network --clients ours obstore --mib 128 --engines 8",
+        "network --clients ours obstore 'obstore, unsigned' --mib 128 --engines 8",
         "Eight processes on one link",
         LINK,
     ),
