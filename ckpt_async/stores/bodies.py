@@ -7,12 +7,36 @@ import threading
 from collections.abc import Callable
 
 from ckpt_async.errors import FailureReason, SourceError
-from ckpt_async.stores.interface import Body
+from ckpt_async.stores.interface import Body, BodyWriter
 from ckpt_async.threads import result_of
 
 
 class WriterCancelledError(Exception):
     """Nobody wants the body any more."""
+
+
+class PassingWriter:
+    """A writer that passes the bytes on to another one, after it has seen them: so it cannot take files."""
+
+    takes_files = False
+
+    def __init__(self, writer: BodyWriter) -> None:
+        self._writer = writer
+
+    def write(self, piece: memoryview) -> None:
+        self._writer.write(piece)
+
+    def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
+        raise NotImplementedError("takes no files")
+
+    def wait(self, duration_s: float) -> None:
+        self._writer.wait(duration_s)
+
+    def queued_bytes(self) -> int:
+        return self._writer.queued_bytes()
+
+    def acknowledged_bytes(self) -> int | None:
+        return self._writer.acknowledged_bytes()
 
 
 class LocalWriter:

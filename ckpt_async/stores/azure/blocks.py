@@ -19,8 +19,6 @@ ALGORITHM = "crc64nvme"
 # Every upload has a block of this number from the start; without it, an upload with no parts yet would not exist.
 MARK = 0
 _UNKNOWN = "-" * 16
-
-_UPLOAD = re.compile(r"(?P<began>[0-9a-f]{8})[0-9a-f]{16}")
 _BLOCK = re.compile(r"(?P<upload>[0-9a-f]{24})\.(?P<number>[0-9]{5})\.(?P<checksum>[0-9a-f]{16}|-{16})")
 
 
@@ -46,10 +44,6 @@ def new_upload_id(server_time: float) -> str:
 def began_at(upload_id: str) -> float:
     """Return when an upload began, by the store's clock, to the second."""
     return float(int(upload_id[:8], 16))
-
-
-def is_upload_id(text: str) -> bool:
-    return _UPLOAD.fullmatch(text) is not None
 
 
 def block_id(upload_id: str, number: int, checksum: Checksum | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
 from ckpt_async.core.model import Checksum
+from ckpt_async.stores.bodies import PassingWriter
 from ckpt_async.stores.checksums import Digest, combine
 from ckpt_async.stores.gcs import answers
 from ckpt_async.stores.gcs.errors import translating
@@ -171,29 +172,16 @@ class DigestedBody:
         self._body.send(_DigestingWriter(writer, self._digest))
 
 
-class _DigestingWriter:
-    """A writer that updates a digest with what it passes on to `writer`."""
-
-    takes_files = False
+class _DigestingWriter(PassingWriter):
+    """A writer that updates a digest with what it passes on."""
 
     def __init__(self, writer: BodyWriter, digest: Digest) -> None:
-        self._writer, self._digest = writer, digest
+        super().__init__(writer)
+        self._digest = digest
 
     def write(self, piece: memoryview) -> None:
         self._digest.update(piece)  # before it is encrypted, while it is in the cache
-        self._writer.write(piece)
-
-    def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
-        raise NotImplementedError("the checksum needs the bytes")
-
-    def wait(self, duration_s: float) -> None:
-        self._writer.wait(duration_s)
-
-    def queued_bytes(self) -> int:
-        return self._writer.queued_bytes()
-
-    def acknowledged_bytes(self) -> int | None:
-        return self._writer.acknowledged_bytes()
+        super().write(piece)
 
 
 def _told(put_args: Mapping[str, object]) -> Iterator[tuple[str, str]]:

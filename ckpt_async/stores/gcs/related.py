@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Mapping
 
-from ckpt_async.stores.bodies import check_complete
+from ckpt_async.stores.bodies import PassingWriter, check_complete
 from ckpt_async.stores.interface import Body, BodyWriter
 
 
@@ -40,31 +40,19 @@ class RelatedBody:
         writer.write(memoryview(self.after))
 
 
-class _CountingWriter:
-    """A writer that counts what it passes on to `writer`."""
+class _CountingWriter(PassingWriter):
+    """A writer that counts what it passes on."""
 
     def __init__(self, writer: BodyWriter) -> None:
-        self._writer = writer
+        super().__init__(writer)
+        self.takes_files = writer.takes_files
         self.written_bytes = 0
-
-    @property
-    def takes_files(self) -> bool:
-        return self._writer.takes_files
 
     def write(self, piece: memoryview) -> None:
         self.written_bytes += len(piece)
-        self._writer.write(piece)
+        super().write(piece)
 
     def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
         count = self._writer.send_file(descriptor, offset, size_bytes)
         self.written_bytes += count
         return count
-
-    def wait(self, duration_s: float) -> None:
-        self._writer.wait(duration_s)
-
-    def queued_bytes(self) -> int:
-        return self._writer.queued_bytes()
-
-    def acknowledged_bytes(self) -> int | None:
-        return self._writer.acknowledged_bytes()

@@ -8,6 +8,7 @@ protects what the signature does not cover.
 from __future__ import annotations
 
 from ckpt_async.core.model import Checksum
+from ckpt_async.stores.bodies import PassingWriter
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.interface import Body, BodyWriter
 
@@ -47,13 +48,12 @@ def _end(checksum: Checksum) -> bytes:
     return f"0\r\nx-amz-checksum-{checksum.algorithm}:{checksum.value}\r\n\r\n".encode()
 
 
-class _ChunkWriter:
-    """A writer that frames what it passes on to `writer` in chunks."""
-
-    takes_files = False
+class _ChunkWriter(PassingWriter):
+    """A writer that frames what it passes on in chunks."""
 
     def __init__(self, writer: BodyWriter, size_bytes: int, digest: Digest) -> None:
-        self._writer, self._left_bytes, self._digest = writer, size_bytes, digest
+        super().__init__(writer)
+        self._left_bytes, self._digest = size_bytes, digest
         self._chunk_bytes = 0  # bytes left of the current chunk
         self._end_of_chunk = b""
 
@@ -68,18 +68,6 @@ class _ChunkWriter:
             self._writer.write(now)
             self._chunk_bytes -= len(now)
             self._left_bytes -= len(now)
-
-    def send_file(self, descriptor: int, offset: int, size_bytes: int) -> int:
-        raise NotImplementedError("the checksum needs the bytes")
-
-    def wait(self, duration_s: float) -> None:
-        self._writer.wait(duration_s)
-
-    def queued_bytes(self) -> int:
-        return self._writer.queued_bytes()
-
-    def acknowledged_bytes(self) -> int | None:
-        return self._writer.acknowledged_bytes()
 
     def end(self) -> None:
         self._writer.write(memoryview(self._end_of_chunk + _end(self._digest.checksum())))
