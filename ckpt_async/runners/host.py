@@ -211,7 +211,7 @@ class Host:
 
     async def _agree(self, store: PatientStore, local: Local) -> int:
         start = self._start
-        is_of_another = local.remote is not None and local.remote.url != start.address.url
+        is_of_another = backlog.is_of_another(local, start.address.url)
         generation = await generations.agree(
             store,
             rank=start.rank,
@@ -240,6 +240,10 @@ class Host:
         """Forget another remote's checkpoints, whose generations would be mistaken for this remote's. All of them
         are decided; their local files belong to the user from now on.
         """
+        if left := backlog.undecided(local):
+            raise JournalError(
+                f"{left[-1].id} of folder {self._start.folder!r} is not decided: it is not forgotten"
+            )
         rank = self._start.rank
         for id_ in local.checkpoints:
             self._folder.remove_spool(keys.spool_checkpoint(id_, rank))

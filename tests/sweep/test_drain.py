@@ -1,5 +1,6 @@
 """Adopting what dead trainers left: real trainers, really killed, and `ckpt-async drain` after them."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.cli import drain as drain_command
+from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.errors import FailureReason, NoJournalError, SettingsError, StoreError
 from ckpt_async.local import journals
 from ckpt_async.stores import StoreOptions
@@ -214,6 +216,28 @@ def test_a_folder_is_not_drained_to_another_remote(
         Uploader(folder, f"file://{tmp_path}/other", rank=0, world_size=1)
     assert not (tmp_path / "other/ckpt").exists()
     assert call("drain", folder, "--remote", f"{remote}/")[0] == 0
+
+
+@pytest.mark.parametrize("suffixes", [("", "/"), ("/", "")])
+def test_a_slash_at_the_end_of_the_remote_makes_it_no_other_remote(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, suffixes: tuple[str, str]
+) -> None:
+    """What a killed trainer had sealed was taken for finished work of another remote, and its links were removed."""
+    before, after = suffixes
+    trainers.die(folder, remote + before, 1)
+    (folder / "step-1/rank0.bin").unlink()  # only the link in the spool is left
+    with Uploader(folder, remote + after, rank=0, world_size=1) as uploader:
+        assert uploader.wait_for_predecessor(60)
+    assert steps(call("ls", remote)[1]["checkpoints"]) == [1]
+
+
+def test_a_slash_at_the_end_of_the_remote_keeps_the_recorded_endpoint() -> None:
+    recorded = RemoteAddress("s3://bucket/run", "http://127.0.0.1:9000", "eu-west-1")
+    change = drain_command._change_of(
+        argparse.Namespace(remote="s3://bucket/run/", endpoint_url=None, region=None)
+    )
+    assert change is not None
+    assert change(recorded) == recorded
 
 
 def test_a_folder_without_a_journal_is_unchanged(tmp_path: Path, call: Drain) -> None:
