@@ -682,6 +682,14 @@ def test_local_retention_counts_committed_checkpoints_over_restarts(opened: Open
         assert os.readlink(link) == "step-4"
 
 
+def test_local_retention_works_with_a_symlink_in_a_folder_of_its_own(opened: Open) -> None:
+    """That folder was never made, so the symlink was never moved, and nothing was ever removed."""
+    with opened(Meddled(), num_checkpoints_to_keep=1, latest_filename="links/latest-rank{rank}") as uploader:
+        _commit(uploader, 1, 2, 3)
+        wait_until(lambda: _steps(uploader.folder) == {3}, uploader)
+        assert os.readlink(uploader.folder / "links/latest-rank0") == "../step-3"
+
+
 def _commit(uploader: Uploader, *steps: int) -> None:
     for step in steps:
         save(uploader, step)
