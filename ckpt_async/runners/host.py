@@ -17,6 +17,7 @@ from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Forgotten, Opened
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import EVENTS, RECORDED
+from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
@@ -196,12 +197,12 @@ class Host:
         """Return what earlier starts left in the journal. If that is of another remote, all of it must be decided."""
         remote = self._start.address.url
         local = self._journal.local()
-        if stranded := backlog.stranded(local, remote):
-            assert local.remote is not None
+        if (stranded := recovery.stranded(self._folder, local, remote)) is not None:
+            id_, there = stranded
+            run = keys.run_remote(there, self._start.kind)
             raise SettingsError(
-                f"folder {self._start.folder!r} still holds {stranded[-1]}, which was being uploaded to"
-                f" {local.remote.url!r}",
-                hint="finish it with `ckpt-async drain`, or use another folder",
+                f"folder {self._start.folder!r} still holds {id_}, which was being uploaded to {there!r}",
+                hint=f"finish it with `ckpt-async drain --remote {run}`, or use another folder",
             )
         return local
 
