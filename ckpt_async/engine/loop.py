@@ -18,7 +18,8 @@ from typing import Any, assert_never
 from ckpt_async.core import decide
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import CheckpointId, Decided, Failed, Opened
+from ckpt_async.core.model import CheckpointId, Failed, Opened
+from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.engine import clearing, durable, publishing, recovery, sending, settling
 from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
@@ -71,7 +72,7 @@ class Engine:
         return self.state.local
 
     @property
-    def outcomes(self) -> dict[CheckpointId, Decided]:
+    def outcomes(self) -> Outcomes:
         return self.state.outcomes
 
     @property

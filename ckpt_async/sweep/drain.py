@@ -452,11 +452,9 @@ def _report(adopted: _Adopted) -> RankReport:
     crash = task.exception() if task.done() and not task.cancelled() else None
     if crash is not None:
         logger.error("drain_failed rank=%d", engine.state.rank, exc_info=crash)
-    fates = {
-        id_: Fate(id_, each.name, each.reason)
-        for id_, each in sorted(engine.outcomes.items(), key=lambda item: item[0])
-    }
-    aborted = {id_ for id_, each in engine.outcomes.items() if each.outcome is Outcome.ABORT}
+    outcomes = sorted(engine.outcomes.newest(), key=lambda each: each.checkpoint)
+    fates = {each.checkpoint: Fate(each.checkpoint, each.name, each.reason) for each in outcomes}
+    aborted = {each.checkpoint for each in outcomes if each.outcome is Outcome.ABORT}
     local = adopted.after
     undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
     return RankReport(
