@@ -85,17 +85,14 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
     if not (options.remote or options.endpoint_url or options.region):
         return None
     given = StoreOptions(endpoint_url=options.endpoint_url, region=options.region)
-    if options.remote:
-        address_of(options.remote, given, env=os.environ)  # refused before anything is touched
+    # A remote that is not valid is refused before anything is touched.
+    named = address_of(options.remote, given, env=os.environ) if options.remote else None
 
     def change(recorded: RemoteAddress | None) -> RemoteAddress:
-        url = options.remote or (recorded.url if recorded else None)
-        if url is None:
+        if named is not None and (recorded is None or recorded.url != named.url):
+            recorded = replace(named, put_args=recorded.put_args if recorded else {})
+        if recorded is None:
             raise SettingsError("the journal does not name the remote", hint="pass it with --remote")
-        if recorded is None or recorded.url != url:
-            recorded = replace(
-                address_of(url, given, env=os.environ), put_args=recorded.put_args if recorded else {}
-            )
         return replace(
             recorded,
             endpoint_url=options.endpoint_url or recorded.endpoint_url,

@@ -16,15 +16,15 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
     by_rank = sorted(receipts, key=lambda receipt: receipt.rank)
     if not by_rank:
         return "there are no receipts"
-    first = by_rank[0]
+    first, name = by_rank[0], name_of(by_rank)
     for receipt in by_rank:
         if receipt.checkpoint != checkpoint:
             return f"rank {receipt.rank}'s receipt is of {receipt.checkpoint}"
         if receipt.world_size != first.world_size:
             sizes = f"{receipt.world_size}, but rank {first.rank} says {first.world_size}"
             return f"rank {receipt.rank} says world size {sizes}"
-        if receipt.shards and receipt.name != name_of(by_rank):
-            return f"rank {receipt.rank} calls it {receipt.name!r}, other ranks {name_of(by_rank)!r}"
+        if receipt.shards and receipt.name != name:
+            return f"rank {receipt.rank} calls it {receipt.name!r}, other ranks {name!r}"
     if [receipt.rank for receipt in by_rank] != list(range(first.world_size)):
         return f"receipts of ranks {[receipt.rank for receipt in by_rank]}, but world size {first.world_size}"
     if not any(receipt.shards for receipt in by_rank):
@@ -50,8 +50,7 @@ def _lacking(receipts: Iterable[Receipt]) -> str | None:
 
 def name_of(receipts: Iterable[Receipt]) -> str:
     """Return the checkpoint's name, as the lowest rank with shards has it (a rank without any need not know it)."""
-    by_rank = sorted(receipts, key=lambda receipt: (not receipt.shards, receipt.rank))
-    return by_rank[0].name
+    return min(receipts, key=lambda receipt: (not receipt.shards, receipt.rank)).name
 
 
 def merged_metrics(receipts: Iterable[Receipt]) -> tuple[tuple[str, float], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_async.core import retention
 from ckpt_async.core.decide import Receipts, candidate, is_loadable, missing_ranks, why_hopeless
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.model import CheckpointId, without_slash
 from ckpt_async.core.retention import RetentionPolicy
 from ckpt_async.core.units import age
 
@@ -54,14 +54,17 @@ def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
     return sum(each.shard.size_bytes for each in checkpoint.shards.values() if each.stored is None)
 
 
+def is_of_another(local: Local, url: str) -> bool:
+    """Return whether the newest start in the journal used another remote than `url`."""
+    return local.remote is not None and local.remote.url != without_slash(url)
+
+
 def stranded(local: Local, url: str) -> list[CheckpointId]:
     """Return the unfinished checkpoints that were begun at another remote than `url`.
 
     Shards that were verified there are not at `url`, so a commit at `url` would name shards that do not exist (R1).
     """
-    if local.remote is None or local.remote.url.rstrip("/") == url.rstrip("/"):
-        return []
-    return sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
+    return [each.id for each in undecided(local)] if is_of_another(local, url) else []
 
 
 def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:

@@ -224,9 +224,15 @@ class Beat:
     count: int
 
 
+def without_slash(url: str) -> str:
+    """Return a remote's URL as it is compared with others: a slash at its end does not make it another place."""
+    return url.rstrip("/")
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """Where a run's checkpoints go, in a form that may be written to disk: everything but credentials.
+    """Where a run's checkpoints go, in a form that may be written to disk: everything but credentials. Its URL has no
+    slash at the end, however it was given or recorded.
 
     `put_args` are included because they say how objects are encrypted, and whoever finishes the uploads must do the
     same.
@@ -237,6 +243,9 @@ class RemoteAddress:
     region: str | None = None
     addressing_style: str = "auto"
     put_args: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", without_slash(self.url))
 
 
 # --- journal events ----------------------------------------------------------------------------------------

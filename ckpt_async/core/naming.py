@@ -88,14 +88,23 @@ def check_relative(path: str, what: str) -> str:
 
 def check_publish_as(key: str) -> str:
     """Return `key` if a copy of a shard may be published under it, relative to the run. Raises InvalidNameError."""
-    check_relative(key, "publish_as")
-    if key.partition("/")[0] in _OWN_FOLDERS:
-        raise InvalidNameError(
-            f"publish_as {key!r} lies in a folder that this package reserves",
-            hint="use a key with another first component",
-        )
+    _check_not_ours(check_relative(key, "publish_as"), "publish_as")
     if key.endswith(".symlink"):
         raise InvalidNameError(f"publish_as {key!r} would be mistaken for one of Composer's pointers")
+    return key
+
+
+def check_pointer(template: str, *, rank: int) -> str:
+    """Return the key of Composer's pointer, "" for none, relative to the run. Raises InvalidNameError."""
+    return _check_not_ours(fill(template, rank=rank), "composer_symlink")
+
+
+def _check_not_ours(key: str, what: str) -> str:
+    if key.partition("/")[0] in _OWN_FOLDERS:
+        raise InvalidNameError(
+            f"{what} {key!r} lies in a folder that this package reserves",
+            hint="use a key with another first component",
+        )
     return key
 
 

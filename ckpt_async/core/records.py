@@ -10,7 +10,7 @@ import json
 import math
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_async.core import keys
@@ -33,6 +33,7 @@ from ckpt_async.core.model import (
     Sealed,
     Shard,
     StoredShard,
+    without_slash,
 )
 from ckpt_async.core.naming import check_component, check_publish_as, check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
@@ -307,15 +308,24 @@ def decode_beat(data: bytes, expected: int) -> Beat:
 # --- the spool's manifest: what the journal said, kept beside the links (rule R10) --------------------------
 
 
-def manifest_of(checkpoint: LocalCheckpoint) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a manifest says. `remote` is "" if it does not: earlier versions did not record it."""
+
+    enqueued: list[Enqueued]
+    sealed: Sealed | None
+    remote: str = ""
+
+
+def manifest_of(checkpoint: LocalCheckpoint, remote: str = "") -> bytes:
     """Encode what the journal says about a checkpoint's shards and its seal, with the time of the seal."""
     shards = (each.shard for each in checkpoint.shards.values())
     sealed = checkpoint.sealed and replace(checkpoint.sealed, sealed_at=checkpoint.sealed_at)
-    return encode_manifest(checkpoint.id, checkpoint.name, shards, sealed)
+    return encode_manifest(checkpoint.id, checkpoint.name, shards, sealed, remote)
 
 
 def encode_manifest(
-    checkpoint: CheckpointId, name: str, shards: Iterable[Shard], sealed: Sealed | None
+    checkpoint: CheckpointId, name: str, shards: Iterable[Shard], sealed: Sealed | None, remote: str = ""
 ) -> bytes:
     return _encode(
         "manifest",
@@ -327,21 +337,24 @@ def encode_manifest(
             **({} if sealed is None or sealed.sealed_at is None else {"sealed_at": sealed.sealed_at}),
             "shards": [_shard_fields(shard) for shard in shards],
             **({} if sealed is None else _expected_fields(sealed)),
+            **({"remote": without_slash(remote)} if remote else {}),
         },
     )
 
 
-def decode_manifest(data: bytes, expected: CheckpointId) -> tuple[list[Enqueued], Sealed | None]:
+def decode_manifest(data: bytes, expected: CheckpointId) -> Manifest:
     fields = _decode("manifest", data, MAX_RECEIPT_SIZE_BYTES)
     checkpoint, name = _checkpoint(fields), _name(fields)
     if checkpoint != expected:
         raise InvalidRecordError(f"manifest of {checkpoint} found under the name of {expected}")
     enqueued = [Enqueued(checkpoint, name, decode_shard(item)) for item in _list(fields, "shards")]
+    remote = _str(fields, "remote") if "remote" in fields else ""
     if fields.get("world_size") is None:
-        return enqueued, None
+        return Manifest(enqueued, None, remote)
     world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
     sealed_at = _float(fields, "sealed_at") if "sealed_at" in fields else None
-    return enqueued, Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at, _expected(fields))
+    sealed = Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at, _expected(fields))
+    return Manifest(enqueued, sealed, remote)
 
 
 def _shard_fields(shard: Shard) -> Json:

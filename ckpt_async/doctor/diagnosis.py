@@ -10,6 +10,7 @@ import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ckpt_async.core.model import without_slash
 from ckpt_async.core.units import age, in_units
 from ckpt_async.stores.interface import Capabilities
 
@@ -285,7 +286,7 @@ def _of_journal(journal: JournalState, remote: Remote | None) -> Iterator[Findin
     else:
         level, hint = Level.OK, ""
     yield Finding("backlog", level, journal.summary, hint)
-    if remote is not None and journal.remote and journal.remote.rstrip("/") != remote.url.rstrip("/"):
+    if remote is not None and journal.remote and without_slash(journal.remote) != without_slash(remote.url):
         yield Finding(
             "remote",
             Level.FAIL if journal.num_pending else Level.WARN,

@@ -66,4 +66,4 @@ def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[Loc
 def _write_manifest(state: State, checkpoint: LocalCheckpoint) -> None:
     if checkpoint.shards or checkpoint.sealed:
         path = state.folder.private / keys.spool_manifest(checkpoint.id, state.rank)
-        write_durably(path, records.manifest_of(checkpoint))
+        write_durably(path, records.manifest_of(checkpoint, state.store.url))

@@ -18,12 +18,13 @@ from typing import Any, assert_never
 from ckpt_async.core import decide
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import CheckpointId, Decided, Failed, Opened
+from ckpt_async.core.model import CheckpointId, Failed, Opened
+from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.engine import clearing, durable, publishing, recovery, sending, settling
 from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import UploadQueue
-from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError, SourceError, StoreError
+from ckpt_async.errors import CkptAsyncError, FailureReason, JournalError, SourceError, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Engine:
         return self.state.local
 
     @property
-    def outcomes(self) -> dict[CheckpointId, Decided]:
+    def outcomes(self) -> Outcomes:
         return self.state.outcomes
 
     @property
@@ -303,22 +304,22 @@ class Engine:
     async def _perform(self, action: decide.Action) -> None:
         """Carry out one action.
 
-        If the store or the disk fails, that is noted and the action is tried again later; any other exception is a bug
-        and crashes the engine.
+        If it fails with an error of ours, or the disk or the memory is full, that is noted and the action is tried
+        again later; any other exception is a bug and crashes the engine.
         """
         try:
             await self._carry_out(action)
-        except (StoreError, JournalError, InvalidRecordError, OSError, MemoryError) as error:
+        except (CkptAsyncError, OSError, MemoryError) as error:
             state = self.state
             self._book.note_trouble(action, error, self._hold_back(action, error), state.now())
             if isinstance(action, _OF_NO_CHECKPOINT):
                 return
-            if isinstance(error, StoreError | InvalidRecordError):
+            if isinstance(error, JournalError | OSError | MemoryError):
+                state.observer.attempt_failed(FailureReason.DISK)  # recovers once there is space again
+            else:
                 known = state.local.checkpoints.get(action.checkpoint)
                 was_decided = known is not None and known.decision is not None
                 state.failures.append(Failure(error, action.checkpoint, was_decided=was_decided))
-            else:
-                state.observer.attempt_failed(FailureReason.DISK)  # recovers once there is space again
 
     async def _carry_out(self, action: decide.Action) -> None:
         state = self.state

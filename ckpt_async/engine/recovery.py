@@ -12,15 +12,33 @@ import logging
 import os
 from pathlib import Path
 
-from ckpt_async.core import keys, records
-from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import Event, Failed, Opened
+from ckpt_async.core import backlog, keys, records
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Event, Failed, Opened, without_slash
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason, InvalidRecordError
 from ckpt_async.local import kept
-from ckpt_async.local.folder import boot_id
+from ckpt_async.local.folder import Folder, boot_id
 
 logger = logging.getLogger(__name__)
+
+
+def stranded(folder: Folder, local: Local, url: str) -> tuple[CheckpointId, str] | None:
+    """Return a checkpoint that may be unfinished and was begun at another remote than `url`, and that remote's URL;
+    None if there is none. Also finds what the journal has lost and a manifest in the spool knows. Blocks.
+    """
+    if local.remote is not None and (left := backlog.stranded(local, url)):
+        return left[-1], local.remote.url
+    spool = folder.private / keys.spool_rank(local.rank)
+    for entry in sorted(os.listdir(spool)) if spool.exists() else ():
+        id_ = keys.parse_checkpoint_tag(entry.removesuffix(".json"))
+        if not entry.endswith(".json") or id_ is None or id_ in local.checkpoints:
+            continue
+        with contextlib.suppress(InvalidRecordError):  # `rebuild` tells of it
+            there = records.decode_manifest((spool / entry).read_bytes(), id_).remote
+            if there not in ("", without_slash(url)):
+                return id_, there
+    return None
 
 
 async def recover(state: State, before: Opened | None) -> None:
@@ -61,17 +79,28 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
     """
     if known.decision is not None:
         return
+    if _is_of_another_run(state, known.id):
+        logger.error("manifest_of_another_run path=%s; its files are left in place, and not uploaded", path)
+        return
     try:
-        enqueued, sealed = records.decode_manifest(path.read_bytes(), known.id)
+        found = records.decode_manifest(path.read_bytes(), known.id)
     except InvalidRecordError as error:
         logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
         return
-    lost: list[Event] = [each for each in enqueued if each.shard.name not in known.shards]
-    if sealed is not None and known.sealed is None:
-        lost.append(sealed)
+    lost: list[Event] = [each for each in found.enqueued if each.shard.name not in known.shards]
+    if found.sealed is not None and known.sealed is None:
+        lost.append(found.sealed)
     if lost:
         logger.warning("journal_rebuilt rank=%d %s events=%d", state.rank, known.id, len(lost))
         state.record(*lost)
+
+
+def _is_of_another_run(state: State, id_: CheckpointId) -> bool:
+    """Return whether a checkpoint found at the start of a trainer cannot be of its run: the generation that it has
+    just agreed on is newer than all that the run had before. For manifests of earlier versions, which do not name
+    the remote.
+    """
+    return state.is_trainer and id_.generation >= state.local.generation
 
 
 def _take_up_kept(state: State) -> None:
@@ -80,6 +109,8 @@ def _take_up_kept(state: State) -> None:
     if state.policy.local_retention.is_all:
         return
     for id_, events in kept.events(state.folder, state.rank):
+        if _is_of_another_run(state, id_):
+            continue
         if id_ not in state.local.checkpoints:
             state.record(*events)
         kept.drop(state.folder, state.rank, id_)
@@ -101,8 +132,8 @@ def _distrust_after_reboot(state: State) -> None:
         path = state.folder.private / keys.spool_manifest(checkpoint.id, state.rank)
         safe: set[str] = set()
         with contextlib.suppress(OSError, InvalidRecordError):
-            enqueued, _ = records.decode_manifest(path.read_bytes(), checkpoint.id)
-            safe = {event.shard.name for event in enqueued}
+            found = records.decode_manifest(path.read_bytes(), checkpoint.id)
+            safe = {event.shard.name for event in found.enqueued}
         lost = [
             Failed(
                 checkpoint.id,

@@ -15,7 +15,7 @@ from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Decision, Outcome, Receipt, ReceiptStored
 from ckpt_async.core.units import one_line
-from ckpt_async.engine.state import MAX_OUTCOMES, State
+from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.protocol import cas, steps
 from ckpt_async.protocol.generation import absent_ranks, newest_generation
@@ -210,10 +210,8 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded)
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
     state.record(event, notices=state.teller.decided(decision))
-    state.outcomes[checkpoint.id] = event
+    state.outcomes.add(event)
     state.receipts.pop(checkpoint.id, None)
-    while len(state.outcomes) > MAX_OUTCOMES:
-        state.outcomes.pop(next(iter(state.outcomes)))
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
     state.remote = replace(state.remote, watches=watches)
     if decision.outcome is Outcome.ABORT:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from ckpt_async.core import decide, keys, retention
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard, fold
-from ckpt_async.core.model import CheckpointId, Decided, Event, Failed
+from ckpt_async.core.model import CheckpointId, Event, Failed
 from ckpt_async.core.notices import Notice, Teller
 from ckpt_async.core.observe import Observer
+from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.local import known_link
@@ -24,8 +25,8 @@ from ckpt_async.transfer.upload import Resume
 
 logger = logging.getLogger(__name__)
 
-# Outcomes remembered for `wait` after a checkpoint has left the journal.
-MAX_OUTCOMES = 1000
+# So many failures are kept for the trainer's next call.
+MAX_FAILURES = 1000
 
 
 class State:
@@ -64,8 +65,8 @@ class State:
         )
         self.local = Local(rank)
         self.remote = decide.has_looked_for_successor(self.local, decide.Remote(), self.now())
-        self.outcomes: dict[CheckpointId, Decided] = {}
-        self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
+        self.outcomes = Outcomes()
+        self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         self.fenced_by: int | None = None
         self.absent_ranks: list[int] | None = None
         self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # begun before they were enqueued

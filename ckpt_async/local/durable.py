@@ -73,8 +73,13 @@ def point_symlink(link: Path, target: Path, private: Path) -> None:
     """Make `link` a relative symlink to `target`; readers never find it missing (table row F20). Whatever a kill
     leaves half done is in `private`, where the next `Folder` removes it.
 
-    Refuses to replace anything that is not a symlink, because that belongs to the user.
+    The link's folder is made if it is missing. Refuses to replace anything that is not a symlink, or not a folder,
+    because that belongs to the user.
     """
+    try:
+        link.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InvalidNameError(f"{str(link.parent)!r} is not a folder; nothing is linked there") from None
     if os.path.lexists(link):
         if not link.is_symlink():
             raise InvalidNameError(f"{str(link)!r} exists and is not a symlink; it was left alone")

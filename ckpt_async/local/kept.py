@@ -73,8 +73,8 @@ def manifests(place: Path) -> Iterator[tuple[CheckpointId, list[Enqueued], Seale
         if id_ is None:
             continue
         try:
-            enqueued, sealed = records.decode_manifest((place / name).read_bytes(), id_)
+            found = records.decode_manifest((place / name).read_bytes(), id_)
         except InvalidRecordError as error:
             logger.warning("manifest_unreadable path=%s error=%s; its files are kept", place / name, error)
             continue
-        yield id_, enqueued, sealed
+        yield id_, found.enqueued, found.sealed

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from ckpt_async.core.model import without_slash
+
 # Networks change without notice, so anything older than this is ignored.
 GOOD_FOR_S = 30 * 86400.0
 MAX_FILE_BYTES = 4096
@@ -32,7 +34,7 @@ def file_name(direction: Literal["up", "down"]) -> str:
 
 def note(path: Path, remote: str, known: KnownLink, now_s: float) -> None:
     """Replace what the file at `path` says. Raises OSError."""
-    data = json.dumps({"remote": remote, **asdict(known), "noted_at": now_s}).encode()
+    data = json.dumps({"remote": without_slash(remote), **asdict(known), "noted_at": now_s}).encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         os.pwrite(descriptor, data, 0)
@@ -54,7 +56,7 @@ def recall(path: Path, remote: str, now_s: float) -> KnownLink | None:
     try:
         found = json.loads(_read(path))
         known = KnownLink(int(found["num_connections"]), float(found["connection_bytes_per_s"]))
-        is_of_use = found["remote"] == remote and 0 <= now_s - found["noted_at"] < GOOD_FOR_S
+        is_of_use = found["remote"] == without_slash(remote) and 0 <= now_s - found["noted_at"] < GOOD_FOR_S
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     is_sane = known.num_connections >= 1 and 0 < known.connection_bytes_per_s < math.inf

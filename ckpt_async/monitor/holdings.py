@@ -88,7 +88,7 @@ def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> Non
     """
     for locals_, progress in read(folder).values():
         for local in locals_:
-            run = local.remote.url.rstrip("/") if local.remote else ""
+            run = local.remote.url if local.remote else ""
             begun = {
                 (id_, name) for (rank, id_, name), sent in progress.items() if rank == local.rank and sent
             }

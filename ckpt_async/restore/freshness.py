@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import CheckpointId, Latest
+from ckpt_async.core.model import CheckpointId, Latest, without_slash
 from ckpt_async.errors import FailureReason, NoJournalError, StoreError
 from ckpt_async.monitor import holdings
 from ckpt_async.protocol import steps
@@ -34,8 +34,8 @@ class Known:
 
 def known_of(locals_: Iterable[Local], remote: str) -> Known:
     """Return what the journals of the ranks that wrote to `remote` know. Pure."""
-    there = remote.rstrip("/")
-    ours = [each for each in locals_ if each.remote is not None and each.remote.url.rstrip("/") == there]
+    there = without_slash(remote)
+    ours = [each for each in locals_ if each.remote is not None and each.remote.url == there]
     committed = [each.newest_committed for each in ours if each.newest_committed is not None]
     return Known(max(committed, default=None), max((each.generation for each in ours), default=0))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from ckpt_async.core import keys
+from ckpt_async.core.model import without_slash
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.local import journals
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
@@ -259,8 +260,8 @@ def _sources(folder: Path, checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
     except CkptAsyncError:
         return
     locals_ = [reading.local() for readings in found.values() for reading in readings.values()]
-    there = checkpoint.remote.rstrip("/")
-    for local in sorted(locals_, key=lambda each: bool(each.remote and each.remote.url.rstrip("/") == there)):
+    there = without_slash(checkpoint.remote)
+    for local in sorted(locals_, key=lambda each: bool(each.remote and each.remote.url == there)):
         known = local.checkpoints.get(checkpoint.id)
         for each in known.shards.values() if known is not None else ():
             yield each.shard.name, each.shard.source

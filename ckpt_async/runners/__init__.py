@@ -14,8 +14,9 @@ from typing import Protocol
 
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import CheckpointId, Decided, RemoteAddress
+from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.core.observe import Observer
+from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.core.settings import Settings
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
@@ -56,7 +57,7 @@ class EngineView(Protocol):
         """The absent ranks that `look_for_members` found, or the first of them if there are many."""
 
     @property
-    def outcomes(self) -> dict[CheckpointId, Decided]: ...
+    def outcomes(self) -> Outcomes: ...
     @property
     def failures(self) -> deque[Failure]: ...
     @property

@@ -17,6 +17,7 @@ from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Forgotten, Opened
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import EVENTS, RECORDED
+from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
@@ -196,12 +197,12 @@ class Host:
         """Return what earlier starts left in the journal. If that is of another remote, all of it must be decided."""
         remote = self._start.address.url
         local = self._journal.local()
-        if stranded := backlog.stranded(local, remote):
-            assert local.remote is not None
+        if (stranded := recovery.stranded(self._folder, local, remote)) is not None:
+            id_, there = stranded
+            run = keys.run_remote(there, self._start.kind)
             raise SettingsError(
-                f"folder {self._start.folder!r} still holds {stranded[-1]}, which was being uploaded to"
-                f" {local.remote.url!r}",
-                hint="finish it with `ckpt-async drain`, or use another folder",
+                f"folder {self._start.folder!r} still holds {id_}, which was being uploaded to {there!r}",
+                hint=f"finish it with `ckpt-async drain --remote {run}`, or use another folder",
             )
         return local
 
@@ -211,7 +212,7 @@ class Host:
 
     async def _agree(self, store: PatientStore, local: Local) -> int:
         start = self._start
-        is_of_another = local.remote is not None and local.remote.url != start.address.url
+        is_of_another = backlog.is_of_another(local, start.address.url)
         generation = await generations.agree(
             store,
             rank=start.rank,
@@ -240,6 +241,10 @@ class Host:
         """Forget another remote's checkpoints, whose generations would be mistaken for this remote's. All of them
         are decided; their local files belong to the user from now on.
         """
+        if left := backlog.undecided(local):
+            raise JournalError(
+                f"{left[-1].id} of folder {self._start.folder!r} is not decided: it is not forgotten"
+            )
         rank = self._start.rank
         for id_ in local.checkpoints:
             self._folder.remove_spool(keys.spool_checkpoint(id_, rank))

@@ -63,9 +63,9 @@ class Reports:
             forgotten = before.checkpoints[id_]
             committed_at = forgotten.decided_at if forgotten.was_committed else None
             self._forgotten.append((id_.generation, id_.step, committed_at))
-        new = (each for id_, each in engine.outcomes.items() if id_ not in self._told_outcomes)
-        self._decided.extend(map(told, new))
-        self._told_outcomes = set(engine.outcomes)
+        outcomes = engine.outcomes.newest()
+        self._decided.extend(told(each) for each in outcomes if each.checkpoint not in self._told_outcomes)
+        self._told_outcomes = {each.checkpoint for each in outcomes}
         while engine.failures:
             self._failures.append(wire.failure_fields(engine.failures.popleft()))
         about_start = engine.fenced_by, engine.absent_ranks

@@ -12,9 +12,10 @@ from typing import Any
 
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local, fold
-from ckpt_async.core.model import CheckpointId, Decided, Forgotten, JournalRow
+from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow
 from ckpt_async.core.observe import Observer
-from ckpt_async.engine.state import MAX_OUTCOMES
+from ckpt_async.core.outcomes import Outcomes
+from ckpt_async.engine.state import MAX_FAILURES
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.journal import Journal
 from ckpt_async.runners import wire
@@ -29,8 +30,8 @@ class ReportedEngine:
     def __init__(self, journal: Journal, observer: Observer, on_change: Callable[[], None]) -> None:
         self.fenced_by: int | None = None
         self.absent_ranks: list[int] | None = None
-        self.outcomes: dict[CheckpointId, Decided] = {}
-        self.failures: deque[Failure] = deque(maxlen=MAX_OUTCOMES)
+        self.outcomes = Outcomes()
+        self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         self.num_due = 0
         self.last_seen_wake = 0
         self._journal, self._observer, self._on_change = journal, observer, on_change
@@ -119,10 +120,7 @@ class ReportedEngine:
         for name, *values in report["observed"]:
             self._observe(name, values)
         for fields in report["decided"]:
-            decided = wire.decided_from(fields)
-            self.outcomes[decided.checkpoint] = decided
-            while len(self.outcomes) > MAX_OUTCOMES:
-                self.outcomes.pop(next(iter(self.outcomes)))
+            self.outcomes.add(wire.decided_from(fields))
         self.failures.extend(map(wire.failure_from, report["failures"]))
         with self._lock:
             for generation, step, committed_at in report["forgotten"]:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 import ckpt_async.torch as ckpt
 from ckpt_async.core import keys, naming
 from ckpt_async.core.launch import Placement
+from ckpt_async.core.model import without_slash
 from ckpt_async.errors import CheckpointConflictError, InvalidNameError, JournalError, NoJournalError
 from ckpt_async.local import journals
 from ckpt_async.saver import names
@@ -194,5 +195,5 @@ def is_of_run(folder: Path, remote: str, kind: str = "") -> bool:
     except JournalError:
         return True  # opening the uploader will report what is wrong
     remotes = [each.local().remote for each in found.values()]
-    here = keys.kind_remote(remote, kind).rstrip("/")
-    return any(each is not None and each.url.rstrip("/") == here for each in remotes)
+    here = without_slash(keys.kind_remote(remote, kind))
+    return any(each is not None and each.url == here for each in remotes)

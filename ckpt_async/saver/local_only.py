@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_async.core import arguments, keys, launch, naming, retention
 from ckpt_async.core.model import CheckpointId, Sealed, Shard
 from ckpt_async.core.retention import Candidate
-from ckpt_async.errors import CommitTimeoutError, SealedError, SettingsError
+from ckpt_async.errors import CommitTimeoutError, InvalidNameError, SealedError, SettingsError
 from ckpt_async.local import sealed
 from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
 from ckpt_async.local.folder import Folder
@@ -50,6 +50,7 @@ class LocalOnly:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
         self.settings = load_settings(settings, os.environ, settings_file)
         self.kind = naming.check_kind(kind)
+        self._latest = naming.fill(self.settings.latest_filename, rank=self.rank)
         if self.settings.num_checkpoints_to_keep == 0:
             raise SettingsError(
                 "num_checkpoints_to_keep=0 keeps checkpoints only in the store, and with remote=None there is none",
@@ -115,10 +116,8 @@ class LocalOnly:
         self._shards.pop(step, None)
         name = naming.checkpoint_name(name, step)
         self._note(Sealed(id_, name, self.world_size, values, sealed_at=self._clock()), shards)
-        if paths and self.settings.latest_filename:
-            link = self.folder / naming.fill(self.settings.latest_filename, rank=self.rank)
-            point_symlink(link, paths[0] if len(paths) == 1 else paths[0].parent, self._folder.private)
-        self._prune()
+        if self._link(paths):
+            self._prune()
 
     def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
         """Do nothing: no other rank waits for this one."""
@@ -137,6 +136,20 @@ class LocalOnly:
             except OSError as error:
                 told = "not_noted name=%s error=%s; no later launch will prune it"
                 logger.warning(told, checkpoint.name, error)
+
+    def _link(self, paths: list[Path]) -> bool:
+        """Point the local symlink at a checkpoint. If that fails, the checkpoint is good all the same. Returns whether
+        older ones may be pruned now: not if the symlink may still point at one of them.
+        """
+        if not (paths and self._latest):
+            return True
+        target = paths[0] if len(paths) == 1 else paths[0].parent
+        try:
+            point_symlink(self.folder / self._latest, target, self._folder.private)
+        except (InvalidNameError, OSError) as error:
+            logger.warning("local_latest_skipped error=%s", error)
+            return isinstance(error, InvalidNameError)
+        return True
 
     def _prune(self) -> None:
         for id_, (_, shards) in list(self._kept.items()):

@@ -18,9 +18,10 @@ from typing import Any
 
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Outcome, RemoteAddress
+from ckpt_async.core.model import CheckpointId, Opened, Outcome, RemoteAddress
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import EVENTS, INHERITED, Settings
+from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import (
@@ -141,7 +142,8 @@ async def drain(
             adopted, others = await _adopt(opened, held, settings or Settings(), on_event)
             await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
             reports += others
-            for address, ranks in _by_remote(adopted, _change_of_kind(change, kind)):
+            changed = _change_of_kind(change, kind)
+            for address, ranks in await asyncio.to_thread(_by_remote, opened, adopted, changed):
                 budgets = shared.setdefault(
                     keys.run_remote(address.url, kind), Budgets(settings or Settings())
                 )
@@ -216,9 +218,9 @@ def _owner(error: FolderInUseError) -> str:
 
 
 def _by_remote(
-    adopted: Iterable[_Adopted], change: Change | None
+    folder: Folder, adopted: Iterable[_Adopted], change: Change | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
-    """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to."""
+    """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Blocks."""
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         local = each.before
@@ -229,11 +231,10 @@ def _by_remote(
                 f"the journal{of_kind} does not name the remote of rank {local.rank}",
                 hint="pass the run's remote with --remote",
             )
-        if stranded := backlog.stranded(local, address.url):
-            assert local.remote is not None
+        if (stranded := recovery.stranded(folder, local, address.url)) is not None:
+            id_, there = stranded
             raise SettingsError(
-                f"rank {local.rank} was uploading {stranded[-1]} to {local.remote.url!r}, not to"
-                f" {address.url!r}",
+                f"rank {local.rank} was uploading {id_} to {there!r}, not to {address.url!r}",
                 hint="shards already verified there would be missing here: use the original remote",
             )
         group = next((members for known, members in groups if known == address), None)
@@ -367,6 +368,9 @@ class _Adoption:
             await asyncio.gather(opening, return_exceptions=True)
 
     async def _start(self, each: _Adopted) -> None:
+        opened = each.before.opened or Opened(0, 1)
+        if opened.remote is None:  # so that a start with another remote can tell whose this is
+            await asyncio.to_thread(each.journal.open_rank, replace(opened, remote=self.address))
         recorded = each.before.opened.settings if each.before.opened else ()
         events = await asyncio.to_thread(each.begin_to_tell, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
@@ -448,11 +452,9 @@ def _report(adopted: _Adopted) -> RankReport:
     crash = task.exception() if task.done() and not task.cancelled() else None
     if crash is not None:
         logger.error("drain_failed rank=%d", engine.state.rank, exc_info=crash)
-    fates = {
-        id_: Fate(id_, each.name, each.reason)
-        for id_, each in sorted(engine.outcomes.items(), key=lambda item: item[0])
-    }
-    aborted = {id_ for id_, each in engine.outcomes.items() if each.outcome is Outcome.ABORT}
+    outcomes = sorted(engine.outcomes.newest(), key=lambda each: each.checkpoint)
+    fates = {each.checkpoint: Fate(each.checkpoint, each.name, each.reason) for each in outcomes}
+    aborted = {each.checkpoint for each in outcomes if each.outcome is Outcome.ABORT}
     local = adopted.after
     undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
     return RankReport(

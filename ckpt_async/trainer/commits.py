@@ -35,7 +35,7 @@ def is_committed(engine: EngineHandle, id_: CheckpointId) -> bool:
     """See `Uploader.is_committed`."""
     view = engine.view()
     checkpoint = view.local.checkpoints.get(id_)
-    decision = view.outcomes.get(id_) or (checkpoint.decision if checkpoint else None)
+    decision = view.outcomes.of(id_) or (checkpoint.decision if checkpoint else None)
     if decision is not None and decision.outcome is Outcome.ABORT:
         engine.told.add(id_)
         raise CheckpointAbortedError(f"{id_} was given up: {decision.reason}")

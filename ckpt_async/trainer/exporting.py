@@ -177,7 +177,7 @@ class Exporter:
 
     def _earlier(self) -> list[dict[str, Any]]:
         try:
-            outcomes = list(self.engine.view().outcomes.values())
+            outcomes = self.engine.view().outcomes.newest()
         except (UploaderClosedError, RuntimeError):  # RuntimeError: one was added just now
             return []
         at = {each["step"]: each["at"] for each in self.metrics.recent.told() if each["step"] is not None}

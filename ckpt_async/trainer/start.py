@@ -22,7 +22,7 @@ from ckpt_async.events.telling import format_wants
 from ckpt_async.local.folder import boot_id
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners import Start
-from ckpt_async.stores import StoreOptions, address_of
+from ckpt_async.stores import StoreOptions, address_of, check_key_length
 
 
 def start_of(
@@ -53,6 +53,7 @@ def start_of(
     if kind and loaded.latest_filename == Settings().latest_filename:
         loaded = replace(loaded, latest_filename=f"latest-{kind}-rank{{rank}}")
     naming.fill(loaded.latest_filename, rank=rank)
+    pointer = naming.check_pointer(loaded.composer_symlink, rank=rank)
     check_callable(on_event)
     wants = format_wants(wants_of(loaded, callback=Callback.of_trainer if on_event is not None else ""))
     if loaded.sigterm_flush_s and threading.current_thread() is not threading.main_thread():
@@ -61,6 +62,8 @@ def start_of(
             " signal handlers"
         )
     address = address_of(keys.kind_remote(remote, kind), store_options, env=environment)
+    if pointer:
+        check_key_length(address.url, pointer)
     options = replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url)
     return Start(
         os.path.realpath(folder),

@@ -122,7 +122,7 @@ class Uploader:
         self._lock = threading.Lock()
         self._checkpoints = Checkpoints()
         self._is_closed = False
-        self.metrics = Metrics(self.remote.rstrip("/"), self._folder)
+        self.metrics = Metrics(self.remote, self._folder)
         spans = otel.tracing(self.remote, self.rank)
         observer = Observers(self.metrics, spans) if spans is not None else self.metrics
         self._engine = EngineHandle(start, self._folder, observer)

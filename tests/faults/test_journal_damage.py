@@ -87,7 +87,7 @@ class Machine:
         return Shard(name, source, identity, is_linked)
 
     def recovered(self, files: dict[str, bytes]) -> Local:
-        """Return what the next start recovers from these files."""
+        """Return what a drain recovers from these files."""
         for each in self.folder.private.glob("journal-*"):
             each.unlink()
         for suffix, data in files.items():
@@ -105,6 +105,7 @@ class Machine:
             settings=settings,
             observer=Observer(),
             clock=lambda: 1.0,
+            is_trainer=False,
         )
         engine = Engine(state)
         await engine.recover(journal.local().opened)

@@ -424,6 +424,20 @@ def test_symlink_never_replaces_a_file(folder: Folder) -> None:
     assert path.read_bytes() == b"content"
 
 
+def test_the_symlink_may_be_in_a_folder_that_does_not_exist_yet(folder: Folder) -> None:
+    target = write(folder, "step-1/a")
+    point_symlink(folder.path / "links/new/latest", target, folder.private)
+    assert (folder.path / "links/new/latest").read_bytes() == b"content"
+
+
+def test_the_symlinks_folder_never_replaces_a_file(folder: Folder) -> None:
+    path = write(folder, "links")
+    for name in ("links/latest", "links/new/latest"):
+        with pytest.raises(InvalidNameError, match="not a folder"):
+            point_symlink(folder.path / name, folder.path / "step-1", folder.private)
+    assert path.read_bytes() == b"content"
+
+
 # --- durable writes, file systems ----------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
 from ckpt_async.local import journal as journal_module
-from ckpt_async.local import journals
+from ckpt_async.local import journal_rows, journals
 from ckpt_async.local.durable import FsyncError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
@@ -696,3 +696,10 @@ def test_a_forked_child_does_not_reopen_the_journal(folder: Folder) -> None:
     output, _ = python(code, folder.path).communicate()
     assert b"when this one was forked" in output
     assert b"started by subprocess" in output
+
+
+def test_a_remote_that_an_earlier_version_wrote_with_a_slash_at_its_end_is_the_same_remote() -> None:
+    row = (1, 0, 0, 1.0, "Opened", '{"generation":1,"world_size":1,"remote":{"url":"s3://b/p/"}}')
+    (found,) = journal_rows.decode(0, [row])
+    assert isinstance(found.event, Opened)
+    assert found.event.remote == RemoteAddress("s3://b/p")

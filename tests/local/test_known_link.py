@@ -21,6 +21,11 @@ def test_the_newest_is_recalled(path: Path) -> None:
     assert recall(path, REMOTE, NOW_S + 60) == KNOWN
 
 
+def test_a_slash_at_the_end_of_the_remote_makes_no_difference(path: Path) -> None:
+    note(path, f"{REMOTE}/", KNOWN, NOW_S)
+    assert recall(path, REMOTE, NOW_S) == recall(path, f"{REMOTE}/", NOW_S) == KNOWN
+
+
 def test_what_is_of_another_remote_or_time_is_not(path: Path) -> None:
     assert recall(path, REMOTE, NOW_S) is None
     note(path, REMOTE, KNOWN, NOW_S)

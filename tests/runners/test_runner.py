@@ -201,6 +201,26 @@ def test_a_closed_uploader_still_says_what_became_of_a_checkpoint(runner: str, t
 
 
 @both
+def test_what_became_of_a_checkpoint_is_known_however_many_followed(
+    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`wait` without a timeout would never end for one that nobody remembers."""
+    monkeypatch.setattr("ckpt_async.core.outcomes.MAX_OUTCOMES", 2)
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/store", runner=runner, **QUICK) as uploader:
+        uploader.give_up(1, "by the test")
+        for step in range(2, 8):
+            save(uploader, step)
+            uploader.wait(step, PATIENCE_S)
+        wait_until(lambda: len(uploader._engine.view().local.checkpoints) == 1)
+        assert uploader.is_committed(2)
+        uploader.wait(2)
+        for call in (uploader.is_committed, uploader.wait):
+            with pytest.raises(CheckpointAbortedError, match="step 1 was given up"):
+                call(1)
+    assert uploader.is_committed(2)
+
+
+@both
 def test_closing_lets_go_of_the_folder_whatever_fails(
     runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

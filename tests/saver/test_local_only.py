@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.errors import NoUsableCheckpointError, SealedError
+from ckpt_async.errors import InvalidNameError, NoUsableCheckpointError, SealedError
 from ckpt_async.local import sealed
 from ckpt_async.saver import CheckpointSaver
 from ckpt_async.saver.local_only import LocalOnly
@@ -168,6 +168,45 @@ def test_a_note_that_cannot_be_written_or_read_costs_no_checkpoint(
         save(saver, step)
     assert "not_noted name=step-2" in caplog.text
     assert names(saver) == ["ba1.pt", "ba3.pt", "ba4.pt"]
+
+
+def test_a_symlink_that_cannot_be_moved_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is durable. What the symlink still points to must not be pruned."""
+    saver = launch(tmp_path, latest_filename="links/latest", num_checkpoints_to_keep=1)
+    save(saver, 1)
+    assert (tmp_path / "links/latest").read_text() == "state 1"
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ckpt_async.saver.local_only.point_symlink", refuse)
+        save(saver, 2)
+    assert "local_latest_skipped" in caplog.text
+    assert saver.is_committed(2)
+    assert (tmp_path / "links/latest").read_text() == "state 1"
+    save(saver, 3)
+    assert names(saver) == ["ba3.pt"]
+
+
+def test_a_file_in_place_of_the_symlink_fails_no_save_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "latest").write_text("mine")
+    saver = launch(tmp_path)
+    for step in (1, 2, 3):
+        save(saver, step)
+    assert "local_latest_skipped" in caplog.text
+    assert names(saver) == ["ba2.pt", "ba3.pt"]
+    assert (tmp_path / "latest").read_text() == "mine"
+
+
+def test_a_symlink_that_would_lead_out_of_the_folder_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InvalidNameError):
+        LocalOnly(tmp_path / "local", latest_filename="../latest")
+    assert list(tmp_path.iterdir()) == []
 
 
 class KillError(BaseException):

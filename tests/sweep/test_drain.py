@@ -1,5 +1,6 @@
 """Adopting what dead trainers left: real trainers, really killed, and `ckpt-async drain` after them."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.cli import drain as drain_command
+from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.errors import FailureReason, NoJournalError, SettingsError, StoreError
 from ckpt_async.local import journals
 from ckpt_async.stores import StoreOptions
@@ -190,13 +192,17 @@ def test_an_unreachable_store_is_a_temporary_failure(
     assert call("drain", folder)[0] == 0
 
 
+def lose_journal(folder: Path) -> None:
+    for each in (folder / ".ckpt_async").glob("journal-*"):
+        each.unlink()
+
+
 def test_a_lost_journal_is_rebuilt_given_the_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
     """Rule R10. The spool knows what was promised, but not where to upload it."""
     trainers.die(folder, remote, 3)
-    for each in (folder / ".ckpt_async").glob("journal-*"):
-        each.unlink()
+    lose_journal(folder)
     code, told = call("drain", folder)
     assert (code, told["error"]["hint"]) == (2, "pass the run's remote with --remote")
     code, told = call("drain", folder, "--remote", remote)
@@ -214,6 +220,79 @@ def test_a_folder_is_not_drained_to_another_remote(
         Uploader(folder, f"file://{tmp_path}/other", rank=0, world_size=1)
     assert not (tmp_path / "other/ckpt").exists()
     assert call("drain", folder, "--remote", f"{remote}/")[0] == 0
+
+
+def test_what_a_lost_journal_left_of_another_remote_is_not_committed_to_this_one(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The spool's manifests name the remote too, so neither a start nor a drain can mistake it."""
+    other = f"file://{tmp_path}/other"
+    trainers.die(folder, remote, 500)
+    lose_journal(folder)
+    with pytest.raises(SettingsError, match=f"still holds .* step 500.*{remote}.*drain --remote {remote}"):
+        Uploader(folder, other, rank=0, world_size=1)
+    code, told = call("drain", folder, "--remote", other)
+    assert (code, told["error"]["kind"]) == (2, "SettingsError")
+    code, told = call("drain", folder, "--remote", f"{remote}/")
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [500])
+    with Uploader(folder, other, rank=0, world_size=1) as uploader:
+        path = folder / "new.pt"
+        path.write_text("new")
+        uploader.enqueue(path, 7)
+        uploader.seal(7)
+        uploader.wait(7, 60)
+    assert steps(call("ls", other)[1]["checkpoints"]) == [7]
+    assert json.loads((tmp_path / "other/.ckpt_async/latest.json").read_text())["step"] == 7
+
+
+def test_a_manifest_without_a_remote_is_not_taken_up_by_a_start_that_cannot_follow_it(
+    trainers: Trainers,
+    call: Drain,
+    folder: Path,
+    remote: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Earlier versions did not name the remote. The generation shows that it is of another run."""
+    trainers.die(folder, remote, 500)
+    lose_journal(folder)
+    (manifest,) = (folder / ".ckpt_async/spool").glob("*/*.json")
+    fields = json.loads(manifest.read_text())
+    assert fields.pop("remote") == remote
+    manifest.write_text(json.dumps(fields))
+    kept = folder / ".ckpt_async/kept/rank-00000"
+    kept.mkdir(parents=True)
+    (kept / "000001-000000000400.json").write_text(json.dumps(fields | {"step": 400}))
+    other = f"file://{tmp_path}/other"
+    with Uploader(folder, other, rank=0, world_size=1, num_checkpoints_to_keep=1) as uploader:
+        assert uploader.wait_for_predecessor(60)
+        assert uploader.generation == 1
+    assert "manifest_of_another_run" in caplog.text
+    assert not (tmp_path / "other/.ckpt_async/latest.json").exists()
+    assert call("ls", other)[1]["checkpoints"] == []
+    assert manifest.with_suffix("").joinpath("rank0.bin").exists(), "nothing is dropped"
+
+
+@pytest.mark.parametrize("suffixes", [("", "/"), ("/", "")])
+def test_a_slash_at_the_end_of_the_remote_makes_it_no_other_remote(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, suffixes: tuple[str, str]
+) -> None:
+    """What a killed trainer had sealed was taken for finished work of another remote, and its links were removed."""
+    before, after = suffixes
+    trainers.die(folder, remote + before, 1)
+    (folder / "step-1/rank0.bin").unlink()  # only the link in the spool is left
+    with Uploader(folder, remote + after, rank=0, world_size=1) as uploader:
+        assert uploader.wait_for_predecessor(60)
+    assert steps(call("ls", remote)[1]["checkpoints"]) == [1]
+
+
+def test_a_slash_at_the_end_of_the_remote_keeps_the_recorded_endpoint() -> None:
+    recorded = RemoteAddress("s3://bucket/run", "http://127.0.0.1:9000", "eu-west-1")
+    change = drain_command._change_of(
+        argparse.Namespace(remote="s3://bucket/run/", endpoint_url=None, region=None)
+    )
+    assert change is not None
+    assert change(recorded) == recorded
 
 
 def test_a_folder_without_a_journal_is_unchanged(tmp_path: Path, call: Drain) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -330,6 +331,28 @@ def follow(remote: str, pointer: str) -> dict[str, bytes]:
 
 
 POINTER = "latest-rank{rank}.pt.symlink"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "latest-{step}.pt.symlink",
+        "/latest.symlink",
+        "a b.symlink",
+        "../latest.symlink",
+        ".ckpt_async/latest.json",
+        "ckpt/latest.symlink",
+        f"{'a' * 200}/" * 2 + "a" * 197,
+    ],
+)
+def test_a_pointer_that_cannot_be_written_is_refused_at_once(
+    opened: Open, tmp_path: Path, wrong: str
+) -> None:
+    """It was noticed after the first commit only, and then in every round of the engine."""
+    remote = f"memory://test/{'p' * 500}"
+    with pytest.raises(InvalidNameError, match=re.escape(wrong[:40])):
+        Uploader(tmp_path / "folder", remote, rank=0, world_size=1, composer_symlink=wrong).close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_pointer_names_the_one_file_of_a_checkpoint(remote: str, tmp_path: Path) -> None:

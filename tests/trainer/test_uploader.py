@@ -173,6 +173,21 @@ def test_a_final_failure_is_raised_at_the_next_call_and_retried_later(opened: Op
     assert set(decisions(store).values()) == {"commit"}
 
 
+def test_an_action_that_fails_before_any_request_is_told_and_retried(opened: Open) -> None:
+    """Whatever the error is: an engine that restarts for it every second does nothing else, and tells nobody."""
+    store = Faulty()
+    store.start, store.times, store.error = keys.LATEST, 10**9, InvalidNameError("refused by the test")
+    with opened(store) as uploader:
+        save(uploader, 1)
+        wait_until(lambda: bool(uploader._engine.view().failures), uploader)
+        with pytest.raises(UploadFailedError, match="refused by the test"):
+            uploader.raise_failures()
+        assert _counter(uploader, "ckpt_async_engine_restarts_total") == 0
+        store.times = 0
+        wait_until(lambda: keys.LATEST in store.bucket.objects, uploader)
+        uploader._engine.view().failures.clear()  # those of the retries in between
+
+
 def test_a_final_failure_is_only_logged_and_counted_in_warn_mode(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -665,6 +680,14 @@ def test_local_retention_counts_committed_checkpoints_over_restarts(opened: Open
     assert link.is_symlink() == (keep != 0)
     if keep:
         assert os.readlink(link) == "step-4"
+
+
+def test_local_retention_works_with_a_symlink_in_a_folder_of_its_own(opened: Open) -> None:
+    """That folder was never made, so the symlink was never moved, and nothing was ever removed."""
+    with opened(Meddled(), num_checkpoints_to_keep=1, latest_filename="links/latest-rank{rank}") as uploader:
+        _commit(uploader, 1, 2, 3)
+        wait_until(lambda: _steps(uploader.folder) == {3}, uploader)
+        assert os.readlink(uploader.folder / "links/latest-rank0") == "../step-3"
 
 
 def _commit(uploader: Uploader, *steps: int) -> None:
