@@ -617,6 +617,32 @@ def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert is_free(folder)
 
 
+@pytest.mark.parametrize("timeout_s", [None, 0.0])
+def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
+    timeout_s: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy node it may be starved; then `close` took `upload_timeout_s`, or killed it."""
+    folder = tmp_path / "folder"
+    with Uploader(folder, f"file://{tmp_path}/store", **PROCESS | {"upload_timeout_s": 3600.0}) as uploader:
+        (runner,) = wait_until(lambda: runners(folder))
+        os.kill(runner, signal.SIGSTOP)
+        try:
+            place = write_shards(folder, uploader.generation, 1, 0, 2)
+            for _ in range(3000):  # more than fits into the socket
+                uploader.enqueue(place, 1)
+            uploader.seal(1)
+            closing = threading.Thread(target=uploader.close, args=(timeout_s,))
+            closing.start()
+            engine = uploader._engine
+            wait_until(lambda: engine.runner._is_ended.is_set() if timeout_s == 0.0 else engine._num_waiting)
+        finally:
+            os.kill(runner, signal.SIGCONT)
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+    assert "runner_stuck" not in caplog.text
+    assert uploader.is_committed(1) or timeout_s == 0.0
+
+
 def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
