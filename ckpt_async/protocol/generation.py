@@ -162,6 +162,7 @@ class _Agreement:
         self._store = store
         self._rank, self._world_size, self._launch_key, self._now = rank, world_size, launch_key, now
         self._member = member
+        self._has_told_of_wait = False
         is_first = rank == 0
         # Without conditional PUT, two ranks could claim one generation. So only rank 0 claims, and it joins no other's.
         self._may_claim = store.capabilities.conditional_put or is_first
@@ -261,6 +262,7 @@ class _Agreement:
                     quiet_s,
                 )
                 return None
+            self._tell_of_wait(quiet_s)
             pause_s = 1.25 * BEAT_S * (proven_by - seen)
             await asyncio.sleep(pause_s)
             before, seen = seen, max(seen, await self._count_beats(number))
@@ -280,11 +282,26 @@ class _Agreement:
             return 0
 
     async def _wait_for_newer(self, number: int) -> int:
+        waited_s = 0.0
         while True:
+            self._tell_of_wait(waited_s)
             await asyncio.sleep(CLAIM_POLL_S)
+            waited_s += CLAIM_POLL_S
             newest = await newest_generation(self._store, after=number)
             if newest > number:
                 return newest
+
+    def _tell_of_wait(self, waited_s: float) -> None:
+        """Say once that this rank, which may not claim, has waited for long."""
+        if waited_s < PATIENCE_S or self._has_told_of_wait:
+            return
+        self._has_told_of_wait = True
+        logger.warning(
+            "waits_for_rank_0 rank=%d waited_s=%.0f; in a store without conditional PUT, only rank 0 can begin a"
+            " start: check that it is running, and that it has the same remote and launch id",
+            self._rank,
+            waited_s,
+        )
 
     async def _join(self, number: int) -> bool:
         """Take this rank's place in a generation; return False if another process had taken it."""

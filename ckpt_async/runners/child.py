@@ -32,7 +32,7 @@ from ckpt_async.runners import Start, wire
 from ckpt_async.runners.host import Backends, Host
 from ckpt_async.runners.loop import new_loop
 from ckpt_async.runners.reports import Reports
-from ckpt_async.runners.wire import Channel
+from ckpt_async.runners.wire import Channel, Wants
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +144,7 @@ class _Rank:
         self._host: Host | None = None
         self._work: asyncio.Task[None] | None = None
         self._has_started = False
+        self._wants = Wants()
         self._reports = Reports(self._tell, self._engine, self._loop)
 
     async def run(self, backends: Backends) -> None:
@@ -264,15 +265,17 @@ class _Rank:
     # --- what the trainer says -----------------------------------------------------------------------------
 
     def _read(self) -> None:
-        try:
-            message, descriptors = self._channel.receive_with_descriptors()
-        except BlockingIOError:
-            return
-        if message is None:
-            self._loop.remove_reader(self._channel.fileno())
-            self._gone.set()
-            return
-        engine = self._engine()
+        """Read all that is there: a round of the engine after each message would take too long."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                message, descriptors = self._channel.receive_with_descriptors()
+                if message is None:
+                    self._loop.remove_reader(self._channel.fileno())
+                    self._gone.set()
+                    return
+                self._heed(message, descriptors)
+
+    def _heed(self, message: list[Any], descriptors: list[int]) -> None:
         match message:
             case ["start", *_] if not descriptors:  # the kernel had no descriptor left for it in this process
                 error = RunnerError(
@@ -289,16 +292,8 @@ class _Rank:
                 self._process.begin(socket.socket(fileno=descriptors[0]))
             case ["ping"]:
                 self._send("here", os.getpid())
-            case ["wake", int(number)] if engine is not None:
-                self._reports.note_wake(number, engine.wake())
-            case ["hurry", bool(is_hurried)] if engine is not None:
-                self._reports.is_hurried = is_hurried
-                self._process.wait_for(self, is_hurried)
-                engine.hurry(is_hurried)
-            case ["newest_first", bool(is_newest_first)] if engine is not None:
-                engine.put_newest_first(is_newest_first)
-            case ["look_for_members"] if engine is not None:
-                engine.look_for_members()
+            case ["want", list(wants)] if (engine := self._engine()) is not None:
+                self._serve_wants(engine, Wants(*wants))
             case ["expect_end"] if self._host is not None:
                 self._process.wait_for(self, True)
                 self._host.is_end_expected = True
@@ -310,7 +305,21 @@ class _Rank:
                 else:
                     self._gone.set()
             case _:
-                pass  # for example a wake-up before there is an engine
+                pass
+
+    def _serve_wants(self, engine: Engine, wants: Wants) -> None:
+        before, self._wants = self._wants, wants
+        if wants.num_hurries != before.num_hurries:
+            engine.hurry(True)  # which may be over by now
+        if (wants.is_hurried, wants.num_hurries) != (before.is_hurried, before.num_hurries):
+            engine.hurry(wants.is_hurried)
+            self._reports.is_hurried = wants.is_hurried
+            self._process.wait_for(self, wants.is_hurried)
+        if wants.is_newest_first != before.is_newest_first:
+            engine.put_newest_first(wants.is_newest_first)
+        if wants.num_looks != before.num_looks:
+            engine.look_for_members()
+        self._reports.note_wake(wants.wake, engine.wake())
 
     # --- what the trainer is told --------------------------------------------------------------------------
 

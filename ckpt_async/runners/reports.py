@@ -49,11 +49,16 @@ class Reports:
         self._told_outcomes: set[CheckpointId] = set()
         self._told_start: tuple[int | None, list[int] | None] = (None, None)
         self._wakes: deque[tuple[int, int]] = deque()  # (the trainer's number, the engine's)
+        self._num_read = 0  # messages since the last report
         self._last_seen_wake = 0
         self._sending: asyncio.TimerHandle | None = None
 
     def note_wake(self, number: int, engines_number: int) -> None:
+        """Note a message of the trainer, which is told so after the round that the message causes: until then it
+        sends only so many more.
+        """
         self._wakes.append((number, engines_number))
+        self._num_read += 1
 
     def note_round(self, engine: Engine) -> None:
         """Collect the news of a round of the engine."""
@@ -71,7 +76,8 @@ class Reports:
         about_start = engine.fenced_by, engine.absent_ranks
         has_news = self._forgotten or self._decided or self._failures or about_start != self._told_start
         self._told_start = about_start
-        if has_news or self.is_hurried:
+        is_wake_seen = self._wakes and self._wakes[0][1] <= engine.last_seen_wake
+        if has_news or is_wake_seen or self.is_hurried:
             self.send()
 
     def _send_soon(self) -> None:
@@ -104,6 +110,7 @@ class Reports:
             "absent_ranks": engine.absent_ranks and engine.absent_ranks[:MAX_MISSING],
             "num_due": engine.num_due,
             "last_seen_wake": self._last_seen_wake,
+            "num_read": self._num_read,
             "missing": self._missing(engine),
         }
         while True:
@@ -111,6 +118,7 @@ class Reports:
             if not self._tell(parts | state):
                 self._send_soon()
                 return
+            state["num_read"] = self._num_read = 0
             for name, queue, _ in queues:
                 for _ in parts[name]:
                     queue.popleft()

@@ -62,7 +62,8 @@ class ThreadRunner:
             thread.begin(self)
             return self._started.result()
         except BaseException:
-            self._started.cancel()  # if interrupted while waiting: the engine ends when it finds out
+            if self._started.cancel():  # interrupted while waiting, perhaps for a store that does not respond
+                thread.cancel(self)
             self.end()
             raise
 
@@ -85,6 +86,14 @@ class ThreadRunner:
     def begin(self) -> None:
         """Start the engine."""
         self._task = asyncio.get_running_loop().create_task(self._live())
+        self._task.add_done_callback(self._finished)
+
+    def cancel(self) -> None:
+        """End an engine that has not started, and has perhaps not even begun."""
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self._end()
 
     async def _live(self) -> None:
         assert self._host is not None
@@ -93,8 +102,12 @@ class ThreadRunner:
             await self._host.run(self._has_started)
         except BaseException as error:  # noqa: BLE001  handed to the trainer, at start or at its next call
             self._die(self._thread.error or error)
-        finally:
-            self._end()
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        assert self._thread is not None
+        if task.cancelled():  # before it had run at all
+            self._die(self._thread.error or asyncio.CancelledError())
+        self._end()
 
     def lost(self, error: BaseException) -> None:
         """Fail this runner, because its event loop has ended."""
@@ -105,7 +118,7 @@ class ThreadRunner:
     def _die(self, error: BaseException) -> None:
         if not self._started.done():
             self._started.set_exception(error)
-        else:
+        elif not self._started.cancelled():
             logger.critical("uploader_died error=%r", error)
             self.death = error
 
@@ -147,6 +160,12 @@ class _LoopThread:
             self._runners.add(runner)
         with contextlib.suppress(RuntimeError):  # the loop was closed a moment ago
             loop.call_soon_threadsafe(runner.begin)
+
+    def cancel(self, runner: ThreadRunner) -> None:
+        """Have a runner end that has not started."""
+        if self.has(runner):
+            with contextlib.suppress(RuntimeError):  # the loop was closed a moment ago
+                self._loop.result().call_soon_threadsafe(runner.cancel)
 
     def has(self, runner: ThreadRunner) -> bool:
         return runner in self._runners

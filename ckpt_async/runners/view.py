@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from ckpt_async.engine.state import MAX_FAILURES
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.journal import Journal
 from ckpt_async.runners import wire
-from ckpt_async.runners.wire import Channel
+from ckpt_async.runners.wire import Channel, Wants
 
 
 class ReportedEngine:
@@ -38,8 +37,9 @@ class ReportedEngine:
         self._lock = threading.Lock()
         self._local = Local(journal.rank)
         self._missing: dict[CheckpointId, list[int]] = {}
-        self._wakes, self._last_wake = itertools.count(1), 0
-        self._is_hurried = self._is_newest_first = self._are_members_asked_for = False
+        self._telling = threading.Lock()
+        self._wants = self._told = Wants()
+        self._num_unread = 0  # messages that the process has not reported to have read
         self._num_uploads = 0
         self._has_ended = False
         self._channel: Channel | None = None
@@ -63,30 +63,38 @@ class ReportedEngine:
         return self._missing.get(id_, [])
 
     def wake(self) -> int:
-        self._last_wake = number = next(self._wakes)
-        self._tell("wake", number)
+        with self._telling:
+            number = self._wants.wake + 1
+            self._want(wake=number)
         return number
 
     def hurry(self, is_hurried: bool) -> None:
-        self._is_hurried = is_hurried
-        self._tell("hurry", is_hurried)
+        with self._telling:
+            self._want(is_hurried=is_hurried, num_hurries=self._wants.num_hurries + is_hurried)
 
     def put_newest_first(self, is_newest_first: bool = True) -> None:
-        self._is_newest_first = is_newest_first
-        self._tell("newest_first", is_newest_first)
+        with self._telling:
+            self._want(is_newest_first=is_newest_first)
 
     def look_for_members(self) -> None:
-        self._are_members_asked_for = True
-        self._tell("look_for_members")
+        with self._telling:
+            self._want(num_looks=self._wants.num_looks + 1)
 
-    def _tell(self, *message: Any) -> None:
-        """Send a message. If it is lost because the process has just died, `attach` repeats it; if the buffer is
-        full, it contains enough wake-ups already.
+    def _want(self, **changes: Any) -> None:
+        self._wants = self._wants._replace(**changes)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Send what is wanted now, if that is news. A process that has much to read is told when it has reported to
+        have read it, and one that has just died by `attach`, when it is replaced.
         """
         channel = self._channel
-        if channel is not None:
-            with contextlib.suppress(OSError):
-                channel.send(*message)
+        if channel is None or self._told == self._wants or self._num_unread >= wire.MAX_UNREAD:
+            return
+        with contextlib.suppress(OSError):
+            if channel.send("want", self._wants):
+                self._told = self._wants
+                self._num_unread += 1
 
     # --- for the thread that follows the process ---------------------------------------------------------------
 
@@ -95,12 +103,9 @@ class ReportedEngine:
         with self._lock:
             # An earlier process may have forgotten checkpoints without reporting it.
             self._local = self._journal.local()
-        self._channel = channel
-        self._tell("hurry", self._is_hurried)
-        self._tell("newest_first", self._is_newest_first)
-        if self._are_members_asked_for:
-            self._tell("look_for_members")
-        self._tell("wake", self._last_wake)
+        with self._telling:
+            self._channel, self._told, self._num_unread = channel, Wants(), 0
+            self._tell()
 
     def detach(self) -> None:
         """Note that the process is gone, with all uploads in progress."""
@@ -131,6 +136,9 @@ class ReportedEngine:
         self.fenced_by, self.absent_ranks = report["fenced_by"], report["absent_ranks"]
         self.num_due = report["num_due"]
         self.last_seen_wake = max(self.last_seen_wake, report["last_seen_wake"])
+        with self._telling:
+            self._num_unread -= report["num_read"]
+            self._tell()
         self._on_change()
 
     def _observe(self, name: str, values: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """The messages between trainer and runner process: one JSON list per packet, whose first item is the type.
 
-Trainer: `start` (with the rank's lock as a descriptor), `wake` N, `hurry` B, `newest_first` B, `look_for_members`,
-`expect_end`, `stop`, `join` (with a connection of another kind's as a descriptor); `ping` only asks for an answer.
+Trainer: `start` (with the rank's lock as a descriptor), `want` WANTS, `expect_end`, `stop`, `join` (with a connection
+of another kind's as a descriptor); `ping` only asks for an answer.
 Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT FIELDS, `died`
 TEXT.
 """
@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import threading
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ckpt_async import errors
 from ckpt_async.core.failures import Failure
@@ -29,6 +29,19 @@ from ckpt_async.stores import StoreOptions
 BUFFER_BYTES = 1 << 19
 MAX_PACKET_BYTES = 1 << 18
 MAX_TEXT_BYTES = 2000
+# A trainer sends no more `want` while so many are unread, so that every other message finds room: by far fewer than
+# the buffer holds.
+MAX_UNREAD = 100
+
+
+class Wants(NamedTuple):
+    """All that a trainer wants of its engine now. Each message has everything, so an older one may be left out."""
+
+    wake: int = 0  # counts the calls of `wake`
+    num_hurries: int = 0  # each has failed uploads retried
+    is_hurried: bool = False
+    is_newest_first: bool = False
+    num_looks: int = 0  # for members
 
 
 class Channel:

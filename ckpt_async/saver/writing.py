@@ -74,8 +74,12 @@ class Writer:
             else:
                 ending.set_result(None)
 
-        self._last = ending
-        threading.Thread(target=work, name="ckpt-async-save").start()
+        before, self._last = self._last, ending
+        try:
+            threading.Thread(target=work, name="ckpt-async-save").start()
+        except Exception:  # no memory, or too many threads: there is nothing to wait for
+            self._last = before
+            raise
         return ending
 
     def follow(self, ending: Future[Any]) -> None:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -87,6 +88,8 @@ class Checkpoints:
         self._open: dict[int, OpenCheckpoint] = {}
         # Every sealed step of this start, in order: it is rejected if it comes again.
         self._sealed = array("q")
+        # Shards that the garbage collector has dropped while they were written. Not recorded yet.
+        self.dropped: deque[tuple[OpenCheckpoint, str]] = deque()
 
     def is_sealed(self, step: int) -> bool:
         place = bisect.bisect_left(self._sealed, step)

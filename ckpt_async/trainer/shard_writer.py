@@ -24,14 +24,20 @@ class ShardWriter(io.BufferedWriter):
     """
 
     def __init__(
-        self, path: Path, enqueue: Callable[[], None], drop: Callable[[], None], *, replaces_before: float
+        self,
+        path: Path,
+        enqueue: Callable[[], None],
+        drop: Callable[[], None],
+        drop_later: Callable[[], None],
+        *,
+        replaces_before: float,
     ) -> None:
-        """Open the file. Either `enqueue` or `drop` is called when the file ends. An existing file that was last
-        modified before `replaces_before` (Unix time) was left by an earlier start and is replaced, never written
-        to; any other raises InvalidShardError.
+        """Open the file. When it ends, `enqueue` or `drop` is called, or `drop_later`, which must take no lock, by
+        the garbage collector. An existing file that was last modified before `replaces_before` (Unix time) was left
+        by an earlier start and is replaced, never written to; any other raises InvalidShardError.
         """
         self.path = path
-        self._enqueue, self._drop = enqueue, drop
+        self._enqueue, self._drop, self._drop_later = enqueue, drop, drop_later
         self._pid = os.getpid()
         self._has_ended = True  # until opening has succeeded
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,13 +69,17 @@ class ShardWriter(io.BufferedWriter):
 
     def abandon(self) -> None:
         """Remove the file instead of enqueueing it. Idempotent; does nothing once the file was closed."""
+        if self._remove():
+            self._drop()
+
+    def _remove(self) -> bool:
         if self._has_ended or self._is_foreign():
-            return
+            return False
         self._has_ended = True
         with contextlib.suppress(OSError):
             super().close()
         self.path.unlink(missing_ok=True)
-        self._drop()
+        return True
 
     def _is_foreign(self) -> bool:
         """Return whether this is a forked child, whose copy must neither write nor remove its parent's file."""
@@ -85,10 +95,11 @@ class ShardWriter(io.BufferedWriter):
 
     def __del__(self) -> None:
         """Abandon a file that was dropped without `close`: the garbage collector must not enqueue an incomplete
-        file.
+        file. It may run in any thread at any moment, also in the middle of a call that holds the uploader's locks.
         """
         with contextlib.suppress(Exception):
-            self.abandon()
+            if self._remove():
+                self._drop_later()
 
 
 def _remove_left(path: Path, before: float) -> None:

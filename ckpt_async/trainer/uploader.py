@@ -242,6 +242,7 @@ class Uploader:
                 self.folder / source,
                 enqueue=lambda: self._written(checkpoint, source, shard, published),
                 drop=lambda: self._not_written(checkpoint, shard),
+                drop_later=lambda: self._checkpoints.dropped.append((checkpoint, shard)),
                 # Without hard links, what an earlier start enqueued may still have to be read from its file.
                 replaces_before=self._opened_at if self._folder.can_link else 0.0,
             )
@@ -381,6 +382,7 @@ class Uploader:
         if os.getpid() != self.pid or self._is_closed:
             return
         deadline = deadline_in(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
+        self._record_dropped()
         self._is_closed = True
         at_exit.discard(self)
         runner = self._engine.runner
@@ -446,6 +448,7 @@ class Uploader:
             )
         if self._engine.has_ended if may_be_closing else self._is_closed:
             raise UploaderClosedError("the uploader is closed")
+        self._record_dropped()
 
     def _check_usable(self) -> None:
         self._check_process()
@@ -513,3 +516,9 @@ class Uploader:
             checkpoint.growing.discard(name)
         if os.getpid() == self.pid and not self._is_closed:
             self._engine.record(Growing(checkpoint.id, checkpoint.name, name, None))
+
+    def _record_dropped(self) -> None:
+        while self._checkpoints.dropped:
+            # Another thread was faster; or the disk is full, and the engine finds out that the file is gone.
+            with contextlib.suppress(IndexError, CkptAsyncError):
+                self._not_written(*self._checkpoints.dropped.popleft())

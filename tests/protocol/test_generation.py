@@ -119,6 +119,27 @@ def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_rank_that_can_only_wait_for_rank_0_says_so_once(
+    has_begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without conditional PUT it waits for ever, like a trainer that hangs; also if rank 0 has died after it began."""
+
+    async def main() -> None:
+        store = MemoryStore(capabilities=replace(CAPABILITIES, conditional_put=False))
+        if has_begun:
+            await open_(store, 0)
+        waiting = asyncio.ensure_future(open_(store, 2))
+        await asyncio.sleep(5)
+        assert not caplog.messages
+        await asyncio.sleep(3600)
+        (told,) = caplog.messages
+        assert told.startswith("waits_for_rank_0 rank=2 ")
+        assert await open_(store, 0) == await waiting == 1 + has_begun
+
+    virtual_time.run(main())
+
+
 def test_a_single_rank_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even if its place in the newest generation is free because it died in between."""
     monkeypatch.setattr(generations, "PATIENCE_S", 1e9)

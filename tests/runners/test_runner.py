@@ -41,6 +41,7 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
 from ckpt_async.runners import child, reports, wire
 from ckpt_async.runners import process as process_module
+from ckpt_async.runners import thread as thread_module
 from ckpt_async.saver import CheckpointSaver
 from ckpt_async.trainer.start import start_of
 from ckpt_async.transfer.budgets import MAX_SERIES
@@ -305,6 +306,54 @@ def test_a_store_unavailable_at_the_start_is_reported_and_waited_for(
             proxy.heal()
         opening.result(PATIENCE_S).close()
     assert len(re.findall("store_not_opened url=.* trying_for_s=60", caplog.text)) == 1
+
+
+@both
+def test_ctrl_c_ends_the_opening_of_a_store_that_does_not_respond(
+    runner: str, proxy: FaultProxy, s3_url: str, tmp_path: Path
+) -> None:
+    """It waited for the engine, which waited for the store."""
+    has_ended = threading.Event()
+    proxy.add(Fault("hold"))
+
+    def interrupt() -> bool:
+        proxy.wait_for(lambda: proxy.num_under_way > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        has_ended_itself = has_ended.wait(PATIENCE_S)
+        proxy.heal()
+        return has_ended_itself
+
+    with ThreadPoolExecutor(1) as threads:
+        interrupting = threads.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            Uploader(tmp_path / "folder", f"{s3_url}/run", runner=runner, **QUICK)
+        has_ended.set()
+        assert interrupting.result()
+    assert is_free(tmp_path / "folder")
+
+
+def test_ctrl_c_before_the_engine_has_begun_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads_class, may_go_on = thread_module._LoopThread, threading.Event()
+    begin, cancel = threads_class.begin, threads_class.cancel
+
+    def interrupted(thread: Any, runner: Any) -> None:
+        thread._loop.result().call_soon_threadsafe(may_go_on.wait)
+        begin(thread, runner)
+        raise KeyboardInterrupt
+
+    def cancel_and_go_on(thread: Any, runner: Any) -> None:
+        cancel(thread, runner)
+        may_go_on.set()
+
+    monkeypatch.setattr(threads_class, "begin", interrupted)
+    monkeypatch.setattr(threads_class, "cancel", cancel_and_go_on)
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(Uploader, tmp_path / "folder", f"file://{tmp_path}/store", **QUICK)
+        with pytest.raises(KeyboardInterrupt):
+            opening.result(PATIENCE_S)
+    assert is_free(tmp_path / "folder")
 
 
 def test_byte_threads_are_niced_unless_somebody_waits(tmp_path: Path, proxy: FaultProxy, s3_url: str) -> None:
@@ -635,6 +684,32 @@ def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         uploader.close(timeout_s=0.1)
     wait_until(lambda: not runners(folder))
     assert is_free(folder)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.0])
+def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
+    timeout_s: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a busy node it may be starved; then `close` took `upload_timeout_s`, or killed it."""
+    folder = tmp_path / "folder"
+    with Uploader(folder, f"file://{tmp_path}/store", **PROCESS | {"upload_timeout_s": 3600.0}) as uploader:
+        (runner,) = wait_until(lambda: runners(folder))
+        os.kill(runner, signal.SIGSTOP)
+        try:
+            place = write_shards(folder, uploader.generation, 1, 0, 2)
+            for _ in range(3000):  # more than fits into the socket
+                uploader.enqueue(place, 1)
+            uploader.seal(1)
+            closing = threading.Thread(target=uploader.close, args=(timeout_s,))
+            closing.start()
+            engine = uploader._engine
+            wait_until(lambda: engine.runner._is_ended.is_set() if timeout_s == 0.0 else engine._num_waiting)
+        finally:
+            os.kill(runner, signal.SIGCONT)
+        closing.join(PATIENCE_S)
+        assert not closing.is_alive()
+    assert "runner_stuck" not in caplog.text
+    assert uploader.is_committed(1) or timeout_s == 0.0
 
 
 def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(

@@ -269,6 +269,28 @@ def test_a_save_that_fails_is_raised_at_the_next_step_and_the_one_after_works(
     assert steps_of(remote) == [4, 5]
 
 
+def test_a_save_for_which_no_thread_can_be_started_fails_and_the_one_after_works(
+    open_saver: Open, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later save, `wait` and `close` waited for it."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "ckpt-async-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    saver, training = open_saver(), Training()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(SaveFailedError, match="ba2 was not saved: RuntimeError: can't start new thread"):
+            training.run(saver, 1, 2)
+    assert saver._saving.wait(0.0)
+    training.run(saver, 3, 4)
+    saver.close()
+    assert steps_of(remote) == [4]
+
+
 def test_where_errors_are_only_logged_training_goes_on(
     open_saver: Open, remote: str, blocked: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, restore
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError
+from ckpt_async.local import database
 from ckpt_async.transfer import ahead
 from tests.faults.proxy import Fault, FaultProxy
 
@@ -155,6 +158,50 @@ def test_a_file_that_is_never_closed_is_not_enqueued(uploader: Uploader) -> None
     with uploader.open(1, "b.bin") as file:
         file.write(b"whole")
     uploader.seal(1)
+    uploader.wait(1, timeout_s=30)
+    checkpoint = restore.find(uploader.remote)
+    assert checkpoint is not None
+    assert list(checkpoint.files) == ["b.bin"]
+
+
+@pytest.mark.parametrize("where", ["link", "patiently"])
+def test_a_file_may_be_dropped_while_the_uploader_or_its_journal_is_locked(
+    where: str, uploader: Uploader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector runs at any moment, and what it calls must wait for no lock of the thread it runs in."""
+    place: Any = uploader._folder if where == "link" else database
+    call = getattr(place, where)
+
+    def collect_and_call(*values: Any) -> Any:
+        if threading.current_thread() is working:
+            gc.collect()
+        return call(*values)
+
+    def work() -> None:
+        if where == "link":
+            uploader.enqueue(whole, 1)
+        else:
+            uploader._engine.journal.forget_marks()
+
+    whole = uploader.folder / "b.bin"
+    whole.write_bytes(b"whole")
+    working = threading.Thread(target=work, daemon=True)
+    gc.disable()
+    try:
+        dropped: list[Any] = [uploader.open(1, "a.bin")]
+        path = dropped[0].path
+        dropped.append(dropped)
+        del dropped
+        monkeypatch.setattr(place, where, collect_and_call)
+        working.start()
+        working.join(20)
+        assert not working.is_alive()
+    finally:
+        gc.enable()
+    uploader.enqueue(whole, 1)
+    assert not path.exists()
+    uploader.seal(1)
+    assert not uploader._engine.view().fresh_local().checkpoints[CheckpointId(1, 1)].growing
     uploader.wait(1, timeout_s=30)
     checkpoint = restore.find(uploader.remote)
     assert checkpoint is not None
