@@ -226,7 +226,8 @@ class Beat:
 
 def without_slash(url: str) -> str:
     """Return a remote's URL as it is compared with others: a slash at its end does not make it another place."""
-    return url.rstrip("/")
+    scheme, separator, rest = url.rpartition("://")
+    return scheme + separator + rest.rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

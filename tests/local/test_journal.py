@@ -698,6 +698,14 @@ def test_a_forked_child_does_not_reopen_the_journal(folder: Folder) -> None:
     assert b"started by subprocess" in output
 
 
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [("s3://bucket/run//", "s3://bucket/run"), ("s3://bucket", "s3://bucket"), ("memory://", "memory://")],
+)
+def test_a_slash_at_the_end_of_a_remote_is_not_part_of_it(given: str, url: str) -> None:
+    assert RemoteAddress(given).url == url
+
+
 def test_a_remote_that_an_earlier_version_wrote_with_a_slash_at_its_end_is_the_same_remote() -> None:
     row = (1, 0, 0, 1.0, "Opened", '{"generation":1,"world_size":1,"remote":{"url":"s3://b/p/"}}')
     (found,) = journal_rows.decode(0, [row])
