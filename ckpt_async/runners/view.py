@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_async.core.failures import Failure
+from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow
 from ckpt_async.core.observe import Observer
@@ -32,6 +32,8 @@ class ReportedEngine:
         self.absent_ranks: list[int] | None = None
         self.outcomes = Outcomes()
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+        self.failing: frozenset[Failing] = frozenset()
+        self._reported_failing: frozenset[Failing] = frozenset()  # by the present process
         self.num_due = 0
         self.last_seen_wake = 0
         self._journal, self._observer, self._on_change = journal, observer, on_change
@@ -96,6 +98,7 @@ class ReportedEngine:
             # An earlier process may have forgotten checkpoints without reporting it.
             self._local = self._journal.local()
         self._channel = channel
+        self._reported_failing = frozenset()  # what failed in an earlier process may not have healed
         self._tell("hurry", self._is_hurried)
         self._tell("newest_first", self._is_newest_first)
         if self._are_members_asked_for:
@@ -121,6 +124,9 @@ class ReportedEngine:
             self._observe(name, values)
         for fields in report["decided"]:
             self.outcomes.add(wire.decided_from(fields))
+        failing = frozenset((CheckpointId(**id_), action) for id_, action in report["failing"])
+        self.failing = (self.failing - self._reported_failing) | failing
+        self._reported_failing = failing
         self.failures.extend(map(wire.failure_from, report["failures"]))
         with self._lock:
             for generation, step, committed_at in report["forgotten"]:
