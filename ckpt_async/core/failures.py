@@ -20,39 +20,50 @@ _TRIED_AGAIN = (
 )
 
 
+Failing = tuple[CheckpointId, str]  # an action, by its name, that failed and is still due
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A final failure in the work on a checkpoint: of a shard or, if `shard` is empty, of a step after the shards.
+    """A final failure in the work on a checkpoint: of a shard, or of an action, whose name is given.
 
-    `was_decided`: the failed step comes after the decision. `is_given_up`: the checkpoint will never be committed.
+    `is_given_up`: the checkpoint will never be committed.
     """
 
     error: CkptAsyncError
     checkpoint: CheckpointId
     shard: str = ""
-    was_decided: bool = False
+    action: str = ""
     is_given_up: bool = False
 
 
-def has_healed(failure: Failure, local: Local) -> bool:
-    """Return whether a later attempt has succeeded."""
+def has_healed(failure: Failure, local: Local, failing: Collection[Failing]) -> bool:
+    """Return whether a later attempt has succeeded, or none is needed any more. `failing` are the actions that failed
+    and are still due.
+    """
     if failure.is_given_up:
         return False
     checkpoint = local.checkpoints.get(failure.checkpoint)
-    if checkpoint is None or (checkpoint.decision is not None and not failure.was_decided):
+    if checkpoint is None:
+        return True
+    if failure.action:
+        return (failure.checkpoint, failure.action) not in failing
+    if checkpoint.decision is not None:
         return True
     shard = checkpoint.shards.get(failure.shard)
     return shard is not None and shard.stored is not None
 
 
 def to_raise(
-    failures: Iterable[Failure], local: Local, told: Collection[CheckpointId]
+    failures: Iterable[Failure], local: Local, failing: Collection[Failing], told: Collection[CheckpointId]
 ) -> UploadFailedError | None:
     """Return one error for all failures, or None.
 
     Leaves out those that have healed and those of checkpoints whose outcome the trainer was already `told`.
     """
-    found = [each for each in failures if not has_healed(each, local) and each.checkpoint not in told]
+    found = [
+        each for each in failures if not has_healed(each, local, failing) and each.checkpoint not in told
+    ]
     texts = list(dict.fromkeys(str(each.error) for each in found))
     if not texts:
         return None

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from ckpt_async.core import decide
-from ckpt_async.core.failures import Failure
+from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Failed, Opened
 from ckpt_async.core.outcomes import Outcomes
@@ -78,6 +78,10 @@ class Engine:
     @property
     def failures(self) -> deque[Failure]:
         return self.state.failures
+
+    @property
+    def failing(self) -> frozenset[Failing]:
+        return self.state.failing
 
     @property
     def fenced_by(self) -> int | None:
@@ -214,6 +218,12 @@ class Engine:
                 if action not in book.running and not book.is_in_use(action):
                     self._start((action,), self._perform(action))
         book.forget_all_but(due)
+        if state.failing:
+            state.failing &= {
+                (each.checkpoint, type(each).__name__)
+                for each in due
+                if not isinstance(each, _OF_NO_CHECKPOINT)
+            }
         self._queue.refill(uploads, due)
         self._start_uploads()
         self.num_due, self.num_rounds = num_due, self.num_rounds + 1
@@ -317,9 +327,9 @@ class Engine:
             if isinstance(error, JournalError | OSError | MemoryError):
                 state.observer.attempt_failed(FailureReason.DISK)  # recovers once there is space again
             else:
-                known = state.local.checkpoints.get(action.checkpoint)
-                was_decided = known is not None and known.decision is not None
-                state.failures.append(Failure(error, action.checkpoint, was_decided=was_decided))
+                name = type(action).__name__
+                state.failing |= {(action.checkpoint, name)}
+                state.failures.append(Failure(error, action.checkpoint, action=name))
 
     async def _carry_out(self, action: decide.Action) -> None:
         state = self.state

@@ -79,13 +79,13 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
     """
     if known.decision is not None:
         return
-    if _is_of_another_run(state, known.id):
-        logger.error("manifest_of_another_run path=%s; its files are left in place, and not uploaded", path)
-        return
     try:
         found = records.decode_manifest(path.read_bytes(), known.id)
     except InvalidRecordError as error:
         logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
+        return
+    if not found.remote and _is_of_another_run(state, known.id):
+        logger.error("manifest_of_another_run path=%s; its files are left in place, and not uploaded", path)
         return
     lost: list[Event] = [each for each in found.enqueued if each.shard.name not in known.shards]
     if found.sealed is not None and known.sealed is None:

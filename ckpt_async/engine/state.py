@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ckpt_async.core import decide, keys, retention
-from ckpt_async.core.failures import Failure
+from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard, fold
 from ckpt_async.core.model import CheckpointId, Event, Failed
 from ckpt_async.core.notices import Notice, Teller
@@ -67,6 +67,7 @@ class State:
         self.remote = decide.has_looked_for_successor(self.local, decide.Remote(), self.now())
         self.outcomes = Outcomes()
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+        self.failing: frozenset[Failing] = frozenset()
         self.fenced_by: int | None = None
         self.absent_ranks: list[int] | None = None
         self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # begun before they were enqueued
@@ -81,7 +82,7 @@ class State:
     def succeed(self, dead: State) -> None:
         """Take over what a crashed engine knew that is not in the journal."""
         self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
-        self.is_hurried = dead.is_hurried
+        self.failing, self.is_hurried = dead.failing, dead.is_hurried
 
     def now(self) -> float:
         return self.loop.time()

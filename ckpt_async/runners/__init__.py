@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckpt_async.core.failures import Failure
+from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.core.observe import Observer
@@ -60,6 +60,10 @@ class EngineView(Protocol):
     def outcomes(self) -> Outcomes: ...
     @property
     def failures(self) -> deque[Failure]: ...
+    @property
+    def failing(self) -> frozenset[Failing]:
+        """The actions that failed and are still due, or some of them if there are many."""
+
     @property
     def local(self) -> Local:
         """The state as the engine knows it, or newer."""

@@ -22,6 +22,7 @@ REPORT_S = 0.25
 # Limits that are certain to fit into one packet.
 MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
 MAX_MISSING = 100
+MAX_FAILING = 100
 MAX_REASON_BYTES, MAX_DECISION_BYTES = 120, 500
 # For this many checkpoints, the ranks that they wait for are reported even if nobody is waiting.
 MAX_WAITING = 3
@@ -47,7 +48,7 @@ class Reports:
         self._failures: deque[dict[str, Any]] = deque()
         self._forgotten: deque[tuple[int, int, float | None]] = deque()
         self._told_outcomes: set[CheckpointId] = set()
-        self._told_start: tuple[int | None, list[int] | None] = (None, None)
+        self._told_state: tuple[object, ...] = (None, None, frozenset())
         self._wakes: deque[tuple[int, int]] = deque()  # (the trainer's number, the engine's)
         self._num_read = 0  # messages since the last report
         self._last_seen_wake = 0
@@ -73,9 +74,9 @@ class Reports:
         self._told_outcomes = {each.checkpoint for each in outcomes}
         while engine.failures:
             self._failures.append(wire.failure_fields(engine.failures.popleft()))
-        about_start = engine.fenced_by, engine.absent_ranks
-        has_news = self._forgotten or self._decided or self._failures or about_start != self._told_start
-        self._told_start = about_start
+        state = engine.fenced_by, engine.absent_ranks, engine.failing
+        has_news = self._forgotten or self._decided or self._failures or state != self._told_state
+        self._told_state = state
         is_wake_seen = self._wakes and self._wakes[0][1] <= engine.last_seen_wake
         if has_news or is_wake_seen or self.is_hurried:
             self.send()
@@ -111,6 +112,7 @@ class Reports:
             "num_due": engine.num_due,
             "last_seen_wake": self._last_seen_wake,
             "num_read": self._num_read,
+            "failing": sorted(engine.failing)[:MAX_FAILING],
             "missing": self._missing(engine),
         }
         while True:

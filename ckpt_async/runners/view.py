@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_async.core.failures import Failure
+from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow
 from ckpt_async.core.observe import Observer
@@ -31,6 +31,8 @@ class ReportedEngine:
         self.absent_ranks: list[int] | None = None
         self.outcomes = Outcomes()
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
+        self.failing: frozenset[Failing] = frozenset()
+        self._reported_failing: frozenset[Failing] = frozenset()  # by the present process
         self.num_due = 0
         self.last_seen_wake = 0
         self._journal, self._observer, self._on_change = journal, observer, on_change
@@ -103,6 +105,7 @@ class ReportedEngine:
         with self._lock:
             # An earlier process may have forgotten checkpoints without reporting it.
             self._local = self._journal.local()
+        self._reported_failing = frozenset()  # what failed in an earlier process may not have healed
         with self._telling:
             self._channel, self._told, self._num_unread = channel, Wants(), 0
             self._tell()
@@ -126,6 +129,9 @@ class ReportedEngine:
             self._observe(name, values)
         for fields in report["decided"]:
             self.outcomes.add(wire.decided_from(fields))
+        failing = frozenset((CheckpointId(**id_), action) for id_, action in report["failing"])
+        self.failing = (self.failing - self._reported_failing) | failing
+        self._reported_failing = failing
         self.failures.extend(map(wire.failure_from, report["failures"]))
         with self._lock:
             for generation, step, committed_at in report["forgotten"]:

@@ -163,7 +163,7 @@ def error_from(fields: dict[str, str]) -> CkptAsyncError:
 
 
 def failure_fields(failure: Failure) -> dict[str, Any]:
-    fields = {name: getattr(failure, name) for name in ("checkpoint", "shard", "was_decided", "is_given_up")}
+    fields = {name: getattr(failure, name) for name in ("checkpoint", "shard", "action", "is_given_up")}
     return fields | {"error": error_fields(failure.error)}
 
 

@@ -64,6 +64,8 @@ class OpenCheckpoint:
         """Raise InvalidShardError if a shard was enqueued before with a different exact key than `published` gives
         it by name, or if another shard is published under one of these keys.
         """
+        if not published:
+            return
         taken = {each.publish_as: each.name for each in self.shards.values() if each.publish_as}
         for name, key in published.items():
             if taken.setdefault(key, name) != name:

@@ -82,7 +82,7 @@ class EngineHandle:
         with contextlib.suppress(IndexError):
             while True:
                 found.append(view.failures.popleft())
-        return to_raise(found, view.fresh_local(), self.told)
+        return to_raise(found, view.fresh_local(), view.failing, self.told)
 
     def check_alive(self) -> None:
         death = self.runner.death

@@ -222,6 +222,27 @@ def test_what_became_of_a_checkpoint_is_known_however_many_followed(
 
 
 @both
+def test_a_failure_after_the_commit_that_has_healed_is_not_raised(runner: str, tmp_path: Path) -> None:
+    """There is nothing that a trainer could do about it any more."""
+    remote, options = f"file://{tmp_path}/store", QUICK | {"composer_symlink": "place/latest.symlink"}
+    with Uploader(tmp_path / "folder", remote, runner=runner, **options) as uploader:
+        place = tmp_path / "store/place"
+        place.write_text("a file, where the pointer needs a folder")
+        save(uploader, 1)
+        wait_until(lambda: uploader._engine.view().failures)
+        with pytest.raises(UploadFailedError, match="Not a directory"):
+            uploader.raise_failures()
+        save(uploader, 2)
+        wait_until(lambda: uploader._engine.view().failures)
+        place.unlink()
+        assert uploader.flush(PATIENCE_S).is_done
+        wait_until(lambda: not uploader._engine.view().failing)
+        assert uploader._engine.view().failures
+        uploader.raise_failures()
+    assert "step-2.g1" in (place / "latest.symlink").read_text()
+
+
+@both
 def test_closing_lets_go_of_the_folder_whatever_fails(
     runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1013,10 +1034,15 @@ def test_the_largest_report_fits_into_a_packet(letter: str) -> None:
         "decided": [reports.told(Decided(id_, Outcome.ABORT, "n" * 100, letter * 2000))]
         * reports.MAX_DECIDED,
         "failures": [
-            wire.failure_fields(Failure(UploadFailedError(letter * 2000), id_, "s" * MAX_SHARD_NAME_LENGTH))
+            wire.failure_fields(
+                Failure(
+                    UploadFailedError(letter * 2000), id_, "s" * MAX_SHARD_NAME_LENGTH, "LookForSuccessor"
+                )
+            )
         ]
         * reports.MAX_FAILURES,
         "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * reports.MAX_FORGOTTEN,
+        "failing": [(id_, "LookForSuccessor")] * reports.MAX_FAILING,
         "missing": [(id_, list(range(1000, 1000 + reports.MAX_MISSING)))] * reports.MAX_MISSING,
     }
     packet = wire.encode("report", report)

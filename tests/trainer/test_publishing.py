@@ -8,11 +8,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from ckpt_async import Sweeper, Uploader, restore
+from ckpt_async.core.model import CheckpointId, Shard
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import (
     FailureReason,
@@ -23,6 +25,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.stores.memory import CAPABILITIES
 from ckpt_async.sweep.drain import drain
+from ckpt_async.trainer.checkpoints import OpenCheckpoint
 from ckpt_async.transfer import copying
 from tests.conftest import Run
 from tests.stores.gcs_peer import GcsPeer
@@ -104,6 +107,16 @@ def test_where_parts_cannot_be_copied_a_large_file_is_copied_at_once(
         save(uploader, 1, "exact/large.pt", data)
     name = f"{gcs_url.removeprefix(f'gs://{gcs_peer.bucket}/')}/exact/large.pt"
     assert gcs_peer.objects[name].data == data
+
+
+def test_enqueue_looks_through_no_earlier_shards_if_it_publishes_nothing() -> None:
+    """The trainer waits for it, with every shard for all that came before."""
+
+    class Unread(dict[str, Shard]):
+        def values(self) -> Any:
+            raise AssertionError("looked at every shard")
+
+    OpenCheckpoint(CheckpointId(1, 1), "step-1", Unread()).check_published({})
 
 
 def test_nothing_is_published_before_the_commit_or_of_what_is_never_committed(opened: Open) -> None:
