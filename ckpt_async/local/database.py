@@ -100,13 +100,14 @@ def _is_passing(error: sqlite3.Error) -> bool:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    patiently(connection, "BEGIN IMMEDIATE")
     try:
+        patiently(connection, "BEGIN IMMEDIATE")  # Ctrl-C may come when it has just begun
         yield
         connection.execute("COMMIT")
     except BaseException:
-        with contextlib.suppress(sqlite3.Error):  # SQLite rolls back by itself if the disk is full
-            connection.execute("ROLLBACK")
+        if connection.in_transaction:  # SQLite rolls back by itself if the disk is full
+            with contextlib.suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
         raise
 
 

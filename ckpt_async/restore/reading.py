@@ -7,9 +7,10 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -138,12 +139,20 @@ class Reader:
         self._is_closed = False
         self._bytes_from: dict[str, int] = {}
         self._ended = asyncio.Event()
+        self._cancel: Callable[[], object] = lambda: None  # until there is something to cancel
         opened: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(opened,), name="ckpt-async-reader", daemon=True
         )
         self._thread.start()
-        self._loop = opened.result()
+        try:
+            self._loop = opened.result()
+        except BaseException:  # Ctrl-C, perhaps while the store does not respond
+            self._is_closed = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._cancel()
+            self._thread.join()
+            raise
 
     @property
     def files(self) -> Mapping[str, RemoteFile]:
@@ -239,13 +248,17 @@ class Reader:
         try:
             asyncio.run(self._serve(opened))
         except BaseException as error:
-            if opened.done():
-                logger.exception("reader_ended")
-            else:
+            if not opened.done():
                 opened.set_exception(error)
+            elif not isinstance(error, asyncio.CancelledError):
+                logger.exception("reader_ended")
 
     async def _serve(self, opened: Future[asyncio.AbstractEventLoop]) -> None:
-        checkpoint = self.checkpoint
+        checkpoint, task = self.checkpoint, asyncio.current_task()
+        assert task is not None
+        self._cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        if self._is_closed:
+            return
         with contextlib.closing(self._peers):
             async with (
                 session(

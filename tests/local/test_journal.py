@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,8 +44,8 @@ from ckpt_async.core.model import (
     Verified,
 )
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
+from ckpt_async.local import database, journal_rows, journals
 from ckpt_async.local import journal as journal_module
-from ckpt_async.local import journal_rows, journals
 from ckpt_async.local.durable import FsyncError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
@@ -406,6 +407,25 @@ def test_many_rows_are_one_transaction(folder: Folder, journal: Journal) -> None
     assert journal.rows() == []
     journal.append([ReceiptStored(ID)])
     assert [row.event for row in journal.rows()] == [ReceiptStored(ID)]
+
+
+def test_ctrl_c_as_a_transaction_begins_leaves_none_open(
+    folder: Folder, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was appended later, row by row, was acknowledged and never committed."""
+    patiently = database.patiently
+
+    def interrupted(*arguments: Any) -> None:
+        patiently(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "patiently", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            journal.append([ReceiptStored(ID), Released(ID)])
+    journal.append([ReceiptStored(ID)])
+    seen = journals.read(folder.path)[0].rows
+    assert [row.event for row in seen] == [ReceiptStored(ID)]
 
 
 def test_no_append_waits_for_the_disk(

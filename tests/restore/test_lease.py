@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -251,6 +253,25 @@ def test_a_reader_that_is_interrupted_gives_back_a_lease_that_it_may_have(
         return clock() - began
 
     assert asyncio.run(main()) < session.DROP_TIMEOUT_S / 2
+    assert run_.leases() == []
+
+
+def test_ctrl_c_while_a_reader_is_opened_ends_its_thread_and_gives_back_the_lease(
+    run_: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, which goes on after Ctrl-C, the lease was renewed for ever."""
+    run_.commit(10)
+    checkpoint = _find(run_)
+
+    async def interrupted(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "read_settled", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            restore.open(checkpoint)
+    assert "ckpt-async-reader" not in [each.name for each in threading.enumerate()]
     assert run_.leases() == []
 
 

@@ -1,8 +1,10 @@
 """Checkpoints on a web server, which lists nothing and may not support ranges."""
 
 import asyncio
+import gc
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,6 +175,21 @@ def test_nothing_that_can_be_found_is_no_fresh_start(folder: Path, served: str) 
     with pytest.raises(StoreError, match="cannot be listed") as raised:
         restore.find(served)
     assert "step=" in raised.value.hint
+
+
+def test_an_attempt_to_open_that_fails_leaves_nothing_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(url: str) -> None:
+        store = open_store(url)
+        for _ in range(3):
+            with pytest.raises(StoreError):
+                await store.open(is_read_only=True)
+        await store.close()
+        gc.collect()
+
+    with socket.socket() as refusing:  # it is bound, but does not listen
+        refusing.bind(("127.0.0.1", 0))
+        asyncio.run(body(f"http://127.0.0.1:{refusing.getsockname()[1]}/run"))
+    assert "Unclosed" not in caplog.text
 
 
 def test_a_server_with_a_page_for_everything_is_told(folder: Path) -> None:

@@ -262,6 +262,22 @@ def test_a_bit_that_was_stored_otherwise_is_found_by_reading_back(url: str, run:
     run(body())
 
 
+def test_an_attempt_to_open_that_fails_leaves_no_thread(url: str, run: Any) -> None:
+    async def body() -> None:
+        store = opened(OneByOne, url)
+        before = threading.enumerate()
+        for _ in range(2):
+            with pytest.raises(StoreError, match="no such folder"):
+                await store.open(is_read_only=True)
+        lanes = [each for each in threading.enumerate() if each.name == "ckpt-async-fsspec"]
+        await store.close()
+        for each in {*lanes} - {*before}:
+            each.join(20)
+            assert not each.is_alive()
+
+    run(body())
+
+
 def test_a_folder_that_cannot_be_listed_fails_the_listing(url: str, run: Any) -> None:
     """fsspec's own walk would skip it, and half a listing would look complete (rule R8)."""
 

@@ -90,11 +90,18 @@ class FsspecStore(WholeObjects):
         means of two small files, which are deleted again.
         """
         self._lanes = Lanes(self._connect, self._most_lanes)
-        with translating("open", self._url):
-            if is_read_only:
-                await self._open_to_read()
-                return
-            self._manners, modified_at = await self._lanes.call(lambda fs: probe(fs, self._root))
+        try:
+            with translating("open", self._url):
+                if is_read_only:
+                    await self._open_to_read()
+                else:
+                    await self._open_to_write(self._lanes)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open_to_write(self, lanes: Lanes) -> None:
+        self._manners, modified_at = await lanes.call(lambda fs: probe(fs, self._root))
         self._has_own = self._manners.has_folders
         if modified_at is not None:
             self._clock_ahead_s = modified_at - time.time()

@@ -118,9 +118,13 @@ class WebStore(WholeObjects):
             ca_file=self._ca_file,
             traffic=self._traffic,
         )
-        with self._translating("open", ""):
-            async with self._session.head(yarl.URL(self._root, encoded=True)):
-                pass
+        try:
+            with self._translating("open", ""):
+                async with self._session.head(yarl.URL(self._root, encoded=True)):
+                    pass
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         if self._session is not None:
