@@ -84,7 +84,7 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
     except InvalidRecordError as error:
         logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
         return
-    if not found.remote and _is_of_another_run(state, known.id):
+    if _is_of_another_run(state, known.id, is_named=bool(found.remote)):
         logger.error("manifest_of_another_run path=%s; its files are left in place, and not uploaded", path)
         return
     lost: list[Event] = [each for each in found.enqueued if each.shard.name not in known.shards]
@@ -95,12 +95,13 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
         state.record(*lost)
 
 
-def _is_of_another_run(state: State, id_: CheckpointId) -> bool:
-    """Return whether a checkpoint found at the start of a trainer cannot be of its run: the generation that it has
-    just agreed on is newer than all that the run had before. For manifests of earlier versions, which do not name
-    the remote.
+def _is_of_another_run(state: State, id_: CheckpointId, *, is_named: bool) -> bool:
+    """Return whether a checkpoint found at the start of a trainer cannot be of its run, or of a run that was deleted
+    from the remote: the generation agreed on just now is newer than all that the run had before, or, if the rank has
+    returned to its launch, the same. The latter is believed only of manifests that name the remote (`is_named`); those
+    of earlier versions do not.
     """
-    return state.is_trainer and id_.generation >= state.local.generation
+    return state.is_trainer and id_.generation >= state.local.generation + is_named
 
 
 def _take_up_kept(state: State) -> None:
@@ -109,7 +110,7 @@ def _take_up_kept(state: State) -> None:
     if state.policy.local_retention.is_all:
         return
     for id_, events in kept.events(state.folder, state.rank):
-        if _is_of_another_run(state, id_):
+        if _is_of_another_run(state, id_, is_named=False):
             continue
         if id_ not in state.local.checkpoints:
             state.record(*events)
