@@ -108,6 +108,17 @@ class EngineHandle:
                 self.has_ended = not self._num_flushing
         self.runner.end()
 
+    @contextlib.contextmanager
+    def released_on_error(self) -> Iterator[contextlib.ExitStack]:
+        """End and release the engine if the block raises, after what the block adds to the stack: with no owner, it
+        would keep the folder locked.
+        """
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.release)
+            undo.callback(self.end)
+            yield undo
+            undo.pop_all()
+
     def release(self) -> None:
         """Release the journal and the rank for the next start. Idempotent."""
         self.journal.close()

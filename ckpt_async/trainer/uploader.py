@@ -119,28 +119,28 @@ class Uploader:
         self.folder = self._folder.path
         self.checkpoints_folder = self.folder / self.kind  # the folder of files written through `open`
         self.pid = os.getpid()
-        self._lock = threading.Lock()
-        self._checkpoints = Checkpoints()
+        self._lock, self._checkpoints = threading.Lock(), Checkpoints()
         self._is_closed = False
         self.metrics = Metrics(self.remote, self._folder)
         spans = otel.tracing(self.remote, self.rank)
         observer = Observers(self.metrics, spans) if spans is not None else self.metrics
-        self._engine = EngineHandle(start, self._folder, observer)
-        self._events = Events(self._engine, start, on_event)
-        self.generation = self._engine.generation
-        self.exporter = Exporter(
-            self.metrics, self.settings, at_exit.exporters(start), self._engine, self._folder, self.rank
-        )
-        at_exit.add(self)
-        self._undo_sigterm: Callable[[], None] | None = None
-        if self.settings.sigterm_flush_s:
-            self._undo_sigterm = flush_on_sigterm(self._flush_at_the_end, self.settings.sigterm_flush_s)
-        # Called on a separate thread when SIGTERM has arrived, before the flush, with the seconds that are
-        # left.
+        # Called on a separate thread when SIGTERM has arrived, before the flush, with the seconds that are left.
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
-        # Called with the seconds that are left before this uploader is closed at exit, if nobody has closed
-        # it before.
+        # Called before this uploader is closed at exit, if nobody has closed it, with the seconds that are left.
         self.before_exit: Callable[[float], object] = lambda _: None
+        self._undo_sigterm: Callable[[], None] | None = None
+        self._engine = EngineHandle(start, self._folder, observer)
+        self.generation = self._engine.generation
+        with self._engine.released_on_error() as undo:
+            self._events = Events(self._engine, start, on_event)
+            undo.callback(self._events.close)
+            self.exporter = Exporter(
+                self.metrics, self.settings, at_exit.exporters(start), self._engine, self._folder, self.rank
+            )
+            undo.callback(self.exporter.close)
+            if self.settings.sigterm_flush_s:
+                self._undo_sigterm = flush_on_sigterm(self._flush_at_the_end, self.settings.sigterm_flush_s)
+            at_exit.add(self)
 
     @property
     def metrics_url(self) -> str | None:

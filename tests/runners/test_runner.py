@@ -259,6 +259,28 @@ def test_closing_lets_go_of_the_folder_whatever_fails(
     assert is_free(tmp_path / "folder")
 
 
+@both
+def test_an_uploader_that_cannot_be_opened_to_the_end_lets_go_of_the_folder(
+    runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine has started by then, and nobody else could end it."""
+    arguments = tmp_path / "folder", f"file://{tmp_path}/store"
+    start, before = threading.Thread.start, threading.enumerate()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("ckpt-async-callback"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Uploader(*arguments, runner=runner, on_event=print, **QUICK)
+    assert is_free(tmp_path / "folder")
+    assert not [each.name for each in threading.enumerate() if each not in before]
+    Uploader(*arguments, runner=runner, **QUICK).close()
+
+
 def test_a_runner_says_why_it_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the trainer would wait two minutes for an answer, and then not know the reason."""
 
