@@ -155,7 +155,7 @@ class _Rank:
         try:
             await asyncio.wait((self._told, gone), return_when=asyncio.FIRST_COMPLETED)
             if self._told.done():
-                self._send("here", os.getpid())
+                self._send("here", os.getpid(), wire.VERSION)
                 await self._begin(*self._told.result(), backends, gone)
         finally:
             gone.cancel()
@@ -291,7 +291,7 @@ class _Rank:
                 os.set_inheritable(descriptors[0], False)
                 self._process.begin(socket.socket(fileno=descriptors[0]))
             case ["ping"]:
-                self._send("here", os.getpid())
+                self._send("here", os.getpid(), wire.VERSION)
             case ["want", list(wants)] if (engine := self._engine()) is not None:
                 self._serve_wants(engine, Wants(*wants))
             case ["expect_end"] if self._host is not None:

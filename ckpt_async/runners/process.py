@@ -263,6 +263,7 @@ class ProcessRunner:
                     channel.send("start", start, level, descriptors=(self._lock.descriptor,))
                     if (message := channel.receive()) is not None:
                         channel.socket.settimeout(None)
+                        self._check_version(message)
                         self._note_shared(message)
                         return channel
             except TimeoutError:
@@ -285,9 +286,19 @@ class ProcessRunner:
             raise RunnerDiedError(f"{what} without any output")
         raise RunnerError(f"{what}: {tail}")
 
+    def _check_version(self, message: list[Any]) -> None:
+        match message:
+            case ["here", int(pid), *version] if version != [wire.VERSION]:
+                raise RunnerError(
+                    f"runner process {pid} is of another version of ckpt_async than this trainer",
+                    hint="end the trainers of this node, and that process, before you start this version",
+                )
+            case _:
+                pass
+
     def _note_shared(self, message: list[Any]) -> None:
         match message:
-            case ["here", int(pid)] if self._start.settings.node_shared:
+            case ["here", int(pid), *_] if self._start.settings.node_shared:
                 # The process has just died, or the kernel is too old; then it cannot be killed from here.
                 with contextlib.suppress(OSError):
                     self._pidfd = os.pidfd_open(pid)

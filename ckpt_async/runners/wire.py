@@ -2,8 +2,8 @@
 
 Trainer: `start` (with the rank's lock as a descriptor), `want` WANTS, `expect_end`, `stop`, `join` (with a connection
 of another kind's as a descriptor); `ping` only asks for an answer.
-Runner: `here` PID, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT FIELDS, `died`
-TEXT.
+Runner: `here` PID VERSION, `started` GENERATION, `refused` ERROR, `report` FACTS, `log` LEVEL LOGGER TEXT FIELDS,
+`died` TEXT.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from ckpt_async.stores import StoreOptions
 BUFFER_BYTES = 1 << 19
 MAX_PACKET_BYTES = 1 << 18
 MAX_TEXT_BYTES = 2000
+# Of these messages. A runner process may be older than its trainer (a node's process that lingers) or newer (restarted
+# after an upgrade of the package).
+VERSION = 2
 # A trainer sends no more `want` while so many are unread, so that every other message finds room: by far fewer than
 # the buffer holds.
 MAX_UNREAD = 100

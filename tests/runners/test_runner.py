@@ -849,6 +849,16 @@ def test_a_runner_always_killed_while_it_starts_is_reported(
     assert is_free(folder)
 
 
+def test_a_runner_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package was upgraded while a node's process lingered, or between two starts of a process."""
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
+    with monkeypatch.context() as upgraded:
+        upgraded.setattr(wire, "VERSION", wire.VERSION + 1)
+        with pytest.raises(RunnerError, match="another version"):
+            Uploader(folder, remote, **PROCESS)
+    Uploader(folder, remote, **PROCESS).close()  # waits until that process has released the folder
+
+
 def test_sigterm_to_the_trainer_flushes(nursery: Nursery, tmp_path: Path) -> None:
     """With the handler of `sigterm_flush_s`; the launcher signals every process of the allocation."""
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
