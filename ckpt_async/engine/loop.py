@@ -384,7 +384,8 @@ class Engine:
     async def _perform_series(self, actions: Sequence[decide.Upload]) -> None:
         """Upload small shards as a series; those that cannot be sent that way are uploaded alone next."""
         left = actions
-        with contextlib.suppress(JournalError):  # unrecorded shards are sent again, which reports the error
+        # Unrecorded shards are sent again, which reports the error.
+        with contextlib.suppress(JournalError, MemoryError):
             left = await sending.upload_series(self.state, actions)
         self._queue.send_alone(left)
 

@@ -357,8 +357,8 @@ class ProcessRunner:
                     continue
                 with meeting.listen() as listener:
                     self._spawn("node", listener.fileno(), lock)  # the new process holds the lock from now on
-                os.close(lock)
-                lock = os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CLOEXEC)
+                ended, lock = lock, os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CLOEXEC)
+                os.close(ended)
             raise RunnerError(
                 "the node's runner process can neither be reached nor started", hint=self._log_tail()
             )
@@ -384,13 +384,19 @@ class ProcessRunner:
                     stderr=log,
                     start_new_session=True,
                 )
-            with process:
-                if process.wait(SPAWN_TIMEOUT_S):
-                    raise RunnerError(
-                        f"{sys.executable} exited with {process.returncode}: {self._log_tail()}"
-                    )
+            if process.wait(SPAWN_TIMEOUT_S):
+                raise RunnerError(f"{sys.executable} exited with {process.returncode}: {self._log_tail()}")
         except OSError as error:
             raise RunnerError(f"the runner process cannot be started: {error}") from error
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(
+                ProcessLookupError, subprocess.TimeoutExpired
+            ):  # it has ended, or cannot end
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(STOP_TIMEOUT_S)
+            raise RunnerError(
+                f"{sys.executable} has not started within {SPAWN_TIMEOUT_S:.0f} s: {self._log_tail()}"
+            ) from None
         return process.pid
 
     def _kill(self) -> None:

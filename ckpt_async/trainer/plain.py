@@ -15,7 +15,6 @@ from typing import Any, Self, TypeVar
 
 from ckpt_async.core import naming
 from ckpt_async.errors import (
-    CkptAsyncError,
     InvalidShardError,
     ObjectNotFoundError,
     StoreError,
@@ -165,7 +164,7 @@ class PlainUploader:
         while (staged := self._next(key)) is not None:
             try:
                 await self._send_one(key, staged)
-            except (CkptAsyncError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, later files under this key can be sent
                 self._failed(key, error)
             else:
                 self.failures.pop(key, None)

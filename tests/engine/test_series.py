@@ -399,6 +399,27 @@ def test_shards_a_series_could_not_send_are_uploaded_singly_within_limits(
     assert decisions(store) == {CheckpointId(1, 1): "commit"}
 
 
+def test_shards_of_a_series_without_memory_are_uploaded_singly_by_the_same_engine(
+    opened: Open, series: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scarce memory is no bug, and while closing, a crash of the engine is final."""
+    read, refused = Source.read, []
+
+    def scarce(source: Source) -> bytes:
+        if series and not refused:
+            refused.append(source.path)
+            raise MemoryError
+        return read(source)
+
+    monkeypatch.setattr(Source, "read", scarce)
+    with opened(store := Meddled()) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=30)
+        assert refused
+        assert uploader.metrics.total("ckpt_async_engine_restarts_total").get("", 0) == 0
+    assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
 def test_a_repeatedly_refused_shard_delays_no_other(opened: Open) -> None:
     class Picky(Meddled):
         is_picky = True

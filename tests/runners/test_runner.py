@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -951,6 +952,45 @@ def test_a_runner_that_cannot_be_started_is_a_clear_error(
     with Uploader(tmp_path / "folder", remote, node_shared=is_shared, **PROCESS) as uploader:
         save(uploader, 1)
         uploader.wait(1, timeout_s=PATIENCE_S)
+
+
+def test_an_interpreter_that_hangs_is_killed_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network disk that does not respond, for example."""
+    folder, hangs = tmp_path / "folder", f"import time  # {tmp_path}\ntime.sleep(60)"
+    monkeypatch.setattr(process_module, "_BOOTSTRAP", hangs)
+    monkeypatch.setattr(process_module, "SPAWN_TIMEOUT_S", 0.5)
+    with pytest.raises(RunnerError, match="has not started within"):
+        Uploader(folder, f"file://{tmp_path}/store", **PROCESS)
+    assert is_free(folder)
+
+    def is_there(process: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return str(tmp_path).encode() in (process / "cmdline").read_bytes()
+        return False
+
+    wait_until(lambda: not any(map(is_there, Path("/proc").glob("[0-9]*"))))
+
+
+def test_a_runner_without_descriptors_for_its_lock_says_so_and_closes_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A descriptor that is closed twice may be another thread's by then."""
+    open_, shared, opened = os.open, PROCESS | {"node_shared": True}, []
+
+    def scarce(path: Any, *arguments: Any, **more: Any) -> int:
+        if str(path).endswith("node.lock"):
+            opened.append(path)
+            if len(opened) == 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+        return open_(path, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", scarce)
+        with pytest.raises(RunnerError, match="Too many open files"):
+            Uploader(tmp_path / "folder", f"file://{tmp_path}/store", **shared)
+    Uploader(tmp_path / "folder", f"file://{tmp_path}/store", **shared).close()
 
 
 def test_contradicting_settings_are_rejected(tmp_path: Path) -> None:

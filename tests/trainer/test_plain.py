@@ -8,6 +8,7 @@ import pytest
 
 from ckpt_async import PlainUploader
 from ckpt_async.errors import InvalidNameError, InvalidShardError, StoreError, UploaderClosedError
+from ckpt_async.trainer import plain
 from tests.seaweed import SeaweedServer
 
 
@@ -64,6 +65,24 @@ def test_what_cannot_be_uploaded_is_an_error_in_the_log_and_raises_nothing(
             assert files.flush(60) == []
             assert list(files.failures) == ["log.txt"]
     assert "plain_file_not_uploaded key=log.txt" in caplog.text
+
+
+def test_whatever_a_file_fails_with_is_told_and_the_next_under_its_key_is_sent(
+    log: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with PlainUploader(f"file://{folder}") as files:
+        with monkeypatch.context() as patch:
+            patch.setattr(plain, "upload", no_memory)
+            files.put(log, "log.txt")
+            assert files.flush(5) == []
+        assert isinstance(files.failures["log.txt"], MemoryError)
+        files.put(log, "log.txt")
+        assert files.flush(30) == []
+    assert files.failures == {}
+    assert (folder / "log.txt").read_text() == "first"
 
 
 def test_closing_says_which_files_are_lost(
