@@ -333,6 +333,11 @@ class Simulated:
         return sum(count for kind, count in self.kinds.items() if kind.split()[0] in verbs)
 
 
+def _has_committed(engine: Engine) -> bool:
+    decided = engine.outcomes.of(CHECKPOINT)
+    return decided is not None and decided.outcome is Outcome.COMMIT
+
+
 async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: int) -> Simulated:
     random_, loop = random.Random(seed), asyncio.get_running_loop()
     store = DistantStore(latency_s, random_)
@@ -369,12 +374,12 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
         engines.append(engine)
     last_s = max(each.upload_s for each in engines)
     running = [asyncio.ensure_future(each.run()) for each in engines]
-    while not store.has_latest() or any(CHECKPOINT not in each.outcomes for each in engines):
+    while not store.has_latest() or any(each.outcomes.of(CHECKPOINT) is None for each in engines):
         if loop.time() > last_s + 600:
             raise RuntimeError("not committed within 10 minutes")
         await asyncio.sleep(0.05)
     known_s, decided_at = loop.time(), store.decided_at()
-    if decided_at is None or any(each.outcomes[CHECKPOINT].outcome is not Outcome.COMMIT for each in engines):
+    if decided_at is None or not all(_has_committed(each) for each in engines):
         raise RuntimeError("decided otherwise than by a commit")
     for each in engines:
         each.stop()
