@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.model import CheckpointId, without_slash
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.core.units import age, counted
@@ -233,7 +233,7 @@ class SweeperMetrics(Counters):
 
     def of(self, url: str) -> Observer:
         """Return the observer that counts the requests for this remote."""
-        run = _printable(url.rstrip("/"))
+        run = _printable(without_slash(url))
         self._begin(run=run)
         return _RequestsOf(self, run)
 

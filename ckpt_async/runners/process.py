@@ -389,9 +389,8 @@ class ProcessRunner:
         except OSError as error:
             raise RunnerError(f"the runner process cannot be started: {error}") from error
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(
-                ProcessLookupError, subprocess.TimeoutExpired
-            ):  # it has ended, or cannot end
+            # It may have ended just now, or be unable to end.
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(STOP_TIMEOUT_S)
             raise RunnerError(

@@ -16,7 +16,7 @@ class WriterCancelledError(Exception):
 
 
 class PassingWriter:
-    """A writer that passes the bytes on to another one, after it has seen them: so it cannot take files."""
+    """A writer that passes on what it is given to another one. To see every byte, it takes no files."""
 
     takes_files = False
 

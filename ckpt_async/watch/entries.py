@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ckpt_async.core.model import without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, SettingsError
 from ckpt_async.local.durable import write_durably
@@ -200,7 +201,7 @@ class Entries:
 
     @property
     def _of(self) -> dict[str, str]:
-        return {"folder": str(self.source), "remote": self.remote.rstrip("/")}
+        return {"folder": str(self.source), "remote": without_slash(self.remote)}
 
     @property
     def _entries(self) -> Path:

@@ -12,6 +12,7 @@ import os
 import socket
 from pathlib import Path
 
+from ckpt_async.core.model import without_slash
 from ckpt_async.errors import JournalError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class FolderLock:
         self.path = path
         self._otherwise = otherwise
         # A hash, since a remote may contain a password.
-        self._remote = hashlib.sha256(remote.rstrip("/").encode()).hexdigest()[:16]
+        self._remote = hashlib.sha256(without_slash(remote).encode()).hexdigest()[:16]
         self._descriptor = -1
 
     def try_take(self) -> bool:

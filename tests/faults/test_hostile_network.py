@@ -217,7 +217,8 @@ def test_credentials_may_expire_in_the_middle_of_a_multipart_upload(
     again, and nothing is given up.
     """
     remote, sizes, training = f"{s3_url}/run", (8 * PART,), threading.Event()
-    with Uploader(tmp_path / "folder", remote, **SETTINGS | {"num_concurrent_uploads": 2}) as uploader:
+    two = {"num_concurrent_uploads": 2, "max_concurrent_uploads": 2}
+    with Uploader(tmp_path / "folder", remote, **SETTINGS | two) as uploader:
         slow = proxy.add(Fault("delay", "PUT", SHARDS, is_part=True, delay_s=0.1))
         save(uploader, 1, sizes)
         proxy.wait_for(lambda: len(proxy.sent(SHARDS)) >= 2)

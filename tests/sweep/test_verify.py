@@ -15,6 +15,7 @@ from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
+from tests import virtual_time
 from tests.stores.misbehaving import Meddled, trouble
 from tests.sweep.world import Counted, World, replaced
 
@@ -195,24 +196,27 @@ def test_pruning_during_verify_is_not_damage(run: Any) -> None:
     run(main())
 
 
+SHARD_READ_S = 6.0
+
+
 class _ReadsOnHead(Meddled):
     """A directory: to report a checksum it reads the file, which takes longer than a small request may."""
 
     async def before(self, operation: str, key: str) -> None:
         if operation == "head" and key.startswith(keys.DATA):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(SHARD_READ_S)
 
 
-def test_a_store_that_reads_a_large_shard_to_report_its_checksum_has_time_for_it(run: Any) -> None:
+def test_a_store_that_reads_a_large_shard_to_report_its_checksum_has_time_for_it() -> None:
     async def main() -> None:
         world = await _world()
         shards = [each for key, each in world.bucket.objects.items() if key.startswith(keys.DATA)]
-        settings = Settings(request_timeout_s=0.05, upload_timeout_s=1, minimum_rate_bytes_per_s=1)
-        assert all(len(each.data) > 1 for each in shards)
+        settings = Settings(request_timeout_s=5, upload_timeout_s=60, minimum_rate_bytes_per_s=1)
+        assert all(len(each.data) > SHARD_READ_S for each in shards)
         result = await verify(PatientStore(_ReadsOnHead(world.bucket), settings, is_patient=False))
         assert (result.findings, result.num_shards) == ([], 4)
 
-    run(main())
+    virtual_time.run(main())
 
 
 class _ForbidsUploads(Meddled):
