@@ -303,7 +303,7 @@ def test_a_runner_says_why_it_cannot_start(tmp_path: Path, monkeypatch: pytest.M
         return [await asyncio.to_thread(ours.receive) for _ in range(3)]
 
     here, refused, end = asyncio.run(answers())
-    assert (here, end) == (["here", os.getpid()], None)
+    assert (here, end) == (["here", os.getpid(), wire.VERSION], None)
     assert refused[0] == "refused"
     error = wire.error_from(refused[1])
     assert (type(error), str(error)) == (NoSpaceError, "the file system is full")
