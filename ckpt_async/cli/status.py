@@ -22,7 +22,8 @@ from ckpt_async.errors import CkptAsyncError, ObjectNotFoundError
 from ckpt_async.monitor.report import FolderWatch, Seen, folder_json
 
 if TYPE_CHECKING:
-    from ckpt_async.protocol.overview import Known, Overview
+    from ckpt_async.protocol.overview import Overview
+    from ckpt_async.protocol.steps import KnownDecisions
 
 # The default time between two looks: a folder costs no request, a remote five.
 FOLDER_EVERY_S, REMOTE_EVERY_S = 2.0, 10.0
@@ -196,7 +197,7 @@ class _RemoteSight(_Sight):
     def __init__(self, url: str, options: argparse.Namespace) -> None:
         super().__init__(url)
         self._options = options
-        self._known: dict[str, Known] = {}
+        self._known: dict[str, KnownDecisions] = {}
         self._seen: dict[str, Overview] = {}
 
     def _look(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
 from ckpt_async.core import keys
@@ -27,7 +27,7 @@ MAX_SHARD_NAME_LENGTH = 600
 MAX_CHECKPOINT_NAME_LENGTH = 200
 MAX_KEY_LENGTH = 1024
 # The folders in which a run keeps its own objects (`keys.DATA`, `keys.KINDS`, `keys.PRIVATE`).
-_OWN_FOLDERS = ("ckpt", "kinds", ".ckpt_async")
+_OWN_FOLDERS = ("ckpt", "kinds", keys.PRIVATE)
 
 
 def several(given: Iterable[T], what: str) -> tuple[T, ...]:
@@ -96,16 +96,27 @@ def check_publish_as(key: str) -> str:
 
 def check_pointer(template: str, *, rank: int) -> str:
     """Return the key of Composer's pointer, "" for none, relative to the run. Raises InvalidNameError."""
-    return _check_not_ours(fill(template, rank=rank), "composer_symlink")
-
-
-def _check_not_ours(key: str, what: str) -> str:
-    if key.partition("/")[0] in _OWN_FOLDERS:
+    key = _check_not_ours(fill(template, rank=rank), "composer_symlink")
+    if key and not key.endswith(".symlink"):
         raise InvalidNameError(
-            f"{what} {key!r} lies in a folder that this package reserves",
-            hint="use a key with another first component",
+            f"composer_symlink {key!r} must end in .symlink, or Composer would take it for a checkpoint",
+            hint=f"use {key}.symlink",
         )
     return key
+
+
+def check_latest(template: str, *, rank: int) -> str:
+    """Return the local symlink, "" for none, relative to the folder. Raises InvalidNameError."""
+    return _check_not_ours(fill(template, rank=rank), "latest_filename", (keys.PRIVATE,))
+
+
+def _check_not_ours(path: str, what: str, own_folders: Collection[str] = _OWN_FOLDERS) -> str:
+    if path.partition("/")[0] in own_folders:
+        raise InvalidNameError(
+            f"{what} {path!r} lies in a folder that this package reserves",
+            hint="use another first component",
+        )
+    return path
 
 
 def check_key_length(root: str, key: str, *, most: int = MAX_KEY_LENGTH) -> None:

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import CheckpointId, Decision, Outcome
-from ckpt_async.errors import InvalidRecordError
+from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import if_readable, read_record
-from ckpt_async.stores.interface import Listing, ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 
@@ -29,8 +27,6 @@ STATES = {
     Outcome.PRUNING: "pruning",
     Outcome.PRUNED: "pruned",
 }
-
-Known = dict[str, tuple[str, Decision]]  # decisions by key, with their ETag
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +165,7 @@ def _item_json(each: Item) -> dict[str, Any]:
 # --- looking -----------------------------------------------------------------------------------------------
 
 
-async def look(store: PatientStore, known: Known) -> Overview | None:
+async def look(store: PatientStore, known: steps.KnownDecisions) -> Overview | None:
     """Look at a run; returns None if there was never one here.
 
     Takes four listings, a part of one more, and a GET for each decision that is not in `known` yet, which is kept up to
@@ -186,8 +182,7 @@ async def look(store: PatientStore, known: Known) -> Overview | None:
     )
     if not generations.objects and not decisions.objects:
         return None
-    unreadable: list[str] = []
-    await _read_decisions(store, decisions, known, unreadable)
+    unreadable = [error.key for error in await steps.read_decisions(store, decisions, known)]
     there = sweep_plan.stored(receipts.objects, data.objects)
     decided = {decision.checkpoint: decision for _, decision in known.values()}
     numbers = {number for each in generations.objects if (number := keys.parse_generation_key(each.key))}
@@ -208,26 +203,6 @@ async def look(store: PatientStore, known: Known) -> Overview | None:
         unreadable=frozenset(filter(None, map(keys.parse_decision_key, unreadable))),
     )
     return overview(store.url, view, unreadable)
-
-
-async def _read_decisions(store: PatientStore, listing: Listing, known: Known, unreadable: list[str]) -> None:
-    fresh = [each for each in listing.objects if known.get(each.key, ("",))[0] != each.etag or not each.etag]
-
-    async def one(each: ObjectInfo) -> None:
-        id_ = keys.parse_decision_key(each.key)
-        if id_ is None:
-            return
-        try:
-            there = await read_record(store, each.key, lambda data: records.decode_decision(data, id_))
-        except InvalidRecordError:
-            unreadable.append(each.key)
-            return
-        if there is not None:
-            known[each.key] = there[1], there[0]
-
-    await all_or_none(one(each) for each in fresh)
-    for gone in known.keys() - {each.key for each in listing.objects}:
-        del known[gone]
 
 
 async def _world_size(store: PatientStore, generation: int) -> int | None:

@@ -29,12 +29,14 @@ from ckpt_async.protocol import copies, sweep_plan
 from ckpt_async.protocol.cas import advance, create_once, if_readable, read, read_record
 from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import Listing
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none, both
 
 logger = logging.getLogger(__name__)
 
 Alongside = Callable[[], Coroutine[Any, Any, None]]
+KnownDecisions = dict[str, tuple[str, Decision]]  # by key, with their ETags
 _NONE_KNOWN: Mapping[int, bytes] = {}
 
 
@@ -222,6 +224,34 @@ async def read_decision(store: PatientStore, checkpoint: CheckpointId) -> Decisi
     key = keys.decision_key(checkpoint)
     there = await read_record(store, key, lambda data: records.decode_decision(data, checkpoint))
     return there[0] if there else None
+
+
+async def read_decisions(
+    store: PatientStore, listing: Listing, known: KnownDecisions
+) -> list[InvalidRecordError]:
+    """Bring `known` up to date with a listing of all decisions, by one GET for each that is new or has changed.
+
+    Returns an error for each that is unreadable. If it was readable before, `known` keeps that.
+    """
+    unreadable: list[InvalidRecordError] = []
+
+    async def one(key: str, id_: CheckpointId) -> tuple[Decision, str] | None:
+        try:
+            return await read_record(store, key, lambda data: records.decode_decision(data, id_))
+        except InvalidRecordError as error:
+            unreadable.append(error)
+            return None
+
+    listed = {
+        each.key: (id_, each.etag) for each in listing.objects if (id_ := keys.parse_decision_key(each.key))
+    }
+    # A store may list objects without their ETags.
+    fresh = {key: id_ for key, (id_, etag) in listed.items() if not etag or known.get(key, ("",))[0] != etag}
+    read_now = await all_or_none(one(key, id_) for key, id_ in fresh.items())
+    for gone in known.keys() - listed.keys():
+        del known[gone]
+    known |= {key: (there[1], there[0]) for key, there in zip(fresh, read_now, strict=True) if there}
+    return unreadable
 
 
 async def read_boundary(store: PatientStore) -> Boundary | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.agreement import obstacle
-from ckpt_async.core.model import CheckpointId, Decision, Outcome, StoredShard
+from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt, StoredShard
 from ckpt_async.errors import FailureReason, InvalidRecordError, ObjectNotFoundError, StoreError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
@@ -130,20 +130,13 @@ async def verify(
 
 async def _read_decisions(store: PatientStore, result: Verification) -> dict[CheckpointId, Decision]:
     listing = await store.list(keys.DECISIONS)
-    decisions: dict[CheckpointId, Decision] = {}
-    for each in listing.objects:
-        checkpoint = keys.parse_decision_key(each.key)
-        if checkpoint is None:
-            result.findings.append(Finding("R4", each.key, "not the key of a decision"))
-            continue
-        try:
-            decision = await steps.read_decision(store, checkpoint)
-        except InvalidRecordError as error:
-            result.findings.append(_unreadable("R4", error))
-            continue
-        if decision is not None:
-            decisions[checkpoint] = decision
-    return decisions
+    others = [each.key for each in listing.objects if keys.parse_decision_key(each.key) is None]
+    result.findings += [Finding("R4", key, "not the key of a decision") for key in others]
+    known: steps.KnownDecisions = {}
+    result.findings += [
+        _unreadable("R4", error) for error in await steps.read_decisions(store, listing, known)
+    ]
+    return {decision.checkpoint: decision for _, decision in known.values()}
 
 
 async def _check_committed(
@@ -151,13 +144,9 @@ async def _check_committed(
 ) -> tuple[list[Finding], list[StoredShard]]:
     """Check I1: every receipt is there and is the one that was decided on; every shard is there and complete."""
     id_, key = decision.checkpoint, keys.decision_key(decision.checkpoint)
-    findings: list[Finding] = []
-    receipts = []
-    for rank in range(decision.world_size):
-        try:
-            receipts.append(await steps.bound_receipt(store, decision, rank))
-        except InvalidRecordError as error:
-            findings.append(_unreadable("I1", error))
+    found = await all_or_none(_receipt(store, decision, rank) for rank in range(decision.world_size))
+    receipts = [each for each in found if isinstance(each, Receipt)]
+    findings = [each for each in found if isinstance(each, Finding)]
     if not findings:
         reason = obstacle(id_, receipts)
         shards = [shard for receipt in receipts for shard in receipt.shards]
@@ -179,6 +168,13 @@ async def _check_committed(
     result.num_shards_read += sum(to_read)
     result.size_bytes += sum(shard.size_bytes for shard in shards)
     return findings, shards
+
+
+async def _receipt(store: PatientStore, decision: Decision, rank: int) -> Receipt | Finding:
+    try:
+        return await steps.bound_receipt(store, decision, rank)
+    except InvalidRecordError as error:
+        return _unreadable("I1", error)
 
 
 async def _check_shard(

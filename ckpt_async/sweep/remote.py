@@ -18,7 +18,7 @@ from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
 from ckpt_async.protocol.overview import Overview, overview
 from ckpt_async.protocol.verify import Finding
-from ckpt_async.stores.interface import Listing, MultipartInfo, ObjectInfo
+from ckpt_async.stores.interface import Listing, MultipartInfo
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 
@@ -80,7 +80,7 @@ class RemoteSweep:
     policy: RetentionPolicy
     ages: sweep_plan.Ages
     clock: Callable[[], float]
-    known: dict[str, tuple[str, Decision]] = field(default_factory=dict)
+    known: steps.KnownDecisions = field(default_factory=dict)
     unreadable: dict[str, Finding] = field(default_factory=dict)
     on_done: Callable[[Done], Awaitable[None]] | None = None  # called after each action that succeeded
 
@@ -181,10 +181,13 @@ class RemoteSweep:
         try:
             return await reading
         except InvalidRecordError as error:
-            if error.key not in self.unreadable:
-                logger.warning("record_unreadable error=%s; leaving alone what it describes", error)
-            self.unreadable[error.key] = Finding(rule, error.key, error.detail)
+            self._note(rule, error)
             return None
+
+    def _note(self, rule: str, error: InvalidRecordError) -> None:
+        if error.key not in self.unreadable:
+            logger.warning("record_unreadable error=%s; leaving alone what it describes", error)
+        self.unreadable[error.key] = Finding(rule, error.key, error.detail)
 
     async def _multiparts(self) -> tuple[MultipartInfo, ...]:
         if not self.store.capabilities.multipart:
@@ -192,20 +195,9 @@ class RemoteSweep:
         return tuple(await self.store.list_multiparts(keys.DATA))
 
     async def _read_decisions(self, listing: Listing) -> dict[CheckpointId, Decision]:
-        fresh = [each for each in listing.objects if self.known.get(each.key, ("",))[0] != each.etag]
-        read_now = await all_or_none(self._read_decision(each) for each in fresh)
-        for gone in self.known.keys() - {each.key for each in listing.objects}:
-            del self.known[gone]
-        self.known |= {each.key: known for each, known in zip(fresh, read_now, strict=True) if known}
+        for error in await steps.read_decisions(self.store, listing, self.known):
+            self._note("R4", error)
         return {decision.checkpoint: decision for _, decision in self.known.values()}
-
-    async def _read_decision(self, each: ObjectInfo) -> tuple[str, Decision] | None:
-        checkpoint = keys.parse_decision_key(each.key)
-        if checkpoint is None:
-            return None  # not ours
-        reading = read_record(self.store, each.key, lambda data: records.decode_decision(data, checkpoint))
-        there = await self._readable("R4", reading)
-        return (there[1], there[0]) if there else None
 
     async def _read_leases(self, listing: Listing) -> dict[str, tuple[Lease, float]]:
         leases: dict[str, tuple[Lease, float]] = {}

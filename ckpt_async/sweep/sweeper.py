@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckpt_async.core import keys, naming, retention
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import Decision, Outcome, RemoteAddress
+from ckpt_async.core.model import Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, NoJournalError, ObjectNotFoundError, SettingsError
 from ckpt_async.events.callback import check_callable
@@ -26,7 +26,7 @@ from ckpt_async.events.event import Event
 from ckpt_async.events.sinks import check
 from ckpt_async.local import journals
 from ckpt_async.monitor.metrics import SweeperMetrics
-from ckpt_async.protocol import sweep_plan
+from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.kinds import kinds_below
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, options_of
@@ -145,7 +145,7 @@ class Sweeper:
         self._ages = sweep_plan.Ages(
             superseded_s=self._settings.abandon_after_s, newest_s=self._settings.abandon_newest_after_s
         )
-        self._known: dict[str, dict[str, tuple[str, Decision]]] = {}  # decisions read so far, by remote
+        self._known: dict[str, steps.KnownDecisions] = {}  # decisions read so far, by remote
         self.metrics = SweeperMetrics(self._found_folders)
         self.showing = Showing(self._found_folders)
 

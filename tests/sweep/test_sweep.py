@@ -11,7 +11,7 @@ from ckpt_async.core.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.sweep.remote import MAX_ABORTS
-from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids
+from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids, replaced
 
 
 def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
@@ -29,6 +29,30 @@ def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
         result = await world.verify()
         assert result.findings == []
         assert result.num_committed == 3
+
+    run(main())
+
+
+class WithoutETags(Counted):
+    """A store whose listings name no ETags."""
+
+    async def list(self, prefix: str) -> Any:
+        listing = await self._store.list(prefix)
+        return replaced(listing, objects=tuple(replaced(each, etag="") for each in listing.objects))
+
+
+def test_a_store_that_lists_no_etags_is_swept_as_well(run: Any) -> None:
+    """Its decisions counted as read before anybody had read them, and nothing was ever pruned."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2, 3)
+        sweeper = world.sweeper(KeepLast(1), store=WithoutETags(world.store))  # type: ignore[arg-type]
+        assert (await sweeper.run(is_dry_run=False)).is_clean
+        assert [await world.outcome(id_) for id_ in ids(1, 2, 3)] == [
+            Outcome.PRUNED,
+            Outcome.PRUNED,
+            Outcome.COMMIT,
+        ]
 
     run(main())
 

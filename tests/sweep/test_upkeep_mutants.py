@@ -96,8 +96,10 @@ BUGS = [
     # sweeper
     Bug(remote_sweep.RemoteSweep._read_leases, "lease = steps.unreadable_lease(checkpoint, each.key)", "continue",
         *in_loop(bad_records.test_an_unreadable_lease_counts_for_the_longest_term)),
-    Bug(remote_sweep.RemoteSweep._read_decisions, "del self.known[gone]", "pass",
+    Bug(steps.read_decisions, "del known[gone]", "pass",
         *in_loop(sweeping.test_a_collected_decision_is_forgotten_by_those_who_read_it)),
+    Bug(steps.read_decisions, "if not etag or known", "if known",
+        *in_loop(sweeping.test_a_store_that_lists_no_etags_is_swept_as_well)),
     # verify
     Bug(verify._check_shard, " or info.checksum is None", "",
         *in_loop(verifying.test_objects_without_a_stored_checksum_are_read)),

@@ -242,3 +242,21 @@ def test_uploads_that_may_not_be_listed_are_named_and_nothing_else_is_lost(run: 
             await verify(PatientStore(store, Settings(), is_patient=False))
 
     run(main())
+
+
+def test_a_distant_store_is_asked_for_many_records_at_once() -> None:
+    """One after the other, the receipts of 8 checkpoints of 1,000 ranks took seven minutes at 50 ms each."""
+
+    class Distant(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            await asyncio.sleep(1)
+
+    async def main() -> float:
+        world = await World.begun(*range(64), world_size=4)
+        store = PatientStore(Distant(world.bucket), Settings())  # type: ignore[arg-type]
+        began_s = asyncio.get_running_loop().time()
+        assert (await verify(store)).num_committed == 64
+        return asyncio.get_running_loop().time() - began_s
+
+    num_requests = 64 * (1 + 4 + 4)  # a decision, its receipts, their shards
+    assert virtual_time.run(main()) < num_requests / 2

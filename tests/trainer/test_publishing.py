@@ -355,6 +355,7 @@ POINTER = "latest-rank{rank}.pt.symlink"
         "../latest.symlink",
         ".ckpt_async/latest.json",
         "ckpt/latest.symlink",
+        "latest-rank0.pt",
         f"{'a' * 200}/" * 2 + "a" * 197,
     ],
 )

@@ -13,6 +13,8 @@ from ckpt_async.stores.azure.blocks import ALGORITHM
 from ckpt_async.stores.azure.sending import BLOB, Compared, Sender
 from ckpt_async.stores.azure.session import NOTHING, AzureSession
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.http.failures import reachable_hint
+from ckpt_async.stores.http.opening import in_time
 from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Store
 
 _WRONG = {
@@ -34,24 +36,17 @@ class Probe:
         """Return whether conditions are enforced, and tell the sender which checksum the store compares. Raises
         StoreError if it compares none.
         """
-        options = self._session.options
-        limit_s = options.connect_timeout_s + options.read_timeout_s
+        hint = reachable_hint(self._session.location.account.endpoint_url)
+        return await in_time(self._find_out(), self._session.options, hint)
+
+    async def _find_out(self) -> bool:
         try:
-            async with asyncio.timeout(limit_s):
-                try:
-                    self._sender.compared = await self._compared()
-                    return await self._conditions()
-                finally:
-                    # Best effort: credentials without the right to delete are allowed, and leave the blobs behind.
-                    with contextlib.suppress(StoreError):
-                        await self._store.delete([self._key, self._spoiled])
-        except TimeoutError as error:
-            raise StoreError(
-                f"no answer within {limit_s:g} s",
-                reason=FailureReason.TIMEOUT,
-                operation="open",
-                hint=f"is {self._session.location.account.endpoint_url} reachable from here?",
-            ) from error
+            self._sender.compared = await self._compared()
+            return await self._conditions()
+        finally:
+            # Best effort: credentials without the right to delete are allowed, and leave the blobs behind.
+            with contextlib.suppress(StoreError):
+                await self._store.delete([self._key, self._spoiled])
 
     async def _compared(self) -> Compared:
         for each in Compared:

@@ -16,6 +16,8 @@ from ckpt_async.errors import FailureReason, PreconditionFailedError, StoreError
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.gcs.answers import ALGORITHM
 from ckpt_async.stores.gcs.session import GcsSession
+from ckpt_async.stores.http.failures import reachable_hint
+from ckpt_async.stores.http.opening import in_time
 from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Store
 
 T = TypeVar("T")
@@ -98,15 +100,4 @@ class Probe:
         return True
 
     async def _within(self, request: Coroutine[Any, Any, T]) -> T:
-        options = self._session.options
-        limit_s = options.connect_timeout_s + options.read_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await request
-        except TimeoutError as error:
-            raise StoreError(
-                f"no answer within {limit_s:g} s",
-                reason=FailureReason.TIMEOUT,
-                operation="open",
-                hint=f"is {self._session.endpoint} reachable from here?",
-            ) from error
+        return await in_time(request, self._session.options, reachable_hint(self._session.endpoint))

@@ -191,11 +191,16 @@ def reason_of(code: str, status: int) -> FailureReason:
     return reason_of_status(status)
 
 
-def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
-    """Return why a request got no answer, and a hint what to do about it."""
+def is_reachable_hint(location: S3Location) -> str:
+    """Return what to check if the store does not answer."""
     endpoint = location.endpoint_url or _AWS
     is_direct_aws = endpoint == _AWS and not has_proxy(_AWS)
-    reachable = _AWS_REACHABLE if is_direct_aws else reachable_hint(endpoint)
+    return _AWS_REACHABLE if is_direct_aws else reachable_hint(endpoint)
+
+
+def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
+    """Return why a request got no answer, and a hint what to do about it."""
+    reachable = is_reachable_hint(location)
     match error:
         case botocore.exceptions.ConnectTimeoutError():
             return FailureReason.TIMEOUT, reachable

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 from ckpt_async.core.keys import PROBES, longest_keys
 from ckpt_async.errors import FailureReason, IntegrityError, PreconditionFailedError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
+from ckpt_async.stores.http.opening import in_time
 from ckpt_async.stores.interface import BytesBody, Capabilities, Condition, Create, Match, ObjectInfo, Store
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS
+from ckpt_async.stores.s3.errors import is_reachable_hint
 from ckpt_async.stores.s3.sending import Put, Sender
 from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import RequestTemplate
@@ -148,18 +150,7 @@ class Probe:
             await self._within(self._store.delete([self._key, self._spoiled, self._trailed]))
 
     async def _within(self, request: Coroutine[Any, Any, T]) -> T:
-        options = self._session.options
-        limit_s = options.connect_timeout_s + options.read_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                return await request
-        except TimeoutError as error:
-            raise StoreError(
-                f"no answer within {limit_s:g} s",
-                reason=FailureReason.TIMEOUT,
-                operation="open",
-                hint=f"is {self._session.location.endpoint_url or 'AWS'} reachable from here?",
-            ) from error
+        return await in_time(request, self._session.options, is_reachable_hint(self._session.location))
 
 
 def _is_verdict(error: BaseException) -> bool:
