@@ -8,26 +8,27 @@ still determines the request; only the bytes bypass it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import socket
 import ssl
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from urllib.parse import SplitResult, urlsplit
 
-from ckpt_async.stores.http.connections import CancelToken, Connections, receive, receive_into
+from ckpt_async.stores.http.connections import CancelToken, Connections, receive_into
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,
     content_length,
+    end_of_interim,
     host_of,
     keeps_connection,
     lines_of,
     parsed,
     read_by_library,
-    without_interim,
 )
 from ckpt_async.stores.http.tls import TlsConnection
 from ckpt_async.stores.interface import Sink
@@ -62,7 +63,7 @@ class Downloads(Connections):
         (status 300 and above) is returned with its body.
         """
         return await self._in_thread(
-            lambda token: self._get(token, urlsplit(url), offset, size_bytes, sink, check, lines_of(headers))
+            lambda token: self._get_range(token, url, offset, size_bytes, sink, check, lines_of(headers))
         )
 
     async def get_many(
@@ -80,6 +81,24 @@ class Downloads(Connections):
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
+    def _get_range(
+        self,
+        token: CancelToken,
+        url: str,
+        offset: int,
+        size_bytes: int,
+        sink: Sink,
+        check: Check,
+        lines: str,
+    ) -> Response:
+        buffer = _Buffer(min(BUFFER_BYTES, size_bytes), self._read_timeout_s)
+
+        def take() -> None:
+            for piece in buffer.pieces(size_bytes):
+                sink(piece)
+
+        return self._get(token, url, offset, size_bytes, take, check, lines, buffer)
+
     def _get_many(
         self,
         token: CancelToken,
@@ -88,100 +107,150 @@ class Downloads(Connections):
         got: Callable[[int, memoryview], None],
         lines: str,
     ) -> tuple[int, Response] | None:
+        buffer = _Buffer(max((size_bytes for _, size_bytes in gets), default=0), self._read_timeout_s)
         for number, (url, size_bytes) in enumerate(gets):
-            data = bytearray()
-            answer = self._get(
-                token, urlsplit(url), 0, size_bytes, data.extend, partial(check, number), lines
-            )
+            take, checked = partial(buffer.receive, size_bytes), partial(check, number)
+            answer = self._get(token, url, 0, size_bytes, take, checked, lines, buffer)
             if answer.status >= 300:
                 return number, answer
             token.uses(None, is_at_work=True)  # raises if cancelled by now
-            got(number, memoryview(data))
+            got(number, buffer.received[:size_bytes])
             token.uses(None)
         return None
 
     def _get(
         self,
         token: CancelToken,
-        url: SplitResult,
+        url: str,
         offset: int,
         size_bytes: int,
-        sink: Sink,
+        take: Callable[[], None],
         check: Check,
         lines: str,
+        buffer: _Buffer,
     ) -> Response:
+        """Make one request. If it is answered with the range, `take` takes the body from `buffer`."""
         began = time.monotonic()
-        connection, is_fresh = self._take(url)
-        asked = f"{lines}Range: bytes={offset}-{offset + size_bytes - 1}\r\n"
+        origin, target = _divided(url)
+        connection, is_fresh = self._take(origin)
+        request = (
+            f"GET {target} HTTP/1.1\r\nHost: {_host_of(origin)}\r\n"
+            f"{lines}Range: bytes={offset}-{offset + size_bytes - 1}\r\n\r\n"
+        ).encode("latin-1")
         try:
             try:
-                head, content = self._ask(token, connection, url, asked)
+                head = self._ask(token, connection, request, buffer)
             except (http.client.BadStatusLine, ConnectionError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
                 if is_fresh:
                     raise
                 token.uses(None)
                 connection.close()  # the server had closed it between two requests
-                connection = self._connect(url)
-                head, content = self._ask(token, connection, url, asked)
+                connection = self._connect(origin)
+                head = self._ask(token, connection, request, buffer)
             answer = parsed(head)
-            connected: socket.socket = connection.sock
             if answer.status >= 300:
-                answer = read_by_library(head + END + content, partial(self._rest_of_refusal, connected))
+                answer = read_by_library(head + END + buffer.received, buffer.rest_of_refusal)
                 connection.close()
                 return answer
             check(answer)
             # The answer is chunked or has another length: leftover bytes would be taken for the next answer.
             if content_length(answer) != size_bytes:
                 raise http.client.IncompleteRead(b"", size_bytes)
-            self._receive(connected, content[:size_bytes], size_bytes, sink)
+            is_last = len(buffer.received) > size_bytes or not keeps_connection(head, answer)
+            take()
             token.uses(None)
-            if keeps_connection(head, answer) and len(content) <= size_bytes:
-                self._put_back(connection, size_bytes, time.monotonic() - began)
-            else:
+            if is_last:
                 connection.close()
+            else:
+                self._put_back(connection, size_bytes, time.monotonic() - began)
             return answer
         except BaseException:
             connection.close()
             raise
 
     def _ask(
-        self, token: CancelToken, connection: http.client.HTTPConnection, url: SplitResult, lines: str
-    ) -> tuple[bytes, bytes]:
-        """Send the request; return the head of the answer and the part of the body that came with it."""
+        self, token: CancelToken, connection: http.client.HTTPConnection, request: bytes, buffer: _Buffer
+    ) -> bytes:
+        """Send the request; return the head of the answer. The part of the body that came with it is in `buffer`."""
         connected: socket.socket = connection.sock or self._dial(connection)
         token.uses(connected)
-        target = f"{url.path}?{url.query}" if url.query else url.path
-        connected.sendall(f"GET {target} HTTP/1.1\r\nHost: {host_of(url)}\r\n{lines}\r\n".encode("latin-1"))
-        received = b""
+        connected.sendall(request)
+        return buffer.receive_head(connected)
+
+
+class _Buffer:
+    """The bytes of one answer at a time, received in place: its head, and then up to `room_bytes` of its body."""
+
+    def __init__(self, room_bytes: int, timeout_s: float) -> None:
+        self._room_bytes, self._timeout_s = room_bytes, timeout_s
+        self._data = bytearray(HEAD_BYTES + len(END) + room_bytes)
+        self._view = memoryview(self._data)
+        self._start = self._end = 0
+        self._connected: socket.socket
+
+    @property
+    def received(self) -> memoryview:
+        """What has arrived of the body and was not taken yet; valid until more is received."""
+        return self._view[self._start : self._end]
+
+    def receive_head(self, connected: socket.socket) -> bytes:
+        """Receive the next answer's head, and return it without the empty line at its end."""
+        self._connected, self._start, self._end = connected, 0, 0
         while True:
-            head, has_ended, content = received.partition(END)
-            if has_ended:
-                return head, content
-            if len(received) > HEAD_BYTES:
-                raise http.client.LineTooLong("answer")
-            if not (data := receive(connected, HEAD_BYTES, self._read_timeout_s)):
+            count = receive_into(connected, self._view[self._end :], self._timeout_s)
+            if not count:
                 raise http.client.RemoteDisconnected("the server closed the connection without an answer")
-            received = without_interim(received + data)
+            self._end += count
+            self._start = end_of_interim(self._data, self._start, self._end)
+            end = self._data.find(END, self._start, self._end)
+            if (self._end if end < 0 else end) > HEAD_BYTES:
+                raise http.client.LineTooLong("answer")
+            if end >= 0:
+                head, self._start = bytes(self._view[self._start : end]), end + len(END)
+                return head
 
-    def _receive(self, connected: socket.socket, content: bytes, size_bytes: int, sink: Sink) -> None:
-        """Hand over exactly `size_bytes`, which begin with `content`, in slices as large as arrive within BLOCK_S: a
-        stall detector must hear of a slow link's bytes too.
+    def receive(self, size_bytes: int) -> None:
+        """Receive the whole body, which has at most as many bytes as there is room for."""
+        until = self._start + size_bytes
+        while self._end < until:
+            self._end += self._receive_into(self._view[self._end : until], until - self._end)
+
+    def pieces(self, size_bytes: int) -> Iterator[memoryview]:
+        """Yield exactly `size_bytes` of the body, in slices as large as arrive within BLOCK_S: a stall detector must
+        hear of a slow link's bytes too. Each is valid until the next.
         """
-        buffer = memoryview(bytearray(min(BUFFER_BYTES, size_bytes)))
-        filled, left = len(content), size_bytes
-        buffer[:filled] = content
+        left = size_bytes
         while left:
-            piece = buffer[: min(len(buffer), left)]
+            if self._start == self._end:
+                self._start = self._end = 0
+            piece = self._view[self._start :][: min(self._room_bytes, left)]
+            filled = min(self._end - self._start, len(piece))
             if filled < len(piece):
-                count = receive_into(connected, piece[filled:], self._read_timeout_s, socket.MSG_WAITALL)
-                if not count:
-                    raise http.client.IncompleteRead(b"", left)
-                filled += count
-            sink(piece[:filled])
-            left, filled = left - filled, 0
+                filled += self._receive_into(piece[filled:], left)
+                self._end = self._start + filled
+            self._start, left = self._start + filled, left - filled
+            yield piece[:filled]
 
-    def _rest_of_refusal(self, connected: socket.socket) -> bytes:
+    def _receive_into(self, room: memoryview, left_bytes: int) -> int:
+        count = receive_into(self._connected, room, self._timeout_s, socket.MSG_WAITALL)
+        if not count:
+            raise http.client.IncompleteRead(b"", left_bytes)
+        return count
+
+    def rest_of_refusal(self) -> bytes:
         """Receive more of a refusal's body, which may be cut short: only the status matters."""
         with contextlib.suppress(OSError):
-            return receive(connected, HEAD_BYTES, self._read_timeout_s)
+            return bytes(self._view[: receive_into(self._connected, self._view, self._timeout_s)])
         return b""
+
+
+def _divided(url: str) -> tuple[SplitResult, str]:
+    """Return the origin of a URL, and the target of a request to it."""
+    after_scheme = url.index("://") + len("://")
+    end = url.find("/", after_scheme)
+    return (_origin(url[:end]), url[end:]) if end >= 0 else (_origin(url), "/")
+
+
+# Parsing takes as long as the request itself otherwise does in Python, and there are few origins.
+_origin = functools.lru_cache(maxsize=64)(urlsplit)
+_host_of = functools.lru_cache(maxsize=64)(host_of)

@@ -96,9 +96,14 @@ def keeps_connection(head: bytes, answer: Response) -> bool:
 
 def without_interim(received: bytes) -> bytes:
     """Strip interim answers such as 100 Continue, which nobody asked for."""
-    while interim := _INTERIM.match(received):
-        received = received[interim.end() :]
-    return received
+    return received[end_of_interim(received, 0, len(received)) :]
+
+
+def end_of_interim(received: bytes | bytearray, start: int, end: int) -> int:
+    """Return where the answer itself begins, behind the complete interim ones from `start` on."""
+    while interim := _INTERIM.match(received, start, end):
+        start = interim.end()
+    return start
 
 
 def parsed(head: bytes) -> Response:
