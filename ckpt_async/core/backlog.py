@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_async.core import retention
 from ckpt_async.core.decide import Receipts, candidate, is_loadable, missing_ranks, why_hopeless
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
-from ckpt_async.core.model import CheckpointId, without_slash
+from ckpt_async.core.model import CheckpointId, RemoteAddress, without_slash
 from ckpt_async.core.retention import RetentionPolicy
 from ckpt_async.core.units import age
 
@@ -65,6 +65,18 @@ def stranded(local: Local, url: str) -> list[CheckpointId]:
     Shards that were verified there are not at `url`, so a commit at `url` would name shards that do not exist (R1).
     """
     return [each.id for each in undecided(local)] if is_of_another(local, url) else []
+
+
+def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
+    """Return the unfinished checkpoints that were begun at the same URL of another server.
+
+    It may be the same store under a new name, or a replica that lacks what the first one had verified. So what was
+    verified there must be asked for again before a commit may name it (R1).
+    """
+    known = local.remote
+    if known is None or known.url != address.url or known.endpoint_url == address.endpoint_url:
+        return []
+    return [each.id for each in undecided(local)]
 
 
 def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:

@@ -10,11 +10,12 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_async.core import backlog, keys, records
 from ckpt_async.core.local_state import Local, LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Event, Failed, Opened, without_slash
+from ckpt_async.core.model import CheckpointId, Event, Failed, Opened, RemoteAddress, without_slash
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason, InvalidRecordError
 from ckpt_async.local import kept
@@ -29,16 +30,40 @@ def stranded(folder: Folder, local: Local, url: str) -> tuple[CheckpointId, str]
     """
     if local.remote is not None and (left := backlog.stranded(local, url)):
         return left[-1], local.remote.url
+    lost = _remotes_of_lost(folder, local)
+    return next(((id_, there) for id_, there in lost if there != without_slash(url)), None)
+
+
+def remote_of_lost(folder: Folder, local: Local) -> str:
+    """Return the URL of the remote that the spool's manifests name, if the journal has lost it; "" if they name none,
+    or several. Blocks.
+    """
+    found = {there for _, there in _remotes_of_lost(folder, local)}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _remotes_of_lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointId, str]]:
+    """Yield the checkpoints that the journal has lost and a manifest in the spool knows, and their remotes' URLs."""
     spool = folder.private / keys.spool_rank(local.rank)
     for entry in sorted(os.listdir(spool)) if spool.exists() else ():
         id_ = keys.parse_checkpoint_tag(entry.removesuffix(".json"))
         if not entry.endswith(".json") or id_ is None or id_ in local.checkpoints:
             continue
         with contextlib.suppress(InvalidRecordError):  # `rebuild` tells of it
-            there = records.decode_manifest((spool / entry).read_bytes(), id_).remote
-            if there not in ("", without_slash(url)):
-                return id_, there
-    return None
+            if there := records.decode_manifest((spool / entry).read_bytes(), id_).remote:
+                yield id_, there
+
+
+def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
+    """Return what `backlog.unproven` does, and log it."""
+    found = backlog.unproven(local, address)
+    if found and local.remote is not None:
+        there, here = local.remote.endpoint_url or "the default", address.endpoint_url or "the default"
+        logger.warning(
+            "endpoint_changed url=%s from=%s to=%s checkpoints=%d; what was uploaded of these is looked up again",
+            *(address.url, there, here, len(found)),
+        )
+    return found
 
 
 async def recover(state: State, before: Opened | None) -> None:

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_async.core import keys
@@ -355,7 +356,8 @@ class Folder:
                 reason=FailureReason.SOURCE_MISSING,
             ) from None
         try:
-            check_identity(descriptor, identity, path)
+            # Nothing but a copy of the whole folder, as to another disk, replaces a link in the spool.
+            check_unchanged(descriptor, identity, path, is_same_inode=not spool)
         except BaseException:
             os.close(descriptor)
             raise
@@ -416,11 +418,14 @@ class Folder:
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
 
-def check_identity(descriptor: int, identity: FileIdentity, path: str) -> None:
-    """Raise SourceError unless the open file is still the one that was enqueued, down to the nanosecond of its
-    mtime.
+def check_unchanged(
+    descriptor: int, identity: FileIdentity, path: str, *, is_same_inode: bool = False
+) -> None:
+    """Raise SourceError unless the open file has the size with which it was enqueued and, to the nanosecond, the mtime;
+    and, if `is_same_inode`, is that very file.
     """
-    if identity_of(os.fstat(descriptor)) != identity:
+    found = identity_of(os.fstat(descriptor))
+    if (found if is_same_inode else replace(found, inode=identity.inode)) != identity:
         raise SourceError(
             f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
             reason=FailureReason.SOURCE_CHANGED,

@@ -25,7 +25,16 @@ from typing import ClassVar, Protocol, Self
 
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, fold
-from ckpt_async.core.model import CheckpointId, Event, Forgotten, JournalRow, Opened
+from ckpt_async.core.model import (
+    CheckpointId,
+    Event,
+    Forgotten,
+    JournalRow,
+    MultipartOpened,
+    Opened,
+    ReceiptStored,
+    Verified,
+)
 from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
 from ckpt_async.local import database, journal_rows, outbox, shared_journal
@@ -35,6 +44,8 @@ from ckpt_async.local.journal_rows import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
 
+# What a start at another server of the same URL must not take for granted.
+_OF_STORE = (MultipartOpened, Verified, ReceiptStored)
 # How long a `.wanted` mark counts. A trainer that waits for a lock renews its mark twenty times a second.
 WANTED_S = 5.0
 # Number of frames in the WAL from which the engine moves them into the main file, off the trainer's path.
@@ -201,10 +212,16 @@ class Journal:
         with self._in_use(), database.transaction(self._connection):
             self._connection.execute("DELETE FROM events WHERE kind = 'Forgotten'")
 
-    def open_rank(self, event: Opened) -> None:
-        """Record a new start; the rows of earlier starts are no longer needed."""
+    def open_rank(self, event: Opened, unproven: Iterable[CheckpointId] = ()) -> None:
+        """Record a new start; the rows of earlier starts are no longer needed, nor what they say about the store's
+        part of `unproven` checkpoints.
+        """
+        of_store = [(kind.__name__, each.generation, each.step) for each in unproven for kind in _OF_STORE]
         with self._in_use(), database.transaction(self._connection):
             self._connection.execute("DELETE FROM events WHERE kind = 'Opened'")
+            self._connection.executemany(
+                "DELETE FROM events WHERE kind = ? AND generation = ? AND step = ?", of_store
+            )
             self._connection.executemany(_INSERT, self._rows_of([event]))
 
     def note_progress(self, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:

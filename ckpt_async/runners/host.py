@@ -234,7 +234,7 @@ class Host:
         if start.wants:
             recorded += ((EVENTS, start.wants),)
         opened = Opened(generation, start.world_size, start.address, recorded, boot_id())
-        self._journal.open_rank(opened)
+        self._journal.open_rank(opened, recovery.unproven(local, start.address))
         return generation
 
     def _forget_all(self, local: Local) -> None:

@@ -39,7 +39,7 @@ from ckpt_async.events.telling import Wants, parse_wants
 from ckpt_async.local import journals, shared_journal
 from ckpt_async.local.folder import Folder, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.stores import options_of
+from ckpt_async.stores import address_of, options_of
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.together import all_or_none
@@ -224,7 +224,10 @@ def _by_remote(
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         local = each.before
-        address = change(local.remote) if change else local.remote
+        address = local.remote
+        if address is None and (lost := recovery.remote_of_lost(folder, local)):
+            address = address_of(lost, None, env=os.environ)
+        address = change(address) if change else address
         if address is None:
             of_kind = f" of kind {each.kind!r}" if each.kind else ""
             raise SettingsError(
@@ -369,8 +372,10 @@ class _Adoption:
 
     async def _start(self, each: _Adopted) -> None:
         opened = each.before.opened or Opened(0, 1)
-        if opened.remote is None:  # so that a start with another remote can tell whose this is
-            await asyncio.to_thread(each.journal.open_rank, replace(opened, remote=self.address))
+        if opened.remote != self.address:  # so that the next start can tell whose this is
+            unproven = recovery.unproven(each.before, self.address)
+            opened = replace(opened, remote=self.address)
+            await asyncio.to_thread(each.journal.open_rank, opened, unproven)
         recorded = each.before.opened.settings if each.before.opened else ()
         events = await asyncio.to_thread(each.begin_to_tell, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from ckpt_async.core.model import Checksum, FileIdentity
 from ckpt_async.errors import FailureReason, SourceError, StoreError
-from ckpt_async.local.folder import check_identity
+from ckpt_async.local.folder import check_unchanged
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.interface import BodyWriter, Sink
 from ckpt_async.transfer.progress import Progress
@@ -84,7 +84,7 @@ class Source:
 
     def check(self) -> None:
         """Raise SourceError if the file has changed since it was enqueued. Called after the last read."""
-        check_identity(self.descriptor, self.identity, self.path)
+        check_unchanged(self.descriptor, self.identity, self.path)
 
     async def checksum(
         self, offset: int, size_bytes: int, algorithm: str, moved: Callable[[], None] = lambda: None

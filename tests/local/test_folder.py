@@ -5,6 +5,7 @@ import fcntl
 import os
 import resource
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -150,6 +151,25 @@ def test_hard_link_survives_deletion_of_the_original(folder: Folder) -> None:
     descriptor = folder.open_source("step-1/a", "spool/rank-00000/x/a", identity)
     assert os.read(descriptor, 10) == b"bytes"
     os.close(descriptor)
+
+
+def test_links_of_a_folder_that_was_copied_to_another_disk_are_what_was_enqueued(
+    folder: Folder, tmp_path: Path
+) -> None:
+    """Everything unfinished was given up as "changed after it was enqueued", because a copy has other inodes."""
+    write(folder, "step-1/a", b"bytes")
+    identity, _ = link(folder, "step-1/a", "spool/rank-00000/x/a")
+    subprocess.run(["cp", "-a", folder.path, tmp_path / "copy"], check=True)
+    copied = Folder(tmp_path / "copy")
+    descriptor = copied.open_source("step-1/a", "spool/rank-00000/x/a", identity)
+    assert os.read(descriptor, 10) == b"bytes"
+    os.close(descriptor)
+    with pytest.raises(SourceError):  # a file of the user's own may have been replaced
+        copied.open_source("step-1/a", None, identity)
+    changed = copied.private / "spool/rank-00000/x/a"
+    os.utime(changed, ns=(0, identity.mtime_ns + 1))
+    with pytest.raises(SourceError):
+        copied.open_source("step-1/a", "spool/rank-00000/x/a", identity)
 
 
 def test_many_files_are_linked(folder: Folder) -> None:

@@ -380,6 +380,27 @@ def test_open_rank_leaves_one_row(journal: Journal) -> None:
     assert [Opened(4, 2)] == [row.event for row in journal.rows()]
 
 
+def test_open_rank_forgets_what_a_store_has_of_unproven_checkpoints(journal: Journal) -> None:
+    """It must stay forgotten, whatever happens next."""
+    other = CheckpointId(ID.generation, ID.step + 1)
+    shard = Shard("a", "x/a", FileIdentity(1, 2, 3, 4), is_linked=True)
+    stored = StoredShard("a", "ckpt/x/a", 3, Checksum("crc64nvme", "AAAAAAAAAAA="))
+    for id_ in (ID, other):
+        opened = MultipartOpened(id_, "a", "upload", 5)
+        journal.append([Enqueued(id_, "x", shard), Sealed(id_, "x", 1), opened, Verified(id_, stored)])
+        journal.append([ReceiptStored(id_)])
+    journal.open_rank(Opened(3, 1), [ID])
+    found = journal.local().checkpoints
+    assert (found[ID].has_receipt, found[ID].sealed is None, found[ID].shards["a"].stored) == (
+        False,
+        False,
+        None,
+    )
+    assert found[ID].shards["a"].multipart is None
+    assert found[other].has_receipt
+    assert found[other].is_verified
+
+
 def test_wal_is_checkpointed_into_the_main_file(folder: Folder, journal: Journal) -> None:
     """Automatic WAL checkpoints are off, so without `compact` the WAL would grow forever."""
     for _ in range(60):

@@ -18,7 +18,7 @@ from ckpt_async.cli import drain as drain_command
 from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.errors import FailureReason, NoJournalError, SettingsError, StoreError
 from ckpt_async.local import journals
-from ckpt_async.stores import StoreOptions
+from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.sweep.drain import drain
 from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Json, Trainers
@@ -193,16 +193,18 @@ def test_an_unreachable_store_is_a_temporary_failure(
 
 
 def lose_journal(folder: Path) -> None:
-    for each in (folder / ".ckpt_async").glob("journal-*"):
+    for each in (folder / ".ckpt_async").rglob("journal-*"):
         each.unlink()
 
 
 def test_a_lost_journal_is_rebuilt_given_the_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
-    """Rule R10. The spool knows what was promised, but not where to upload it."""
+    """Rule R10. The spool knows what was promised, but with manifests of earlier versions not where to upload it."""
     trainers.die(folder, remote, 3)
     lose_journal(folder)
+    for each in (folder / ".ckpt_async/spool/rank-00000").glob("*.json"):
+        each.write_text(json.dumps({**json.loads(each.read_text()), "remote": ""}))
     code, told = call("drain", folder)
     assert (code, told["error"]["hint"]) == (2, "pass the run's remote with --remote")
     code, told = call("drain", folder, "--remote", remote)
@@ -295,6 +297,60 @@ def test_a_slash_at_the_end_of_the_remote_keeps_the_recorded_endpoint() -> None:
     assert change(recorded) == recorded
 
 
+@pytest.mark.parametrize("who", ["drain", "trainer"])
+def test_what_one_server_has_verified_is_looked_up_at_another(
+    folder: Path, s3_url: str, s3_server: SeaweedServer, call: Drain, who: str
+) -> None:
+    """A replica that the same URL led to was believed to have it: a checkpoint was committed without its data there,
+    and the only local copy was removed.
+    """
+    path, key = folder / "step-1/rank0.bin", "ckpt/step-1.g1/rank0.bin"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"state" * 1000)
+    settings: Json = {"rank": 0, "world_size": 2, "close_grace_s": 0, "on_error": "warn"}
+    with Uploader(folder, s3_url, generation=1, **settings) as uploader:
+        uploader.enqueue(path, step=1)
+        uploader.seal(1)
+    (before,) = journals.read(folder)[0].local().checkpoints.values()
+    assert (before.has_receipt, before.is_verified, before.decision) == (True, True, None)
+
+    async def at_the_replica(*, loses: bool) -> list[str]:
+        store = open_store(s3_url)
+        await store.open()
+        try:
+            if loses:
+                await store.delete([key])
+            return [each.key for each in (await store.list(key)).objects]
+        finally:
+            await store.close()
+
+    assert asyncio.run(at_the_replica(loses=True)) == []
+    endpoint = s3_server.url.replace("127.0.0.1", "localhost")
+    if who == "drain":
+        assert call("drain", folder, "--endpoint-url", endpoint, "--grace", 0)[0] == 4
+    else:
+        options = StoreOptions(endpoint_url=endpoint)
+        with Uploader(folder, s3_url, generation=2, store_options=options, **settings) as uploader:
+            assert uploader.wait_for_predecessor(0) is False
+    assert asyncio.run(at_the_replica(loses=False)) == [key]
+    address = journals.read(folder)[0].local().remote
+    assert address is not None
+    assert address.endpoint_url == endpoint
+
+
+@pytest.mark.parametrize("kind", [None, "weights"])
+def test_a_lost_journal_is_rebuilt_with_the_remote_that_the_manifests_name(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, kind: str | None
+) -> None:
+    """The drain asked for it, and from then on `status` said that nothing was pending."""
+    trainers.die(folder, remote, 100, kind=kind)
+    lose_journal(folder)
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
+    (found,) = call("ls", remote, *(("--kind", kind) if kind else ()))[1]["checkpoints"]
+    assert found["step"] == 100
+
+
 def test_a_folder_without_a_journal_is_unchanged(tmp_path: Path, call: Drain) -> None:
     code, told = call("drain", tmp_path)
     assert (code, told["error"]["kind"], list(tmp_path.iterdir())) == (3, "NoJournalError", [])
@@ -379,7 +435,7 @@ def test_a_damaged_shared_journal_is_drained_from_the_manifests(
     again.
     """
     trainers.die(folder, remote, 1, 2)
-    for each in (folder / ".ckpt_async").glob("journal-*"):
+    for each in (folder / ".ckpt_async").rglob("journal-*"):
         each.unlink()
     shared = folder / ".ckpt_async/journal.sqlite"
     for committed in ([1, 2], []):
