@@ -107,13 +107,15 @@ async def verify(
         for id_, each in decisions.items()
         if step in (None, id_.step) and generation in (None, id_.generation)
     ]
-    referenced: set[str] = set()
+    referenced, complete = set[str](), set[CheckpointId]()
     marks = await steps.read_damages(store)
     for decision in chosen:
         if decision.outcome is Outcome.COMMIT:
             before = result.num_shards - result.num_shards_read
-            findings, shards = await _check_committed(store, decision, read_percent, rng, result)
+            findings, shards, is_complete = await _check_committed(store, decision, read_percent, rng, result)
             referenced |= {shard.key for shard in shards}
+            if is_complete:
+                complete.add(decision.checkpoint)
             if findings and not await _is_still_committed(store, decision.checkpoint):
                 continue
             result.findings += findings
@@ -124,7 +126,7 @@ async def verify(
     if step is None and generation is None:
         result.findings += await _check_others(store, {*decisions})
         await _check_latest(store, decisions, result)
-        await _check_strays(store, decisions, referenced, result)
+        await _check_strays(store, decisions, referenced, complete, result)
     return result
 
 
@@ -141,8 +143,11 @@ async def _read_decisions(store: PatientStore, result: Verification) -> dict[Che
 
 async def _check_committed(
     store: PatientStore, decision: Decision, read_percent: float, rng: random.Random, result: Verification
-) -> tuple[list[Finding], list[StoredShard]]:
-    """Check I1: every receipt is there and is the one that was decided on; every shard is there and complete."""
+) -> tuple[list[Finding], list[StoredShard], bool]:
+    """Check I1: every receipt is there and is the one that was decided on; every shard is there and complete.
+
+    Returns also the shards, and whether they are all, because every receipt could be read.
+    """
     id_, key = decision.checkpoint, keys.decision_key(decision.checkpoint)
     found = await all_or_none(_receipt(store, decision, rank) for rank in range(decision.world_size))
     receipts = [each for each in found if isinstance(each, Receipt)]
@@ -167,7 +172,7 @@ async def _check_committed(
     result.num_shards += len(shards)
     result.num_shards_read += sum(to_read)
     result.size_bytes += sum(shard.size_bytes for shard in shards)
-    return findings, shards
+    return findings, shards, len(receipts) == decision.world_size
 
 
 async def _receipt(store: PatientStore, decision: Decision, rank: int) -> Receipt | Finding:
@@ -301,9 +306,16 @@ def _unreadable(rule: str, error: InvalidRecordError) -> Finding:
 
 
 async def _check_strays(
-    store: PatientStore, decisions: dict[CheckpointId, Decision], referenced: set[str], result: Verification
+    store: PatientStore,
+    decisions: dict[CheckpointId, Decision],
+    referenced: set[str],
+    complete: set[CheckpointId],
+    result: Verification,
 ) -> None:
-    """Check I7: find objects that nothing refers to. Objects of undecided checkpoints are in flight, not strays."""
+    """Check I7: find objects that nothing refers to. Objects of undecided checkpoints are in flight, not strays.
+
+    `complete`: the committed checkpoints whose receipts could all be read. Of the others, nobody knows the shards.
+    """
     data = await store.list(keys.DATA)
     receipts = await store.list(keys.RECEIPTS)
     final = {Outcome.ABORT, Outcome.PRUNED}
@@ -314,7 +326,7 @@ async def _check_strays(
             result.findings.append(_stray(each.key, "not the key of a shard"))
         elif decision is not None and decision.outcome in final:
             result.findings.append(_stray(each.key, f"its checkpoint is decided: {decision.outcome.value}"))
-        elif decision is not None and decision.outcome is Outcome.COMMIT and each.key not in referenced:
+        elif parsed[0] in complete and each.key not in referenced:
             result.findings.append(_stray(each.key, "its checkpoint is committed, but no receipt lists it"))
     for each in receipts.objects:
         of = keys.parse_receipt_key(each.key)

@@ -24,7 +24,8 @@ class StoreOptions:
         addressing_style: "path", "virtual", or "auto": path-style with an endpoint, the SDK's default without one.
         put_args: Passed unchanged to every PutObject and CreateMultipartUpload, e.g. `{"StorageClass": "STANDARD_IA"}`.
         connect_timeout_s: Time limit for opening a connection.
-        read_timeout_s: Longest time a socket may be silent; not a deadline for a request.
+        read_timeout_s: Longest time a socket may be silent; not a deadline for a request. Every request has a deadline
+            of its own, which is usually shorter; behind a proxy that accepts all bytes at once, it may be minutes.
         max_connections: Size of the connection pool.
     """
 
@@ -34,7 +35,7 @@ class StoreOptions:
     addressing_style: str = "auto"
     put_args: Mapping[str, object] = field(default_factory=dict)
     connect_timeout_s: float = 10.0
-    read_timeout_s: float = 60.0
+    read_timeout_s: float = 300.0
     max_connections: int = 64
 
     def __post_init__(self) -> None:

@@ -82,11 +82,14 @@ class Bandwidth:
 
 
 class Watched(Protocol):
-    """An attempt that says how much of it has arrived and when it began, by the loop's clock, and can be told to begin
-    again.
+    """An attempt that says how much of it has arrived, when it began, by the loop's clock, and how long it has waited
+    since all has arrived, and can be told to begin again.
     """
 
     began_s: float
+
+    @property
+    def waited_s(self) -> float: ...
 
     def arrived_bytes(self) -> int: ...
 
@@ -177,6 +180,7 @@ class Lane:
             self._watched[progress] = _Moving(size_bytes)
         try:
             yield
+            self.concurrency = concurrency.answered(self.concurrency, progress.waited_s)
             if size_bytes:
                 took_s = asyncio.get_running_loop().time() - progress.began_s
                 self._rates.append(size_bytes / max(took_s, 1e-6))
@@ -200,8 +204,10 @@ class Lane:
         """Return how many small requests one connection should make before others may take its place."""
         return max(1, min(MAX_SERIES, int(SERIES_S / self._small_s))) if self._small_s else FIRST_SERIES
 
-    def throttled(self, began_s: float, now_s: float) -> None:
-        self.concurrency = concurrency.throttled(self.concurrency, began_s=began_s, now_s=now_s)
+    def throttled(self, began_s: float, now_s: float, answers_s: float = 0.0) -> None:
+        self.concurrency = concurrency.throttled(
+            self.concurrency, began_s=began_s, now_s=now_s, answers_s=answers_s
+        )
 
     def _look(self) -> None:
         self._next_look = None
@@ -244,7 +250,7 @@ class Lane:
         requests = [seen.look(each.arrived_bytes(), now_s - each.began_s) for each, seen in watched]
         known = self.concurrency.connection_bytes_per_s
         usual = concurrency.usual_rate(requests, self._rates, known)
-        for number in concurrency.stragglers(requests, usual):
+        for number in concurrency.stragglers(requests, usual, self._rates):
             slow = requests[number]
             logger.info(
                 "connection_slow arrived_bytes=%d in_s=%.1f; retrying on another connection",
@@ -283,6 +289,10 @@ class ByteBudget:
     def __init__(self, size_bytes: int) -> None:
         self._free = self._size_bytes = size_bytes
         self._changed = asyncio.Condition()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._size_bytes - self._free
 
     @asynccontextmanager
     async def hold(self, size_bytes: int) -> AsyncIterator[None]:

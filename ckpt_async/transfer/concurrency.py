@@ -3,7 +3,9 @@
 The number doubles while that pays in full, as in TCP's slow start, or becomes four times as large if each connection is
 slow. Then it is set to what the measured rate needs at the speed that a connection has when the link is not full. Now
 and then a step more is tried, because links change. On 503 SlowDown the number is halved, as in every S3 SDK's adaptive
-mode. A process begins with what the previous one has learned, if a first look at the rate confirms it.
+mode, and if answers are so late that their requests were given up. Steps are then judged over as long as answers take:
+until then, bytes that a proxy has accepted but not forwarded pass for the rate of the link. A process begins with what
+the previous one has learned, if a first look at the rate confirms it.
 
 The link belongs to the node: if several processes use it, the rate of all of them counts. Judged by its own rate, each
 process would grow for ever, because on a full link more connections get a larger share.
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 # How long new connections take to reach their rate, and for how long the rate is then measured: this many seconds, or
@@ -74,6 +76,8 @@ class Concurrency:
     tries_at_s: float = 0.0
     rest_s: float = REST_S
     reduced_at_s: float = float("-inf")
+    # How long answers take after the last byte, once requests were given up because of that; 0: that has not happened.
+    answers_s: float = 0.0
     refused: tuple[int, float] | None = (
         None  # a limit that was too much, and until when it is not tried again
     )
@@ -120,7 +124,7 @@ def observed(
     the rate, and nothing is learned. `busy_cores`: how many cores this process has kept busy. `others`: the number of
     requests under way in each other process on the link.
     """
-    settle_s = max(SETTLE_S, SETTLE_ROUND_TRIPS * round_trip_s)
+    settle_s = max(SETTLE_S, SETTLE_ROUND_TRIPS * round_trip_s, state.answers_s)
     if not is_full:
         return replace(state, window=None, settles_until_s=now_s + settle_s)
     if state.window is None:
@@ -135,7 +139,7 @@ def observed(
         pause_s = state.fills_s if state.unconfirmed is None else settle_s
         return replace(state, window=None, settles_until_s=now_s + pause_s, fills_s=0.0)
     window_s = FIRST_WINDOW_S if is_first and state.is_searching else WINDOW_S
-    if now_s - began_s < max(window_s, WINDOW_ROUND_TRIPS * round_trip_s):
+    if now_s - began_s < max(window_s, WINDOW_ROUND_TRIPS * round_trip_s, state.answers_s):
         return state
     state = replace(state, window=(now_s, moved_bytes))
     rate = (moved_bytes - moved_before) / (now_s - began_s)
@@ -251,25 +255,31 @@ def usual_rate(
     return min(statistics.median(rates), known_bytes_per_s or math.inf)
 
 
-def stragglers(requests: Sequence[Request], connection_bytes_per_s: float) -> list[int]:
+def stragglers(
+    requests: Sequence[Request], connection_bytes_per_s: float, ended_bytes_per_s: Collection[float]
+) -> list[int]:
     """Return the indices of requests that would end sooner if they began again on other connections.
 
-    At their present rate they take far longer than usual, or all their bytes have arrived long ago. If they are many,
-    the cause is the link or the store, and the result is empty.
+    At their present rate they take far longer than usual, or all their bytes have arrived long ago, compared with the
+    requests that ended last. If they are many, the cause is the link or the store, and the result is empty.
     """
     if not connection_bytes_per_s:
         return []
+    answered_bytes_per_s = statistics.median(ended_bytes_per_s) if ended_bytes_per_s else 0.0
     found = [
         number
         for number, each in enumerate(requests)
-        if _is_straggler(each, each.size_bytes / connection_bytes_per_s)
+        if _is_straggler(each, connection_bytes_per_s, answered_bytes_per_s)
     ]
     return found if len(found) <= max(FEW, len(requests) * MOST_SLOW) else []
 
 
-def _is_straggler(request: Request, usual_s: float) -> bool:
-    too_long_s = SLOW_AFTER_S + 2 * usual_s
+def _is_straggler(request: Request, connection_bytes_per_s: float, answered_bytes_per_s: float) -> bool:
     left_bytes = request.size_bytes - request.arrived_bytes
+    if left_bytes <= 0:  # how fast bytes arrive does not say when a store answers that has not read them yet
+        connection_bytes_per_s = min(connection_bytes_per_s, answered_bytes_per_s)
+    usual_s = request.size_bytes / connection_bytes_per_s if connection_bytes_per_s else math.inf
+    too_long_s = SLOW_AFTER_S + 2 * usual_s
     if left_bytes <= 0:
         return request.waited_s >= too_long_s
     is_seen = request.took_s >= max(SLOW_AFTER_S, usual_s / 2)
@@ -327,10 +337,11 @@ def far_away(
     return replace(state, limit=limit, few=0, window=None)
 
 
-def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrency:
-    """Return the state after a request that began at `began_s` was told to slow down.
+def throttled(state: Concurrency, *, began_s: float, now_s: float, answers_s: float = 0.0) -> Concurrency:
+    """Return the state after a request that began at `began_s` was told to slow down, or was late.
 
-    Requests that were under way when the limit was last halved do not halve it again.
+    `answers_s`: for how long it waited in vain for its answer after its last byte had arrived. Requests that were under
+    way when the limit was last halved do not halve it again.
     """
     if began_s < state.reduced_at_s:
         return state
@@ -345,4 +356,15 @@ def throttled(state: Concurrency, *, began_s: float, now_s: float) -> Concurrenc
         rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
         reduced_at_s=now_s,
         refused=(state.limit, now_s + state.rest_s),
+        answers_s=max(answers_s, state.answers_s),
     )
+
+
+def answered(state: Concurrency, waited_s: float) -> Concurrency:
+    """Return the state after a request was answered `waited_s` after its last byte had arrived.
+
+    The time by which steps are judged shrinks gradually: of two requests, the smaller is answered sooner.
+    """
+    if not (state.answers_s and waited_s):
+        return state
+    return replace(state, answers_s=max(waited_s, state.answers_s / 2))

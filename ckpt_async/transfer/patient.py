@@ -377,6 +377,10 @@ class PatientStore:
     ) -> T:
         settings, budgets, loop = self._settings, self._budgets, asyncio.get_running_loop()
         num_slow = 0
+
+        def all_answered_s() -> float:
+            return settings.request_timeout_s + budgets.bytes.held_bytes / settings.minimum_rate_bytes_per_s
+
         async with self._place(), budgets.bytes.hold(size_bytes):
             while True:
                 began = loop.time()
@@ -389,17 +393,20 @@ class PatientStore:
                         progress = Progress(
                             scope, size_bytes, allowed_s, settings.stall_timeout_s, budgets.bandwidth
                         )
+                        progress.all_answered_s = all_answered_s
                         with progress, budgets.bulk.watching(progress, size_bytes if may_begin_again else 0):
                             return await attempt(progress)
                 except TimeoutError:
                     if not progress.is_too_slow:
                         if progress.is_late:  # with fewer at once, each has more of the link
-                            budgets.bulk.throttled(began, loop.time())
+                            budgets.bulk.throttled(began, loop.time(), progress.waited_s)
                         raise TimeoutError(progress.how_far()) from None
                     num_slow += 1
                 except StoreError as error:
-                    if error.reason is FailureReason.THROTTLED:
-                        budgets.bulk.throttled(began, loop.time())
+                    # The socket's own patience may be shorter than ours.
+                    is_unanswered = error.reason is FailureReason.TIMEOUT and progress.waited_s > 0
+                    if error.reason is FailureReason.THROTTLED or is_unanswered:
+                        budgets.bulk.throttled(began, loop.time(), progress.waited_s)
                     raise
 
     async def _persist(

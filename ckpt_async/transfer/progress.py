@@ -16,6 +16,9 @@ T = TypeVar("T")
 # A late attempt goes on if this fraction of its bytes has arrived in the time allowed for all of them. On a thin link
 # shared by many requests, restarting all of them would mean restarting for ever.
 GETS_ON = 1 / 8
+# How many times the time allowed for its own bytes a request may wait for its answer while others' bytes are under way.
+# The limit is for a store that takes all bytes and then falls silent.
+LONGEST_ANSWER = 4
 # How often what the kernel knows of the bytes is checked, if an attempt takes long; four times per stall at least.
 LOOK_S = 5.0
 
@@ -57,6 +60,10 @@ class Progress:
             -math.inf,
             None,
         )  # `moved_at` and this, when last checked
+        # How long the store may take for the bytes of all requests under way. A proxy may have accepted all of them at
+        # once and be forwarding them slowly.
+        self.all_answered_s: Callable[[], float] = lambda: 0.0
+        self._arrived_s = math.inf  # when the last byte arrived
         self.began_s = self._loop.time()
         self._arrived_bytes_then = 0  # at the previous deadline
         self._is_all_moved = self.is_too_slow = self.is_late = False
@@ -125,8 +132,8 @@ class Progress:
     def moved(self, *, is_last: bool = False) -> None:
         """Report that bytes have moved.
 
-        After the last one, the store has as long to answer as was allowed for the whole attempt, because what the
-        kernel has taken may still be on its way.
+        After the last one, the store has at least as long to answer as was allowed for the whole attempt, because what
+        the kernel has taken may still be on its way.
         """
         self._moved(self._loop.time(), is_last)
         if self._ends_at < self._rings_at:
@@ -134,6 +141,7 @@ class Progress:
 
     def _moved(self, now: float, is_last: bool) -> None:
         self.moved_at, self._is_all_moved = now, is_last
+        self._arrived_s = now if is_last else math.inf
         stalls_at, answers_by = now + self._stall_timeout_s, now + self._allowed_s
         self._ends_at = max(self._deadline, answers_by) if is_last else min(self._deadline, stalls_at)
 
@@ -169,7 +177,11 @@ class Progress:
             return
         self.is_late = self._ends_at >= self._deadline and self.moved_bytes > 0
         has_arrived = self._is_all_moved and not self._queued_bytes
-        if self.is_late and not has_arrived and self._gets_on():
+        answers_s = min(LONGEST_ANSWER * self._allowed_s, self.all_answered_s())
+        if has_arrived and self._arrived_s + answers_s > self._rings_at:
+            self._ends_at = self._arrived_s + answers_s
+            self._set_timer()
+        elif self.is_late and not has_arrived and self._gets_on():
             self._arrived_bytes_then = self.arrived_bytes()
             self._deadline = max(self._deadline, self._rings_at) + self._allowed_s
             self._ends_at = min(self._deadline, (self.moved_at or self.began_s) + self._stall_timeout_s)
@@ -186,10 +198,16 @@ class Progress:
         if self._queued_bytes and self._queued_bytes != before:
             self.moved_at = now
         if self._queued_bytes:
+            self._arrived_s = math.inf
             assert self.moved_at is not None
             self._ends_at = min(self._deadline, self.moved_at + self._stall_timeout_s)
         elif before:
-            self._ends_at = now + self._allowed_s
+            self._arrived_s, self._ends_at = now, now + self._allowed_s
+
+    @property
+    def waited_s(self) -> float:
+        """How long the request has waited for its answer since all its bytes have arrived."""
+        return max(0.0, self._loop.time() - self._arrived_s)
 
     def _look_amid_body(self, now: float) -> None:
         """Check whether bytes still arrive although nothing is reported: on a slow link, one system call may take long

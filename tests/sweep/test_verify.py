@@ -136,6 +136,22 @@ def test_stray_objects_are_leftovers_not_violations(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("is_there", [True, False], ids=["damaged", "missing"])
+def test_shards_whose_receipt_cannot_be_read_are_no_leftovers(run: Any, is_there: bool) -> None:
+    """Good data of a committed checkpoint was called garbage, which people delete."""
+
+    async def main() -> None:
+        world, key = await _world(), keys.receipt_key(ID, 0)
+        await world.shard(CheckpointId(1, 4), 9)
+        await (world.store.put(key, b'{"garb') if is_there else world.store.delete([key]))
+        result = await world.verify()
+        assert [each.key for each in result.violations] == [key]
+        stray = keys.data_key("step-4", 1, "rank-9.pt")
+        assert [each.key for each in result.findings if each.is_leftover] == [stray]
+
+    run(main())
+
+
 def test_a_latest_with_a_wrong_name_is_named(run: Any) -> None:
     """A reader that follows it would look for shards where there are none."""
 

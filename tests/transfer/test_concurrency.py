@@ -12,6 +12,7 @@ from ckpt_async.stores.interface import Capabilities
 from ckpt_async.transfer.concurrency import (
     Concurrency,
     Request,
+    answered,
     observed,
     remembered,
     stragglers,
@@ -273,6 +274,33 @@ def test_concurrency_recovers_after_a_slow_down() -> None:
     assert state.limit == 32
 
 
+def test_after_late_answers_a_step_is_judged_only_once_its_requests_can_have_been_answered() -> None:
+    """Within half a second, bytes that a proxy had accepted passed for a faster link, and the limit was soon as high as
+    before.
+    """
+    link = Link(MIB)
+    state = throttled(Concurrency(limit=16, most=32), began_s=0.0, now_s=40.0, answers_s=38.0)
+    link.now_s = 40.0
+    state, limits = link.play(state, 37)
+    assert set(limits) == {8}
+    state, limits = link.play(state, 80)
+    assert 8 < max(limits) <= 12
+
+
+def test_once_answers_are_quick_again_so_are_the_steps() -> None:
+    link = Link(MIB)
+    state = throttled(Concurrency(limit=16, most=32), began_s=0.0, now_s=0.0, answers_s=38.0)
+    state = answered(state, 30.0)
+    assert state.answers_s == 30.0
+    state = answered(state, 0.1)
+    assert state.answers_s == 15.0, "the request may have been a small one"
+    for _ in range(10):
+        state = answered(state, 0.1)
+    assert link.play(state, 30)[0].limit == 32
+    untold = Concurrency(limit=16, most=32)
+    assert answered(untold, 5.0) == untold
+
+
 def test_a_store_that_goes_on_refusing_is_tried_ever_more_seldom() -> None:
     """Otherwise a tenth of all requests would be throttled again and again."""
     link, refused_at, state = Link(MIB), [], Concurrency(limit=8, most=128)
@@ -307,34 +335,42 @@ def _request(rate_mib_s: float, took_s: float, size_mib: int = 32) -> Request:
 
 def test_a_connection_far_slower_than_usual_is_told_from_the_others() -> None:
     others = [_request(10, 2) for _ in range(8)]
-    assert stragglers([*others, _request(1, 2)], 10 * MIB) == [8]
-    assert stragglers([_request(1, 2)] * 3, 10 * MIB) == [0, 1, 2]  # the last requests of a shard
-    assert stragglers([*others, _request(6, 2)], 10 * MIB) == []
-    assert stragglers([*others, _request(1, 1.5)], 10 * MIB) == []  # it has only just started
-    assert stragglers([*others, _request(0.0, 30)], 10 * MIB) == [8]
-    assert stragglers([_request(1, 2)], 0.0) == []  # the usual rate is unknown
+    assert stragglers([*others, _request(1, 2)], 10 * MIB, []) == [8]
+    assert stragglers([_request(1, 2)] * 3, 10 * MIB, []) == [0, 1, 2]  # the last requests of a shard
+    assert stragglers([*others, _request(6, 2)], 10 * MIB, []) == []
+    assert stragglers([*others, _request(1, 1.5)], 10 * MIB, []) == []  # it has only just started
+    assert stragglers([*others, _request(0.0, 30)], 10 * MIB, []) == [8]
+    assert stragglers([_request(1, 2)], 0.0, []) == []  # the usual rate is unknown
 
 
 def test_a_slow_connection_is_seen_though_buffers_have_swallowed_much_at_once() -> None:
     others = [_request(20, 0.7, 16) for _ in range(8)]
     swallowed = Request(16 * MIB, 7 * MIB, 1.0, 2 * MIB)
-    assert stragglers([*others, swallowed], 20 * MIB) == [8]
+    assert stragglers([*others, swallowed], 20 * MIB, []) == [8]
 
 
 def test_a_request_that_buffers_have_swallowed_is_slow_if_its_answer_does_not_come() -> None:
     others = [_request(20, 0.5) for _ in range(8)]
     swallowed = [Request(16 * MIB, 16 * MIB, 4.0, 0.0, waited_s) for waited_s in (2.0, 3.0)]
-    assert [stragglers([*others, each], 20 * MIB) for each in swallowed] == [[], [8]]
+    assert [stragglers([*others, each], 20 * MIB, [20 * MIB]) for each in swallowed] == [[], [8]]
+
+
+@pytest.mark.parametrize("ended", [[], [MIB // 4] * 3])
+def test_a_request_waits_for_its_answer_as_long_as_others_did(ended: list[float]) -> None:
+    """A proxy had accepted all bytes at once. By the rate of that, each of the last three requests was slow after a
+    second, and was sent twice more.
+    """
+    assert stragglers([Request(8 * MIB, 8 * MIB, 9.0, 0.0, 9.0)] * 3, 500 * MIB, ended) == []
 
 
 def test_a_request_that_would_not_end_sooner_goes_on() -> None:
     nearly_there = [Request(4 * MIB, 3 * MIB, 2.0, MIB), Request(8 * MIB, 7 * MIB, 9.0, MIB)]
-    assert stragglers(nearly_there, 5 * MIB) == []
+    assert stragglers(nearly_there, 5 * MIB, []) == []
 
 
 def test_a_link_or_a_store_that_has_become_slow_makes_no_stragglers() -> None:
-    assert stragglers([_request(0.5, 30) for _ in range(8)], 5 * MIB) == []
-    assert stragglers([Request(16 * MIB, 16 * MIB, 9.0, 0.0, 9.0)] * 8, 20 * MIB) == []
+    assert stragglers([_request(0.5, 30) for _ in range(8)], 5 * MIB, []) == []
+    assert stragglers([Request(16 * MIB, 16 * MIB, 9.0, 0.0, 9.0)] * 8, 20 * MIB, [20 * MIB]) == []
 
 
 def test_where_nobody_has_seen_the_link_most_requests_say_what_is_usual() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FailureReason
+from ckpt_async.core.settings import MIB, Settings
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.interface import Moved, Store
 from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer import concurrency
@@ -319,6 +319,86 @@ def test_slow_down_halves_the_concurrency() -> None:
         await asyncio.sleep(1)
         assert (now, store.concurrency) == (8, 8)
         await asyncio.gather(*tasks)
+
+    run(main())
+
+
+class Forwarder:
+    """A proxy that accepts every byte at once, and forwards `rate` bytes/s, in equal shares."""
+
+    def __init__(self, rate: float) -> None:
+        self.accepted_bytes, self._rate = 0, rate
+        self._left: dict[object, float] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            for each in self._left:
+                self._left[each] -= 0.5 * self._rate / len(self._left)
+
+    async def attempt(self, progress: Progress, size_bytes: int) -> None:
+        request = object()
+        self._left[request] = size_bytes
+        self.accepted_bytes += size_bytes
+        progress.moved_bytes = size_bytes
+        progress.moved(is_last=True)
+        try:
+            while self._left[request] > 0:
+                await asyncio.sleep(0.5)
+        finally:
+            del self._left[request]
+
+
+async def forwarded(proxy: Forwarder, num: int, size_bytes: int, **settings: int) -> PatientStore:
+    store = PatientStore(MemoryStore(), Settings(**settings))  # type: ignore[arg-type]
+    store._budgets.bulk.movers.append(lambda: Moved(proxy.accepted_bytes, 0.0))
+    store._budgets.bulk._node = None  # its clock is not the test's
+    forwarding = asyncio.create_task(proxy.run())
+    await asyncio.gather(
+        *(
+            store.bulk("upload_part", size_bytes, lambda _, progress: proxy.attempt(progress, size_bytes))
+            for _ in range(num)
+        )
+    )
+    forwarding.cancel()
+    return store
+
+
+@pytest.mark.parametrize(
+    ("num", "size_mib", "rate_mib", "longer", "sent"),
+    [
+        (8, 8, 1, 1.02, 1.0),
+        (24, 16, 5, 1.02, 1.0),
+        (3, 8, 1, 1.05, 1.0),  # a few, none of which counts as slow before others are answered
+        (256, 16, 5, 1.6, 2.0),  # more under way than may wait
+        (8, 8, 0.5, 2.5, 3.0),  # less than the minimum rate
+    ],
+)
+def test_what_a_proxy_forwards_slowly_is_not_sent_again_and_again(
+    num: int, size_mib: int, rate_mib: float, longer: float, sent: float
+) -> None:
+    """The bytes that it accepted passed for the link's rate, and the requests that it had accepted all ended together:
+    six times the bytes were sent, and the upload never ended.
+    """
+
+    async def main() -> None:
+        proxy = Forwarder(rate_mib * MIB)
+        async with asyncio.timeout(5000):
+            await forwarded(proxy, num, size_mib * MIB)
+        assert asyncio.get_running_loop().time() <= longer * num * size_mib / rate_mib
+        assert proxy.accepted_bytes <= sent * num * size_mib * MIB
+
+    run(main())
+
+
+def test_a_store_that_takes_all_bytes_and_falls_silent_is_given_up() -> None:
+    """However much is under way, no request waits longer than four times the time for its own bytes."""
+
+    async def main() -> None:
+        proxy = Forwarder(0.0)
+        with pytest.raises(StoreError, match="no answer"):
+            await forwarded(proxy, 64, 16 * MIB, upload_timeout_s=1, num_concurrent_uploads=64)
+        assert asyncio.get_running_loop().time() <= 4 * 46 + 2
 
     run(main())
 

@@ -365,6 +365,28 @@ def test_the_store_has_time_to_answer_after_the_last_byte(takes_s: float, is_in_
     run(main())
 
 
+@pytest.mark.parametrize(("is_arrived", "concurrency"), [(True, 4), (False, 8)])
+def test_a_socket_that_waits_in_vain_for_an_answer_is_a_late_request_too(
+    is_arrived: bool, concurrency: int
+) -> None:
+    """Its own patience may be shorter. The requests of a slow proxy were then repeated for ever, as many at once."""
+
+    async def main() -> None:
+        store = make(upload_timeout_s=1)
+
+        async def attempt(_: Store, progress: Progress) -> None:
+            progress.moved_bytes = 16 * MIB
+            progress.moved(is_last=is_arrived)
+            await asyncio.sleep(10)
+            raise trouble(FailureReason.TIMEOUT)
+
+        with pytest.raises(StoreError):
+            await store.bulk("put", 16 * MIB, attempt)
+        assert store.concurrency == concurrency
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("bytes_per_s", "ends_s"),
     [
@@ -393,6 +415,7 @@ def test_what_the_kernel_has_taken_is_watched_until_it_has_arrived(bytes_per_s: 
             with pytest.raises(StoreError, match="only" if bytes_per_s else "no progress"):
                 await going
             assert store.concurrency == (4 if bytes_per_s else 8)
+            assert store.link.answers_s == 0.0, "it is not known how long answers take"
         assert loop.time() == ends_s
 
     run(main())
