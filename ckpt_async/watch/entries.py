@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckpt_async.core.model import without_slash
 from ckpt_async.core.refusal import Refusal
-from ckpt_async.errors import CkptAsyncError, SettingsError
+from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
 from ckpt_async.local.durable import write_durably
 from ckpt_async.watch.disk import identity_of
 from ckpt_async.watch.formats import Found
@@ -193,6 +193,14 @@ class Entries:
             raise SettingsError(
                 f"{str(self.place)!r} holds the state of a watcher of {theirs['folder']} for {theirs['remote']}",
                 hint="use another folder with --state DIR, or delete this one if you no longer need it",
+            )
+
+    def check_there(self) -> None:
+        """Raise JournalError if somebody has removed the place: what the process still has open of it is lost."""
+        if not self._entries.is_dir():
+            raise JournalError(
+                f"the watcher's state in {str(self.place)!r} was removed while it was watching",
+                hint="start it again: it recognises what is in the store and uploads the rest",
             )
 
     def bind(self) -> None:

@@ -213,6 +213,7 @@ class Watcher:
         while True:
             was_stopping, is_whole = self._stopping.is_set(), False
             began_s = time.thread_time()
+            self.entries.check_there()
             try:
                 self._round()
                 is_whole = True

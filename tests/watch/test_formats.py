@@ -162,6 +162,14 @@ def test_a_mark_that_is_older_than_a_file_is_of_an_earlier_save() -> None:
     assert not reasons(written, Rules(ignores_times=True), now_s=31)
 
 
+def test_files_that_an_archive_gave_no_time_are_examined() -> None:
+    """Every time was 0, and the checkpoint was refused with `KeyError('transformers')`."""
+    tree = tree_of(transformers(40))
+    timeless = replace(tree, files={path: each._replace(mtime_ns=0) for path, each in tree.files.items()})
+    (found,) = find(timeless, TABLE)
+    assert (found.format, found.step, found.reason, found.missing) == ("transformers", 40, "", ())
+
+
 def test_if_times_are_ignored_what_somebody_may_be_writing_is_not_complete() -> None:
     """The mark is then that of any save to the same place."""
     written, rules = transformers(40), Rules(ignores_times=True)

@@ -27,7 +27,7 @@ from ckpt_async.watch.beside import SAME_S
 from ckpt_async.watch.meanwhile import REST
 from ckpt_async.watch.wake import Waker
 from tests.dcp_metadata import metadata_of
-from tests.watch.conftest import Place, hashes, save
+from tests.watch.conftest import LIMIT_S, Place, hashes, save
 from tests.watch.trees import safetensors, torch_zip
 
 pytestmark = pytest.mark.timeout(90)
@@ -160,6 +160,19 @@ def test_a_state_of_another_remote_is_refused(place: Place) -> None:
     place.once()
     place.remote = f"file://{place.here}/another"
     assert place.once()[1]["error"]["exit_code"] == 2
+
+
+def test_a_watcher_whose_state_is_removed_ends_so_that_a_supervisor_starts_it_again(place: Place) -> None:
+    """It refused every further checkpoint, for as long as it ran: `git clean` had removed the state."""
+    watching = place.watch()
+    save(place, 10)
+    watching.until("committed", 10)
+    shutil.rmtree(place.state)
+    assert watching.process.wait(LIMIT_S) == 1
+    assert "was removed while it was watching (start it again" in watching.errors()
+    saved = save(place, 20)
+    assert place.once()[0] == 0
+    assert place.committed(20) == saved
 
 
 def test_a_rotation_while_it_is_uploaded_loses_nothing(place: Place) -> None:

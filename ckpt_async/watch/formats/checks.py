@@ -267,11 +267,13 @@ def unrotated(tree: Tree, found: Found, rules: Rules) -> Found:
         return found
     if found.mark and found.format not in _NAMING:
         since_ns, when = tree.files[found.mark].mtime_ns, f"its marker {found.mark} was written"
+        tidied_ns = 0
     elif found.format in _TIDIED_NS:
         since_ns, when = _renamed_ns(tree, found.path), "it was complete"
+        tidied_ns = 0 if since_ns else _TIDIED_NS[found.format]
     else:
         return found
-    changed = _changed_later(tree, found, since_ns)
+    changed = _changed_later(tree, found, since_ns, tidied_ns)
     if changed is None:
         return found
     reason = (
@@ -307,8 +309,9 @@ def _is_json(tree: Tree, path: str) -> bool:
         return False
 
 
-def _changed_later(tree: Tree, found: Found, since_ns: int) -> str | None:
+def _changed_later(tree: Tree, found: Found, since_ns: int, tidied_ns: int = 0) -> str | None:
     """Return the folder from which something seems to have been deleted since, as a rotation that has begun does.
+    `tidied_ns`: for how long the trainer itself may go on deleting.
 
     What was made in the folder was written then, and what was renamed into it was changed itself, as its ctime tells.
     """
@@ -324,7 +327,7 @@ def _changed_later(tree: Tree, found: Found, since_ns: int) -> str | None:
         written_ns = max(since_ns, here_ns, made_ns.get(folder, 0))
         renamed_ns = max((tree.ctime_ns.get(each, 0) for each in files), default=0)
         renamed_ns = min(renamed_ns, written_ns + _RENAMED_NS.get(found.format, 0))
-        latest_ns = max(written_ns, renamed_ns) + (_TICK_NS if since_ns else _TIDIED_NS[found.format])
+        latest_ns = max(written_ns, renamed_ns) + max(_TICK_NS, tidied_ns)
         if tree.changed_ns.get(folder, 0) > latest_ns:
             return folder
     return None
