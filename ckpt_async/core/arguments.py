@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ckpt_async.errors import CkptAsyncError, InvalidNameError, SettingsError
@@ -42,6 +43,25 @@ def whole(number: Any, name: str, low: int, high: int, error: type[CkptAsyncErro
     if is_whole(number) and low <= (value := operator.index(number)) <= high:
         return value
     raise error(f"{name}={shown(number)} must be a whole number from {low} to {high}")
+
+
+def check_spelling(given: Iterable[str], known: Collection[str]) -> None:
+    """Raise SettingsError for an argument that is nearly one of the `known` ones. Others may be for somebody else."""
+    import difflib
+
+    for name in given:
+        if name not in known and (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
+            raise SettingsError(f"unknown argument {name!r}", hint=f"did you mean {close[0]}?")
+
+
+def path(value: Any, name: str, error: type[CkptAsyncError] = SettingsError) -> str:
+    """Return a path as text. Raises `error` if it is none, or bytes."""
+    to_text = getattr(type(value), "__fspath__", None)
+    text = to_text(value) if to_text is not None else value
+    if isinstance(text, str):
+        return text
+    what = "must be text, not bytes" if isinstance(text, bytes) else "is not a path"
+    raise error(f"{name}={shown(value)} {what}")
 
 
 def seconds(value: Any, name: str) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_async.core import keys
+from ckpt_async.core import arguments, keys
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import (
@@ -67,7 +67,7 @@ class Folder:
     def __init__(
         self, path: str | os.PathLike[str], *, kind: str = "", allows_unknown_filesystem: bool = False
     ) -> None:
-        if not os.fspath(path):
+        if not arguments.path(path, "folder"):
             raise SettingsError(
                 "the folder is '', which would mean the working directory", hint="use '.' if you want that"
             )
@@ -142,9 +142,7 @@ class Folder:
         """Return the path of a user's file within the folder, '/'-joined and checked; a symlink in its last
         component is not followed. Relative paths are relative to the working directory, as everywhere in Python.
         """
-        text = os.fspath(path)
-        if not isinstance(text, str):
-            raise InvalidShardError(f"path {text!r} must be text, not bytes")
+        text = arguments.path(path, "path", InvalidShardError)
         if "\0" in text:
             raise InvalidNameError(f"path {text!r} has a NUL character")
         if not text.startswith(os.sep) or "//" in text or "/." in text or text.endswith(os.sep):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import ckpt_async.torch as ckpt
-from ckpt_async.core import keys, naming
+from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.launch import Placement
 from ckpt_async.core.model import without_slash
 from ckpt_async.errors import CheckpointConflictError, InvalidNameError, JournalError, NoJournalError
@@ -36,7 +36,7 @@ class Templates:
     @classmethod
     def of(
         cls,
-        folder: str,
+        folder: str | os.PathLike[str],
         remote: str,
         filename: str,
         checkpoint_name: str,
@@ -56,7 +56,8 @@ class Templates:
         if is_deepspeed:
             filename = ckpt.deepspeed_filename(filename, weights_only=weights_only)
         exact = ((each or "").lstrip("/") for each in (publish, latest_remote_filename))
-        return cls(folder, remote, filename, checkpoint_name, latest_filename or "", *exact)
+        place = arguments.path(folder, "folder")
+        return cls(place, remote, filename, checkpoint_name, latest_filename or "", *exact)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Writing and uploading run beside training.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import time
@@ -134,13 +135,13 @@ class CheckpointSaver:
         hooks_at_once: bool = False,
         **uploader: Any,
     ) -> None:
-        rank, world_size = launch.rank_and_world_size(
-            os.environ, uploader.get("rank"), uploader.get("world_size")
-        )
+        ranks = launch.rank_and_world_size(os.environ, uploader.get("rank"), uploader.get("world_size"))
+        rank, world_size = ranks
+        arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters)
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
         what = What.of(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
-        templates = (os.fspath(folder), remote or "", filename, checkpoint_name, latest_filename)
+        templates = (folder, remote or "", filename, checkpoint_name, latest_filename)
         files = files_of(
             Templates.of(*templates, publish, latest_remote_filename, kind, deepspeed, weights_only),
             launch.placement(os.environ, rank, world_size),
@@ -155,7 +156,7 @@ class CheckpointSaver:
         self._schedule = schedule
         self.uploader = uploader_of(files, kind, uploader)
         try:
-            self._begin(files, what, (rank, world_size), uploader.get("store_options"), save_signals)
+            self._begin(files, what, ranks, uploader.get("store_options"), save_signals)
         except BaseException:
             with contextlib.suppress(CkptAsyncError):  # otherwise the folder would stay locked with no owner
                 self.uploader.close(0)

@@ -40,6 +40,7 @@ def start_of(
     on_event: object = None,
 ) -> Start:
     """Return the arguments of `Uploader`, checked and completed."""
+    folder = arguments.path(folder, "folder")
     environment = dict(os.environ)
     if launch_id is not None:
         environment["CKPT_ASYNC_LAUNCH_ID"] = launch_id
