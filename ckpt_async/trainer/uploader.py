@@ -338,8 +338,7 @@ class Uploader:
             undecided = backlog.undecided(engine.fresh_local())
             return all(each.id.generation >= self.generation for each in undecided)
 
-        with self._engine.hurried():
-            self._engine.wait_until(is_over, deadline_in(timeout_s))
+        self._engine.hurried(lambda: self._engine.wait_until(is_over, deadline_in(timeout_s)))
         return is_over(self._engine.view())
 
     def raise_failures(self) -> None:
@@ -360,11 +359,7 @@ class Uploader:
         The uploader stays open. A concurrent `close` does not return before this does.
         """
         self._check_process(may_be_closing=True)
-        before = self.metrics.num_committed
-        with self._engine.newest_first():
-            closing.drain(self._engine, deadline_in(timeout_s), grace_s=timeout_s)
-            local = self._engine.view().fresh_local()
-            return closing.report_of(local, self.metrics.num_committed - before)
+        return closing.flush(self._engine, timeout_s, lambda: self.metrics.num_committed)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was sealed, stop the engine, release the folder. Idempotent.
@@ -404,7 +399,7 @@ class Uploader:
                 at_last.callback(self._engine.release)
                 if self._undo_sigterm is not None:
                     self._undo_sigterm()
-                self._engine.end()
+                self._engine.end(deadline)
                 self._events.close()
                 failed = self._engine.take_failure()
         self._engine.check_alive()

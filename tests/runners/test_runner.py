@@ -252,8 +252,8 @@ def test_closing_lets_go_of_the_folder_whatever_fails(
     uploader = Uploader(tmp_path / "folder", f"file://{tmp_path}/store", runner=runner, **QUICK)
     end = uploader._engine.end
 
-    def failing() -> None:
-        end()
+    def failing(deadline: float) -> None:
+        end(deadline)
         raise MemoryError
 
     monkeypatch.setattr(uploader._engine, "end", failing)
@@ -749,7 +749,7 @@ def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
             closing = threading.Thread(target=uploader.close, args=(timeout_s,))
             closing.start()
             engine = uploader._engine
-            wait_until(lambda: engine.runner._is_ended.is_set() if timeout_s == 0.0 else engine._num_waiting)
+            wait_until(lambda: engine.runner._is_ended.is_set() if timeout_s == 0.0 else engine._waiting)
         finally:
             os.kill(runner, signal.SIGCONT)
         closing.join(PATIENCE_S)
