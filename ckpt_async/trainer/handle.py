@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckpt_async.core import arguments
 from ckpt_async.core.failures import Failure, to_raise
-from ckpt_async.core.model import CheckpointId, Event, Retried
+from ckpt_async.core.model import CheckpointId, Event, Retried, Shard
 from ckpt_async.core.observe import Observer
 from ckpt_async.errors import FencedError, UploaderClosedError, UploadFailedError
 from ckpt_async.local.folder import Folder
@@ -76,6 +76,14 @@ class EngineHandle:
         """Record an event for the engine to act on; on return it survives SIGKILL."""
         self.journal.append([event])
         self.view().wake()
+
+    def has_recorded(self, id_: CheckpointId, shards: Sequence[Shard]) -> bool:
+        """Return whether the journal has these shards, of which it has all or none."""
+        recorded = self.view().fresh_local().checkpoints.get(id_)
+        if recorded is None or not shards:
+            return False
+        first = recorded.shards.get(shards[0].name)
+        return first is not None and first.shard == shards[0]
 
     def retry_failed(self, *only: CheckpointId) -> None:
         """Have failed uploads, of these or of all checkpoints, tried again; under `hurried` that happens at once."""

@@ -185,7 +185,8 @@ class Uploader:
 
         Raises InvalidShardError or InvalidNameError (not a regular file in the folder, an unsafe name),
         SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for failures in the background
-        since the last call. Whenever it raises, this call has enqueued nothing.
+        since the last call. Whenever it raises one of these, this call has enqueued nothing. After KeyboardInterrupt
+        it has enqueued either all of the files or none; repeating the same call is right in both cases.
         """
         started = time.perf_counter()
         self._check_usable()
@@ -481,6 +482,7 @@ class Uploader:
             check_key_length(self.remote, keys.data_key(full_name, self.generation, longest))
             new = checkpoint.not_yet_in(named, self._folder.is_same)
             spool = keys.spool_checkpoint(id_, self.rank)
+            shards: list[Shard] = []
             try:
                 linked = self._folder.link(new, spool)
                 shards = [
@@ -490,7 +492,14 @@ class Uploader:
                 if shards:
                     self._engine.journal.append([Enqueued(id_, full_name, shard) for shard in shards])
             except BaseException:
-                self._folder.undo_links(spool, [name for _, name in new])
+                # Ctrl-C may come when the rows are already there. A journal that cannot say has links without rows at
+                # worst, which only hold space.
+                with contextlib.suppress(CkptAsyncError):
+                    if self._engine.has_recorded(id_, shards):
+                        checkpoint.add(shards)
+                        self._checkpoints.keep(checkpoint)
+                    else:
+                        self._folder.undo_links(spool, [name for _, name in new])
                 raise
             checkpoint.add(shards)
             self._checkpoints.keep(checkpoint)
