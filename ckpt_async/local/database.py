@@ -98,17 +98,13 @@ def _is_passing(error: sqlite3.Error) -> bool:
     return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
 
 
-@contextlib.contextmanager
-def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    try:
-        patiently(connection, "BEGIN IMMEDIATE")  # Ctrl-C may come when it has just begun
-        yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:  # SQLite rolls back by itself if the disk is full
-            with contextlib.suppress(sqlite3.Error):
-                connection.execute("ROLLBACK")
-        raise
+def begin(connection: sqlite3.Connection) -> None:
+    """Begin a transaction within `with connection`, which ends it.
+
+    That statement is implemented in C, so no Ctrl-C can leave a transaction open. A generator could be left suspended
+    for as long as somebody holds the traceback.
+    """
+    patiently(connection, "BEGIN IMMEDIATE")
 
 
 @contextlib.contextmanager

@@ -196,33 +196,29 @@ class Folder:
         to the other.
         """
         there = self.common / keys.KINDS
-        with self._locked(fcntl.LOCK_EX, there) if there.is_dir() else contextlib.nullcontext():
+        with self._locked(there) if there.is_dir() else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
-    def _locked(self, how: int, place: Path | None = None) -> Iterator[None]:
-        """Hold a lock between those who remove files and those who list them, across all processes. After
-        REMOVAL_S, continue without it.
+    def _locked(self, place: Path) -> Iterator[None]:
+        """Hold the lock of those who remove files, across all processes. Not for the trainer's thread, in which Ctrl-C
+        may leave a generator suspended.
         """
-        place = place or self.common
-        # Use a separate descriptor: a lock does not separate threads that share one.
+        descriptor = _open_lock(place)
         try:
-            descriptor = os.open(place, _DIRECTORY)
-        except OSError as error:
-            raise _folder_error(place, error) from error
-        try:
-            deadline = time.monotonic() + REMOVAL_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= deadline:
-                        break
-                time.sleep(0.001)
+            _lock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for the copy in a child forked in the meantime
+            os.close(descriptor)
+
+    def _wait_for_removals(self) -> None:
+        """Wait until nobody is removing files: those that `remove_source` moved away by mistake are back then."""
+        descriptor = _open_lock(self.common)
+        try:
+            _lock(descriptor, fcntl.LOCK_SH)
+        finally:  # not in a function of its own, which Ctrl-C could keep from beginning
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def walk(self, *relative: str) -> list[str]:
@@ -232,8 +228,7 @@ class Folder:
         Raises InvalidShardError for anything that is neither a file nor a folder: a symlink could lead anywhere,
         and a FIFO would hang the upload.
         """
-        with self._locked(fcntl.LOCK_SH):
-            pass  # files that `remove_source` moved away by mistake are back now
+        self._wait_for_removals()
         return list(dict.fromkeys(found for each in relative for found in self._files(each)))
 
     def _files(self, relative: str) -> list[str]:
@@ -366,7 +361,7 @@ class Folder:
         False if it is no longer the same file (the trainer wrote a new one to that path), which then stays.
         """
         try:
-            with self._locked(fcntl.LOCK_EX), self._parent(source) as (parent, name):
+            with self._locked(self.common), self._parent(source) as (parent, name):
                 there = os.stat(name, dir_fd=parent, follow_symlinks=False)
                 if identity_of(there) != identity or not self._take_away(parent, name, identity):
                     return False
@@ -428,6 +423,30 @@ def check_unchanged(
             f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
             reason=FailureReason.SOURCE_CHANGED,
         )
+
+
+# --- the lock between those who remove files and those who list them ---------------------------------------
+
+
+def _open_lock(place: Path) -> int:
+    """Return a separate descriptor, because a lock does not separate threads that share one."""
+    try:
+        return os.open(place, _DIRECTORY)
+    except OSError as error:
+        raise _folder_error(place, error) from error
+
+
+def _lock(descriptor: int, how: int) -> None:
+    """Take the lock; after REMOVAL_S, continue without it."""
+    deadline = time.monotonic() + REMOVAL_S
+    while True:
+        try:
+            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return
+        time.sleep(0.001)
 
 
 # --- facts of the machine ----------------------------------------------------------------------------------

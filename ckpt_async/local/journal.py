@@ -139,7 +139,8 @@ class Journal:
         no journal exists without them.
         """
         inherited = shared_journal.take(self._path.parent, self.rank)
-        with database.transaction(connection):
+        with connection:
+            database.begin(connection)
             if database.version(connection):
                 return  # another process was faster
             for statement in _SCHEMA:
@@ -173,19 +174,20 @@ class Journal:
         Raises NoSpaceError if the disk is full, JournalError for other problems; nothing was written then.
         """
         rows = self._rows_of(events)
-        with self._in_use():
+        with self._checked(), self._lock:
             # A single statement is its own transaction, and the trainer waits for it.
             if len(rows) == 1 and not notices:
                 database.patiently(self._connection, _INSERT, rows[0])
                 return
-            with database.transaction(self._connection):
+            with self._connection:
+                database.begin(self._connection)
                 self._connection.executemany(_INSERT, rows)
                 if notices:
                     outbox.put(self._connection, notices, self._clock())
 
     def outbox(self) -> outbox.Outbox:
         """Return the outbox of the notices that were written here."""
-        return outbox.Outbox(self._connected)
+        return outbox.Outbox(self._connection, self._lock, self._checked)
 
     def _rows_of(self, events: Iterable[Event]) -> list[tuple[int, int, float, str, str]]:
         now = self._clock()
@@ -194,7 +196,8 @@ class Journal:
     def forget(self, event: Forgotten) -> None:
         """Drop a checkpoint's rows. One `Forgotten` row is kept: that of the newest committed checkpoint."""
         mark = (event.checkpoint.generation, event.checkpoint.step)
-        with self._in_use(), database.transaction(self._connection):
+        with self._checked(), self._lock, self._connection:
+            database.begin(self._connection)
             self._connection.execute("DELETE FROM events WHERE generation = ? AND step = ?", mark)
             if event.committed_at is None:
                 return
@@ -209,7 +212,8 @@ class Journal:
 
     def forget_marks(self) -> None:
         """Drop the row that `forget` keeps, because the rank continues with another remote."""
-        with self._in_use(), database.transaction(self._connection):
+        with self._checked(), self._lock, self._connection:
+            database.begin(self._connection)
             self._connection.execute("DELETE FROM events WHERE kind = 'Forgotten'")
 
     def open_rank(self, event: Opened, unproven: Iterable[CheckpointId] = ()) -> None:
@@ -217,7 +221,8 @@ class Journal:
         part of `unproven` checkpoints.
         """
         of_store = [(kind.__name__, each.generation, each.step) for each in unproven for kind in _OF_STORE]
-        with self._in_use(), database.transaction(self._connection):
+        with self._checked(), self._lock, self._connection:
+            database.begin(self._connection)
             self._connection.execute("DELETE FROM events WHERE kind = 'Opened'")
             self._connection.executemany(
                 "DELETE FROM events WHERE kind = ? AND generation = ? AND step = ?", of_store
@@ -227,7 +232,8 @@ class Journal:
     def note_progress(self, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:
         """Replace the note of how many bytes of unfinished shards were sent. It is for `status`, not for rules."""
         body = json.dumps([[each.generation, each.step, shard, size] for each, shard, size in sent])
-        with self._in_use(), database.transaction(self._connection):
+        with self._checked(), self._lock, self._connection:
+            database.begin(self._connection)
             self._connection.execute("DELETE FROM progress")
             self._connection.execute("INSERT INTO progress VALUES (?)", (body,))
 
@@ -239,7 +245,9 @@ class Journal:
         Raises FsyncError if the disk refuses it. The WAL is then rewritten into the main file; until that has
         succeeded, no later call succeeds either.
         """
-        with self._on_disk():
+        self._refuse_fork()
+        with self._disk_lock:
+            self._check_open()
             if self._is_suspect:
                 self._renew()
             try:
@@ -257,7 +265,9 @@ class Journal:
         """Move the WAL into the main file if it has grown, so that replay time and disk use stay flat. Waits for
         the disk.
         """
-        with self._on_disk():
+        self._refuse_fork()
+        with self._disk_lock:
+            self._check_open()
             if os.fstat(self._wal).st_size >= CHECKPOINT_PAGES * 4096:
                 self._checkpoint("PASSIVE")
 
@@ -298,7 +308,7 @@ class Journal:
         """Return the rows after a sequence number, in order. Events that were appended together may share a
         sequence number.
         """
-        with self._in_use():
+        with self._checked(), self._lock:
             return journal_rows.read(self._connection, self.rank, after)
 
     def local(self) -> Local:
@@ -333,24 +343,18 @@ class Journal:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
     @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
+    def _checked(self) -> Iterator[None]:
+        """Refuse use by a fork, and translate errors. It must not take a lock: Ctrl-C may leave a generator suspended
+        for as long as somebody holds the traceback.
+        """
         self._refuse_fork()
-        with database.translated(self._path), self._lock:
+        with database.translated(self._path):
             yield
 
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[sqlite3.Connection]:
-        with self._in_use():
-            yield self._connection
-
-    @contextlib.contextmanager
-    def _on_disk(self) -> Iterator[None]:
-        self._refuse_fork()
-        with self._disk_lock:
-            if self._wal < 0:
-                raise JournalError(f"journal {str(self._path)!r} is closed")
-            self.check_there()
-            yield
+    def _check_open(self) -> None:
+        if self._wal < 0:
+            raise JournalError(f"journal {str(self._path)!r} is closed")
+        self.check_there()
 
     def check_there(self) -> None:
         """Raise JournalError if somebody has deleted the journal underneath us: nothing appended from then on would

@@ -9,12 +9,11 @@ remembered for a while, so that a fact that is learned again is not reported aga
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,23 +103,30 @@ def look(path: Path, most: int) -> tuple[list[Told], list[Untold]]:
 class Outbox:
     """The notices in one database. Safe from any thread; every call takes well under a millisecond.
 
-    `using` is a context manager that gives one thread at a time the connection. Raises JournalError.
+    `lock` guards the connection. `checked` is a context manager around every use of it, which translates errors and
+    holds nothing. Raises JournalError.
     """
 
-    def __init__(self, using: Callable[[], AbstractContextManager[sqlite3.Connection]]) -> None:
-        self._using = using
-        with self._using() as connection:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        lock: threading.Lock,
+        checked: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._connection, self._lock, self._checked = connection, lock, checked
+        with self._checked(), self._lock:
             database.patiently(connection, _TABLE)
 
     def put(self, notices: Iterable[Notice], now: float) -> None:
         """Add notices. On return they survive SIGKILL."""
-        with self._using() as connection, database.transaction(connection):
-            put(connection, notices, now)
+        with self._checked(), self._lock, self._connection:
+            database.begin(self._connection)
+            put(self._connection, notices, now)
 
     def waiting(self, sink: str, limit: int = 100) -> list[Waiting]:
         """Return the notices that wait for one sink, in the order in which they are due."""
-        with self._using() as connection:
-            rows = connection.execute(
+        with self._checked(), self._lock:
+            rows = self._connection.execute(
                 "SELECT sequence, body, made_at, num_attempts, next_at FROM outbox"
                 " WHERE sink = ? AND NOT is_done ORDER BY next_at, sequence LIMIT ?",
                 (sink, limit),
@@ -130,9 +136,9 @@ class Outbox:
     def num_due(self, sinks: Iterable[str], before: float) -> int:
         """Return how many notices for these sinks are due for a first or further attempt before that time."""
         names = list(sinks)
-        with self._using() as connection:
-            marks = ",".join("?" * len(names))
-            [(found,)] = connection.execute(
+        marks = ",".join("?" * len(names))
+        with self._checked(), self._lock:
+            [(found,)] = self._connection.execute(
                 f"SELECT count(*) FROM outbox WHERE NOT is_done AND next_at < ? AND sink IN ({marks})",  # noqa: S608 - question marks
                 [before, *names],
             ).fetchall()
@@ -141,8 +147,8 @@ class Outbox:
     def num_waiting(self, but: Sequence[str]) -> int:
         """Return how many notices wait for all sinks except these."""
         marks = ",".join("?" * len(but))
-        with self._using() as connection:
-            [(found,)] = connection.execute(
+        with self._checked(), self._lock:
+            [(found,)] = self._connection.execute(
                 f"SELECT count(*) FROM outbox WHERE NOT is_done AND sink NOT IN ({marks})",  # noqa: S608 - question marks
                 tuple(but),
             ).fetchall()
@@ -172,14 +178,15 @@ class Outbox:
             "DELETE FROM outbox WHERE sequence IN (SELECT sequence FROM outbox WHERE sink = ? AND is_done = ?"
             " ORDER BY made_at DESC, sequence DESC LIMIT -1 OFFSET ?)"
         )
-        with self._using() as connection, database.transaction(connection):
-            connection.execute(_TABLE)
-            connection.execute(excess, (sink, 1, MAX_REMEMBERED))
-            return connection.execute(excess, (sink, 0, MAX_WAITING)).rowcount
+        with self._checked(), self._lock, self._connection:
+            database.begin(self._connection)
+            self._connection.execute(_TABLE)
+            self._connection.execute(excess, (sink, 1, MAX_REMEMBERED))
+            return self._connection.execute(excess, (sink, 0, MAX_WAITING)).rowcount
 
     def _write(self, statement: str, *values: object) -> None:
-        with self._using() as connection:
-            database.patiently(connection, statement, values)
+        with self._checked(), self._lock:
+            database.patiently(self._connection, statement, values)
 
 
 class OwnOutbox(Outbox):
@@ -189,7 +196,6 @@ class OwnOutbox(Outbox):
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lock = threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             check_local(folder, filesystem_of(str(folder.resolve()), Path("/proc/self/mountinfo")))
@@ -207,19 +213,14 @@ class OwnOutbox(Outbox):
                 f"the queue of events in {str(folder)!r} is in use by another process",
                 hint="give each process its own folder",
             ) from None
-        self._path = folder / "events.sqlite"
+        path = folder / "events.sqlite"
         try:
-            with database.translated(self._path):
-                self._connection = database.connect(self._path)
+            with database.translated(path):
+                connection = database.connect(path)
         except BaseException:
             os.close(self._descriptor)
             raise
-        super().__init__(self._connected)
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[sqlite3.Connection]:
-        with database.translated(self._path), self._lock:
-            yield self._connection
+        super().__init__(connection, threading.Lock(), lambda: database.translated(path))
 
     def close(self) -> None:
         with self._lock:

@@ -125,7 +125,8 @@ def _drop(private: Path, rank: int) -> None:
     path = private / keys.SHARED_JOURNAL
     with database.translated(path), contextlib.closing(database.connect(path)) as connection:
         if database.version(connection):
-            with database.transaction(connection):
+            with connection:
+                database.begin(connection)
                 connection.execute("DELETE FROM events WHERE rank = ?", (rank,))
                 connection.execute("DELETE FROM progress WHERE rank = ?", (rank,))
         if not _is_empty(connection):

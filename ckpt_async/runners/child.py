@@ -207,7 +207,7 @@ class _Rank:
         except Exception as error:
             if self._has_started:
                 logger.critical("runner_failed rank=%d", start.rank, exc_info=error)
-                self._send("died", repr(error))
+                self._send("died", wire.shortened(repr(error)))
             else:
                 self._send("refused", wire.error_fields(error))
 

@@ -19,7 +19,7 @@ from ckpt_async.runners import wire
 
 # Facts that nobody waits for are collected for this long and sent together.
 REPORT_S = 0.25
-# Limits that are certain to fit into one packet.
+# Limits of one packet. If all of them are reached at once, they are halved until the report fits.
 MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
 MAX_MISSING = 100
 MAX_FAILING = 100
@@ -115,9 +115,19 @@ class Reports:
             "failing": sorted(engine.failing)[:MAX_FAILING],
             "missing": self._missing(engine),
         }
+        divisor = 1
         while True:
-            parts = {name: list(itertools.islice(queue, most)) for name, queue, most in queues}
-            if not self._tell(parts | state):
+            parts = {
+                name: list(itertools.islice(queue, max(1, most // divisor))) for name, queue, most in queues
+            }
+            try:
+                was_told = self._tell(parts | state)
+            except wire.PacketTooLargeError:
+                if all(len(part) <= 1 for part in parts.values()):
+                    raise
+                divisor *= 2
+                continue
+            if not was_told:
                 self._send_soon()
                 return
             state["num_read"] = self._num_read = 0

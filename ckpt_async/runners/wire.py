@@ -20,7 +20,7 @@ from ckpt_async import errors
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.model import CheckpointId, Decided, Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.errors import CkptAsyncError, FailureReason, RunnerError, StoreError
 from ckpt_async.local.journal import after_fork
 from ckpt_async.runners import Start
 from ckpt_async.stores import StoreOptions
@@ -35,6 +35,10 @@ VERSION = 2
 # A trainer sends no more `want` while so many are unread, so that every other message finds room: by far fewer than
 # the buffer holds.
 MAX_UNREAD = 100
+
+
+class PacketTooLargeError(RunnerError):
+    """The other side would receive only the beginning of the packet. Nothing was sent."""
 
 
 class Wants(NamedTuple):
@@ -69,9 +73,13 @@ class Channel:
 
     def send(self, *message: Any, descriptors: tuple[int, ...] = ()) -> bool:
         """Send one packet without waiting; return False if there is no room. Raises OSError if the other side is
-        gone.
+        gone, PacketTooLargeError.
         """
         data = encode(*message)
+        if len(data) > MAX_PACKET_BYTES:
+            raise PacketTooLargeError(
+                f"a message {message[0]!r} of {len(data)} bytes does not fit into a packet of {MAX_PACKET_BYTES}"
+            )
         try:
             with self._lock:
                 if descriptors:

@@ -95,7 +95,7 @@ class Saving:
         self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
         self._buffers = ckpt.SnapshotBuffers()
         self._writer = Writer()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # taken directly: Ctrl-C may come within a condition's `__enter__`
         self._changed = threading.Condition(self._lock)
         self._undecided: list[SavedCheckpoint] = []
         self._failures: list[SaveFailedError] = []
@@ -128,7 +128,7 @@ class Saving:
             self._uploader.check_takes(now.step, checkpoint.name)
             ending = self._begin(checkpoint, value, metrics)
         except FencedError:
-            with self._changed:
+            with self._lock:
                 self._count_end()
             raise
         except (Exception, CheckpointException) as error:  # noqa: BLE001  for `take_failure`; training goes on
@@ -264,7 +264,7 @@ class Saving:
 
         A save that is being written already does not count. Must not be called from the trainer's thread.
         """
-        with self._changed:
+        with self._lock:
             before = self._num_begun
             self._changed.wait_for(lambda: self._num_ended > before, timeout_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt_async.core import backlog
@@ -11,7 +12,7 @@ from ckpt_async.core.failures import in_vain, why_in_vain
 from ckpt_async.core.local_state import Local
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.runners import EngineView
-from ckpt_async.trainer.handle import EngineHandle
+from ckpt_async.trainer.handle import EngineHandle, deadline_in
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def report_of(local: Local, num_committed: int) -> FlushReport:
 
 def drain(engine: EngineHandle, deadline: float, *, grace_s: float) -> None:
     """Wait for our own work, then for up to `grace_s` for that of the other ranks."""
+    asked = 0
 
     def is_idle(view: EngineView) -> bool:
         if view.last_seen_wake >= asked:
@@ -51,14 +53,28 @@ def drain(engine: EngineHandle, deadline: float, *, grace_s: float) -> None:
         view.wake()  # an earlier wake-up may have been lost with an engine that died
         return False
 
-    engine.retry_failed()
-    with engine.hurried():
+    def wait() -> None:
+        nonlocal asked
         asked = engine.view().wake()
         engine.wait_until(is_idle, deadline)
         engine.wait_until(
             lambda view: not backlog.waits_for_others(view.local), min(deadline, time.monotonic() + grace_s)
         )
         engine.wait_until(lambda view: view.num_due == 0, deadline)
+
+    engine.retry_failed()
+    engine.hurried(wait)
+
+
+def flush(engine: EngineHandle, timeout_s: float, num_committed: Callable[[], int]) -> FlushReport:
+    """See `Uploader.flush`; `num_committed` counts the checkpoints that this start has committed."""
+    before, deadline = num_committed(), deadline_in(timeout_s)
+
+    def work() -> FlushReport:
+        drain(engine, deadline, grace_s=timeout_s)
+        return report_of(engine.view().fresh_local(), num_committed() - before)
+
+    return engine.newest_first(work, deadline)
 
 
 def log_what_is_left(local: Local) -> None:
@@ -89,11 +105,14 @@ def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncE
     steps = in_vain(engine.view().fresh_local())
     if not steps or time.monotonic() >= deadline:
         return None
-    with engine.hurried():
+
+    def look() -> None:
         engine.view().look_for_members()
         engine.wait_until(
             lambda view: view.absent_ranks is not None, min(deadline, time.monotonic() + MEMBERS_TIMEOUT_S)
         )
+
+    engine.hurried(look)
     view = engine.view()
     error = why_in_vain(view.fresh_local(), steps, view.fenced_by, view.absent_ranks or ())
     if error is not None:

@@ -15,7 +15,11 @@ def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | 
     """See `Uploader.wait`."""
     deadline = None if timeout_s is None else deadline_in(timeout_s)
     engine.retry_failed(id_)
-    with engine.hurried(), engine.changed:
+    engine.hurried(lambda: _wait(engine, id_, timeout_s, deadline))
+
+
+def _wait(engine: EngineHandle, id_: CheckpointId, timeout_s: float | None, deadline: float | None) -> None:
+    with engine.changing:
         while True:
             engine.check_alive()
             view = engine.view()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from ckpt_async.core import arguments
 from ckpt_async.core.failures import Failure, to_raise
-from ckpt_async.core.model import CheckpointId, Event, Retried
+from ckpt_async.core.model import CheckpointId, Event, Retried, Shard
 from ckpt_async.core.observe import Observer
 from ckpt_async.errors import FencedError, UploaderClosedError, UploadFailedError
 from ckpt_async.local.folder import Folder
@@ -18,6 +19,10 @@ from ckpt_async.runners import EngineView, Start, runner_of
 
 # A predecessor that was just killed, or a sweeper that is finishing its work, releases the lock soon.
 LOCK_WAIT_S = 15.0
+# How long after its own deadline a flush may still be reading the journal for its report.
+REPORT_S = 5.0
+
+T = TypeVar("T")
 
 
 def deadline_in(timeout_s: float) -> float:
@@ -36,9 +41,15 @@ class EngineHandle:
     """
 
     def __init__(self, start: Start, folder: Folder, observer: Observer) -> None:
-        self.changed = threading.Condition()  # notified of every change that the engine makes
+        # `changed` is notified of every change that the engine makes. Hold `changing` to wait for it: a condition's own
+        # `__enter__` is not in C, and Ctrl-C could leave its lock held.
+        self.changing = threading.RLock()
+        self.changed = threading.Condition(self.changing)
         self._lock = threading.Lock()
-        self._num_waiting = self._num_flushing = 0
+        # A mark for each call in progress, and for each flush its deadline. Marks are removed by single calls into C,
+        # which Ctrl-C cannot leave half done.
+        self._waiting: set[object] = set()
+        self._flushing: dict[object, float] = {}
         self._is_strict = start.settings.on_error == "raise"
         self.has_ended = False
         self.on_change: Callable[[], None] = lambda: None  # called on every change, too; must not block
@@ -65,6 +76,14 @@ class EngineHandle:
         """Record an event for the engine to act on; on return it survives SIGKILL."""
         self.journal.append([event])
         self.view().wake()
+
+    def has_recorded(self, id_: CheckpointId, shards: Sequence[Shard]) -> bool:
+        """Return whether the journal has these shards, of which it has all or none."""
+        recorded = self.view().fresh_local().checkpoints.get(id_)
+        if recorded is None or not shards:
+            return False
+        first = recorded.shards.get(shards[0].name)
+        return first is not None and first.shard == shards[0]
 
     def retry_failed(self, *only: CheckpointId) -> None:
         """Have failed uploads, of these or of all checkpoints, tried again; under `hurried` that happens at once."""
@@ -99,13 +118,18 @@ class EngineHandle:
                 " ranks",
             )
 
-    def end(self) -> None:
-        """Stop the engine once nobody is flushing any more; from then on, nothing new is started. Idempotent."""
+    def end(self, deadline: float = 0.0) -> None:
+        """Stop the engine once nobody is flushing any more; from then on, nothing new is started. Idempotent.
+
+        It waits until the deadline, or that of the flush if it is later.
+        """
         while not self.has_ended:
-            with self.changed:
-                self.changed.wait_for(lambda: not self._num_flushing)
             with self._lock:
-                self.has_ended = not self._num_flushing
+                until = max([deadline, *(each + REPORT_S for each in list(self._flushing.values()))])
+                self.has_ended = not self._flushing or time.monotonic() >= until
+            if not self.has_ended:
+                with self.changing:
+                    self.changed.wait_for(lambda: not self._flushing, until - time.monotonic())
         self.runner.end()
 
     @contextlib.contextmanager
@@ -132,49 +156,49 @@ class EngineHandle:
         """Wait until `is_over` holds, the deadline has passed or the engine has died. Set `poll_s` for conditions
         that can change without a notification from the engine.
         """
-        with self.changed:
+        with self.changing:
             while self.runner.death is None and not is_over(self.view()):
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     return
                 self.changed.wait(min(left_s, poll_s))
 
-    @contextlib.contextmanager
-    def hurried(self) -> Iterator[None]:
-        """Tell the engine, for the duration of the block, that somebody waits: for other ranks, or for failed
-        uploads, which are then retried at once.
+    def hurried(self, wait: Callable[[], T]) -> T:
+        """Call `wait`, and tell the engine meanwhile that somebody waits: for other ranks, or for failed uploads, which
+        are then retried at once.
         """
-        with self._lock:
-            self._num_waiting += 1
-            self.view().hurry(True)
+        mark = object()
         try:
-            yield
-        finally:
             with self._lock:
-                self._num_waiting -= 1
-                if not self._num_waiting:
+                self._waiting.add(mark)
+                self.view().hurry(True)
+            return wait()
+        finally:
+            self._waiting.discard(mark)
+            with self._lock:
+                if not self._waiting:
                     self.view().hurry(False)
 
-    @contextlib.contextmanager
-    def newest_first(self) -> Iterator[None]:
-        """Have the newest checkpoint uploaded first for the duration of the block, while somebody flushes; `end`
-        waits for the block.
+    def newest_first(self, flush: Callable[[], T], deadline: float) -> T:
+        """Call `flush`, which keeps this deadline, and have the newest checkpoint uploaded first meanwhile; `end` waits
+        for it.
         """
-        with self._lock:
-            if self.has_ended:
-                raise UploaderClosedError("the uploader is closed")
-            self._num_flushing += 1
-            self.view().put_newest_first(True)
+        mark = object()
         try:
-            yield
-        finally:
             with self._lock:
-                self._num_flushing -= 1
-                if not self._num_flushing:
+                if self.has_ended:
+                    raise UploaderClosedError("the uploader is closed")
+                self._flushing[mark] = deadline
+                self.view().put_newest_first(True)
+            return flush()
+        finally:
+            self._flushing.pop(mark, None)
+            with self._lock:
+                if not (self._flushing or self.has_ended):
                     self.view().put_newest_first(False)  # otherwise older ones might starve from now on
             self._notify()
 
     def _notify(self) -> None:
-        with self.changed:
+        with self.changing:
             self.changed.notify_all()
         self.on_change()

@@ -77,7 +77,8 @@ class PlainUploader:
         self._settings = load_settings(settings, os.environ)
         self._store = connect(remote, store_options, self._settings)
         self._staging = tempfile.TemporaryDirectory(prefix="ckpt_async-plain-", dir=staging_folder)
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # taken directly: Ctrl-C may come within a condition's `__enter__`
+        self._changed = threading.Condition(self._lock)
         self._waiting: dict[str, _Staged] = {}
         self._sending: set[str] = set()
         self._num_staged = 0
@@ -103,7 +104,7 @@ class PlainUploader:
         check_key_length(self.remote, key)
         if not Path(path).is_file():
             raise InvalidShardError(f"{os.fspath(path)!r} is not a file")
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise UploaderClosedError("the uploader of plain files is closed")
             self._num_staged += 1
@@ -114,7 +115,7 @@ class PlainUploader:
             staged.path.unlink(missing_ok=True)
             self._failed(key, error)
             return
-        with self._changed:
+        with self._lock:
             older = self._waiting.get(key)
             self._waiting[key] = staged
             if key not in self._sending:
@@ -127,7 +128,7 @@ class PlainUploader:
         """Wait until all files passed to `put` are sent or have failed. Returns the keys that are still being sent
         after `timeout_s`.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._sending, timeout_s)
             return sorted(self._sending)
 
@@ -152,7 +153,7 @@ class PlainUploader:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _next(self, key: str) -> _Staged | None:
-        with self._changed:
+        with self._lock:
             staged = self._waiting.pop(key, None)
             if staged is None:
                 self._sending.discard(key)

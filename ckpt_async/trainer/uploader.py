@@ -185,7 +185,8 @@ class Uploader:
 
         Raises InvalidShardError or InvalidNameError (not a regular file in the folder, an unsafe name),
         SealedError, NoSpaceError, FencedError, and in strict mode UploadFailedError for failures in the background
-        since the last call. Whenever it raises, this call has enqueued nothing.
+        since the last call. Whenever it raises one of these, this call has enqueued nothing. After KeyboardInterrupt
+        it has enqueued either all of the files or none; repeating the same call is right in both cases.
         """
         started = time.perf_counter()
         self._check_usable()
@@ -338,8 +339,7 @@ class Uploader:
             undecided = backlog.undecided(engine.fresh_local())
             return all(each.id.generation >= self.generation for each in undecided)
 
-        with self._engine.hurried():
-            self._engine.wait_until(is_over, deadline_in(timeout_s))
+        self._engine.hurried(lambda: self._engine.wait_until(is_over, deadline_in(timeout_s)))
         return is_over(self._engine.view())
 
     def raise_failures(self) -> None:
@@ -360,11 +360,7 @@ class Uploader:
         The uploader stays open. A concurrent `close` does not return before this does.
         """
         self._check_process(may_be_closing=True)
-        before = self.metrics.num_committed
-        with self._engine.newest_first():
-            closing.drain(self._engine, deadline_in(timeout_s), grace_s=timeout_s)
-            local = self._engine.view().fresh_local()
-            return closing.report_of(local, self.metrics.num_committed - before)
+        return closing.flush(self._engine, timeout_s, lambda: self.metrics.num_committed)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was sealed, stop the engine, release the folder. Idempotent.
@@ -404,7 +400,7 @@ class Uploader:
                 at_last.callback(self._engine.release)
                 if self._undo_sigterm is not None:
                     self._undo_sigterm()
-                self._engine.end()
+                self._engine.end(deadline)
                 self._events.close()
                 failed = self._engine.take_failure()
         self._engine.check_alive()
@@ -486,6 +482,7 @@ class Uploader:
             check_key_length(self.remote, keys.data_key(full_name, self.generation, longest))
             new = checkpoint.not_yet_in(named, self._folder.is_same)
             spool = keys.spool_checkpoint(id_, self.rank)
+            shards: list[Shard] = []
             try:
                 linked = self._folder.link(new, spool)
                 shards = [
@@ -495,7 +492,14 @@ class Uploader:
                 if shards:
                     self._engine.journal.append([Enqueued(id_, full_name, shard) for shard in shards])
             except BaseException:
-                self._folder.undo_links(spool, [name for _, name in new])
+                # Ctrl-C may come when the rows are already there. A journal that cannot say has links without rows at
+                # worst, which only hold space.
+                with contextlib.suppress(CkptAsyncError):
+                    if self._engine.has_recorded(id_, shards):
+                        checkpoint.add(shards)
+                        self._checkpoints.keep(checkpoint)
+                    else:
+                        self._folder.undo_links(spool, [name for _, name in new])
                 raise
             checkpoint.add(shards)
             self._checkpoints.keep(checkpoint)

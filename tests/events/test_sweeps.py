@@ -1,6 +1,7 @@
 """Events of the sweeper and of `prune`: what they did to a remote themselves, and damage that they found."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sqlite3
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import SettingsError
 from ckpt_async.events.couriers import Courier
 from ckpt_async.sweep.drain import drain
+from tests.ctrl_c import interrupted
 from tests.events.receiver import Receiver, free_port, receiving
 from tests.events.saves import QUICK, save
 from tests.sweep.trainers import Trainers
@@ -188,6 +191,23 @@ def test_a_queue_that_could_not_be_opened_is_free_again(
         with pytest.raises(JournalError):
             OwnOutbox(tmp_path / "events")
     OwnOutbox(tmp_path / "events").close()
+
+
+def test_an_interrupted_call_leaves_the_queue_free(tmp_path: Path) -> None:
+    """A suspended generator held its lock, and a transaction, for as long as somebody held the traceback."""
+    from ckpt_async.core.notices import Notice
+    from ckpt_async.local.outbox import OwnOutbox
+
+    with contextlib.closing(OwnOutbox(tmp_path / "events")) as outbox:
+        found = set()
+        for at in range(1, 1000):
+            error = interrupted(partial(outbox.put, [Notice(str(at), "hook", "{}")], 1.0), at)
+            found |= {outbox._lock.locked(), outbox._connection.in_transaction}
+            if error is None:
+                break
+            del error
+        assert found == {False}
+        assert outbox.num_due(["hook"], 1e12) > 0
 
 
 HALF = """

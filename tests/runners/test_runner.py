@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from ckpt_async import (
 )
 from ckpt_async.core import keys
 from ckpt_async.core.failures import Failure
+from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Outcome
 from ckpt_async.core.naming import MAX_SHARD_NAME_LENGTH
 from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
@@ -250,8 +252,8 @@ def test_closing_lets_go_of_the_folder_whatever_fails(
     uploader = Uploader(tmp_path / "folder", f"file://{tmp_path}/store", runner=runner, **QUICK)
     end = uploader._engine.end
 
-    def failing() -> None:
-        end()
+    def failing(deadline: float) -> None:
+        end(deadline)
         raise MemoryError
 
     monkeypatch.setattr(uploader._engine, "end", failing)
@@ -747,7 +749,7 @@ def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
             closing = threading.Thread(target=uploader.close, args=(timeout_s,))
             closing.start()
             engine = uploader._engine
-            wait_until(lambda: engine.runner._is_ended.is_set() if timeout_s == 0.0 else engine._num_waiting)
+            wait_until(lambda: engine.runner._is_ended.is_set() if timeout_s == 0.0 else engine._waiting)
         finally:
             os.kill(runner, signal.SIGCONT)
         closing.join(PATIENCE_S)
@@ -1090,6 +1092,53 @@ def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
         trainer.tell("stop")
         assert trainer.finish() == 0
     assert {(each.generation, each.step) for each in Oracle(remote, 2).look()} >= {(1, 1), (2, 3)}
+
+
+def test_a_report_that_does_not_fit_into_a_packet_is_sent_as_several() -> None:
+    """The packet was cut short if every list in it was full, and the trainer failed for good: it was no JSON."""
+    id_ = CheckpointId(999_999, 999_999_999_999)
+    ranks = list(range(1000, 1000 + reports.MAX_MISSING))
+    engine: Any = SimpleNamespace(
+        fenced_by=7,
+        absent_ranks=ranks,
+        num_due=10_000,
+        last_seen_wake=10_000,
+        failing=frozenset((CheckpointId(1, step), "LookForSuccessor") for step in range(reports.MAX_FAILING)),
+        local=Local(0, checkpoints={each: LocalCheckpoint(each, "n") for each in [id_]}),
+        missing_ranks=lambda _: ranks,
+    )
+    ours, theirs = wire.Channel.pair()
+    received: list[dict[str, Any]] = []
+
+    def tell(report: dict[str, Any]) -> bool:
+        assert ours.send("report", report)
+        message = theirs.receive()
+        assert message is not None
+        received.append(message[1])
+        return True
+
+    loop: Any = None  # needed only for a report that is sent later
+    with contextlib.closing(ours), contextlib.closing(theirs):
+        told = reports.Reports(tell, lambda: engine, loop)
+        told.is_hurried = True
+        series = [10 + number / 7 for number in range(MAX_SERIES)]
+        told.facts.observed.extend(("requests_finished", "put", series) for _ in range(reports.MAX_FACTS))
+        decided = reports.told(Decided(id_, Outcome.ABORT, "n" * 100, "r" * 2000))
+        told._decided.extend([decided] * reports.MAX_DECIDED)
+        failure = Failure(UploadFailedError("e" * 2000), id_, "s" * MAX_SHARD_NAME_LENGTH, "LookForSuccessor")
+        told._failures.extend([wire.failure_fields(failure)] * reports.MAX_FAILURES)
+        told._forgotten.extend((1, step, 1e10 / 7) for step in range(reports.MAX_FORGOTTEN))
+        told.note_wake(10_000, 10_000)
+        told.send()
+    assert [sum(len(each[name]) for each in received) for name in ("observed", "decided", "failures")] == [
+        reports.MAX_FACTS,
+        reports.MAX_DECIDED,
+        reports.MAX_FAILURES,
+    ]
+    assert [step for each in received for _, step, _ in each["forgotten"]] == list(
+        range(reports.MAX_FORGOTTEN)
+    )
+    assert [each["num_read"] for each in received] == [1] + [0] * (len(received) - 1)
 
 
 @pytest.mark.parametrize("letter", ["e", "é", "\N{GRINNING FACE}", "\udce9"])
