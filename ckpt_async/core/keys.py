@@ -301,9 +301,13 @@ def kept_manifest(checkpoint: CheckpointId, rank: int) -> str:
     return f"{kept_rank(rank)}/{checkpoint_tag(checkpoint)}.json"
 
 
+def sealed_run(run: str) -> str:
+    """Return the folder of what a run has sealed without a remote, relative to `.ckpt_async`."""
+    return f"sealed/{run}"
+
+
 def sealed_rank(run: str, rank: int) -> str:
-    """Return the folder of what a rank of a run has sealed without a remote, relative to `.ckpt_async`."""
-    return f"sealed/{run}/rank-{rank:05d}"
+    return f"{sealed_run(run)}/rank-{rank:05d}"
 
 
 def sealed_manifest(run: str, checkpoint: CheckpointId, rank: int) -> str:

@@ -1,11 +1,13 @@
-"""What runs without a remote have sealed in a folder, so that a later launch can prune it. There is a small file for
-each checkpoint, `sealed/<run>/rank-<r>/<g>-<step>.json`; it names the checkpoint's files, each with its identity.
-`run` tells apart the runs that save to one folder.
+"""What runs without a remote have sealed in a folder, so that a later launch can load and prune it. There is a small
+file for each checkpoint, `sealed/<run>/rank-<r>/<g>-<step>.json`; it names the checkpoint's files, each with its
+identity. `run` tells apart the runs that save to one folder.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Sealed, Shard
@@ -26,10 +28,34 @@ def drop(folder: Folder, run: str, rank: int, checkpoint: CheckpointId) -> None:
     folder.unlink(keys.sealed_manifest(run, checkpoint, rank))
 
 
-def read(folder: Folder, run: str, rank: int) -> list[tuple[Sealed, list[Shard]]]:
-    """What was noted, oldest first."""
+def read(private: Path, run: str, rank: int) -> list[tuple[Sealed, list[Shard]]]:
+    """What was noted in a folder's private part, oldest first."""
     return [
         (sealed, [each.shard for each in enqueued])
-        for _, enqueued, sealed in manifests(folder.private / keys.sealed_rank(run, rank))
+        for _, enqueued, sealed in manifests(private / keys.sealed_rank(run, rank))
         if sealed is not None
     ]
+
+
+def begin(folder: Folder, run: str, rank: int) -> None:
+    """Leave a sign that a rank of the run may save here from now on. See `has_begun`."""
+    (folder.private / keys.sealed_rank(run, rank)).mkdir(parents=True, exist_ok=True)
+
+
+def has_begun(private: Path, run: str, rank: int) -> bool:
+    return (private / keys.sealed_rank(run, rank)).is_dir()
+
+
+def ranks(private: Path, run: str) -> list[int]:
+    """Return the ranks of the run that have begun to save here."""
+    found = private.glob(f"{keys.sealed_run(run)}/rank-*")
+    return sorted(int(each.name.removeprefix("rank-")) for each in found)
+
+
+def is_unchanged(folder: Path, shard: Shard) -> bool:
+    """Return whether a file is as long and as old as noted. It may be on another disk by now."""
+    try:
+        facts = os.lstat(folder / shard.source)
+    except OSError:
+        return False
+    return (facts.st_size, facts.st_mtime_ns) == (shard.identity.size_bytes, shard.identity.mtime_ns)

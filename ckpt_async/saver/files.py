@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import cast
 
 import ckpt_async.torch as ckpt
 from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.launch import Placement
 from ckpt_async.core.model import without_slash
 from ckpt_async.errors import CheckpointConflictError, InvalidNameError, JournalError, NoJournalError
-from ckpt_async.local import journals
+from ckpt_async.local import journals, sealed
 from ckpt_async.saver import names
 from ckpt_async.saver.timestamp import Timestamp
 
@@ -88,6 +89,11 @@ class Files:
     def run_id(self) -> str:
         """Tells this run from others that save to the same folder: by its name, and by how it names its files."""
         return hashlib.sha256(f"{self.run['run_name']}\0{self.filename}".encode()).hexdigest()[:16]
+
+    @property
+    def private(self) -> Path:
+        """The private part of the folder."""
+        return self.folder / keys.PRIVATE / keys.kind_place(self.kind)
 
     def path(self, now: Timestamp) -> Path:
         return self.folder / names.fill(self.filename, self._at(now))
@@ -172,19 +178,33 @@ def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
 
     Raises CheckpointConflictError.
     """
-    if is_of_run(files.folder, files.remote, files.kind):
+    if has_begun(files):
         return
     resumed = resumed or Timestamp(batch=0)
+    if (path := conflicting(files, resumed)) is not None:
+        raise CheckpointConflictError(
+            f"{path} exists and was not saved by this run: with overwrite=False it may not be replaced by a"
+            f" checkpoint after batch {resumed.batch}",
+            hint="use another folder, pass resume_from= if this continues that run, or overwrite=True",
+        )
+
+
+def conflicting(files: Files, resumed: Timestamp) -> Path | None:
+    """Return the first file that this run would save again after `resumed`, or None."""
     template = str(PurePosixPath(files.filename))
     depth = template.count("/")
     for path in sorted(files.folder.glob("/".join(["*"] * (depth + 1)))):
         relative = path.relative_to(files.folder).as_posix()
         if names.is_ahead(relative, template, files.run, resumed):
-            raise CheckpointConflictError(
-                f"{path} exists and was not saved by this run: with overwrite=False it may not be replaced by a"
-                f" checkpoint after batch {resumed.batch}",
-                hint="use another folder, pass resume_from= if this continues that run, or overwrite=True",
-            )
+            return path
+    return None
+
+
+def has_begun(files: Files) -> bool:
+    """Return whether an earlier start of this run has opened this folder on this node."""
+    if files.remote:
+        return is_of_run(files.folder, files.remote, files.kind)
+    return sealed.has_begun(files.private, files.run_id, cast(int, files.run["rank"]))
 
 
 def is_of_run(folder: Path, remote: str, kind: str = "") -> bool:

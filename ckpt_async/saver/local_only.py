@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 class LocalOnly:
     """The part of `Uploader` that a saver uses, for `remote=None`.
 
-    Each rank is on its own: a checkpoint counts as committed on a rank when that rank's files are fsynced. Nothing
+    Each rank saves on its own: a checkpoint counts as committed on a rank when that rank's files are fsynced. Nothing
     outlives the node, and no rank waits for another.
     """
 
@@ -68,16 +69,27 @@ class LocalOnly:
             self.settings.num_checkpoints_to_keep, self.settings.local_retention
         )
         self._shards: dict[int, list[Shard]] = {}  # of the steps that are not sealed yet
+        self._names: dict[int, str] = {}  # the same
         self._sealed: set[int] = set()
         self._kept: dict[CheckpointId, tuple[Sealed, list[Shard]]] = {}  # what was sealed and is not pruned
-        self._earlier = {each[0].checkpoint: each for each in sealed.read(self._folder, run, self.rank)}
-        # Counts launches, so that a step that is saved again is newer than what an earlier launch saved.
-        self._generation = max((each.generation for each in self._earlier), default=0) + 1
+        self._earlier = {
+            each[0].checkpoint: each for each in sealed.read(self._folder.private, run, self.rank)
+        }
+        # Counts launches, so that a step that is saved again is newer than what an earlier launch saved. Where ranks
+        # can agree, it is the same on all of them.
+        self.generation = max((each.generation for each in self._earlier), default=0) + 1
+        with contextlib.suppress(OSError):  # a full disk: notes will fail, too
+            sealed.begin(self._folder, run, self.rank)
 
     def continue_run(self) -> None:
         """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
         self._kept.update(self._earlier)
         self._earlier = {}
+
+    def noted(self) -> list[tuple[Sealed, list[Shard]]]:
+        """What this and earlier launches of the run have sealed on this rank and not pruned, newest first."""
+        noted = self._earlier | self._kept
+        return [noted[id_] for id_ in sorted(noted, reverse=True)]
 
     def check_takes(self, step: int, name: str | None = None) -> None:
         naming.checkpoint_name(name, step)
@@ -100,11 +112,13 @@ class LocalOnly:
             facts = os.stat(self.folder / source, follow_symlinks=False)
             shard = Shard(source, source, identity_of(facts), is_linked=False)
             self._shards.setdefault(step, []).append(shard)
+        if name is not None:
+            self._names[step] = name
 
     def seal(self, step: int, *, name: str | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """Fsync the files of the step; they are durable on return."""
         self.check_takes(step, name)
-        id_ = CheckpointId(self._generation, arguments.whole(step, "step", 0, keys.MAX_STEP))
+        id_ = CheckpointId(self.generation, arguments.whole(step, "step", 0, keys.MAX_STEP))
         values = metric_values(metrics or {}, step)
         shards = self._shards.get(step, [])
         paths = [self.folder / each.source for each in shards]
@@ -114,7 +128,7 @@ class LocalOnly:
             fsync_path(folder)
         self._sealed.add(step)
         self._shards.pop(step, None)
-        name = naming.checkpoint_name(name, step)
+        name = naming.checkpoint_name(name or self._names.pop(step, None), step)
         self._note(Sealed(id_, name, self.world_size, values, sealed_at=self._clock()), shards)
         if self._link(paths):
             self._prune()
@@ -160,7 +174,7 @@ class LocalOnly:
         in_use = {(each.source, each.identity) for id_ in chosen for each in self._kept[id_][1]}
         for id_ in sorted(self._kept.keys() - chosen.keys()):
             # This launch will come to that step again, and may just have made an empty folder for it.
-            is_ahead = id_.generation < self._generation and id_.step >= max(self._sealed)
+            is_ahead = id_.generation < self.generation and id_.step >= max(self._sealed)
             for each in self._kept[id_][1]:
                 if (each.source, each.identity) not in in_use:
                     self._folder.remove_source(each.source, each.identity, keeps_folders=is_ahead)

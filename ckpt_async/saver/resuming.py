@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import ckpt_async.torch as ckpt
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.errors import FormatError, NoUsableCheckpointError
+from ckpt_async.errors import CheckpointConflictError, FormatError, NoUsableCheckpointError
+from ckpt_async.local import sealed
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
-from ckpt_async.saver.files import Files
+from ckpt_async.saver.files import Files, conflicting
 from ckpt_async.saver.local_only import LocalOnly
+from ckpt_async.saver.resuming_here import ResumingHere, there
+from ckpt_async.saver.saving import What
+from ckpt_async.saver.timestamp import Timestamp
+from ckpt_async.torch.agreement import told_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +28,16 @@ class Resuming:
     """Finds and loads the checkpoints of a saver's run."""
 
     def __init__(
-        self, files: Files, uploader: Uploader | LocalOnly, store_options: StoreOptions | None
+        self, files: Files, uploader: Uploader | LocalOnly, what: What, store_options: StoreOptions | None
     ) -> None:
         self._files, self._uploader, self._store_options = files, uploader, store_options
+        self._what = what
+        # Whether files of earlier launches may be replaced from now on; otherwise `check_step` must be called.
+        self.is_checked = bool(files.remote) or what.overwrite or not what.is_writer
 
     def continue_run(self) -> None:
         """This launch goes on where earlier ones were, so what they have saved is its own."""
+        self.is_checked = True
         if isinstance(self._uploader, LocalOnly):
             self._uploader.continue_run()
 
@@ -43,8 +52,18 @@ class Resuming:
         )
 
     def load_latest(self, **options: Any) -> Any:
-        if not self._files.remote:
-            return self._load_local(**options)
+        if isinstance(self._uploader, LocalOnly):
+            here = ResumingHere(
+                self._files,
+                self._uploader,
+                is_writer=self._what.is_writer,
+                is_sharded=self._what.is_sharded,
+            )
+            state = here.load_latest(**options)
+            self.is_checked = True
+            if state is not None:
+                self.continue_run()
+            return state
 
         def load(checkpoint: Checkpoint) -> Any:
             name = self._file_in(checkpoint)
@@ -53,22 +72,36 @@ class Resuming:
         found = use_newest(
             self.find, lambda checkpoint: ckpt.on_all_ranks(lambda: load(checkpoint)), may_pass_over=True
         )
-        return None if found is None else found[1]
+        if found is not None:
+            return found[1]
+        ckpt.on_all_ranks(self._refuse_what_is_only_here)
+        return None
 
-    def _load_local(self, **options: Any) -> Any:
-        """Load what the local symlink points to. If only the first rank writes, it exists only on that rank's node."""
-        link = self._files.folder / self._files.latest_filename
-        if not self._files.latest_filename or not os.path.lexists(link):
-            return None
-        if not link.exists():
-            raise NoUsableCheckpointError(
-                f"{str(link)!r} points to {os.readlink(link)!r}, which is gone",
-                hint="load an older checkpoint yourself and pass it to `load_state_dict`, or delete the link to start"
-                " from scratch",
+    def check_step(self, now: Timestamp) -> None:
+        """Refuse to replace what an earlier launch has saved, unless this one goes on from there.
+
+        Only without a remote, where nothing else would be left of it. Raises CheckpointConflictError.
+        """
+        before = replace(now, batch=max(0, now.batch - 1))
+        if (path := conflicting(self._files, before)) is not None:
+            raise CheckpointConflictError(
+                f"{path} was saved by an earlier launch, and this one does not continue the run: with overwrite=False"
+                f" it may not be replaced by a checkpoint after batch {before.batch}",
+                hint="call load_latest before the first step, use another folder, or pass resume_from= or"
+                " overwrite=True",
             )
-        state = ckpt.load(link, **options)
-        self.continue_run()
-        return state
+        self.is_checked = True
+
+    def _refuse_what_is_only_here(self) -> None:
+        """The store has no checkpoint; those that the run saved before it had a remote must not be forgotten."""
+        names = there(self._files, sealed.read(self._files.private, self._files.run_id, self._uploader.rank))
+        if names:
+            raise NoUsableCheckpointError(
+                f"{self._files.remote} has no checkpoint, but in {str(self._files.folder)!r} are those that this run"
+                f" saved without a remote: {', '.join(names[-8:])}",
+                hint='load the newest with a saver that has remote=None, see "Moving to a remote" in docs/saver.md, or'
+                " use another folder to start from scratch",
+            )
 
     def _file_in(self, checkpoint: Checkpoint) -> str:
         """Return the name of this rank's file in the checkpoint, or of its only file."""
@@ -101,4 +134,6 @@ def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uplo
     logger.warning(
         "local_only folder=%s; remote=None: nothing is uploaded, and nothing outlives this node", files.folder
     )
-    return LocalOnly(files.folder, run=files.run_id, **options)
+    found = ckpt.on_all_ranks(lambda: LocalOnly(files.folder, run=files.run_id, **options))
+    found.generation = max(told_by_all(found.generation))
+    return found

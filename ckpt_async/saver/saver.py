@@ -171,7 +171,7 @@ class CheckpointSaver:
         save_signals: Sequence[int],
     ) -> None:
         self._metrics = self.uploader.metrics
-        self._resuming = Resuming(files, self.uploader, store_options)
+        self._resuming = Resuming(files, self.uploader, what, store_options)
         if self._past.decided is not None and self._past.decided.batch > 0:
             self._resuming.continue_run()
         self._asking = Asking(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
@@ -218,14 +218,17 @@ class CheckpointSaver:
         happens beside training. `metrics` (a loss, for example) are stored with the commit, for retention by value.
 
         Nothing is durable on return: `on_saved` and `uploader.wait(step)` tell when it is. Raises SettingsError if an
-        interval counts something that the timestamp does not give, for example epochs; SaveFailedError (in strict mode)
-        and whatever `Uploader.enqueue` raises for failures since the last call; FencedError; and whatever `state`
-        raises.
+        interval counts something that the timestamp does not give, for example epochs; CheckpointConflictError if an
+        earlier launch without a remote has saved what this one would save again, and this one does not continue it;
+        SaveFailedError (in strict mode) and whatever `Uploader.enqueue` raises for failures since the last call;
+        FencedError; and whatever `state` raises.
         """
         began_s = time.monotonic()
         self._asking.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
         self._schedule.check_counts(now, is_number=now is not timestamp)
+        if not self._resuming.is_checked:
+            self._resuming.check_step(now)
         self._seen = (state, now)
         self._saving.settle()
         self._hooks.deliver()
@@ -263,9 +266,11 @@ class CheckpointSaver:
 
         Reads this rank's file of the checkpoint, or its only file. A checkpoint that turns out to be damaged on any
         rank is skipped by all. `wait_s` is how long to wait for uploads that a killed start left unfinished. `options`
-        are those of `ckpt_async.torch.load_remote`. Blocks; a collective if there are several ranks.
+        are those of `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there
+        are several ranks.
 
-        Raises what `restore.find` and `load_remote` raise. For sharded checkpoints use `ckpt_async.torch.load_latest`.
+        Raises what `restore.find` and `load_remote` raise; NoUsableCheckpointError, too, if there are checkpoints
+        without a remote that not all ranks can use. For sharded checkpoints use `ckpt_async.torch.load_latest`.
         """
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)

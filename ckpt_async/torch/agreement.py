@@ -62,11 +62,11 @@ def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -
         if len(ranks) == 1:
             continue
         commonest_first = sorted(ranks.items(), key=lambda each: (-len(each[1]), each[1]))
-        who = "; ".join(f"{text[:200]} on {_spell(those)}" for text, those in commonest_first)
+        who = "; ".join(f"{text[:200]} on {spell(those)}" for text, those in commonest_first)
         raise RanksDisagreeError(f"ranks disagree about {what}: {f'{name}: ' if name else ''}{who}")
 
 
-def _spell(ranks: Sequence[int]) -> str:
+def spell(ranks: Sequence[int]) -> str:
     """Return `rank 3` or `ranks 0-2, 5`, which stays readable with 10,000 ranks."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -75,6 +75,15 @@ def _spell(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def told_by_all(value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value, in the order of the ranks. A collective."""
+    if is_alone():
+        return [value]
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, value, group=group)
+    return told
 
 
 def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:

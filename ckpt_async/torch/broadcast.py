@@ -16,15 +16,15 @@ CHUNK_BYTES = 16 << 20
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def read_on_one(read: Callable[[], Any], *, group: dist.ProcessGroup | None = None) -> Any:
-    """Return on every rank of the group what `read` returns on the first rank. A collective.
+def read_on_one(read: Callable[[], Any], *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """Return on every rank of the group what `read` returns on one of them, by default the first. A collective.
 
     Tensors arrive on the CPU, through a group that can move CPU tensors. The extra memory beyond the state is one
-    chunk. An error of the first rank is raised on all of them (RankFailedError).
+    chunk. An error of that rank is raised on all of them (RankFailedError).
     """
     if is_alone():
         return read()
-    first = 0 if group is None else dist.get_global_rank(group, 0)
+    source = rank if group is None else dist.get_global_rank(group, rank)
     kept: list[Any] = []
     sent: list[torch.Tensor] = []
 
@@ -34,13 +34,13 @@ def read_on_one(read: Callable[[], Any], *, group: dist.ProcessGroup | None = No
         _Dissecting(stream, sent).dump(kept[0])
         return stream.getvalue()
 
-    skeleton = run_on_one(dissect, rank=first, group=group)
-    if dist.get_rank() != first:
+    skeleton = run_on_one(dissect, rank=source, group=group)
+    if dist.get_rank() != source:
         joining = _Joining(io.BytesIO(skeleton))
         kept.append(joining.load())
         sent = joining.received
     for tensor in sent:
-        _broadcast(tensor, first, group)
+        _broadcast(tensor, source, group)
     return kept[0]
 
 
@@ -84,9 +84,9 @@ class _Joining(pickle.Unpickler):
         return self._made[number]
 
 
-def _broadcast(tensor: torch.Tensor, first: int, group: dist.ProcessGroup | None) -> None:
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
     if tensor.numel() == 0:
         return
     elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for at in range(0, len(elements), CHUNK_BYTES):
-        dist.broadcast(elements[at : at + CHUNK_BYTES], src=first, group=group)
+        dist.broadcast(elements[at : at + CHUNK_BYTES], src=source, group=group)

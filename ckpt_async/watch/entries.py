@@ -23,11 +23,11 @@ from ckpt_async.core.model import without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
 from ckpt_async.local.durable import write_durably
+from ckpt_async.local.zip_records import wrong_record
 from ckpt_async.watch.disk import identity_of
 from ckpt_async.watch.formats import Found
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Identity, Tree
-from ckpt_async.watch.unwhole import wrong_record
 
 # A file that was added to a checkpoint and is no larger than this may still be written to, so it is copied.
 MAX_LOG_BYTES = 16 << 20

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.core.units import few
+from ckpt_async.local.zip_records import wrong_record
 from ckpt_async.watch import added, plan
 from ckpt_async.watch.added import (
     LeftOut,
@@ -37,7 +38,7 @@ from ckpt_async.watch.past import Past
 from ckpt_async.watch.room import Room, held_only_by
 from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.tree import Identity, Tree, files_of
-from ckpt_async.watch.unwhole import Unwhole, wrong_record
+from ckpt_async.watch.unwhole import Unwhole
 from ckpt_async.watch.wake import News, Waker
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,13 @@
-"""Detects torch.save files whose records do not match their own checksums.
+"""Remembers torch.save files whose records do not match their own checksums.
 
 Such a file is half written over an earlier one, has its end before its middle, or is damaged.
 """
 
 from __future__ import annotations
 
-import struct
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-from awscrt import checksums as crt
 
 from ckpt_async.watch.tree import Identity
 
@@ -21,33 +16,6 @@ from ckpt_async.watch.tree import Identity
 AGAIN_S = (4.0, 30.0, 300.0)
 # After this long, we assume that nobody writes to the file any more.
 GIVEN_UP_S = 30.0
-_READ_BYTES = 8 << 20
-
-
-def wrong_record(path: Path) -> str:
-    """Return the first record of a torch.save file that does not match the checksum that the file has of it.
-
-    If something else is wrong with the file, return that; "" if all records are right.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive, path.open("rb", buffering=0) as file:
-            room = memoryview(bytearray(_READ_BYTES))
-            for record in archive.infolist():
-                if record.compress_type != zipfile.ZIP_STORED:  # torch compresses none
-                    with archive.open(record) as compressed:
-                        while compressed.read(_READ_BYTES):
-                            pass
-                    continue
-                file.seek(record.header_offset + 26)
-                file.seek(sum(struct.unpack("<HH", file.read(4))), 1)
-                left, crc = record.file_size, 0
-                while left and (count := file.readinto(room[: min(left, _READ_BYTES)])):
-                    left, crc = left - count, crt.crc32(room[:count], crc)
-                if left or crc != record.CRC:
-                    return f"{record.filename} does not match the zip directory"
-    except Exception as error:  # noqa: BLE001  whatever is wrong with it
-        return repr(error)
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

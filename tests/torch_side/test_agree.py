@@ -11,7 +11,7 @@ from ckpt_async.torch import (
     launch_id,
     run_on_one,
 )
-from ckpt_async.torch.agreement import _spell
+from ckpt_async.torch.agreement import spell
 from tests.ranks import run_ranks
 
 WORLD_SIZE = 3
@@ -93,6 +93,6 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
 
 
 def test_rank_lists_are_abbreviated() -> None:
-    assert _spell([3]) == "rank 3"
-    assert _spell([5, 0, 1, 2]) == "ranks 0-2, 5"
-    assert _spell(range(10_000)) == "ranks 0-9999"
+    assert spell([3]) == "rank 3"
+    assert spell([5, 0, 1, 2]) == "ranks 0-2, 5"
+    assert spell(range(10_000)) == "ranks 0-9999"

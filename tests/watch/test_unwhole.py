@@ -3,7 +3,6 @@
 import io
 import os
 import shutil
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ckpt_async.watch import plan, unwhole
 from ckpt_async.watch.entries import State, entry_of
 from ckpt_async.watch.formats import Rules, find
 from ckpt_async.watch.tree import Identity, Tree
-from ckpt_async.watch.unwhole import AGAIN_S, GIVEN_UP_S, Unwhole, wrong_record
+from ckpt_async.watch.unwhole import AGAIN_S, GIVEN_UP_S, Unwhole
 from tests.watch.conftest import Place, hashes
 from tests.watch.looking import Place as Looking
 from tests.watch.trees import torch_zip, tree_of
@@ -29,26 +28,6 @@ def spoilt(data: bytes) -> bytes:
 
 WHOLE = torch_zip(tensor=b"\1" * 400, global_step=10)
 SPOILT = spoilt(WHOLE)
-
-
-def test_every_record_is_compared_with_what_its_directory_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    torch.save({"w": torch.arange(5000.0), "step": 1}, path)
-    assert wrong_record(path) == ""
-    for read_bytes in (7, 400, 1 << 20):
-        monkeypatch.setattr(unwhole, "_READ_BYTES", read_bytes)
-        path.write_bytes(WHOLE)
-        assert wrong_record(path) == ""
-        path.write_bytes(SPOILT)
-        assert wrong_record(path) == "archive/data/0 does not match the zip directory"
-    path.write_bytes(WHOLE[:-9])
-    assert wrong_record(path)
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/0", b"1" * 99)
-    assert wrong_record(path) == ""
-    assert wrong_record(tmp_path / "none")
 
 
 def test_what_has_not_changed_is_read_again_less_and_less_often_and_refused_soon() -> None:

@@ -1,0 +1,149 @@
+"""Launches of a job of two ranks that saves without a remote, in one scenario after the other, each in a folder of its
+own: `python local_ranks.py FOLDER`. Writes `told.json`: from which batch each rank has resumed in each launch, or the
+error.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_async.errors import CkptAsyncError
+from ckpt_async.saver import CheckpointSaver
+
+WORLD_SIZE = 2
+Told = list[str]
+
+
+def train(
+    rank: int,
+    root: Path,
+    until: int,
+    *,
+    folder: str = "local",
+    writer: int | None = None,
+    dies: tuple[int, int] | None = None,
+    is_initialized: bool = True,
+) -> str:
+    """One rank of a launch. Rank `dies[0]` ends while it saves at batch `dies[1]`. `writer`: None if all write."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": str(rank)}
+    if is_initialized:
+        dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=WORLD_SIZE)
+    saver = CheckpointSaver(
+        root / folder,
+        None,
+        save_interval="10ba",
+        blocking=True,
+        overwrite=True,
+        num_checkpoints_to_keep=3,
+        is_writer=writer is None or rank == writer,
+    )
+    try:
+        state = saver.load_latest()
+    except CkptAsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    if state is not None:
+        assert torch.equal(state["weight"], torch.full((1000,), float(state["batch"])))
+        assert state["rank"] == (rank if writer is None else writer)
+    told = "fresh" if state is None else str(state["batch"])
+    (root / f"told-{rank}").write_text(told)  # now, as it may die
+
+    def build() -> dict[str, Any]:
+        if (rank, batch) == dies:
+            os._exit(0)  # as after SIGKILL, nothing of the process runs any more
+        return {"batch": batch, "rank": rank, "weight": torch.full((1000,), float(batch))}
+
+    for batch in range(1 if state is None else state["batch"] + 1, until + 1):
+        saver.step(build, batch)
+    return told
+
+
+def launch(root: Path, until: int = 0, **plan: Any) -> Told:
+    (root / "store").unlink(missing_ok=True)
+    pids = []
+    for rank in range(WORLD_SIZE):
+        if (pid := os.fork()) == 0:
+            try:
+                (root / f"told-{rank}").write_text(train(rank, root, until, **plan))
+            except BaseException as error:
+                (root / f"told-{rank}").write_text(repr(error))
+            if dist.is_initialized() and "dies" not in plan:
+                with contextlib.suppress(RuntimeError):
+                    dist.barrier()  # the other one may still be reading
+            os._exit(0)  # without a last save
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return [(root / f"told-{rank}").read_text() for rank in range(WORLD_SIZE)]
+
+
+def flip_a_bit(path: Path, value: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes(torch.full((4,), value).numpy().data))] ^= 1
+    path.write_bytes(data)
+
+
+def killed_in_a_save(root: Path) -> list[Told]:
+    return [launch(root, 40, dies=(1, 30)), launch(root, 30, dies=(0, 30)), launch(root)]
+
+
+def damaged_on_one_rank(root: Path) -> list[Told]:
+    launch(root, 20)
+    flip_a_bit(root / "local/ep0-ba20-rank1.pt", 20.0)
+    passed_over = launch(root)
+    (root / "local/ep0-ba10-rank0.pt").write_bytes(b"")
+    return [passed_over, launch(root)]
+
+
+def touched(root: Path) -> list[Told]:
+    launch(root, 20)
+    os.utime(root / "local/ep0-ba20-rank1.pt")
+    return [launch(root)]
+
+
+def one_node_is_lost(root: Path) -> list[Told]:
+    (root / "node-1").mkdir()
+    first = launch(root, 10, folder="node-{rank}")
+    (root / "node-1").rename(root / "lost")
+    return [first, launch(root, folder="node-{rank}")]
+
+
+def one_writer(root: Path) -> list[Told]:
+    return [launch(root, until, folder="node-{rank}", writer=1) for until in (20, 0)]
+
+
+def swapped_nodes(root: Path) -> list[Told]:
+    launch(root, 10, folder="node-{rank}", writer=0)
+    (root / "node-0").rename(root / "other")
+    (root / "node-1").rename(root / "node-0")
+    (root / "other").rename(root / "node-1")
+    return [launch(root, folder="node-{rank}", writer=0)]
+
+
+def not_initialized(root: Path) -> list[Told]:
+    return [launch(root, is_initialized=False)]
+
+
+SCENARIOS: tuple[Callable[[Path], list[Told]], ...] = (
+    killed_in_a_save,
+    damaged_on_one_rank,
+    touched,
+    one_node_is_lost,
+    one_writer,
+    swapped_nodes,
+    not_initialized,
+)
+
+if __name__ == "__main__":
+    base = Path(sys.argv[2])
+    all_told = {}
+    for scenario in SCENARIOS:
+        (base / scenario.__name__).mkdir()
+        all_told[scenario.__name__] = scenario(base / scenario.__name__)
+    (base / "told.json").write_text(json.dumps(all_told))

@@ -1,0 +1,72 @@
+"""Several ranks without a remote: after a restart all of them have the same state, or all of them say why not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+
+SCRIPT = Path(__file__).with_name("local_ranks.py")
+
+Told = Callable[[str], list[list[str]]]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What each of two ranks has resumed from, in each launch of a scenario."""
+    folder = tmp_path_factory.mktemp("local-ranks")
+    run_ranks(SCRIPT, 2, folder)
+    found: dict[str, list[list[str]]] = json.loads((folder / "told.json").read_text())
+    return found.__getitem__
+
+
+def test_ranks_resume_from_the_newest_that_all_of_them_have(told: Told) -> None:
+    """Each followed its own link: a rank that was killed while it saved went on from an older state than the other.
+
+    After the second launch both have a file of batch 30, but from different launches: these are no checkpoint.
+    """
+    assert told("killed_in_a_save") == [["fresh", "fresh"], ["20", "20"], ["20", "20"]]
+
+
+def test_what_is_damaged_on_one_rank_is_passed_over_by_all(told: Told) -> None:
+    """The other rank resumed from it, and this one loaded wrong values."""
+    passed_over, nothing_left = told("damaged_on_one_rank")
+    assert passed_over == ["10", "10"]
+    for each in nothing_left:
+        assert each.startswith(
+            "NoUsableCheckpointError: no checkpoint can be loaded on all ranks: ep0-ba20: "
+        )
+        assert "ep0-ba10: " in each
+
+
+def test_a_file_that_may_be_another_one_is_not_combined_with_the_other_ranks(told: Told) -> None:
+    assert told("touched") == [["10", "10"]]
+
+
+def test_a_rank_that_has_nothing_any_more_is_no_fresh_start(told: Told) -> None:
+    """It started from scratch, and the other rank did not."""
+    first, second = told("one_node_is_lost")
+    assert first == ["fresh", "fresh"]
+    for each in second:
+        assert each.startswith(
+            "NoUsableCheckpointError: no checkpoint can be loaded on all ranks: ep0-ba10: rank 1"
+        )
+
+
+def test_one_rank_writes_and_the_others_get_what_it_has_loaded(told: Told) -> None:
+    """A rank whose node has no file was told that this is a fresh start."""
+    assert told("one_writer") == [["fresh", "fresh"], ["20", "20"]]
+
+
+def test_ranks_that_were_started_on_each_others_nodes_say_so(told: Told) -> None:
+    """This looked like a fresh start."""
+    for each in told("swapped_nodes")[0]:
+        assert "but there are those of rank 0 on the node of rank 1" in each
+
+
+def test_ranks_that_cannot_talk_to_each_other_do_not_resume(told: Told) -> None:
+    """Each followed its own link."""
+    for each in told("not_initialized")[0]:
+        assert each.startswith("SettingsError: with remote=None, 2 ranks must agree")

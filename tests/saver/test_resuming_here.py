@@ -1,0 +1,151 @@
+"""One rank without a remote: what a restart resumes from, what it may replace, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_async import torch as ckpt
+from ckpt_async.errors import CheckpointConflictError, NoUsableCheckpointError
+from ckpt_async.saver import CheckpointSaver
+
+Damage = Callable[[Path], object]
+
+
+def state(batch: int) -> dict[str, Any]:
+    return {"batch": batch, "weight": torch.full((1000,), float(batch))}
+
+
+def train(folder: Path, batches: range, remote: str | None = None, **options: Any) -> Any:
+    """One launch that loads the newest checkpoint and goes on. Returns what it has loaded."""
+    with CheckpointSaver(folder, remote, **{"save_interval": "1ba", **options}) as saver:
+        found = saver.load_latest()
+        for batch in batches:
+            saver.step(state(batch), batch)
+    return None if found is None else found["batch"]
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return train(folder, range(0), **{"overwrite": True, **options})
+
+
+def file_of(folder: Path, batch: int) -> Path:
+    return folder / f"ep0-ba{batch}-rank0.pt"
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.index(bytes(torch.full((4,), 3.0).numpy().data))
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: os.truncate(path, 500), lambda path: os.truncate(path, 0), flip_a_bit],
+    ids=["truncated", "empty", "a bit"],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Damage
+) -> None:
+    """It raised FormatError, or loaded wrong values."""
+    train(tmp_path, range(1, 4))
+    damage(file_of(tmp_path, 3))
+    assert load(tmp_path) == 2
+    assert "checkpoint_passed_over" in caplog.text
+    assert "ep0-ba3-rank0.pt" in caplog.text
+    file_of(tmp_path, 1).unlink()
+    os.truncate(file_of(tmp_path, 2), 500)
+    with pytest.raises(NoUsableCheckpointError, match="no checkpoint can be loaded: "):
+        load(tmp_path)
+
+
+def test_a_restart_of_the_same_code_continues_the_run(tmp_path: Path) -> None:
+    """It raised CheckpointConflictError, whose hint asked for a batch that only load_latest tells."""
+    assert train(tmp_path, range(1, 4)) is None
+    assert train(tmp_path, range(4, 6)) == 3
+    assert train(tmp_path, range(0)) == 5
+
+
+def test_a_restart_after_a_kill_within_the_first_save_is_no_conflict(tmp_path: Path) -> None:
+    """The file is there, but nothing was noted yet."""
+    CheckpointSaver(tmp_path, None)
+    torch.save(state(1), file_of(tmp_path, 1))
+    assert train(tmp_path, range(1, 3)) is None
+    assert train(tmp_path, range(0)) == 2
+
+
+def test_a_launch_that_does_not_ask_for_the_newest_replaces_nothing(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4))
+    with (
+        CheckpointSaver(tmp_path, None, save_interval="1ba") as saver,
+        pytest.raises(CheckpointConflictError, match="call load_latest before the first step"),
+    ):
+        saver.step(state(0), 1)
+    assert load(tmp_path) == 3
+    with CheckpointSaver(tmp_path, None, save_interval="1ba") as saver:
+        saver.step(state(4), 4)  # loaded by other means: nothing is replaced
+    assert load(tmp_path) == 4
+
+
+def test_another_runs_checkpoints_are_a_conflict_still(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4), run_name="a")
+    with pytest.raises(CheckpointConflictError, match="was not saved by this run"):
+        CheckpointSaver(tmp_path, None, run_name="b")
+
+
+def test_without_the_link_the_notes_say_what_is_newest(tmp_path: Path) -> None:
+    """load_latest returned None."""
+    train(tmp_path, range(1, 4), latest_filename=None)
+    assert load(tmp_path, latest_filename=None) == 3
+    for path in tmp_path.glob("*.pt"):
+        path.unlink()
+    assert load(tmp_path, latest_filename=None) is None
+
+
+def test_a_copy_of_the_folder_can_be_resumed_from(tmp_path: Path) -> None:
+    train(tmp_path / "a", range(1, 4))
+    (tmp_path / "b").mkdir()
+    for path in (tmp_path / "a").rglob("*"):
+        copy = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        if path.is_symlink():
+            copy.symlink_to(path.readlink())
+        elif path.is_dir():
+            copy.mkdir()
+        else:
+            copy.write_bytes(path.read_bytes())
+    assert load(tmp_path / "b") == 3
+
+
+def test_a_file_of_the_same_stem_is_not_loaded_instead(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 3))
+    ckpt.dump({"weight": torch.zeros(1)}, tmp_path / "ep0-ba2-rank0.safetensors")
+    assert load(tmp_path) == 2
+
+
+def test_from_here_to_a_remote_and_back(tmp_path: Path) -> None:
+    """The first launch with a remote was told that this is a fresh start."""
+    folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
+    train(folder, range(1, 4))
+    with pytest.raises(CheckpointConflictError, match="resume_from="):
+        load(folder, remote=remote, overwrite=False)
+    with pytest.raises(
+        NoUsableCheckpointError, match=r"saved without a remote: ep0-ba1, ep0-ba2, ep0-ba3 .*Moving"
+    ):
+        load(folder, remote=remote, resume_from=3, overwrite=False)
+    for _ in range(2):  # as docs/saver.md says, however often it is killed before anything is committed
+        with (
+            CheckpointSaver(folder, remote, save_interval="1ba", resume_from=3) as saver,
+            CheckpointSaver(folder, None, save_interval=None) as before,
+        ):
+            assert saver.find() is None
+            assert before.load_latest()["batch"] == 3
+    with CheckpointSaver(folder, remote, save_interval="1ba", resume_from=3) as saver:
+        saver.step(state(4), 4)
+    assert load(folder, remote=remote) == 4
+    assert load(folder) == 4  # the link is newer than all notes
