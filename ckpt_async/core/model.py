@@ -44,6 +44,10 @@ class FileIdentity:
     size_bytes: int
     mtime_ns: int
 
+    def may_be_copy_of(self, other: FileIdentity) -> bool:
+        """Return whether size and mtime agree, as they do in a copy of the folder on another disk."""
+        return (self.size_bytes, self.mtime_ns) == (other.size_bytes, other.mtime_ns)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

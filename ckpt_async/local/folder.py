@@ -13,7 +13,6 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ckpt_async.core import arguments, keys
@@ -418,7 +417,7 @@ def check_unchanged(
     and, if `is_same_inode`, is that very file.
     """
     found = identity_of(os.fstat(descriptor))
-    if (found if is_same_inode else replace(found, inode=identity.inode)) != identity:
+    if not (found == identity if is_same_inode else found.may_be_copy_of(identity)):
         raise SourceError(
             f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
             reason=FailureReason.SOURCE_CHANGED,

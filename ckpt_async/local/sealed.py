@@ -14,6 +14,7 @@ from ckpt_async.core.model import CheckpointId, Sealed, Shard
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.kept import manifests
+from ckpt_async.local.links import identity_of
 
 
 def put(folder: Folder, run: str, rank: int, sealed: Sealed, shards: Sequence[Shard]) -> None:
@@ -55,7 +56,6 @@ def ranks(private: Path, run: str) -> list[int]:
 def is_unchanged(folder: Path, shard: Shard) -> bool:
     """Return whether a file is as long and as old as noted. It may be on another disk by now."""
     try:
-        facts = os.lstat(folder / shard.source)
+        return identity_of(os.lstat(folder / shard.source)).may_be_copy_of(shard.identity)
     except OSError:
         return False
-    return (facts.st_size, facts.st_mtime_ns) == (shard.identity.size_bytes, shard.identity.mtime_ns)
