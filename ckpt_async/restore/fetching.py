@@ -28,7 +28,7 @@ from ckpt_async.local.folder import is_disk_full
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.destination import Destination
-from ckpt_async.restore.partial import PartialFile, discard, locked, locked_now
+from ckpt_async.restore.partial import PartialFile, discard, locked
 from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import (
     MAX_CONCURRENT_READS,
@@ -39,19 +39,15 @@ from ckpt_async.restore.session import (
     session,
     unreliable,
 )
+from ckpt_async.restore.small_files import SmallFiles
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, Turn
 from ckpt_async.stores import StoreOptions
-from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import SmallGet
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.transfer.upload import SMALL_BYTES
 
 logger = logging.getLogger(__name__)
 
-# Each lock is an open file, and a process may be limited to 1024 of them, or even 256.
-LOCKS_AT_ONCE = 128
 # Below this many small files, sharing connections does not pay.
 FEW_FILES = 8
 # How often a file is read from the store before we report that its readings disagree.
@@ -296,82 +292,29 @@ class _Fetching:
     async def _bring_all(self, files: list[RemoteFile], lease: HeldLease) -> None:
         small = await in_thread(lambda: [file for file in files if self._is_small(file)])
         small = small if len(small) > FEW_FILES else []
-        together = {file.name for file in small}
-        single = (file for file in files if file.name not in together)
-        left = deque(small)
+        names = {file.name for file in small}
+        single = (file for file in files if file.name not in names)
+        together = SmallFiles(small, self._destination, lease, self._note_small)
         await all_or_none(
             itertools.chain(
-                (self._bring_small(left, lease) for _ in range(min(len(small), self._num_at_once))),
+                (self._bring_small(together, lease) for _ in range(min(len(small), self._num_at_once))),
                 (self._bring(file, lease) for file in single),
             )
         )
 
     # --- many small files ----------------------------------------------------------------------------------
 
-    async def _bring_small(self, left: deque[RemoteFile], lease: HeldLease) -> None:
-        """Fetch files from `left` in series: long enough to share the fixed cost of a series, short enough that all
-        workers finish at about the same time.
-        """
-        again: list[RemoteFile] = []
-        while left:
-            async with self._opened.bulk.turn() as store:
-                at_once = store.concurrency
-                share = min(store.series_length, LOCKS_AT_ONCE // at_once, len(left) // at_once)
-                files = [left.popleft() for _ in range(min(len(left), max(1, share)))]
-                again += await self._bring_many(files, store, lease)
+    async def _bring_small(self, small: SmallFiles, lease: HeldLease) -> None:
+        again = await small.bring(self._opened.bulk)
         await all_or_none(self._bring(file, lease) for file in again)
+
+    def _note_small(self, file: RemoteFile) -> None:
+        self._note("remote", file.size_bytes)
 
     def _is_small(self, file: RemoteFile) -> bool:
         """Return whether the file is small, only the store has it, and it has a checksum to verify it by."""
         is_small = file.checksum is not None and 0 < file.size_bytes <= SMALL_BYTES
         return is_small and not self._local.find(file) and not self._peers.sources(file)
-
-    async def _bring_many(
-        self, files: list[RemoteFile], store: PatientStore, lease: HeldLease
-    ) -> list[RemoteFile]:
-        """Fetch `files` one after the other on one thread. Return those that could not be fetched this way:
-        `_bring` finds out why.
-        """
-        done: set[str] = set()
-
-        def begin() -> Callable[[SmallGet, memoryview], None]:
-            lease.check()
-
-            def got(get: SmallGet, data: memoryview) -> None:
-                file, partial = wanted[get]
-                if file.checksum == checksum_of(data, partial.algorithm):
-                    partial.prepare()
-                    partial.write(data, 0)
-                    self._destination.publish(partial, file)
-                    done.add(file.name)
-                else:
-                    logger.warning("checksum_differs file=%s from=remote; fetching it again", file.name)
-                lease.check()
-
-            return got
-
-        with contextlib.ExitStack() as locks, contextlib.suppress(CkptAsyncError, OSError):
-            wanted = await in_thread(self._lock, files, locks)
-            await store.get_many(list(wanted), begin)
-        for file in files:
-            if file.name in done:
-                self._note("remote", file.size_bytes)
-        return [file for file in files if file.name not in done]
-
-    def _lock(
-        self, files: list[RemoteFile], locks: contextlib.ExitStack
-    ) -> dict[SmallGet, tuple[RemoteFile, PartialFile]]:
-        """Lock the files that no other process is fetching or has fetched by now, and return their requests."""
-        wanted = {}
-        for file in files:
-            assert file.checksum is not None
-            self._destination.make_parent(file)
-            partial = locks.enter_context(
-                locked_now(self._destination.partial_path(file), file.size_bytes, file.checksum.algorithm)
-            )
-            if partial is not None and not self._destination.is_there(file):
-                wanted[SmallGet(file.key, file.size_bytes)] = file, partial
-        return wanted
 
     # --- one file ------------------------------------------------------------------------------------------
 

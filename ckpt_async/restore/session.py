@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import secrets
 import socket
 import time
@@ -46,7 +47,9 @@ logger = logging.getLogger(__name__)
 # for long.
 LEASE_TTL_S = 900.0
 # Concurrent requests that carry bytes, if the link can take that many: S3 gives each about 50 to 90 MB/s.
-CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS = 8, 64
+CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS = 8, 128
+# Each takes a socket and a locked file: at most this fraction of what the process may open.
+OPEN_FILES_SHARE = 1 / 4
 # A lease expires by itself, so nobody waits long to drop it.
 DROP_TIMEOUT_S = 5.0
 # Someone is waiting for the answer, so a store that is away for longer is reported as an error.
@@ -83,6 +86,7 @@ async def session(
     readers have learned about the link.
     """
     num_concurrent_reads = whole(num_concurrent_reads, "num_concurrent_reads", 1, 1024, SettingsError)
+    num_concurrent_reads = _affordable(num_concurrent_reads)
     at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
@@ -107,6 +111,14 @@ async def session(
             with contextlib.suppress(OSError):  # it may be read-only; the next reader measures for itself
                 found = KnownLink(bulk.link.limit, bulk.link.connection_bytes_per_s)
                 await in_thread(known_link.note, path, remote, found, time.time())
+
+
+def _affordable(num_concurrent_reads: int) -> int:
+    """Return as many of these as the process's limit on open files allows."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return num_concurrent_reads
+    return min(num_concurrent_reads, max(1, int(soft * OPEN_FILES_SHARE)))
 
 
 class _NotTakenError(CkptAsyncError):

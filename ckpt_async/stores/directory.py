@@ -14,6 +14,7 @@ Create-once is a hard link, which is atomic on POSIX file systems and NFS (open(
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -43,8 +44,8 @@ from ckpt_async.stores.interface import (
     Sink,
     SmallGet,
     SmallPut,
-    put_one_by_one,
 )
+from ckpt_async.stores.one_by_one import put_one_by_one
 from ckpt_async.stores.tree import OWN, Tree, sync_folder, translating, unlink_if_there
 from ckpt_async.stores.whole import WholeObjects
 from ckpt_async.threads import in_thread
@@ -135,9 +136,10 @@ class DirectoryStore(WholeObjects):
         self._check_key(key, "get_range")
         return await in_thread(self._read_range, key, offset, size_bytes, sink)
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        for start in range(0, len(gets), _AT_A_TIME):
-            await in_thread(self._read_many, gets[start : start + _AT_A_TIME], got)
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        left = iter(gets)
+        while await in_thread(self._read_many, itertools.islice(left, _AT_A_TIME), got):
+            pass
 
     async def head(self, key: str) -> ObjectInfo:
         """As specified, with a checksum: computing it reads the whole file."""
@@ -284,13 +286,17 @@ class DirectoryStore(WholeObjects):
         digest.update(data)
         return data, _info(key, status, digest.checksum())
 
-    def _read_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+    def _read_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> int:
+        """Return how many were read."""
+        num_read = 0
         for each in gets:
             self._check_key(each.key, "get")
             with translating("get", each.key):
                 data, _ = self._read_whole(each.key, each.size_bytes)
                 check_size(len(data), each)
             got(each, memoryview(data))  # its errors are not translated
+            num_read += 1
+        return num_read
 
     def _read_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         with translating("get_range", key):

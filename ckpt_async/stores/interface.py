@@ -7,7 +7,6 @@ at any await.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -257,10 +256,11 @@ class Store(Protocol):
         """
         ...
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
         """Read small objects in this order, until one fails or has another size than stated: its error is raised, as is
-        any error raised by `got`. `got` is called with the bytes of each object, which are valid until it returns,
-        perhaps in a worker thread; it is never called after this has returned, raised or been cancelled.
+        any error raised by `got`. `got` is called with the bytes of each object, which are valid until it returns; only
+        then is the next one taken from `gets`. Both happen perhaps in a worker thread, and never after this has
+        returned, raised or been cancelled.
         """
         ...
 
@@ -332,12 +332,3 @@ class Store(Protocol):
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         """Return the unfinished multipart uploads under `prefix`."""
         ...
-
-
-async def put_one_by_one(
-    store: Store, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]
-) -> None:
-    """Implement `put_many` for a store that has no faster way."""
-    left = iter(puts)
-    while (each := await asyncio.to_thread(next, left, None)) is not None:
-        stored(await store.put(each.key, BytesBody(each.data), each.checksum))

@@ -39,8 +39,8 @@ from ckpt_async.stores.interface import (
     SmallGet,
     SmallPut,
     StoredPart,
-    put_one_by_one,
 )
+from ckpt_async.stores.one_by_one import put_one_by_one
 
 # Small, so that tests notice whether a caller stops after the first page.
 PAGE_KEYS = 2
@@ -157,7 +157,7 @@ class MemoryStore:
             sink(view[start : start + (1 << 20)])
         return _info(key, stored)
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
         for each in gets:
             data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
             check_size(len(data), each)

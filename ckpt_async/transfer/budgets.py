@@ -204,6 +204,10 @@ class Lane:
         """Return how many small requests one connection should make before others may take its place."""
         return max(1, min(MAX_SERIES, int(SERIES_S / self._small_s))) if self._small_s else FIRST_SERIES
 
+    def longest_series(self) -> int:
+        """Return how many one connection should make at most if it leaves to others what it has not begun."""
+        return MAX_SERIES if self._small_s else FIRST_SERIES
+
     def throttled(self, began_s: float, now_s: float, answers_s: float = 0.0) -> None:
         self.concurrency = concurrency.throttled(
             self.concurrency, began_s=began_s, now_s=now_s, answers_s=answers_s

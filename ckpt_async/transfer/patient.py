@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
@@ -40,7 +40,7 @@ from ckpt_async.stores.interface import (
 )
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS, Budgets
 from ckpt_async.transfer.concurrency import Concurrency
-from ckpt_async.transfer.progress import Progress, Series, Silence
+from ckpt_async.transfer.progress import Answers, Progress, Series, Silence
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,7 @@ DELETE_BATCH = 1000
 
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
-# Begins a series of reads and returns the function that receives each object.
-ManyReceiver = Callable[[], Callable[[SmallGet, memoryview], None]]
+Got = Callable[[SmallGet, memoryview], None]
 
 
 def connect(
@@ -265,8 +264,13 @@ class PatientStore:
 
     @property
     def series_length(self) -> int:
-        """How many small requests should presently be made in one series."""
+        """How many small requests should presently be assigned to one series."""
         return self._budgets.bulk.series_length()
+
+    @property
+    def longest_series(self) -> int:
+        """How many small requests should at most be made in one series that takes each when its turn comes."""
+        return self._budgets.bulk.longest_series()
 
     @property
     def link(self) -> Concurrency:
@@ -314,20 +318,20 @@ class PatientStore:
 
         return await self.bulk("get", size_bytes, attempt)
 
-    async def get_many(self, gets: Sequence[SmallGet], begin: ManyReceiver) -> None:
-        """Read small objects in a `series`; see `Store.get_many`. `begin` is called when the series is admitted."""
+    async def get_many(
+        self, gets: Iterable[SmallGet], got: Got, *, num_requests: int, most_bytes: int
+    ) -> None:
+        """Read up to `num_requests` objects of at most `most_bytes` each in a `series`; see `Store.get_many`."""
 
         async def attempt(once: Store, _: Progress, series: Series) -> None:
-            got = begin()
-
             def told(get: SmallGet, data: memoryview) -> None:
                 got(get, data)
-                series.answered()
+                series.answered(get.size_bytes)
 
             series.begins()
             await once.get_many(gets, told)
 
-        await self.series("get", len(gets), sum(get.size_bytes for get in gets), attempt)
+        await self.series("get", num_requests, most_bytes, attempt)
 
     async def bulk(
         self, operation: str, size_bytes: int, attempt: Callable[[Store, Progress], Awaitable[T]]
@@ -348,16 +352,16 @@ class PatientStore:
         size_bytes: int,
         attempt: Callable[[Store, Progress, Series], Awaitable[None]],
     ) -> None:
-        """Make small requests one after the other, `size_bytes` in all, which count as one request of the budgets.
+        """Make small requests one after the other, which count as one request of `size_bytes` of the budgets.
 
         The series is not retried: the caller makes separate requests for whatever was not answered.
 
         Raises the StoreError that ended the series.
         """
-        durations_s: list[float] = []
+        answers = Answers()
 
         async def once(progress: Progress) -> None:
-            series = Series(progress, durations_s)
+            series = Series(progress, answers)
             try:
                 await attempt(self._store, progress, series)
             except BaseException:
@@ -367,8 +371,8 @@ class PatientStore:
         try:
             await self._heeded(operation, lambda: self._admitted(size_bytes, once, num_requests))
         finally:
-            self._observer.requests_finished(operation, durations_s)
-            self._budgets.bulk.took_each(durations_s, size_bytes)
+            self._observer.requests_finished(operation, answers.durations_s)
+            self._budgets.bulk.took_each(answers.durations_s, answers.moved_bytes)
 
     # --- patience ------------------------------------------------------------------------------------------
 

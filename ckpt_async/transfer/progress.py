@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ckpt_async.stores.interface import BodyWriter
@@ -258,19 +259,28 @@ class Silence:
             self.since = self.since if progress.moved_at is None else progress.moved_at
 
 
+@dataclass
+class Answers:
+    """How long each request of a series took, the last of which may have failed, and the bytes of those answered."""
+
+    durations_s: list[float] = field(default_factory=list)
+    moved_bytes: int = 0
+
+
 class Series:
     """The progress of requests that are made one after the other, as reported by their maker, in any thread."""
 
-    def __init__(self, progress: Progress, durations_s: list[float]) -> None:
-        self._progress, self._durations_s = progress, durations_s
+    def __init__(self, progress: Progress, answers: Answers) -> None:
+        self._progress, self._answers = progress, answers
         self._began_s: float | None = None
 
     def begins(self) -> None:
         self._began_s = time.monotonic()
 
-    def answered(self) -> None:
-        """Report that a request got its answer and the next one begins."""
+    def answered(self, size_bytes: int) -> None:
+        """Report that a request for this many bytes got its answer and the next one begins."""
         self._ended()
+        self._answers.moved_bytes += size_bytes
         self._progress.moved_in_thread()
 
     def broke(self) -> None:
@@ -281,5 +291,5 @@ class Series:
     def _ended(self) -> None:
         assert self._began_s is not None
         now = time.monotonic()
-        self._durations_s.append(now - self._began_s)
+        self._answers.durations_s.append(now - self._began_s)
         self._began_s = now

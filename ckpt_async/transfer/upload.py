@@ -312,7 +312,7 @@ async def upload_many(store: PatientStore, shards: Sequence[SmallShard]) -> list
     async def attempt(once: Store, progress: Progress, series: Series) -> None:
         def answered(info: ObjectInfo) -> None:
             stored[info.key] = info
-            series.answered()
+            series.answered(info.size_bytes)
 
         await progress.may_send(sum(each.size_bytes for each in shards))
         series.begins()

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_async import CheckpointAbortedError, Uploader, restore
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.stores.http.series import SmallRequest, SmallUploads
+from ckpt_async.stores.http.small_uploads import SmallRequest, SmallUploads
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery
 from tests.faults.proxy import Fault, FaultProxy

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,11 @@ from ckpt_async.local import known_link
 from ckpt_async.restore import lanes as lanes_module
 from ckpt_async.restore import partial
 from ckpt_async.restore import session as session_module
-from ckpt_async.restore.fetching import LOCKS_AT_ONCE
 from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, MIB, Pace
-from ckpt_async.restore.session import CONCURRENT_READS_AT_FIRST
+from ckpt_async.restore.session import CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.interface import Moved
-from ckpt_async.transfer.budgets import FIRST_SERIES
+from ckpt_async.transfer.budgets import FIRST_SERIES, MAX_SERIES
 from tests.restore.runs import Run, content, is_whole
 
 RANGE_BYTES = 1 << 10
@@ -90,9 +90,11 @@ class Slow:
             return found
 
         async def one_by_one(store: Any, gets: Any, got: Any) -> None:
-            slow.series.append(len(gets))
+            slow.series.append(0)
+            number = len(slow.series) - 1
             with slow._under_way():
                 for get in gets:
+                    slow.series[number] += 1
                     await slow._moves(get.size_bytes)
                     await get_many(store, [get], got)
 
@@ -131,7 +133,7 @@ def _committed(tmp_path: Path, files: dict[int, dict[str, bytes]]) -> restore.Ch
 def test_a_fetch_over_slow_connections_uses_many(slow: Slow, tmp_path: Path) -> None:
     files = {0: {"a": content(10, "a", 500 * RANGE_BYTES)}}
     assert is_whole(restore.fetch(_committed(tmp_path, files), tmp_path / "there"), files)
-    assert slow.most > 2 * CONCURRENT_READS_AT_FIRST
+    assert slow.most > CONCURRENT_READS_AT_FIRST
 
 
 def test_a_fetch_notes_in_the_folder_what_it_has_found_and_begins_with_what_is_noted(
@@ -158,14 +160,15 @@ def test_a_fetch_notes_in_the_folder_what_it_has_found_and_begins_with_what_is_n
     assert begun == [CONCURRENT_READS_AT_FIRST, 24, CONCURRENT_READS_AT_FIRST]
 
 
-def test_series_of_small_files_become_more_and_shorter(slow: Slow, tmp_path: Path) -> None:
+def test_small_files_soon_come_over_many_connections(slow: Slow, tmp_path: Path) -> None:
+    """Each takes the next file when it has received one, so that none is idle before the end."""
     files = {0: {f"{number:04}": content(10, str(number), 10) for number in range(1000)}}
     assert is_whole(restore.fetch(_committed(tmp_path, files), tmp_path / "there"), files)
-    assert slow.most > 2 * CONCURRENT_READS_AT_FIRST
+    assert slow.most > CONCURRENT_READS_AT_FIRST
     assert sum(slow.series) == 1000
-    assert slow.series[0] == FIRST_SERIES
-    assert max(slow.series) <= LOCKS_AT_ONCE // CONCURRENT_READS_AT_FIRST
-    assert slow.series[-1] <= 2
+    assert slow.series[:CONCURRENT_READS_AT_FIRST] == [FIRST_SERIES] * CONCURRENT_READS_AT_FIRST
+    assert max(slow.series) <= MAX_SERIES
+    assert len(slow.series) <= CONCURRENT_READS_AT_FIRST + 1000 // MAX_SERIES + MAX_CONCURRENT_READS
 
 
 @pytest.mark.parametrize("most", [1, 3])
@@ -176,3 +179,13 @@ def test_no_more_requests_are_made_at_once_than_the_caller_allows(
     report = restore.fetch(_committed(tmp_path, files), tmp_path / "there", num_concurrent_reads=most)
     assert is_whole(report, files)
     assert slow.most == most
+
+
+def test_a_low_limit_on_open_files_limits_the_connections(
+    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(session_module.resource, "getrlimit", lambda _: (12, limits[1]))
+    files = {0: {f"{number}": content(10, str(number), 10) for number in range(100)}}
+    assert is_whole(restore.fetch(_committed(tmp_path, files), tmp_path / "there"), files)
+    assert slow.most == 3

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import resource
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +19,12 @@ import pytest
 
 from ckpt_async import restore
 from ckpt_async.errors import NoSpaceError
-from ckpt_async.restore import partial, session
+from ckpt_async.local import durable
+from ckpt_async.restore import partial, session, small_files
 from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.small_downloads import SmallDownloads
+from ckpt_async.stores.interface import SmallGet
 from ckpt_async.stores.s3 import reading
 from ckpt_async.stores.s3 import session as session_module
 from ckpt_async.stores.s3.client import S3Store
@@ -68,8 +71,12 @@ def together(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         get_many: Any = kind.get_many
 
         async def noted(self: Any, gets: Any, got: Any, *, get_many: Any = get_many) -> None:
-            found.extend(_name(get.key) for get in gets)
-            await get_many(self, gets, got)
+            def named() -> Iterator[SmallGet]:
+                for get in gets:
+                    found.append(_name(get.key))
+                    yield get
+
+            await get_many(self, named(), got)
 
         monkeypatch.setattr(kind, "get_many", noted)
     return found
@@ -113,6 +120,13 @@ def counted(request: pytest.FixtureRequest) -> Counted:
     return found
 
 
+@pytest.fixture(params=["fast disk", "slow disk"])
+def _disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish files where they are received, or in threads."""
+    monkeypatch.setattr(small_files, "SLOW_S", 1e9 if request.param == "fast disk" else -1.0)
+
+
+@pytest.mark.usefixtures("_disk")
 def test_each_small_file_is_requested_once(counted: Counted, tmp_path: Path) -> None:
     """Few series run at once, one in each place; the report and the progress must add up, and nothing else is left."""
     checkpoint = _committed(counted.run)
@@ -133,19 +147,19 @@ def test_each_small_file_is_requested_once(counted: Counted, tmp_path: Path) -> 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Corrupt one byte of this file, on the wire, in the first response only."""
-    is_first, get_many = True, Downloads.get_many
+    is_first, get_many = True, SmallDownloads.get_many
 
-    async def spoilt(self: Downloads, gets: Any, check: Any, got: Any, *more: Any) -> Any:
-        def told(number: int, data: memoryview) -> None:
+    async def spoilt(self: SmallDownloads, url: str, gets: Any, check: Any, got: Any, *more: Any) -> Any:
+        def told(get: SmallGet, data: memoryview) -> None:
             nonlocal is_first
-            if f"/{name}?" in gets[number][0] and is_first:
+            if get.key.endswith(f"/{name}") and is_first:
                 data, is_first = memoryview(bytearray(data)), False
                 data[1000] ^= 1
-            got(number, data)
+            got(get, data)
 
-        return await get_many(self, gets, check, told, *more)
+        return await get_many(self, url, gets, check, told, *more)
 
-    monkeypatch.setattr(Downloads, "get_many", spoilt)
+    monkeypatch.setattr(SmallDownloads, "get_many", spoilt)
 
 
 def test_only_failed_small_files_are_fetched_again(
@@ -244,6 +258,7 @@ def test_concurrent_processes_fetch_each_small_file_once(
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
 
 
+@pytest.mark.usefixtures("_disk")
 def test_concurrent_threads_fetch_each_small_file_once(on_disk: Counted, tmp_path: Path) -> None:
     checkpoint = _committed(on_disk.run)
     on_disk.asked()
@@ -265,7 +280,7 @@ def test_a_fetch_of_small_files_killed_in_the_middle_resumes(
     with plays.playing(plays.fetches, checkpoint, str(there), ONE) as (process, pipe):
         plays.told(pipe)
         pipe.send("go")
-        proxy.wait_for(lambda: held.num_hits == 1)
+        proxy.wait_for(lambda: held.num_hits == 1 and all((there / name).exists() for name in NAMES[:30]))
         process.kill()
         process.join(plays.PATIENCE_S)
     assert [path for path in left_in(there) if not path.startswith(PARTIAL_FOLDER)] == NAMES[:30]
@@ -281,7 +296,7 @@ def test_a_fetch_of_small_files_killed_in_the_middle_resumes(
 def test_an_expired_lease_stops_a_series(
     on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It expires in the middle of a series: nothing more may be requested, and nothing is left."""
+    """It expires in the middle of a series: after the files under way nothing is requested, and nothing is left."""
     checkpoint = _committed(on_disk.run)
     publish, keep, held = partial.PartialFile.publish, session.HeldLease.keep, []
     num_published = 0
@@ -302,11 +317,14 @@ def test_an_expired_lease_stops_a_series(
     on_disk.asked()
     with pytest.raises(restore.CheckpointGoneError, match="expired"):
         restore.fetch(checkpoint, tmp_path / "there", **ONE)
-    assert on_disk.asked() == dict.fromkeys(NAMES[:3], 1)
+    asked = on_disk.asked()
+    assert set(NAMES[:3]) <= asked.keys() < set(NAMES)
+    assert set(asked.values()) == {1}
     assert left_in(tmp_path / "there") == []
     assert on_disk.run.damages() == {}
 
 
+@pytest.mark.usefixtures("_disk")
 def test_a_disk_that_runs_full_stops_a_series(
     on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +348,37 @@ def test_a_disk_that_runs_full_stops_a_series(
     assert is_whole(report, FILES)
     assert report.bytes_from == {"there": 20 * SIZE_BYTES, "remote": 80 * SIZE_BYTES}
     assert on_disk.asked() == dict.fromkeys(NAMES[20:], 1)
+
+
+@pytest.mark.usefixtures("_disk")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_file_that_cannot_be_published_is_an_error(
+    on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+) -> None:
+    """Its sync fails, with or without room for the threads that do it; then the fetch continues where it was."""
+    checkpoint = _committed(on_disk.run)
+    start, fsync, bad = threading.Thread.start, durable.fsync_descriptor, [f"/{NAMES[70]}"]
+
+    def failing(descriptor: int, path: Any) -> None:
+        if bad and os.fspath(path).endswith(bad[0]):
+            raise durable.FsyncError(5, "fsync failed", os.fspath(path))
+        fsync(descriptor, path)
+
+    def no_room(self: threading.Thread) -> None:
+        if self.name == "ckpt-async-publish":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(partial, "fsync_descriptor", failing)
+    if not has_room:
+        monkeypatch.setattr(threading.Thread, "start", no_room)
+    with pytest.raises(restore.DestinationError, match=re.escape(NAMES[70])):
+        restore.fetch(checkpoint, tmp_path / "there", **ONE)
+    bad.clear()
+    there = len([path for path in left_in(tmp_path / "there") if path in NAMES])
+    report = restore.fetch(checkpoint, tmp_path / "there", **ONE)
+    assert is_whole(report, FILES)
+    assert report.bytes_from == {"there": there * SIZE_BYTES, "remote": (NUM - there) * SIZE_BYTES}
 
 
 def test_existing_small_files_are_kept_or_replaced(on_disk: Counted, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import SmallRequest, SmallUploads
+from ckpt_async.stores.http.small_uploads import SmallRequest, SmallUploads
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import BytesBody
 from tests.stores.bodies import put

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckpt_async.stores.http import connections, messages, series
+from ckpt_async.stores.http import connections, messages, series, small_uploads
 from ckpt_async.stores.http.connections import CancelToken, has_unread
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import SmallRequest, SmallUploads
+from ckpt_async.stores.http.small_uploads import SmallRequest, SmallUploads
 from ckpt_async.stores.http.uploads import head_of
 from tests.stores import http_wire
 from tests.stores.http_server import PATIENCE_S, Server, Talk, request_of
@@ -542,7 +542,7 @@ def test_a_series_that_makes_progress_does_not_time_out(
         seen.append(received)
         return messages.complete_response(received)
 
-    monkeypatch.setattr(series, "complete_response", noting)
+    monkeypatch.setattr(small_uploads, "complete_response", noting)
 
     def talk(near: socket.socket) -> None:
         near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)

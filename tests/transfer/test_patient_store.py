@@ -128,7 +128,7 @@ def test_a_series_takes_one_slot_and_counts_each_request() -> None:
             series.begins()
             await gauge.attempt(1)
             for _ in range(5):
-                series.answered()
+                series.answered(1)
 
         await asyncio.gather(*(store.series("put", 5, 1, attempt) for _ in range(9)))
         assert gauge.most == 3
@@ -149,8 +149,8 @@ def test_a_series_is_attempted_once_and_its_failure_counted(reason: FailureReaso
             nonlocal num_attempts
             num_attempts += 1
             series.begins()
-            series.answered()
-            series.answered()
+            series.answered(1)
+            series.answered(1)
             raise trouble(reason)
 
         with pytest.raises(StoreError) as caught:
@@ -193,7 +193,7 @@ def test_each_request_of_a_series_has_its_own_deadline(monkeypatch: pytest.Monke
             series.begins()
             for _ in range(num_answers):
                 await asyncio.sleep(10)
-                series.answered()
+                series.answered(1)
             if num_answers < 10:
                 await asyncio.Event().wait()
 

@@ -161,25 +161,21 @@ class AzureStore:
             raise self._session.refused(answer, "get_blob", key)
         return found[0]
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
         grant = await self._session.access.grant()
-        asked = [(self._session.url(each.key, "get_blob", grant), each.size_bytes) for each in gets]
+        asked = ((each, self._session.url(each.key, "get_blob", grant)) for each in gets)
 
-        def check(number: int, answer: Response) -> None:
-            get = gets[number]
+        def check(get: SmallGet, answer: Response) -> None:
             with translating("get_blob", get.key, self._location):
                 check_size(answers.info_of_range(get.key, answer, 0, get.size_bytes).size_bytes, get)
 
         with telling_failures_of(got) as guarded, translating("get_blob", "", self._location):
-            refused = await self._session.pools.downloads.get_many(
-                asked,
-                check,
-                lambda number, data: guarded(gets[number], data),
-                self._session.headers(grant),
+            refused = await self._session.pools.small_downloads.get_many(
+                self._location.account.endpoint_url, asked, check, guarded, self._session.headers(grant)
             )
         if refused is not None:
-            number, answer = refused
-            raise self._session.refused(answer, "get_blob", gets[number].key)
+            get, answer = refused
+            raise self._session.refused(answer, "get_blob", get.key)
 
     async def head(self, key: str) -> ObjectInfo:
         answer = await self._session.call("HEAD", "head_blob", key)

@@ -20,7 +20,7 @@ from ckpt_async.stores.azure.session import NOTHING, AzureSession, Query
 from ckpt_async.stores.bodies import LocalWriter, send_in_thread
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import SmallRequest
+from ckpt_async.stores.http.small_uploads import SmallRequest
 from ckpt_async.stores.http.uploads import head_of
 from ckpt_async.stores.interface import Body, ObjectInfo, SmallPut
 

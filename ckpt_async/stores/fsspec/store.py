@@ -25,7 +25,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.stores.bodies import WriterCancelledError, send_in_thread
-from ckpt_async.stores.checks import check_key, check_prefix, check_size
+from ckpt_async.stores.checks import check_key, check_prefix
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.fsspec.failures import missing_option, options_hint, translating
 from ckpt_async.stores.fsspec.files import ALGORITHM, Files, Manners, is_posix, probe
@@ -42,8 +42,8 @@ from ckpt_async.stores.interface import (
     Sink,
     SmallGet,
     SmallPut,
-    put_one_by_one,
 )
+from ckpt_async.stores.one_by_one import get_one_by_one, put_one_by_one
 from ckpt_async.stores.quiet import say_once
 from ckpt_async.stores.tree import OWN
 from ckpt_async.stores.whole import WholeObjects
@@ -242,11 +242,8 @@ class FsspecStore(WholeObjects):
         finally:
             await in_thread(guarded.close)
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        for each in gets:
-            data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
-            check_size(len(data), each)
-            await in_thread(got, each, memoryview(data))
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        await get_one_by_one(self, gets, got)
 
     async def head(self, key: str) -> ObjectInfo:
         """As specified, with a checksum: computing it reads the whole file."""

@@ -123,14 +123,14 @@ class GcsStore:
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """As specified. The bytes have been compared with the checksum that the store keeps."""
-        return await self._reader.get(key, max_size_bytes)
+        return await self._reader.get(key, max_size_bytes=max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
             return await self.head(key)  # HTTP cannot express an empty range
         return await self._reader.get_range(key, offset, size_bytes, sink)
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
         await self._reader.get_many(gets, got)
 
     async def head(self, key: str) -> ObjectInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 
 from ckpt_async.errors import ObjectNotFoundError, StoreError
 from ckpt_async.stores.checks import check_size
@@ -21,7 +21,7 @@ class Reader:
     def __init__(self, session: GcsSession, head: Callable[[str], Awaitable[ObjectInfo]]) -> None:
         self._session, self._location, self._head = session, session.location, head
 
-    async def get(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         url = self._session.media_url(self._session.name(key, "get"))
         answer = await self._session.request("get", key, "GET", url, max_size_bytes=max_size_bytes)
         if answer.status >= 300:
@@ -55,25 +55,21 @@ class Reader:
             raise await self._refused(key, answer)
         return found[0]
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        urls = [self._session.media_url(self._session.name(each.key, "get")) for each in gets]
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        asked = ((each, self._session.media_url(self._session.name(each.key, "get"))) for each in gets)
 
-        def check(number: int, answer: Response) -> None:
-            get = gets[number]
+        def check(get: SmallGet, answer: Response) -> None:
             with translating("get", get.key, self._location):
                 check_size(total_of_range(answer, 0, get.size_bytes), get)
 
         with telling_failures_of(got) as guarded, translating("get", "", self._location):
             headers = await self._session.credentials.headers()
-            refused = await self._session.pools.downloads.get_many(
-                [(url, get.size_bytes) for url, get in zip(urls, gets, strict=True)],
-                check,
-                lambda number, data: guarded(gets[number], data),
-                headers,
+            refused = await self._session.pools.small_downloads.get_many(
+                self._session.endpoint, asked, check, guarded, headers
             )
         if refused is not None:
-            number, answer = refused
-            raise await self._refused(gets[number].key, answer)
+            get, answer = refused
+            raise await self._refused(get.key, answer)
 
     async def _refused(self, key: str, answer: Response) -> StoreError:
         """Return the error that a refusal means. Google reports a missing object in plain text, as any middlebox might,

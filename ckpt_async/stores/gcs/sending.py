@@ -11,7 +11,7 @@ from ckpt_async.stores.gcs.errors import translating
 from ckpt_async.stores.gcs.related import RelatedBody
 from ckpt_async.stores.gcs.session import GcsSession
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import SmallRequest
+from ckpt_async.stores.http.small_uploads import SmallRequest
 from ckpt_async.stores.http.uploads import head_of
 from ckpt_async.stores.interface import Body, BytesBody, Condition, Create, Match, ObjectInfo, SmallPut
 

@@ -13,10 +13,9 @@ import http.client
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from ckpt_async.stores.http.connections import CancelToken, Connections, receive_into
 from ckpt_async.stores.http.messages import (
@@ -66,19 +65,6 @@ class Downloads(Connections):
             lambda token: self._get_range(token, url, offset, size_bytes, sink, check, lines_of(headers))
         )
 
-    async def get_many(
-        self,
-        gets: Sequence[tuple[str, int]],
-        check: Callable[[int, Response], None],
-        got: Callable[[int, memoryview], None],
-        headers: Mapping[str, str] = NO_HEADERS,
-    ) -> tuple[int, Response] | None:
-        """GET small objects, each given by URL and size, one after the other. If one is refused, stop and return its
-        index and answer. `check` sees each answer and `got` its bytes, both in a worker thread and never after this has
-        returned or raised. Raises what `get_range` raises.
-        """
-        return await self._in_thread(lambda token: self._get_many(token, gets, check, got, lines_of(headers)))
-
     # --- in a worker thread --------------------------------------------------------------------------------
 
     def _get_range(
@@ -91,52 +77,11 @@ class Downloads(Connections):
         check: Check,
         lines: str,
     ) -> Response:
-        buffer = _Buffer(min(BUFFER_BYTES, size_bytes), self._read_timeout_s)
-
-        def take() -> None:
-            for piece in buffer.pieces(size_bytes):
-                sink(piece)
-
-        return self._get(token, url, offset, size_bytes, take, check, lines, buffer)
-
-    def _get_many(
-        self,
-        token: CancelToken,
-        gets: Sequence[tuple[str, int]],
-        check: Callable[[int, Response], None],
-        got: Callable[[int, memoryview], None],
-        lines: str,
-    ) -> tuple[int, Response] | None:
-        buffer = _Buffer(max((size_bytes for _, size_bytes in gets), default=0), self._read_timeout_s)
-        for number, (url, size_bytes) in enumerate(gets):
-            take, checked = partial(buffer.receive, size_bytes), partial(check, number)
-            answer = self._get(token, url, 0, size_bytes, take, checked, lines, buffer)
-            if answer.status >= 300:
-                return number, answer
-            token.uses(None, is_at_work=True)  # raises if cancelled by now
-            got(number, buffer.received[:size_bytes])
-            token.uses(None)
-        return None
-
-    def _get(
-        self,
-        token: CancelToken,
-        url: str,
-        offset: int,
-        size_bytes: int,
-        take: Callable[[], None],
-        check: Check,
-        lines: str,
-        buffer: _Buffer,
-    ) -> Response:
-        """Make one request. If it is answered with the range, `take` takes the body from `buffer`."""
         began = time.monotonic()
-        origin, target = _divided(url)
+        buffer = _Buffer(min(BUFFER_BYTES, size_bytes), self._read_timeout_s)
+        origin = urlsplit(url)
         connection, is_fresh = self._take(origin)
-        request = (
-            f"GET {target} HTTP/1.1\r\nHost: {_host_of(origin)}\r\n"
-            f"{lines}Range: bytes={offset}-{offset + size_bytes - 1}\r\n\r\n"
-        ).encode("latin-1")
+        request = request_for(url, offset, size_bytes, lines)
         try:
             try:
                 head = self._ask(token, connection, request, buffer)
@@ -157,7 +102,8 @@ class Downloads(Connections):
             if content_length(answer) != size_bytes:
                 raise http.client.IncompleteRead(b"", size_bytes)
             is_last = len(buffer.received) > size_bytes or not keeps_connection(head, answer)
-            take()
+            for piece in buffer.pieces(size_bytes):
+                sink(piece)
             token.uses(None)
             if is_last:
                 connection.close()
@@ -209,12 +155,6 @@ class _Buffer:
                 head, self._start = bytes(self._view[self._start : end]), end + len(END)
                 return head
 
-    def receive(self, size_bytes: int) -> None:
-        """Receive the whole body, which has at most as many bytes as there is room for."""
-        until = self._start + size_bytes
-        while self._end < until:
-            self._end += self._receive_into(self._view[self._end : until], until - self._end)
-
     def pieces(self, size_bytes: int) -> Iterator[memoryview]:
         """Yield exactly `size_bytes` of the body, in slices as large as arrive within BLOCK_S: a stall detector must
         hear of a slow link's bytes too. Each is valid until the next.
@@ -244,13 +184,16 @@ class _Buffer:
         return b""
 
 
-def _divided(url: str) -> tuple[SplitResult, str]:
-    """Return the origin of a URL, and the target of a request to it."""
-    after_scheme = url.index("://") + len("://")
-    end = url.find("/", after_scheme)
-    return (_origin(url[:end]), url[end:]) if end >= 0 else (_origin(url), "/")
+def request_for(url: str, offset: int, size_bytes: int, lines: str) -> bytes:
+    """Return a GET of a range of `url`, with these header lines."""
+    end = url.find("/", url.index("://") + len("://"))
+    origin, target = (url[:end], url[end:]) if end >= 0 else (url, "/")
+    return (
+        f"GET {target} HTTP/1.1\r\nHost: {_host_of(origin)}\r\n{lines}"
+        f"Range: bytes={offset}-{offset + size_bytes - 1}\r\n\r\n"
+    ).encode("latin-1")
 
 
-# There are few origins, and parsing one would be a noticeable part of a small request.
-_origin = functools.lru_cache(maxsize=64)(urlsplit)
-_host_of = functools.lru_cache(maxsize=64)(host_of)
+@functools.lru_cache(maxsize=64)  # there are few, and parsing a URL is a noticeable part of a small request
+def _host_of(origin: str) -> str:
+    return host_of(urlsplit(origin))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt_async.stores.http.downloads import Downloads
-from ckpt_async.stores.http.series import SmallUploads
+from ckpt_async.stores.http.small_downloads import SmallDownloads
+from ckpt_async.stores.http.small_uploads import SmallUploads
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import Body, BytesBody
@@ -24,6 +25,7 @@ class Pools:
         }
         self.traffic = Traffic()  # of shard bytes
         self.downloads = Downloads(**shared, traffic=self.traffic)
+        self.small_downloads = SmallDownloads(**shared, traffic=self.traffic)
         self.small_uploads = SmallUploads(**shared, traffic=self.traffic)
         self._uploads = Uploads(**shared, traffic=self.traffic)
         self._records = Uploads(**shared, is_bulk=False)
@@ -34,5 +36,6 @@ class Pools:
 
     def close(self) -> None:
         """Close the idle connections now, and those in use when their requests end. Does not block."""
-        for each in (self.downloads, self.small_uploads, self._uploads, self._records):
+        small = (self.small_downloads, self.small_uploads)
+        for each in (self.downloads, self._uploads, self._records, *small):
             each.close()

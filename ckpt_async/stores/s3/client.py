@@ -37,8 +37,8 @@ from ckpt_async.stores.interface import (
     SmallGet,
     SmallPut,
     StoredPart,
-    put_one_by_one,
 )
+from ckpt_async.stores.one_by_one import put_one_by_one
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import Pages, SdkResponse
@@ -125,14 +125,14 @@ class S3Store:
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """As specified. If the store has kept a checksum, the bytes have been compared with it."""
-        return await self._reader.get(key, max_size_bytes)
+        return await self._reader.get(key, max_size_bytes=max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
             return await self.head(key)  # HTTP cannot express an empty range
         return await self._reader.get_range(key, offset, size_bytes, sink)
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
         await self._reader.get_many(gets, got)
 
     async def head(self, key: str) -> ObjectInfo:

@@ -5,7 +5,7 @@ that the SDK has signed, or that are signed in the same way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +17,12 @@ from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.failures import telling_failures_of
 from ckpt_async.stores.http.messages import Response, range_total, total_of_range
 from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
+from ckpt_async.stores.one_by_one import get_one_by_one
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.errors import refusal, translating
 from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
 from ckpt_async.stores.s3.standing import headers_to_read
-from ckpt_async.threads import in_thread
 
 # A signed URL is valid for an hour, unless the credentials expire earlier; we reuse it for a minute.
 _SIGNED_S, _MAX_SIGNED = 60.0, 256
@@ -55,7 +55,7 @@ class Reader:
         self._is_proxied = False  # whether URLs made from that template go through a proxy
         self._urls: dict[str, SignedUrl] = {}  # by key
 
-    async def get(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """Read a small object by a request modelled on the SDK's. If the answer is not plain, ask again through the
         SDK, which knows redirects and other checksums. After a refusal, the next call uses the SDK, which knows the
         current configuration.
@@ -124,30 +124,33 @@ class Reader:
             raise self._refused(key, response)
         return found[0]
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        signed = [await self._signed(each.key) for each in gets]
-        if any(each.is_proxied for each in signed):
-            for get in gets:
-                data, _ = await self.get(get.key, get.size_bytes)
-                check_size(len(data), get)
-                await in_thread(got, get, memoryview(data))
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        """Read small objects in series, unless only the SDK can sign, or requests go through a proxy."""
+        with translating("get_object", "", self._location):
+            if self._template is None:  # any key will do
+                await self._sign(self._session.name("small", "get_object"))
+            credentials = await self._session.signer.credentials()
+        template = self._template
+        if template is None or credentials is None or self._is_proxied:
+            await get_one_by_one(self, gets, got)
             return
 
-        def check(number: int, response: Response) -> None:
-            get = gets[number]
+        def signed() -> Iterator[tuple[SmallGet, str]]:
+            for each in gets:
+                name = self._session.name(each.key, "get_object")
+                yield each, template.url(name, credentials, time.time())
+
+        def check(get: SmallGet, response: Response) -> None:
             with translating("get_object", get.key, self._location):
                 check_size(total_of_range(response, 0, get.size_bytes), get)
 
         with telling_failures_of(got) as guarded, translating("get_object", "", self._location):
-            refused = await self._session.pools.downloads.get_many(
-                [(each.url, get.size_bytes) for each, get in zip(signed, gets, strict=True)],
-                check,
-                lambda number, data: guarded(gets[number], data),
-                self._headers,
+            refused = await self._session.pools.small_downloads.get_many(
+                template.origin, signed(), check, guarded, self._headers
             )
         if refused is not None:
-            number, response = refused
-            raise self._refused(gets[number].key, response)
+            get, response = refused
+            raise self._refused(get.key, response)
 
     async def _signed(self, key: str) -> SignedUrl:
         """Return a signed URL, the same for all ranges of an object: signing takes as much CPU as receiving 2 MiB."""

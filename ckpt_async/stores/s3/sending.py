@@ -13,7 +13,7 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.series import SmallRequest
+from ckpt_async.stores.http.small_uploads import SmallRequest
 from ckpt_async.stores.interface import Body, BytesBody, ObjectInfo, PartBody, SmallPut
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse

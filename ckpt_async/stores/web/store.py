@@ -29,7 +29,7 @@ from ckpt_async.errors import (
     ObjectTooLargeError,
     StoreError,
 )
-from ckpt_async.stores.checks import check_key, check_size
+from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
@@ -48,10 +48,10 @@ from ckpt_async.stores.interface import (
     SmallGet,
     SmallPut,
 )
+from ckpt_async.stores.one_by_one import get_one_by_one
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.web.backend import refused
 from ckpt_async.stores.whole import WholeObjects
-from ckpt_async.threads import in_thread
 
 _CAPABILITIES = Capabilities(
     conditional_put=False,
@@ -174,11 +174,8 @@ class WebStore(WholeObjects):
             raise self._refusal(answer.status, "get", key)
         return found[0]
 
-    async def get_many(self, gets: Sequence[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        for each in gets:
-            data, _ = await self.get(each.key, max_size_bytes=each.size_bytes)
-            check_size(len(data), each)
-            await in_thread(got, each, memoryview(data))
+    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+        await get_one_by_one(self, gets, got)
 
     async def head(self, key: str) -> ObjectInfo:
         """As specified, without a checksum: web servers keep none."""
