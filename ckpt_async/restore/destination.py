@@ -32,7 +32,7 @@ class Destination:
         self._partials = self.path / PARTIAL_FOLDER
         self._new: list[Path] = []
         self._published: list[Path] = []
-        self._made: set[Path] = set()
+        self._made: set[str] = set()  # below the destination
         self._targets: dict[str, Path] = {}
         self._partial_paths: dict[str, Path] = {}
 
@@ -108,15 +108,16 @@ class Destination:
             )
 
     def make_parent(self, file: RemoteFile) -> None:
-        target = self.target(file)
-        if target.parent in self._made:
+        folder, _, _ = file.name.rpartition("/")
+        if folder in self._made:
             return
+        target = self.target(file)
         if Path(os.path.realpath(target.parent)) != target.parent:
             raise DestinationError(
                 f"a symbolic link on the path to {str(target)!r} leads out of the destination"
             )
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._made.add(target.parent)
+        self._made.add(folder)
 
     def publish(self, partial: PartialFile, file: RemoteFile) -> None:
         target = self.target(file)

@@ -35,7 +35,6 @@ class PartialFile:
     def __init__(self, path: Path, descriptor: int, size_bytes: int, algorithm: str) -> None:
         self._path, self._descriptor = path, descriptor
         self._size_bytes, self.algorithm = size_bytes, algorithm
-        self._record = _record_of(path)
         step = RANGE_BYTES * max(1, -(-size_bytes // (RANGE_BYTES * MAX_RANGES)))
         self._sizes = {offset: min(step, size_bytes - offset) for offset in range(0, size_bytes, step)}
         self._whole: dict[int, Checksum] = {}
@@ -50,7 +49,7 @@ class PartialFile:
         if not self._is_recorded:
             return 0
         with contextlib.suppress(FileNotFoundError):
-            for line in self._record.read_text("ascii", "replace").splitlines():
+            for line in _record_of(self._path).read_text("ascii", "replace").splitlines():
                 offset, _, value = line.partition(" ")
                 if offset.isdecimal() and int(offset) in self._sizes:
                     recorded = Checksum(self.algorithm, value)
@@ -100,7 +99,7 @@ class PartialFile:
     def finished(self, offset: int, checksum: Checksum) -> None:
         """Record that the whole range is written."""
         if self._is_recorded:
-            with self._record.open("a", encoding="ascii") as record:
+            with _record_of(self._path).open("a", encoding="ascii") as record:
                 record.write(f"{offset} {checksum.value}\n")
         self._whole[offset] = checksum
 
@@ -114,7 +113,7 @@ class PartialFile:
     def forget(self) -> None:
         """Forget all ranges, because the content is wrong: everything is fetched again."""
         self._whole.clear()
-        self._record.unlink(missing_ok=True)
+        _record_of(self._path).unlink(missing_ok=True)
 
     def publish(self, target: Path) -> None:
         """Move the file to its place, atomically. Its bytes are then durable; its name is durable once the folder
@@ -129,7 +128,7 @@ class PartialFile:
             raise
         os.replace(self._path, target)
         if self._is_recorded:
-            self._record.unlink(missing_ok=True)
+            _record_of(self._path).unlink(missing_ok=True)
 
 
 @contextlib.asynccontextmanager

@@ -19,8 +19,8 @@ MAX_ERROR_BYTES = 64 << 10
 _INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
 _STATUS = re.compile(r"[0-9]{3}(?: |\Z)")
 # A name extends to the colon (RFC 9110, 5.1); a value has no control characters, and lines are not folded.
-_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t\x20-\x7e\x80-\xff]*)")
-_HEADERS = re.compile(rf"{_HEADER.pattern}(?:\r\n|\Z)")
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*+")
+_HEADERS = re.compile(rf"(?:{_HEADER.pattern}\r\n)*+{_HEADER.pattern}|")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _WHOLE = re.compile(r"[0-9]{1,19}")
 # The headers that say where an answer ends.
@@ -114,12 +114,13 @@ def parsed(head: bytes) -> Response:
     version, _, status = first.partition(" ")
     if not version.startswith("HTTP/1.") or not _STATUS.match(status):
         raise http.client.BadStatusLine(first)
-    headers: dict[str, str] = {}
-    found = _HEADERS.findall(lines)
-    if "\r\n".join(f"{name}:{value}" for name, value in found) != lines:
-        line = next(each for each in lines.split("\r\n") if not _HEADER.fullmatch(each))
+    all_lines = lines.split("\r\n") if lines else []
+    if not _HEADERS.fullmatch(lines):
+        line = next(each for each in all_lines if not _HEADER.fullmatch(each))
         raise MalformedResponseError(f"the answer has a header line {line[:80]!r}")
-    for as_written, padded in found:
+    headers: dict[str, str] = {}
+    for line in all_lines:
+        as_written, _, padded = line.partition(":")
         name, value = as_written.lower(), padded.strip(" \t")
         if name in _FRAMING and name in headers:
             raise MalformedResponseError(f"the answer has {name} twice")
