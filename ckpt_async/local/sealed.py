@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import CheckpointId, Sealed, Shard
+from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.kept import manifests
@@ -53,9 +53,10 @@ def ranks(private: Path, run: str) -> list[int]:
     return sorted(int(each.name.removeprefix("rank-")) for each in found)
 
 
-def is_unchanged(folder: Path, shard: Shard) -> bool:
-    """Return whether a file is as long and as old as noted. It may be on another disk by now."""
+def identity_now(folder: Path, shard: Shard) -> FileIdentity | None:
+    """Return what a file is now, or None unless it is as long and as old as noted. It may be on another disk by now."""
     try:
-        return identity_of(os.lstat(folder / shard.source)).may_be_copy_of(shard.identity)
+        found = identity_of(os.lstat(folder / shard.source))
     except OSError:
-        return False
+        return None
+    return found if found.may_be_copy_of(shard.identity) else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import arguments, keys, launch, naming, retention
-from ckpt_async.core.model import CheckpointId, Sealed, Shard
+from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
 from ckpt_async.core.retention import Candidate
 from ckpt_async.errors import CommitTimeoutError, InvalidNameError, SealedError, SettingsError
 from ckpt_async.local import sealed
@@ -166,18 +166,24 @@ class LocalOnly:
         return True
 
     def _prune(self) -> None:
+        # A path belongs to the newest checkpoint that was saved there; of the others nothing is left.
+        owners = {each.source: id_ for id_ in sorted(self._kept) for each in self._kept[id_][1]}
+        here: dict[CheckpointId, list[tuple[str, FileIdentity]]] = {}
         for id_, (_, shards) in list(self._kept.items()):
-            if not any(self._folder.is_same(each.source, each.identity) for each in shards):
-                self._forget(id_)  # deleted by the user, or replaced by a save of the same name
+            own = (
+                (each.source, sealed.identity_now(self.folder, each))
+                for each in shards
+                if owners[each.source] == id_
+            )
+            here[id_] = [(source, identity) for source, identity in own if identity is not None]
+            if not here[id_]:
+                self._forget(id_)  # deleted by the user, or replaced
         candidates = [_candidate(self._kept[id_][0]) for id_ in sorted(self._kept)]
-        chosen = self._policy.keep(candidates)
-        in_use = {(each.source, each.identity) for id_ in chosen for each in self._kept[id_][1]}
-        for id_ in sorted(self._kept.keys() - chosen.keys()):
+        for id_ in sorted(self._kept.keys() - self._policy.keep(candidates).keys()):
             # This launch will come to that step again, and may just have made an empty folder for it.
             is_ahead = id_.generation < self.generation and id_.step >= max(self._sealed)
-            for each in self._kept[id_][1]:
-                if (each.source, each.identity) not in in_use:
-                    self._folder.remove_source(each.source, each.identity, keeps_folders=is_ahead)
+            for source, identity in here[id_]:
+                self._folder.remove_source(source, identity, keeps_folders=is_ahead)
             self._forget(id_)
             self.metrics.checkpoint_pruned("local")
 

@@ -100,7 +100,7 @@ class ResumingHere:
         for checkpoint, shards in self._uploader.noted():
             path = self._place(shards)
             mark = f"{checkpoint.checkpoint.generation}-{checkpoint.checkpoint.step}"
-            if all(sealed.is_unchanged(self._files.folder, each) for each in shards):
+            if all(sealed.identity_now(self._files.folder, each) for each in shards):
                 found.append(_Offer(mark, checkpoint.name, path))
             elif linked is not None and path == linked.path:
                 found.append(linked)
