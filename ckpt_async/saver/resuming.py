@@ -16,10 +16,9 @@ from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
 from ckpt_async.saver.files import Files, conflicting
 from ckpt_async.saver.local_only import LocalOnly
-from ckpt_async.saver.resuming_here import ResumingHere, there
+from ckpt_async.saver.resuming_here import ResumingHere, agree_on_launch, there
 from ckpt_async.saver.saving import What
 from ckpt_async.saver.timestamp import Timestamp
-from ckpt_async.torch.agreement import told_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +31,13 @@ class Resuming:
     ) -> None:
         self._files, self._uploader, self._store_options = files, uploader, store_options
         self._what = what
-        # Whether files of earlier launches may be replaced from now on; otherwise `check_step` must be called.
-        self.is_checked = bool(files.remote) or what.overwrite or not what.is_writer
+        # Whether files of earlier launches may be replaced from now on.
+        self._is_checked = bool(files.remote) or what.overwrite or not what.is_writer
+        self.has_begun = False  # otherwise `begin` must be called
 
     def continue_run(self) -> None:
         """This launch goes on where earlier ones were, so what they have saved is its own."""
-        self.is_checked = True
+        self._is_checked = True
         if isinstance(self._uploader, LocalOnly):
             self._uploader.continue_run()
 
@@ -60,7 +60,7 @@ class Resuming:
                 is_sharded=self._what.is_sharded,
             )
             state = here.load_latest(**options)
-            self.is_checked = True
+            self._is_checked = True
             if state is not None:
                 self.continue_run()
             return state
@@ -77,7 +77,15 @@ class Resuming:
         ckpt.on_all_ranks(self._refuse_what_is_only_here)
         return None
 
-    def check_step(self, now: Timestamp) -> None:
+    def begin(self, now: Timestamp) -> None:
+        """Called at the first step, before anything is saved. Raises CheckpointConflictError."""
+        if isinstance(self._uploader, LocalOnly):
+            agree_on_launch(self._uploader)
+        if not self._is_checked:
+            self._check_step(now)
+        self.has_begun = True
+
+    def _check_step(self, now: Timestamp) -> None:
         """Refuse to replace what an earlier launch has saved, unless this one goes on from there.
 
         Only without a remote, where nothing else would be left of it. Raises CheckpointConflictError.
@@ -90,7 +98,7 @@ class Resuming:
                 hint="call load_latest before the first step, use another folder, or pass resume_from= or"
                 " overwrite=True",
             )
-        self.is_checked = True
+        self._is_checked = True
 
     def _refuse_what_is_only_here(self) -> None:
         """The store has no checkpoint; those that the run saved before it had a remote must not be forgotten."""
@@ -135,5 +143,5 @@ def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uplo
         "local_only folder=%s; remote=None: nothing is uploaded, and nothing outlives this node", files.folder
     )
     found = ckpt.on_all_ranks(lambda: LocalOnly(files.folder, run=files.run_id, **options))
-    found.generation = max(told_by_all(found.generation))
+    agree_on_launch(found)
     return found

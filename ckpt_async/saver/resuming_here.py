@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ckpt_async.torch as ckpt
-from ckpt_async.core.model import Sealed, Shard
+from ckpt_async.core.model import Shard
 from ckpt_async.errors import DamagedCheckpointError, FormatError, NoUsableCheckpointError, SettingsError
 from ckpt_async.local import sealed
 from ckpt_async.local.zip_records import wrong_record
@@ -68,6 +68,7 @@ class ResumingHere:
                 " torch.distributed is not initialized",
                 hint="initialize it before load_latest",
             )
+        agree_on_launch(self._uploader)
         own = ckpt.on_all_ranks(self._offers)
         seen = ckpt.on_all_ranks(self._seen)
         told = told_by_all(_Told(self._is_writer, {each.mark: each.name for each in own}, seen))
@@ -97,11 +98,10 @@ class ResumingHere:
             return []
         linked = self._linked()
         found: list[_Offer] = []
-        for checkpoint, shards in self._uploader.noted():
-            path = self._place(shards)
-            mark = f"{checkpoint.checkpoint.generation}-{checkpoint.checkpoint.step}"
-            if all(sealed.identity_now(self._files.folder, each) for each in shards):
-                found.append(_Offer(mark, checkpoint.name, path))
+        for note in self._uploader.noted():
+            path = self._place(note.shards)
+            if all(sealed.identity_now(self._files.folder, each) for each in note.shards):
+                found.append(_Offer(note.mark, note.name, path))
             elif linked is not None and path == linked.path:
                 found.append(linked)
             if linked is not None and path == linked.path:
@@ -185,12 +185,25 @@ class ResumingHere:
         )
 
 
-def there(files: Files, noted: Sequence[tuple[Sealed, Sequence[Shard]]]) -> list[str]:
+def agree_on_launch(uploader: LocalOnly) -> None:
+    """Let all ranks note the same launch, and a generation that is newer than all that they have noted before.
+
+    A collective when torch.distributed is initialized and the ranks have not agreed yet; until then, each counts as a
+    launch of its own.
+    """
+    if uploader.has_joined or is_alone():
+        return
+    group = ckpt.own_group()  # the default group may be unable to move CPU tensors
+    told = told_by_all((uploader.generation, uploader.launch), group=group)
+    uploader.join(max(generation for generation, _ in told), told[0][1])
+
+
+def there(files: Files, noted: Sequence[sealed.Note]) -> list[str]:
     """Return the names of the noted checkpoints that still have files."""
     return [
-        checkpoint.name
-        for checkpoint, shards in noted
-        if any(os.path.lexists(files.folder / each.source) for each in shards)
+        note.name
+        for note in noted
+        if any(os.path.lexists(files.folder / each.source) for each in note.shards)
     ]
 
 

@@ -227,8 +227,8 @@ class CheckpointSaver:
         self._asking.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
         self._schedule.check_counts(now, is_number=now is not timestamp)
-        if not self._resuming.is_checked:
-            self._resuming.check_step(now)
+        if not self._resuming.has_begun:
+            self._resuming.begin(now)
         self._seen = (state, now)
         self._saving.settle()
         self._hooks.deliver()

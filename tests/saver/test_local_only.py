@@ -140,8 +140,8 @@ def test_a_copy_of_the_folder_is_pruned_like_the_folder(tmp_path: Path) -> None:
     saver = launch(tmp_path / "b")
     save(saver, 3)
     assert names(saver) == ["ba2.pt", "ba3.pt"]
-    assert [checkpoint.name for checkpoint, _ in saver.noted()] == ["step-3", "step-2"]
-    assert [checkpoint.name for checkpoint, _ in launch(tmp_path / "b").noted()] == ["step-3", "step-2"]
+    assert [each.name for each in saver.noted()] == ["step-3", "step-2"]
+    assert [each.name for each in launch(tmp_path / "b").noted()] == ["step-3", "step-2"]
 
 
 def test_a_path_belongs_to_the_newest_that_was_saved_there(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_path_belongs_to_the_newest_that_was_saved_there(tmp_path: Path) -> No
             saver.enqueue(path, step)
             saver.seal(step)
     assert names(saver) == ["ba2.pt", "ba3.pt"]
-    assert [checkpoint.name for checkpoint, _ in saver.noted()] == ["step-3", "step-2"]
+    assert [each.name for each in saver.noted()] == ["step-3", "step-2"]
 
 
 def test_another_run_in_the_folder_never_loses_anything(tmp_path: Path) -> None:
