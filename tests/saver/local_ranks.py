@@ -32,6 +32,8 @@ def train(
     initialized: str = "first",
     loads: bool = True,
     world_size: int = WORLD_SIZE,
+    has_remote: bool = False,
+    **options: Any,
 ) -> str:
     """One rank of a launch. Rank `dies[0]` ends while it saves at batch `dies[1]`. `writer`: None if all write.
     torch.distributed is initialized `first`, `late` (after the saver was created) or `never`.
@@ -45,12 +47,12 @@ def train(
         initialize()
     saver = CheckpointSaver(
         root / folder,
-        None,
+        f"file://{root}/remote" if has_remote else None,
         save_interval="10ba",
         blocking=True,
-        overwrite=True,
         num_checkpoints_to_keep=3,
         is_writer=writer is None or rank == writer,
+        **{"overwrite": True, **options},
     )
     if initialized == "late":
         initialize()
@@ -71,6 +73,8 @@ def train(
 
     for batch in range(1 if state is None else state["batch"] + 1, until + 1):
         saver.step(build, batch)
+    if has_remote and until:
+        saver.wait()
     return told
 
 
@@ -165,6 +169,23 @@ def not_initialized(root: Path) -> list[Told]:
     return [launch(root, initialized="never")]
 
 
+def only_here(root: Path) -> list[Told]:
+    """Then with a remote: nothing is there, another run's file is here, or this launch does not load."""
+    launch(root, 20, writer=0)
+    more: dict[str, Any] = {"writer": 0, "has_remote": True, "overwrite": False}
+    (root / "local/ep0-ba50-rank0.pt").write_bytes(b"")
+    conflict = launch(root, **more)
+    (root / "local/ep0-ba50-rank0.pt").unlink()
+    return [conflict, launch(root, **more), launch(root, 1, **more, loads=False)]
+
+
+def saved_later_by_one_rank(root: Path) -> list[Told]:
+    """Then with the remote again, where 20 is the newest."""
+    launch(root, 20, has_remote=True, latest_filename=None)
+    launch(root, 40, dies=(1, 30), latest_filename=None)
+    return [launch(root, 30, has_remote=True, overwrite=False, latest_filename=None)]
+
+
 SCENARIOS: tuple[Callable[[Path], list[Told]], ...] = (
     killed_in_a_save,
     fewer_ranks_in_between,
@@ -176,6 +197,8 @@ SCENARIOS: tuple[Callable[[Path], list[Told]], ...] = (
     one_writer,
     swapped_nodes,
     not_initialized,
+    only_here,
+    saved_later_by_one_rank,
 )
 
 if __name__ == "__main__":

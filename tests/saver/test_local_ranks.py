@@ -88,3 +88,19 @@ def test_ranks_that_cannot_talk_to_each_other_do_not_resume(told: Told) -> None:
     """Each followed its own link."""
     for each in told("not_initialized")[0]:
         assert each.startswith("SettingsError: with remote=None, 2 ranks must agree")
+
+
+def test_what_is_only_here_is_refused_on_all_ranks_alike(told: Told) -> None:
+    """Only the rank that writes said so; the others waited for it in vain."""
+    conflict, not_there, step = told("only_here")
+    for each in conflict:
+        assert "ep0-ba50-rank0.pt exists and is not among what this run noted" in each
+    for each in not_there:
+        assert each.startswith("NoUsableCheckpointError: file://")
+        assert "saved without a remote: ep0-ba10, ep0-ba20" in each
+    for each in step:
+        assert "this launch begins with batch 1, but" in each
+
+
+def test_what_one_rank_alone_has_saved_later_is_no_checkpoint(told: Told) -> None:
+    assert told("saved_later_by_one_rank") == [["20", "20"]]
