@@ -310,11 +310,14 @@ def decode_beat(data: bytes, expected: int) -> Beat:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says. `remote` is "" if it does not: earlier versions did not record it."""
+    """What a manifest says. `remote` is "" if it does not: earlier versions did not record it. `launch` is recorded by
+    runs without a remote only.
+    """
 
     enqueued: list[Enqueued]
     sealed: Sealed | None
     remote: str = ""
+    launch: str = ""
 
 
 def manifest_of(checkpoint: LocalCheckpoint, remote: str = "") -> bytes:
@@ -325,7 +328,12 @@ def manifest_of(checkpoint: LocalCheckpoint, remote: str = "") -> bytes:
 
 
 def encode_manifest(
-    checkpoint: CheckpointId, name: str, shards: Iterable[Shard], sealed: Sealed | None, remote: str = ""
+    checkpoint: CheckpointId,
+    name: str,
+    shards: Iterable[Shard],
+    sealed: Sealed | None,
+    remote: str = "",
+    launch: str = "",
 ) -> bytes:
     return _encode(
         "manifest",
@@ -338,6 +346,7 @@ def encode_manifest(
             "shards": [_shard_fields(shard) for shard in shards],
             **({} if sealed is None else _expected_fields(sealed)),
             **({"remote": without_slash(remote)} if remote else {}),
+            **({"launch": launch} if launch else {}),
         },
     )
 
@@ -348,13 +357,13 @@ def decode_manifest(data: bytes, expected: CheckpointId) -> Manifest:
     if checkpoint != expected:
         raise InvalidRecordError(f"manifest of {checkpoint} found under the name of {expected}")
     enqueued = [Enqueued(checkpoint, name, decode_shard(item)) for item in _list(fields, "shards")]
-    remote = _str(fields, "remote") if "remote" in fields else ""
+    remote, launch = (_str(fields, each) if each in fields else "" for each in ("remote", "launch"))
     if fields.get("world_size") is None:
-        return Manifest(enqueued, None, remote)
+        return Manifest(enqueued, None, remote, launch)
     world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
     sealed_at = _float(fields, "sealed_at") if "sealed_at" in fields else None
     sealed = Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at, _expected(fields))
-    return Manifest(enqueued, sealed, remote)
+    return Manifest(enqueued, sealed, remote, launch)
 
 
 def _shard_fields(shard: Shard) -> Json:

@@ -16,12 +16,10 @@ from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import (
     CheckpointId,
     Decided,
-    Enqueued,
     Event,
     FileIdentity,
     Outcome,
     Released,
-    Sealed,
 )
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.local.durable import write_durably
@@ -43,26 +41,27 @@ def drop(folder: Folder, rank: int, checkpoint: CheckpointId) -> None:
 
 def drop_gone(folder: Folder, rank: int) -> None:
     """Drop the checkpoints none of whose files exists any more, for trainers that rotate files themselves."""
-    for id_, enqueued, _ in manifests(folder.private / keys.kept_rank(rank)):
-        if not any(folder.is_same(each.shard.source, each.shard.identity) for each in enqueued):
+    for id_, found in manifests(folder.private / keys.kept_rank(rank)):
+        if not any(folder.is_same(each.shard.source, each.shard.identity) for each in found.enqueued):
             drop(folder, rank, id_)
 
 
 def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event]]]:
     """Yield what the journal knew of each checkpoint when it was set aside, the oldest first."""
-    for id_, enqueued, sealed in manifests(folder.private / keys.kept_rank(rank)):
-        committed = Decided(id_, Outcome.COMMIT, sealed.name if sealed else f"step-{id_.step}")
-        yield id_, [*enqueued, *([sealed] if sealed else []), committed, Released(id_)]
+    for id_, found in manifests(folder.private / keys.kept_rank(rank)):
+        sealed = [found.sealed] if found.sealed else []
+        committed = Decided(id_, Outcome.COMMIT, sealed[0].name if sealed else f"step-{id_.step}")
+        yield id_, [*found.enqueued, *sealed, committed, Released(id_)]
 
 
 def sources(private: Path) -> Iterator[tuple[str, FileIdentity]]:
     """Yield the files of the checkpoints that any rank has set aside."""
     for place in private.glob("kept/rank-*"):
-        for _, enqueued, _ in manifests(place):
-            yield from ((each.shard.source, each.shard.identity) for each in enqueued)
+        for _, found in manifests(place):
+            yield from ((each.shard.source, each.shard.identity) for each in found.enqueued)
 
 
-def manifests(place: Path) -> Iterator[tuple[CheckpointId, list[Enqueued], Sealed | None]]:
+def manifests(place: Path) -> Iterator[tuple[CheckpointId, records.Manifest]]:
     """Those in a folder, the oldest first. What cannot be understood is logged and left out."""
     try:
         names = sorted(os.listdir(place))
@@ -77,4 +76,4 @@ def manifests(place: Path) -> Iterator[tuple[CheckpointId, list[Enqueued], Seale
         except InvalidRecordError as error:
             logger.warning("manifest_unreadable path=%s error=%s; its files are kept", place / name, error)
             continue
-        yield id_, found.enqueued, found.sealed
+        yield id_, found

@@ -1,27 +1,50 @@
 """What runs without a remote have sealed in a folder, so that a later launch can load and prune it. There is a small
 file for each checkpoint, `sealed/<run>/rank-<r>/<g>-<step>.json`; it names the checkpoint's files, each with its
-identity. `run` tells apart the runs that save to one folder.
+identity, and the launch. `run` tells apart the runs that save to one folder.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import CheckpointId, Sealed, Shard
+from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.kept import manifests
 from ckpt_async.local.links import identity_of
 
 
-def put(folder: Folder, run: str, rank: int, sealed: Sealed, shards: Sequence[Shard]) -> None:
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What one rank has sealed. `launch` is the same on all ranks of a launch, and of no other one."""
+
+    sealed: Sealed
+    shards: tuple[Shard, ...]
+    launch: str  # "": of an earlier version
+
+    @property
+    def id(self) -> CheckpointId:
+        return self.sealed.checkpoint
+
+    @property
+    def name(self) -> str:
+        return self.sealed.name
+
+    @property
+    def mark(self) -> str:
+        """Is the same on all ranks that took part in this save, and on no others."""
+        return f"{self.launch or self.id.generation}-{self.id.step}"
+
+
+def put(folder: Folder, run: str, rank: int, note: Note) -> None:
     """Note a checkpoint; durable on return."""
-    path = folder.private / keys.sealed_manifest(run, sealed.checkpoint, rank)
+    path = folder.private / keys.sealed_manifest(run, note.id, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, records.encode_manifest(sealed.checkpoint, sealed.name, shards, sealed))
+    data = records.encode_manifest(note.id, note.name, note.shards, note.sealed, launch=note.launch)
+    write_durably(path, data)
 
 
 def drop(folder: Folder, run: str, rank: int, checkpoint: CheckpointId) -> None:
@@ -29,12 +52,12 @@ def drop(folder: Folder, run: str, rank: int, checkpoint: CheckpointId) -> None:
     folder.unlink(keys.sealed_manifest(run, checkpoint, rank))
 
 
-def read(private: Path, run: str, rank: int) -> list[tuple[Sealed, list[Shard]]]:
+def read(private: Path, run: str, rank: int) -> list[Note]:
     """What was noted in a folder's private part, oldest first."""
     return [
-        (sealed, [each.shard for each in enqueued])
-        for _, enqueued, sealed in manifests(private / keys.sealed_rank(run, rank))
-        if sealed is not None
+        Note(found.sealed, tuple(each.shard for each in found.enqueued), found.launch)
+        for _, found in manifests(private / keys.sealed_rank(run, rank))
+        if found.sealed is not None
     ]
 
 
@@ -53,9 +76,10 @@ def ranks(private: Path, run: str) -> list[int]:
     return sorted(int(each.name.removeprefix("rank-")) for each in found)
 
 
-def is_unchanged(folder: Path, shard: Shard) -> bool:
-    """Return whether a file is as long and as old as noted. It may be on another disk by now."""
+def identity_now(folder: Path, shard: Shard) -> FileIdentity | None:
+    """Return what a file is now, or None unless it is as long and as old as noted. It may be on another disk by now."""
     try:
-        return identity_of(os.lstat(folder / shard.source)).may_be_copy_of(shard.identity)
+        found = identity_of(os.lstat(folder / shard.source))
     except OSError:
-        return False
+        return None
+    return found if found.may_be_copy_of(shard.identity) else None

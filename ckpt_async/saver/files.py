@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import cast
@@ -13,7 +13,7 @@ import ckpt_async.torch as ckpt
 from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.launch import Placement
 from ckpt_async.core.model import without_slash
-from ckpt_async.errors import CheckpointConflictError, InvalidNameError, JournalError, NoJournalError
+from ckpt_async.errors import InvalidNameError, JournalError, NoJournalError
 from ckpt_async.local import journals, sealed
 from ckpt_async.saver import names
 from ckpt_async.saver.timestamp import Timestamp
@@ -170,41 +170,41 @@ def _pointer(filename: str) -> str:
     return naming.check_relative(named, "latest_remote_filename")
 
 
-def check_conflicts(files: Files, resumed: Timestamp | None) -> None:
-    """Refuse a folder in which another run has saved a checkpoint that this run would save again.
+def conflict(files: Files, resumed: Timestamp) -> str:
+    """Return what is wrong with a folder in which another run has saved a checkpoint that this run would save again,
+    or "".
 
     What earlier starts of this run left is no conflict: a step that is saved again belongs to another generation, and
-    its file is replaced atomically.
-
-    Raises CheckpointConflictError.
+    its file is replaced atomically. Nor is what this run has noted before it had a remote, which is told apart later.
     """
-    if has_begun(files):
-        return
-    resumed = resumed or Timestamp(batch=0)
-    if (path := conflicting(files, resumed)) is not None:
-        raise CheckpointConflictError(
-            f"{path} exists and was not saved by this run: with overwrite=False it may not be replaced by a"
-            f" checkpoint after batch {resumed.batch}",
-            hint="use another folder, pass resume_from= if this continues that run, or overwrite=True",
-        )
+    rank = cast(int, files.run["rank"])
+    was_here = sealed.has_begun(files.private, files.run_id, rank)
+    if is_of_run(files.folder, files.remote, files.kind) if files.remote else was_here:
+        return ""
+    notes = sealed.read(files.private, files.run_id, rank)
+    path = conflicting(files, resumed, {each.source for note in notes for each in note.shards})
+    if path is None:
+        return ""
+    saved = (
+        "is not among what this run noted when it saved without a remote"
+        if was_here
+        else "was not saved by this run"
+    )
+    return (
+        f"{path} exists and {saved}: with overwrite=False it may not be replaced by a checkpoint after batch"
+        f" {resumed.batch}"
+    )
 
 
-def conflicting(files: Files, resumed: Timestamp) -> Path | None:
-    """Return the first file that this run would save again after `resumed`, or None."""
+def conflicting(files: Files, resumed: Timestamp, known: Collection[str] = ()) -> Path | None:
+    """Return the first file, except those that are known, that this run would save again after `resumed`, or None."""
     template = str(PurePosixPath(files.filename))
     depth = template.count("/")
     for path in sorted(files.folder.glob("/".join(["*"] * (depth + 1)))):
         relative = path.relative_to(files.folder).as_posix()
-        if names.is_ahead(relative, template, files.run, resumed):
+        if relative not in known and names.is_ahead(relative, template, files.run, resumed):
             return path
     return None
-
-
-def has_begun(files: Files) -> bool:
-    """Return whether an earlier start of this run has opened this folder on this node."""
-    if files.remote:
-        return is_of_run(files.folder, files.remote, files.kind)
-    return sealed.has_begun(files.private, files.run_id, cast(int, files.run["rank"]))
 
 
 def is_of_run(folder: Path, remote: str, kind: str = "") -> bool:

@@ -6,18 +6,20 @@ import contextlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import arguments, keys, launch, naming, retention
-from ckpt_async.core.model import CheckpointId, Sealed, Shard
+from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
 from ckpt_async.core.retention import Candidate
 from ckpt_async.errors import CommitTimeoutError, InvalidNameError, SealedError, SettingsError
 from ckpt_async.local import sealed
 from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.links import identity_of
+from ckpt_async.local.sealed import Note
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.trainer.checkpoints import metric_values
@@ -44,7 +46,7 @@ class LocalOnly:
         rank: int | None = None,
         world_size: int | None = None,
         settings_file: str | os.PathLike[str] | None = None,
-        launch_id: str | None = None,  # noqa: ARG002  starts need not be told apart
+        launch_id: str | None = None,  # noqa: ARG002  an operator's own may come again
         clock: Callable[[], float] = time.time,
         **settings: Any,
     ) -> None:
@@ -71,22 +73,25 @@ class LocalOnly:
         self._shards: dict[int, list[Shard]] = {}  # of the steps that are not sealed yet
         self._names: dict[int, str] = {}  # the same
         self._sealed: set[int] = set()
-        self._kept: dict[CheckpointId, tuple[Sealed, list[Shard]]] = {}  # what was sealed and is not pruned
-        self._earlier = {
-            each[0].checkpoint: each for each in sealed.read(self._folder.private, run, self.rank)
-        }
-        # Counts launches, so that a step that is saved again is newer than what an earlier launch saved. Where ranks
-        # can agree, it is the same on all of them.
+        self._kept: dict[CheckpointId, Note] = {}  # what was sealed and is not pruned
+        self._earlier = {each.id: each for each in sealed.read(self._folder.private, run, self.rank)}
+        # Counts launches, so that a step that is saved again is newer than what an earlier launch saved.
         self.generation = max((each.generation for each in self._earlier), default=0) + 1
+        self.launch = uuid.uuid4().hex
+        self.has_joined = False
         with contextlib.suppress(OSError):  # a full disk: notes will fail, too
             sealed.begin(self._folder, run, self.rank)
+
+    def join(self, generation: int, launch: str) -> None:
+        """From now on this rank counts and notes what it seals as all ranks of this launch do."""
+        self.generation, self.launch, self.has_joined = generation, launch, True
 
     def continue_run(self) -> None:
         """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
         self._kept.update(self._earlier)
         self._earlier = {}
 
-    def noted(self) -> list[tuple[Sealed, list[Shard]]]:
+    def noted(self) -> list[Note]:
         """What this and earlier launches of the run have sealed on this rank and not pruned, newest first."""
         noted = self._earlier | self._kept
         return [noted[id_] for id_ in sorted(noted, reverse=True)]
@@ -120,7 +125,7 @@ class LocalOnly:
         self.check_takes(step, name)
         id_ = CheckpointId(self.generation, arguments.whole(step, "step", 0, keys.MAX_STEP))
         values = metric_values(metrics or {}, step)
-        shards = self._shards.get(step, [])
+        shards = tuple(self._shards.get(step, []))
         paths = [self.folder / each.source for each in shards]
         for path in paths:
             fsync_path(path)
@@ -129,27 +134,29 @@ class LocalOnly:
         self._sealed.add(step)
         self._shards.pop(step, None)
         name = naming.checkpoint_name(name or self._names.pop(step, None), step)
-        self._note(Sealed(id_, name, self.world_size, values, sealed_at=self._clock()), shards)
+        self._note(
+            Note(Sealed(id_, name, self.world_size, values, sealed_at=self._clock()), shards, self.launch)
+        )
         if self._link(paths):
             self._prune()
 
     def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
         """Do nothing: no other rank waits for this one."""
 
-    def _note(self, checkpoint: Sealed, shards: list[Shard]) -> None:
+    def _note(self, note: Note) -> None:
         """Note what is sealed, for later launches. Where that fails, on a full disk for example, the checkpoint is good
         all the same, and later launches leave its files alone.
         """
         for id_ in self._earlier:  # `continue_run` was not called: they are another run's, and stay for good
             sealed.drop(self._folder, self._run, self.rank, id_)
         self._earlier = {}
-        self._kept[checkpoint.checkpoint] = (checkpoint, shards)
-        if shards:
+        self._kept[note.id] = note
+        if note.shards:
             try:
-                sealed.put(self._folder, self._run, self.rank, checkpoint, shards)
+                sealed.put(self._folder, self._run, self.rank, note)
             except OSError as error:
                 told = "not_noted name=%s error=%s; no later launch will prune it"
-                logger.warning(told, checkpoint.name, error)
+                logger.warning(told, note.name, error)
 
     def _link(self, paths: list[Path]) -> bool:
         """Point the local symlink at a checkpoint. If that fails, the checkpoint is good all the same. Returns whether
@@ -166,18 +173,24 @@ class LocalOnly:
         return True
 
     def _prune(self) -> None:
-        for id_, (_, shards) in list(self._kept.items()):
-            if not any(self._folder.is_same(each.source, each.identity) for each in shards):
-                self._forget(id_)  # deleted by the user, or replaced by a save of the same name
-        candidates = [_candidate(self._kept[id_][0]) for id_ in sorted(self._kept)]
-        chosen = self._policy.keep(candidates)
-        in_use = {(each.source, each.identity) for id_ in chosen for each in self._kept[id_][1]}
-        for id_ in sorted(self._kept.keys() - chosen.keys()):
+        # A path belongs to the newest checkpoint that was saved there; of the others nothing is left.
+        owners = {each.source: id_ for id_ in sorted(self._kept) for each in self._kept[id_].shards}
+        here: dict[CheckpointId, list[tuple[str, FileIdentity]]] = {}
+        for id_, note in list(self._kept.items()):
+            own = (
+                (each.source, sealed.identity_now(self.folder, each))
+                for each in note.shards
+                if owners[each.source] == id_
+            )
+            here[id_] = [(source, identity) for source, identity in own if identity is not None]
+            if not here[id_]:
+                self._forget(id_)  # deleted by the user, or replaced
+        candidates = [_candidate(self._kept[id_].sealed) for id_ in sorted(self._kept)]
+        for id_ in sorted(self._kept.keys() - self._policy.keep(candidates).keys()):
             # This launch will come to that step again, and may just have made an empty folder for it.
             is_ahead = id_.generation < self.generation and id_.step >= max(self._sealed)
-            for each in self._kept[id_][1]:
-                if (each.source, each.identity) not in in_use:
-                    self._folder.remove_source(each.source, each.identity, keeps_folders=is_ahead)
+            for source, identity in here[id_]:
+                self._folder.remove_source(source, identity, keeps_folders=is_ahead)
             self._forget(id_)
             self.metrics.checkpoint_pruned("local")
 

@@ -11,17 +11,22 @@ import ckpt_async.torch as ckpt
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointConflictError, FormatError, NoUsableCheckpointError
-from ckpt_async.local import sealed
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
+from ckpt_async.saver.earlier import Earlier
 from ckpt_async.saver.files import Files, conflicting
 from ckpt_async.saver.local_only import LocalOnly
-from ckpt_async.saver.resuming_here import ResumingHere, there
+from ckpt_async.saver.resuming_here import ResumingHere, agree_on_launch
 from ckpt_async.saver.saving import What
 from ckpt_async.saver.timestamp import Timestamp
-from ckpt_async.torch.agreement import told_by_all
+from ckpt_async.torch.agreement import is_alone
 
 logger = logging.getLogger(__name__)
+
+_FROM_HERE = (
+    'load the newest with a saver that has remote=None, see "Moving to a remote" in docs/saver.md; or delete those'
+    " that you do not want, or use another folder"
+)
 
 
 class Resuming:
@@ -32,13 +37,15 @@ class Resuming:
     ) -> None:
         self._files, self._uploader, self._store_options = files, uploader, store_options
         self._what = what
-        # Whether files of earlier launches may be replaced from now on; otherwise `check_step` must be called.
-        self.is_checked = bool(files.remote) or what.overwrite or not what.is_writer
+        self._earlier = ckpt.on_all_ranks(lambda: Earlier(files, uploader.rank, is_writer=what.is_writer))
+        self._agree()
+        self._may_replace = what.overwrite  # what earlier launches have saved without a remote
+        self.has_begun = False  # otherwise `begin` must be called
 
     def continue_run(self) -> None:
         """This launch goes on where earlier ones were, so what they have saved is its own."""
-        self.is_checked = True
         if isinstance(self._uploader, LocalOnly):
+            self._may_replace = True
             self._uploader.continue_run()
 
     def find(self, passing_over: Collection[CheckpointId] = (), **options: Any) -> Checkpoint | None:
@@ -52,6 +59,7 @@ class Resuming:
         )
 
     def load_latest(self, **options: Any) -> Any:
+        self._agree()
         if isinstance(self._uploader, LocalOnly):
             here = ResumingHere(
                 self._files,
@@ -60,7 +68,7 @@ class Resuming:
                 is_sharded=self._what.is_sharded,
             )
             state = here.load_latest(**options)
-            self.is_checked = True
+            self._may_replace = True
             if state is not None:
                 self.continue_run()
             return state
@@ -69,38 +77,69 @@ class Resuming:
             name = self._file_in(checkpoint)
             return ckpt.load_remote(checkpoint, name, **{"folder": self._uploader.folder, **options})
 
-        found = use_newest(
-            self.find, lambda checkpoint: ckpt.on_all_ranks(lambda: load(checkpoint)), may_pass_over=True
-        )
-        if found is not None:
-            return found[1]
-        ckpt.on_all_ranks(self._refuse_what_is_only_here)
-        return None
+        def use(checkpoint: Checkpoint) -> Any:
+            self._refuse_older_than_here(checkpoint)
+            return ckpt.on_all_ranks(lambda: load(checkpoint))
 
-    def check_step(self, now: Timestamp) -> None:
-        """Refuse to replace what an earlier launch has saved, unless this one goes on from there.
+        found = use_newest(self.find, use, may_pass_over=True)
+        if found is None:
+            self._refuse_older_than_here(None)
+            return None
+        self._may_replace = True  # what is left of an incomplete one
+        return found[1]
 
-        Only without a remote, where nothing else would be left of it. Raises CheckpointConflictError.
+    def begin(self, now: Timestamp) -> None:
+        """Called at the first step, before anything is saved.
+
+        Refuses to save again what an earlier launch has saved without a remote, unless this one goes on from there:
+        nothing else would be left of it. Raises CheckpointConflictError, if possible on all ranks.
         """
+        is_local = isinstance(self._uploader, LocalOnly)
+        if is_local and self._uploader.world_size > 1 and not self._earlier.is_told and not is_alone():
+            self._agree(ckpt.own_group())  # the default group may be unable to move CPU tensors
+        if not self._may_replace:
+            check = self._check_launch if is_local else self._check_what_is_only_here
+            check(now)
+        self.has_begun = True
+
+    def _agree(self, group: Any = None) -> None:
+        """Let all ranks know which launch this is, and what each of them has. A collective of the constructor or, if
+        torch.distributed was not initialized then, of a later call.
+        """
+        if isinstance(self._uploader, LocalOnly):
+            agree_on_launch(self._uploader, group)
+        self._earlier.tell(group)
+
+    def _check_launch(self, now: Timestamp) -> None:
         before = replace(now, batch=max(0, now.batch - 1))
-        if (path := conflicting(self._files, before)) is not None:
+        again: object = ", ".join(self._earlier.names(now.step)[-8:])
+        if not again and self._what.is_writer:
+            again = conflicting(self._files, before)
+        if again:
             raise CheckpointConflictError(
-                f"{path} was saved by an earlier launch, and this one does not continue the run: with overwrite=False"
-                f" it may not be replaced by a checkpoint after batch {before.batch}",
+                f"in {str(self._files.folder)!r} an earlier launch has saved {again}, and this one does not continue"
+                f" the run: with overwrite=False a checkpoint after batch {before.batch} may not replace it",
                 hint="call load_latest before the first step, use another folder, or pass resume_from= or"
                 " overwrite=True",
             )
-        self.is_checked = True
 
-    def _refuse_what_is_only_here(self) -> None:
-        """The store has no checkpoint; those that the run saved before it had a remote must not be forgotten."""
-        names = there(self._files, sealed.read(self._files.private, self._files.run_id, self._uploader.rank))
+    def _check_what_is_only_here(self, now: Timestamp) -> None:
+        if names := self._earlier.complete(now.step):
+            raise CheckpointConflictError(
+                f"this launch begins with batch {now.batch}, but in {str(self._files.folder)!r} are later checkpoints,"
+                f" which this run has saved without a remote and may not replace: {', '.join(names[-8:])}",
+                hint=_FROM_HERE,
+            )
+
+    def _refuse_older_than_here(self, found: Checkpoint | None) -> None:
+        """Raise NoUsableCheckpointError, on all ranks, if the newest checkpoint is not in the store."""
+        names = self._earlier.names() if found is None else self._earlier.complete(found.step + 1)
         if names:
+            there = "no checkpoint" if found is None else f"no newer checkpoint than {found.name}"
             raise NoUsableCheckpointError(
-                f"{self._files.remote} has no checkpoint, but in {str(self._files.folder)!r} are those that this run"
+                f"{self._files.remote} has {there}, but in {str(self._files.folder)!r} are those that this run"
                 f" saved without a remote: {', '.join(names[-8:])}",
-                hint='load the newest with a saver that has remote=None, see "Moving to a remote" in docs/saver.md, or'
-                " use another folder to start from scratch",
+                hint=_FROM_HERE,
             )
 
     def _file_in(self, checkpoint: Checkpoint) -> str:
@@ -134,6 +173,4 @@ def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uplo
     logger.warning(
         "local_only folder=%s; remote=None: nothing is uploaded, and nothing outlives this node", files.folder
     )
-    found = ckpt.on_all_ranks(lambda: LocalOnly(files.folder, run=files.run_id, **options))
-    found.generation = max(told_by_all(found.generation))
-    return found
+    return ckpt.on_all_ranks(lambda: LocalOnly(files.folder, run=files.run_id, **options))

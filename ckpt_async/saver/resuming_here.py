@@ -17,11 +17,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ckpt_async.torch as ckpt
-from ckpt_async.core.model import Sealed, Shard
+from ckpt_async.core.model import Shard
 from ckpt_async.errors import DamagedCheckpointError, FormatError, NoUsableCheckpointError, SettingsError
 from ckpt_async.local import sealed
 from ckpt_async.local.zip_records import wrong_record
 from ckpt_async.saver import names
+from ckpt_async.saver.earlier import there
 from ckpt_async.saver.files import Files
 from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
@@ -96,19 +97,21 @@ class ResumingHere:
         if not self._is_writer:
             return []
         linked = self._linked()
-        found: list[_Offer] = []
-        for checkpoint, shards in self._uploader.noted():
-            path = self._place(shards)
-            mark = f"{checkpoint.checkpoint.generation}-{checkpoint.checkpoint.step}"
-            if all(sealed.is_unchanged(self._files.folder, each) for each in shards):
-                found.append(_Offer(mark, checkpoint.name, path))
-            elif linked is not None and path == linked.path:
-                found.append(linked)
+        found: list[tuple[int, _Offer]] = []  # with the time when it was written
+        for note in self._uploader.noted():
+            path = self._place(note.shards)
+            is_unchanged = all(sealed.identity_now(self._files.folder, each) for each in note.shards)
+            offer = _Offer(note.mark, note.name, path) if is_unchanged else None
             if linked is not None and path == linked.path:
-                linked = None
+                offer, linked = offer or linked, None
+            if offer is not None:
+                found.append((max(each.identity.mtime_ns for each in note.shards), offer))
         if linked is not None and (not found or self._times(linked.path) is not None):
-            found.insert(0, linked)
-        return found
+            # Not always first: a launch with a remote lets the link lead to what is newest in the store.
+            written_ns = linked.path.stat().st_mtime_ns
+            place = next((n for n, (ns, _) in enumerate(found) if ns <= written_ns), len(found))
+            found.insert(place, (written_ns, linked))
+        return [offer for _, offer in found]
 
     def _linked(self) -> _Offer | None:
         link = self._files.folder / self._files.latest_filename
@@ -185,13 +188,16 @@ class ResumingHere:
         )
 
 
-def there(files: Files, noted: Sequence[tuple[Sealed, Sequence[Shard]]]) -> list[str]:
-    """Return the names of the noted checkpoints that still have files."""
-    return [
-        checkpoint.name
-        for checkpoint, shards in noted
-        if any(os.path.lexists(files.folder / each.source) for each in shards)
-    ]
+def agree_on_launch(uploader: LocalOnly, group: Any = None) -> None:
+    """Let all ranks note the same launch, and a generation that is newer than all that they have noted before.
+
+    A collective when torch.distributed is initialized and the ranks have not agreed yet; until then, each counts as a
+    launch of its own.
+    """
+    if uploader.has_joined or is_alone():
+        return
+    told = told_by_all((uploader.generation, uploader.launch), group=group)
+    uploader.join(max(generation for generation, _ in told), told[0][1])
 
 
 def _missing(told: Sequence[_Told], common: Sequence[str]) -> list[str]:

@@ -219,7 +219,7 @@ class CheckpointSaver:
 
         Nothing is durable on return: `on_saved` and `uploader.wait(step)` tell when it is. Raises SettingsError if an
         interval counts something that the timestamp does not give, for example epochs; CheckpointConflictError if an
-        earlier launch without a remote has saved what this one would save again, and this one does not continue it;
+        earlier launch has saved, without a remote, what this one would save again, and this one does not continue it;
         SaveFailedError (in strict mode) and whatever `Uploader.enqueue` raises for failures since the last call;
         FencedError; and whatever `state` raises.
         """
@@ -227,8 +227,8 @@ class CheckpointSaver:
         self._asking.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
         self._schedule.check_counts(now, is_number=now is not timestamp)
-        if not self._resuming.is_checked:
-            self._resuming.check_step(now)
+        if not self._resuming.has_begun:
+            self._resuming.begin(now)
         self._seen = (state, now)
         self._saving.settle()
         self._hooks.deliver()
@@ -269,8 +269,9 @@ class CheckpointSaver:
         are those of `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there
         are several ranks.
 
-        Raises what `restore.find` and `load_remote` raise; NoUsableCheckpointError, too, if there are checkpoints
-        without a remote that not all ranks can use. For sharded checkpoints use `ckpt_async.torch.load_latest`.
+        Raises what `restore.find` and `load_remote` raise; NoUsableCheckpointError, too, if the newest were saved
+        without a remote, which this saver has, or if this one has none either and not all ranks can use them. For
+        sharded checkpoints use `ckpt_async.torch.load_latest`.
         """
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)

@@ -20,6 +20,7 @@ from ckpt_async import Uploader
 from ckpt_async.core.retention import EPHEMERAL
 from ckpt_async.errors import (
     CheckpointAbortedError,
+    CheckpointConflictError,
     CkptAsyncError,
     DestinationError,
     FencedError,
@@ -28,12 +29,13 @@ from ckpt_async.errors import (
     SettingsError,
     UploaderClosedError,
 )
-from ckpt_async.saver.files import Files, check_conflicts
+from ckpt_async.saver.files import Files, conflict
 from ckpt_async.saver.hooks import Hooks
 from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.saver.schedule import Due, Schedule
 from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint, Writer
+from ckpt_async.torch.agreement import told_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +76,12 @@ def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | Non
     )
     if what.is_writer and not what.is_sharded:
         ckpt.check_writable(files.filename)
-    if what.is_writer and not what.overwrite:
-        check_conflicts(files, resumed)
+    is_checked = what.is_writer and not what.overwrite
+    found = ckpt.on_all_ranks(lambda: conflict(files, resumed or Timestamp(batch=0)) if is_checked else "")
+    if wrong := next(filter(None, told_by_all(found)), ""):
+        raise CheckpointConflictError(
+            wrong, hint="use another folder, pass resume_from= if this continues that run, or overwrite=True"
+        )
 
 
 class Saving:

@@ -134,9 +134,10 @@ def test_manifest_round_trips(
         for each in names
     ]
     sealed = Sealed(id_, name, 3, values, expected=tuple(names)) if is_sealed else None
-    for remote in ("", "s3://bucket/run"):
-        found = records.decode_manifest(records.encode_manifest(id_, name, shards, sealed, remote), id_)
-        assert found == records.Manifest([Enqueued(id_, name, each) for each in shards], sealed, remote)
+    for remote, launch in (("", ""), ("s3://bucket/run", ""), ("", "5f2c")):
+        data = records.encode_manifest(id_, name, shards, sealed, remote, launch)
+        enqueued = [Enqueued(id_, name, each) for each in shards]
+        assert records.decode_manifest(data, id_) == records.Manifest(enqueued, sealed, remote, launch)
 
 
 def test_records_where_nothing_is_published_are_as_earlier_versions_write_them() -> None:
@@ -144,7 +145,8 @@ def test_records_where_nothing_is_published_are_as_earlier_versions_write_them()
     assert b"publish_as" not in records.encode_receipt(RECEIPT)
     assert b"expected" not in records.encode_receipt(RECEIPT) + records.encode_manifest(ID, "x-300", [], None)
     assert b"publish_as" not in records.encode_manifest(ID, "step-300", [SHARD], None)
-    assert b"remote" not in records.encode_manifest(ID, "step-300", [SHARD], None)
+    manifest = records.encode_manifest(ID, "step-300", [SHARD], None)
+    assert not {"remote", "launch"} & json.loads(manifest).keys()
     published = replace(RECEIPT, shards=(replace(RECEIPT.shards[0], publish_as="exact/b"),))
     fields = json.loads(records.encode_receipt(published))
     assert fields["shards"][0].pop("publish_as") == "exact/b"

@@ -29,23 +29,35 @@ def train(
     folder: str = "local",
     writer: int | None = None,
     dies: tuple[int, int] | None = None,
-    is_initialized: bool = True,
+    initialized: str = "first",
+    loads: bool = True,
+    world_size: int = WORLD_SIZE,
+    has_remote: bool = False,
+    **options: Any,
 ) -> str:
-    """One rank of a launch. Rank `dies[0]` ends while it saves at batch `dies[1]`. `writer`: None if all write."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": str(rank)}
-    if is_initialized:
-        dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=WORLD_SIZE)
+    """One rank of a launch. Rank `dies[0]` ends while it saves at batch `dies[1]`. `writer`: None if all write.
+    torch.distributed is initialized `first`, `late` (after the saver was created) or `never`.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+
+    def initialize() -> None:
+        dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=world_size)
+
+    if initialized == "first":
+        initialize()
     saver = CheckpointSaver(
         root / folder,
-        None,
+        f"file://{root}/remote" if has_remote else None,
         save_interval="10ba",
         blocking=True,
-        overwrite=True,
         num_checkpoints_to_keep=3,
         is_writer=writer is None or rank == writer,
+        **{"overwrite": True, **options},
     )
+    if initialized == "late":
+        initialize()
     try:
-        state = saver.load_latest()
+        state = saver.load_latest() if loads else None
     except CkptAsyncError as error:
         return f"{type(error).__name__}: {error}"
     if state is not None:
@@ -61,13 +73,16 @@ def train(
 
     for batch in range(1 if state is None else state["batch"] + 1, until + 1):
         saver.step(build, batch)
+    if has_remote and until:
+        saver.wait()
     return told
 
 
 def launch(root: Path, until: int = 0, **plan: Any) -> Told:
     (root / "store").unlink(missing_ok=True)
     pids = []
-    for rank in range(WORLD_SIZE):
+    ranks = range(plan.get("world_size", WORLD_SIZE))
+    for rank in ranks:
         if (pid := os.fork()) == 0:
             try:
                 (root / f"told-{rank}").write_text(train(rank, root, until, **plan))
@@ -80,7 +95,7 @@ def launch(root: Path, until: int = 0, **plan: Any) -> Told:
         pids.append(pid)
     for pid in pids:
         os.waitpid(pid, 0)
-    return [(root / f"told-{rank}").read_text() for rank in range(WORLD_SIZE)]
+    return [(root / f"told-{rank}").read_text() for rank in ranks]
 
 
 def flip_a_bit(path: Path, value: float) -> None:
@@ -91,6 +106,30 @@ def flip_a_bit(path: Path, value: float) -> None:
 
 def killed_in_a_save(root: Path) -> list[Told]:
     return [launch(root, 40, dies=(1, 30)), launch(root, 30, dies=(0, 30)), launch(root)]
+
+
+def fewer_ranks_in_between(root: Path) -> list[Told]:
+    """Rank 0 has a file of batch 30 from the third launch, rank 1 from the second."""
+    launches = [launch(root, 20), launch(root, 30, dies=(0, 30))]
+    return [*launches, launch(root, 30, world_size=1), launch(root)]
+
+
+def initialized_late(root: Path) -> list[Told]:
+    plans: list[dict[str, Any]] = [{"loads": False}, {"dies": (1, 30)}, {"dies": (0, 30)}]
+    launches = [
+        launch(root, until, initialized="late", **plan)
+        for until, plan in zip((20, 30, 30), plans, strict=True)
+    ]
+    return [*launches, launch(root, 50, initialized="late"), launch(root)]
+
+
+def noted_by_an_earlier_version(root: Path) -> list[Told]:
+    launch(root, 20)
+    for note in root.glob("local/.ckpt_async/sealed/*/rank-*/*.json"):
+        fields = json.loads(note.read_bytes())
+        del fields["launch"]
+        note.write_text(json.dumps(fields))
+    return [launch(root, 40), launch(root)]
 
 
 def damaged_on_one_rank(root: Path) -> list[Told]:
@@ -127,17 +166,39 @@ def swapped_nodes(root: Path) -> list[Told]:
 
 
 def not_initialized(root: Path) -> list[Told]:
-    return [launch(root, is_initialized=False)]
+    return [launch(root, initialized="never")]
+
+
+def only_here(root: Path) -> list[Told]:
+    """Then with a remote: nothing is there, another run's file is here, or this launch does not load."""
+    launch(root, 20, writer=0)
+    more: dict[str, Any] = {"writer": 0, "has_remote": True, "overwrite": False}
+    (root / "local/ep0-ba50-rank0.pt").write_bytes(b"")
+    conflict = launch(root, **more)
+    (root / "local/ep0-ba50-rank0.pt").unlink()
+    return [conflict, launch(root, **more), launch(root, 1, **more, loads=False)]
+
+
+def saved_later_by_one_rank(root: Path) -> list[Told]:
+    """Then with the remote again, where 20 is the newest."""
+    launch(root, 20, has_remote=True, latest_filename=None)
+    launch(root, 40, dies=(1, 30), latest_filename=None)
+    return [launch(root, 30, has_remote=True, overwrite=False, latest_filename=None)]
 
 
 SCENARIOS: tuple[Callable[[Path], list[Told]], ...] = (
     killed_in_a_save,
+    fewer_ranks_in_between,
+    initialized_late,
+    noted_by_an_earlier_version,
     damaged_on_one_rank,
     touched,
     one_node_is_lost,
     one_writer,
     swapped_nodes,
     not_initialized,
+    only_here,
+    saved_later_by_one_rank,
 )
 
 if __name__ == "__main__":

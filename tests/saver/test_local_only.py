@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,33 @@ def test_files_that_were_not_saved_here_or_have_changed_since_stay(tmp_path: Pat
     for step in (3, 4, 5):
         save(saver, step)
     assert names(saver) == ["ba0.pt", "ba1.pt", "ba2.pt", "ba4.pt", "ba5.pt", "renamed.pt"]
+
+
+def test_a_copy_of_the_folder_is_pruned_like_the_folder(tmp_path: Path) -> None:
+    """The first save in it forgot all that was saved before: they were neither loaded nor pruned any more."""
+    saver = launch(tmp_path / "a")
+    for step in (1, 2):
+        save(saver, step)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
+    saver = launch(tmp_path / "b")
+    save(saver, 3)
+    assert names(saver) == ["ba2.pt", "ba3.pt"]
+    assert [each.name for each in saver.noted()] == ["step-3", "step-2"]
+    assert [each.name for each in launch(tmp_path / "b").noted()] == ["step-3", "step-2"]
+
+
+def test_a_path_belongs_to_the_newest_that_was_saved_there(tmp_path: Path) -> None:
+    """On a disk whose clock is coarse, the file looks as old as the one that it has replaced."""
+    for steps in ((1, 2), (2,), (2, 3)):
+        saver = launch(tmp_path)
+        for step in steps:
+            path = tmp_path / f"ba{step}.pt"
+            path.write_text(f"state {step}")
+            os.utime(path, ns=(1, 1))
+            saver.enqueue(path, step)
+            saver.seal(step)
+    assert names(saver) == ["ba2.pt", "ba3.pt"]
+    assert [each.name for each in saver.noted()] == ["step-3", "step-2"]
 
 
 def test_another_run_in_the_folder_never_loses_anything(tmp_path: Path) -> None:

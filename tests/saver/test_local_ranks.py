@@ -30,6 +30,24 @@ def test_ranks_resume_from_the_newest_that_all_of_them_have(told: Told) -> None:
     assert told("killed_in_a_save") == [["fresh", "fresh"], ["20", "20"], ["20", "20"]]
 
 
+def test_ranks_do_not_mix_launches_of_different_sizes(told: Told) -> None:
+    """Each rank counted the launches that it had seen, so that two launches had the same number: all loaded batch 30,
+    rank 0 from the third launch and rank 1 from the second.
+    """
+    assert told("fewer_ranks_in_between") == [["fresh"] * 2, ["20", "20"], ["20"], ["20", "20"]]
+
+
+def test_ranks_agree_on_the_launch_although_the_saver_came_first(told: Told) -> None:
+    """The ranks only agreed when the saver was created. Then all loaded batch 30, each from another launch; and, after
+    one rank had missed a save, none of what all of them saved.
+    """
+    assert told("initialized_late") == [["fresh"] * 2, ["20", "20"], ["20", "20"], ["20", "20"], ["50", "50"]]
+
+
+def test_what_an_earlier_version_has_noted_can_be_resumed_from(told: Told) -> None:
+    assert told("noted_by_an_earlier_version") == [["20", "20"], ["40", "40"]]
+
+
 def test_what_is_damaged_on_one_rank_is_passed_over_by_all(told: Told) -> None:
     """The other rank resumed from it, and this one loaded wrong values."""
     passed_over, nothing_left = told("damaged_on_one_rank")
@@ -70,3 +88,19 @@ def test_ranks_that_cannot_talk_to_each_other_do_not_resume(told: Told) -> None:
     """Each followed its own link."""
     for each in told("not_initialized")[0]:
         assert each.startswith("SettingsError: with remote=None, 2 ranks must agree")
+
+
+def test_what_is_only_here_is_refused_on_all_ranks_alike(told: Told) -> None:
+    """Only the rank that writes said so; the others waited for it in vain."""
+    conflict, not_there, step = told("only_here")
+    for each in conflict:
+        assert "ep0-ba50-rank0.pt exists and is not among what this run noted" in each
+    for each in not_there:
+        assert each.startswith("NoUsableCheckpointError: file://")
+        assert "saved without a remote: ep0-ba10, ep0-ba20" in each
+    for each in step:
+        assert "this launch begins with batch 1, but" in each
+
+
+def test_what_one_rank_alone_has_saved_later_is_no_checkpoint(told: Told) -> None:
+    assert told("saved_later_by_one_rank") == [["20", "20"]]

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_async import torch as ckpt
 from ckpt_async.errors import CheckpointConflictError, NoUsableCheckpointError
-from ckpt_async.saver import CheckpointSaver
+from ckpt_async.saver import CheckpointSaver, Timestamp
 
 Damage = Callable[[Path], object]
 
@@ -129,23 +129,71 @@ def test_a_file_of_the_same_stem_is_not_loaded_instead(tmp_path: Path) -> None:
 
 
 def test_from_here_to_a_remote_and_back(tmp_path: Path) -> None:
-    """The first launch with a remote was told that this is a fresh start."""
+    """The first launch with a remote was told that this is a fresh start; or that what this run has saved is another
+    run's, and that overwrite=True replaces it.
+    """
     folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
     train(folder, range(1, 4))
-    with pytest.raises(CheckpointConflictError, match="resume_from="):
-        load(folder, remote=remote, overwrite=False)
-    with pytest.raises(
-        NoUsableCheckpointError, match=r"saved without a remote: ep0-ba1, ep0-ba2, ep0-ba3 .*Moving"
-    ):
-        load(folder, remote=remote, resume_from=3, overwrite=False)
+    for options in ({}, {"resume_from": 3}):
+        with pytest.raises(
+            NoUsableCheckpointError, match=r"saved without a remote: ep0-ba1, ep0-ba2, ep0-ba3 .*Moving"
+        ):
+            load(folder, remote=remote, overwrite=False, **options)
     for _ in range(2):  # as docs/saver.md says, however often it is killed before anything is committed
         with (
-            CheckpointSaver(folder, remote, save_interval="1ba", resume_from=3) as saver,
+            CheckpointSaver(folder, remote, save_interval="1ba") as saver,
             CheckpointSaver(folder, None, save_interval=None) as before,
         ):
             assert saver.find() is None
             assert before.load_latest()["batch"] == 3
-    with CheckpointSaver(folder, remote, save_interval="1ba", resume_from=3) as saver:
+    with CheckpointSaver(folder, remote, save_interval="1ba") as saver:
+        with pytest.raises(
+            CheckpointConflictError, match=r"begins with batch 3, .*may not replace: ep0-ba3 "
+        ):
+            saver.step(state(3), 3)
         saver.step(state(4), 4)
     assert load(folder, remote=remote) == 4
     assert load(folder) == 4  # the link is newer than all notes
+
+
+def move(folder: Path, remote: str) -> None:
+    """Save batch 1 here, and then batch 2 with a remote."""
+    train(folder, range(1, 2))
+    with CheckpointSaver(folder, remote, save_interval="1ba") as saver:
+        saver.step(state(2), 2)
+
+
+def test_what_was_saved_here_since_the_newest_in_the_store_is_neither_forgotten_nor_replaced(
+    tmp_path: Path,
+) -> None:
+    """The launch with a remote went on from batch 2 without a word, and saved 3 and 4 again."""
+    folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
+    move(folder, remote)
+    assert train(folder, range(3, 5)) == 2
+    newer = {path: path.read_bytes() for path in (file_of(folder, 3), file_of(folder, 4))}
+    with pytest.raises(
+        NoUsableCheckpointError, match=r"no newer checkpoint than ep0-ba2, .*: ep0-ba3, ep0-ba4 .*Moving"
+    ):
+        train(folder, range(3, 5), remote)
+    with CheckpointSaver(folder, remote, save_interval="1ba") as saver:  # loads by other means
+        saver.load_state_dict({"timestamp": Timestamp(batch=2).state_dict(), "saved_checkpoints": []})
+        with pytest.raises(CheckpointConflictError, match="ep0-ba3, ep0-ba4 "):
+            saver.step(state(3), 3)
+    assert newer == {path: path.read_bytes() for path in newer}
+    with (
+        CheckpointSaver(folder, remote, save_interval="1ba") as saver,
+        CheckpointSaver(folder, None, save_interval=None) as before,
+    ):
+        assert before.load_latest()["batch"] == 4
+        saver.step(state(5), 5)
+    assert train(folder, range(0), remote) == 5
+
+
+def test_what_was_saved_here_and_deleted_is_not_asked_for(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
+    move(folder, remote)
+    train(folder, range(3, 5))
+    for batch in (3, 4):
+        file_of(folder, batch).unlink()
+    assert train(folder, range(3, 4), remote) == 2
+    assert train(folder, range(0), remote) == 3
