@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=int, default=0, help="before every answer")
     parser.add_argument("--files", type=int, default=2000)
     parser.add_argument(
-        "--concurrency", type=int, default=8, help="concurrent requests of ours; s5cmd makes 256"
+        "--concurrency", type=int, default=128, help="most concurrent requests of ours; s5cmd makes 256"
     )
     parser.add_argument("--clients", nargs="+", choices=[*OURS, "s5cmd"], default=[*OURS, "s5cmd"])
     parser.add_argument("--to", choices=("tmpfs", "disk"), default="tmpfs")
