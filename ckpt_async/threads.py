@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import signal
@@ -17,6 +18,54 @@ T = TypeVar("T")
 
 # A signal that arrives just before a thread begins to wait is noticed only when that wait ends.
 CTRL_C_S = 0.5
+
+
+class Latch:
+    """Like `threading.Event`, but Ctrl-C within it does no harm, because all that counts are single calls into C.
+
+    Ctrl-C within a condition, of which an event is made, may leave its lock held for ever, or come out as RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._waiting: set[_thread.LockType] = set()
+
+    def set(self) -> None:
+        self.is_set = True
+        with contextlib.suppress(KeyError):
+            while True:
+                self._waiting.pop().release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is set, at most `timeout_s`. Return whether it is."""
+        told = threading.Lock()
+        told.acquire()
+        self._waiting.add(told)
+        if not self.is_set:  # looked at only now: who sets it later finds the lock
+            told.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        self._waiting.discard(told)
+        return self.is_set
+
+
+def start(work: Callable[[], object], name: str) -> None:
+    """Run `work` on a thread, for whose end the interpreter waits at exit.
+
+    If this is interrupted by Ctrl-C, the thread may run or not. (Ctrl-C within `Thread.start` may leave a lock held
+    that the new thread waits for.)
+    """
+    started, errors = Latch(), list[BaseException]()
+
+    def begin() -> None:
+        try:
+            threading.Thread(target=work, name=name, daemon=False).start()
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors.append(error)
+        started.set()
+
+    _thread.start_new_thread(begin, ())
+    started.wait()
+    if errors:
+        raise errors[0]
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
