@@ -20,31 +20,53 @@ T = TypeVar("T")
 CTRL_C_S = 0.5
 
 
-class Latch:
-    """Like `threading.Event`, but Ctrl-C within it does no harm, because all that counts are single calls into C.
-
-    Ctrl-C within a condition, of which an event is made, may leave its lock held for ever, or come out as RuntimeError.
+class Bell:
+    """Wakes all who wait for it. It takes the place of a condition, within which Ctrl-C may leave a lock held for
+    ever, or come out as RuntimeError: all that counts here are single calls into C.
     """
 
     def __init__(self) -> None:
-        self.is_set = False
         self._waiting: set[_thread.LockType] = set()
 
-    def set(self) -> None:
-        self.is_set = True
+    def ring(self) -> None:
         with contextlib.suppress(KeyError):
             while True:
                 self._waiting.pop().release()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it is set, at most `timeout_s`. Return whether it is."""
+    def wait(self, timeout_s: float | None = None, *, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Block until it rings, at most `timeout_s`; not at all if `unless` holds. Return whether it held.
+
+        No ring is missed: `unless` is called when those that come are heard already.
+        """
         told = threading.Lock()
         told.acquire()
         self._waiting.add(told)
-        if not self.is_set:  # looked at only now: who sets it later finds the lock
-            told.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
-        self._waiting.discard(told)
-        return self.is_set
+        try:
+            if unless():
+                return True
+            limit_s = -1.0 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
+            told.acquire(timeout=limit_s)
+            return False
+        finally:
+            self._waiting.discard(told)
+
+
+class Latch:
+    """Like `threading.Event`, but Ctrl-C does no harm within it: see `Bell`."""
+
+    def __init__(self) -> None:
+        self._is_set, self._bell = False, Bell()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._bell.ring()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is set, at most `timeout_s`. Return whether it is."""
+        return self._bell.wait(timeout_s, unless=self.is_set) or self._is_set
 
 
 def start(work: Callable[[], object], name: str) -> None:
