@@ -397,15 +397,16 @@ class CheckpointSaver:
     def _close(self, timeout_s: float | None) -> None:
         self._is_closed = True
         try:
-            self._asking.leave()
-            self._restore_signals()
-            self._saving.wait(timeout_s)
-            self.uploader.close(timeout_s)
+            try:
+                self._asking.leave()
+                self._restore_signals()
+                self._saving.wait(timeout_s)
+                self.uploader.close(timeout_s)
+            finally:
+                if self._stop_watching is not None:
+                    self._stop_watching()
+                self._saving.settle()
+                self._hooks.deliver()
         except BaseException as error:
             self._is_closed = isinstance(error, Exception)  # after Ctrl-C, `close` can be called again
             raise
-        finally:
-            if self._stop_watching is not None:
-                self._stop_watching()
-            self._saving.settle()
-            self._hooks.deliver()
