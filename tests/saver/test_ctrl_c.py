@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,13 @@ PATIENCE_S = 5.0
 
 # A generator, or a descriptor, that was just made is closed by the garbage collector, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def _gradients_are_on_again() -> Iterator[None]:
+    """Ctrl-C within torch's own `no_grad` leaves them off."""
+    yield
+    torch.set_grad_enabled(True)
 
 
 def state(batch: int) -> dict[str, Any]:
