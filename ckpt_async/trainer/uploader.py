@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async.core import arguments, backlog, failures, keys, naming
+from ckpt_async.core import arguments, backlog, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
 from ckpt_async.core.observe import Observers
 from ckpt_async.errors import (
@@ -381,7 +381,10 @@ class Uploader:
         self._record_dropped()
         try:
             self._is_closed = True
-            error = self._finish(deadline, is_late_an_error=timeout_s is None)
+            at_exit.discard(self)
+            error = closing.finish(self._engine, deadline, self.settings, is_late_an_error=timeout_s is None)
+            if self._engine.runner.is_alive:
+                self._events.wait(deadline)
             failed = self._end(deadline)
         except BaseException:
             self._is_half_closed = True  # another Ctrl-C may come: then the next call goes on
@@ -414,23 +417,6 @@ class Uploader:
         )
 
     # --- within --------------------------------------------------------------------------------------------
-
-    def _finish(self, deadline: float, *, is_late_an_error: bool) -> CkptAsyncError | None:
-        """Wait for what was sealed, and for events. Returns what is wrong if it was in vain, or is not over in time."""
-        at_exit.discard(self)
-        runner = self._engine.runner
-        runner.expect_end()
-        if not runner.is_alive:
-            return None
-        closing.drain(self._engine, deadline, grace_s=self.settings.close_grace_s)
-        local = self._engine.view().fresh_local()
-        closing.log_what_is_left(local)
-        late: CkptAsyncError | None = None
-        if is_late_an_error and time.monotonic() >= deadline:
-            late = failures.not_sent(local, self.settings.upload_timeout_s)
-        never = closing.why_nothing_will_commit(self._engine, deadline)
-        self._events.wait(deadline)
-        return never or late
 
     def _end(self, deadline: float) -> CkptAsyncError | None:
         """Stop the engine, and release the folder whatever fails. Idempotent. Returns what has failed."""
