@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import signal
@@ -17,6 +18,76 @@ T = TypeVar("T")
 
 # A signal that arrives just before a thread begins to wait is noticed only when that wait ends.
 CTRL_C_S = 0.5
+
+
+class Bell:
+    """Wakes all who wait for it. It takes the place of a condition, within which Ctrl-C may leave a lock held for
+    ever, or come out as RuntimeError: all that counts here are single calls into C.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: set[_thread.LockType] = set()
+
+    def ring(self) -> None:
+        with contextlib.suppress(KeyError):
+            while True:
+                self._waiting.pop().release()
+
+    def wait(self, timeout_s: float | None = None, *, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Block until it rings, at most `timeout_s`; not at all if `unless` holds. Return whether it held.
+
+        No ring is missed: `unless` is called when those that come are heard already.
+        """
+        told = threading.Lock()
+        told.acquire()
+        self._waiting.add(told)
+        try:
+            if unless():
+                return True
+            limit_s = -1.0 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
+            told.acquire(timeout=limit_s)
+            return False
+        finally:
+            self._waiting.discard(told)
+
+
+class Latch:
+    """Like `threading.Event`, but Ctrl-C does no harm within it: see `Bell`."""
+
+    def __init__(self) -> None:
+        self._is_set, self._bell = False, Bell()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._bell.ring()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is set, at most `timeout_s`. Return whether it is."""
+        return self._bell.wait(timeout_s, unless=self.is_set) or self._is_set
+
+
+def start(work: Callable[[], object], name: str) -> None:
+    """Run `work` on a thread, for whose end the interpreter waits at exit.
+
+    If this is interrupted by Ctrl-C, the thread may run or not. (Ctrl-C within `Thread.start` may leave a lock held
+    that the new thread waits for.)
+    """
+    started, errors = Latch(), list[BaseException]()
+
+    def begin() -> None:
+        try:
+            threading.Thread(target=work, name=name, daemon=False).start()
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors.append(error)
+        started.set()
+
+    _thread.start_new_thread(begin, ())
+    started.wait()
+    if errors:
+        raise errors[0]
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -108,6 +108,21 @@ def test_the_second_setup_starts_nothing(tree: Path, monkeypatch: pytest.MonkeyP
     assert len(third.seen) == len(first.seen)
 
 
+@pytest.mark.parametrize("command", ["setup", "clean"])
+def test_an_environment_that_a_link_leads_to_is_left_alone(tree: Path, command: str) -> None:
+    """`venv --clear` follows the link, and emptied the environment of another clone."""
+    other = tree / "other"
+    other.mkdir()
+    (other / "ready").write_text("of another clone")
+    (tree / ".venv").symlink_to(other)
+    offline = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CONFIG_FILE": os.devnull}
+    done = dev(tree, command, **offline)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert ".venv is a symbolic link" in done.stderr
+    assert "remove the link" in done.stderr
+    assert [each.name for each in other.iterdir()] == ["ready"]
+
+
 def test_an_interrupted_setup_is_repaired(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(command: str) -> bool:
         if "-m uv pip install" in command:

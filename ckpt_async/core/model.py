@@ -48,6 +48,10 @@ class FileIdentity:
         """Return whether size and mtime agree, as they do in a copy of the folder on another disk."""
         return (self.size_bytes, self.mtime_ns) == (other.size_bytes, other.mtime_ns)
 
+    def is_other_with_other_time(self, other: FileIdentity) -> bool:
+        """Return whether this is another file with another mtime, as in a copy that has not kept the times."""
+        return self.inode != other.inode and self.mtime_ns != other.mtime_ns
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

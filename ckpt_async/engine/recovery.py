@@ -15,11 +15,20 @@ from pathlib import Path
 
 from ckpt_async.core import backlog, keys, records
 from ckpt_async.core.local_state import Local, LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Event, Failed, Opened, RemoteAddress, without_slash
+from ckpt_async.core.model import (
+    CheckpointId,
+    Event,
+    Failed,
+    FileIdentity,
+    Opened,
+    RemoteAddress,
+    without_slash,
+)
 from ckpt_async.engine.state import State
-from ckpt_async.errors import FailureReason, InvalidRecordError
+from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError
 from ckpt_async.local import kept
 from ckpt_async.local.folder import Folder, boot_id
+from ckpt_async.local.links import identity_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +61,36 @@ def _remotes_of_lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointI
         with contextlib.suppress(InvalidRecordError):  # `rebuild` tells of it
             if there := records.decode_manifest((spool / entry).read_bytes(), id_).remote:
                 yield id_, there
+
+
+def refuse_copy_without_times(folder: Folder, local: Local) -> None:
+    """Raise JournalError if the folder was copied without the times of its files. Blocks.
+
+    In such a copy all that is still to be uploaded looks changed, and would be given up, also for the original. Nothing
+    else replaces every link in the spool: what is changed in place keeps its inode.
+    """
+    links = _links(folder, local)
+    first = next(links, None)
+    if first is None or not all(
+        found.is_other_with_other_time(enqueued) for _, found, enqueued in (first, *links)
+    ):
+        return
+    raise JournalError(
+        f"folder {str(folder.path)!r} is a copy that has not kept the times of its files (of {str(first[0])!r}, for"
+        " example): what is still to be uploaded cannot be told from files that were changed",
+        hint="nothing was changed. Copy the folder again with `cp -a` or `rsync -a`, or use the original",
+    )
+
+
+def _links(folder: Folder, local: Local) -> Iterator[tuple[Path, FileIdentity, FileIdentity]]:
+    """Yield the links of what is still to be uploaded: the path, what is there, and what was enqueued."""
+    for each in backlog.undecided(local):
+        spool = folder.private / keys.spool_checkpoint(each.id, local.rank)
+        for name, known in each.shards.items():
+            if known.stored is None and known.shard.is_linked:
+                with contextlib.suppress(OSError):
+                    found = identity_of(os.lstat(spool / name))
+                    yield spool / name, found, known.shard.identity
 
 
 def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:

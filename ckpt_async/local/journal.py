@@ -324,8 +324,8 @@ class Journal:
             return
         with self._disk_lock, self._lock:
             if self._wal >= 0:
-                os.close(self._wal)
-                self._wal = -1
+                wal, self._wal = self._wal, -1  # first: Ctrl-C may come when it is closed
+                os.close(wal)
             if self._compacting is not None:
                 self._compacting.close()
             self._connection.close()
@@ -466,8 +466,8 @@ class RankLock:
         """Free the lock. Idempotent."""
         after_fork.discard(self)
         if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            descriptor, self._descriptor = self._descriptor, None  # first: Ctrl-C may come when it is closed
+            os.close(descriptor)
 
     def abandon(self) -> None:
         """In a forked child: close our copy, since otherwise a dataloader worker would keep a dead trainer's lock."""

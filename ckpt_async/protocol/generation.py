@@ -115,6 +115,18 @@ async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
     return max((number for number in numbers if number is not None), default=after)
 
 
+async def forgotten(store: PatientStore, number: int, rank: int) -> int | None:
+    """Return the newest generation if the store cannot be where this rank took its place in generation `number`: it was
+    wiped since, or is another store. None if it may be. Only reads.
+
+    Of generations before the newest, a sweeper has removed the places.
+    """
+    newest = await newest_generation(store)
+    if newest == number:
+        return None if await read(store, keys.member_key(number, rank)) is not None else newest
+    return newest if newest < number else None
+
+
 async def absent_ranks(store: PatientStore, number: int, world_size: int) -> list[int]:
     """Return the ranks that have not taken their places in a generation, as far as the listing goes.
 

@@ -197,6 +197,7 @@ class Host:
         """Return what earlier starts left in the journal. If that is of another remote, all of it must be decided."""
         remote = self._start.address.url
         local = self._journal.local()
+        recovery.refuse_copy_without_times(self._folder, local)
         if (stranded := recovery.stranded(self._folder, local, remote)) is not None:
             id_, there = stranded
             run = keys.run_remote(there, self._start.kind)
@@ -213,6 +214,10 @@ class Host:
     async def _agree(self, store: PatientStore, local: Local) -> int:
         start = self._start
         is_of_another = backlog.is_of_another(local, start.address.url)
+        if local.generation and not is_of_another:  # first: a refused start must leave the store as it is
+            newest = await generations.forgotten(store, local.generation, start.rank)
+            if newest is not None:
+                raise self._wiped(local, newest)
         generation = await generations.agree(
             store,
             rank=start.rank,
@@ -223,11 +228,7 @@ class Host:
             member=start.member,
         )
         if not is_of_another and generation < local.generation + (not start.is_again):
-            raise JournalError(
-                f"the journal of {start.folder!r} knows generation {local.generation} of"
-                f" {start.address.url!r}, but the store only {generation - 1}: the remote was wiped",
-                hint="use a new remote, or remove .ckpt_async from the folder to start over",
-            )
+            raise self._wiped(local, generation - 1)
         if is_of_another:  # only once this remote could be opened: its URL may have been a mistake
             await asyncio.to_thread(self._forget_all, local)
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
@@ -236,6 +237,17 @@ class Host:
         opened = Opened(generation, start.world_size, start.address, recorded, boot_id())
         self._journal.open_rank(opened, recovery.unproven(local, start.address))
         return generation
+
+    def _wiped(self, local: Local, newest: int) -> JournalError:
+        there = self._start.address
+        at = f" at {there.endpoint_url}" if there.endpoint_url else ""
+        return JournalError(
+            f"rank {self._start.rank} has opened generation {local.generation} of {there.url!r} (says the journal of"
+            f" {self._start.folder!r}), but the store{at} does not know of that, and its newest generation is"
+            f" {newest}: the remote was wiped, or this is another store",
+            hint="nothing was changed. Check the URL and the endpoint. If the remote was emptied on purpose, continue"
+            " with a new remote URL, or with another folder, on all ranks",
+        )
 
     def _forget_all(self, local: Local) -> None:
         """Forget another remote's checkpoints, whose generations would be mistaken for this remote's. All of them

@@ -31,6 +31,7 @@ from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, companions, wire
 from ckpt_async.runners.view import ReportedEngine
 from ckpt_async.runners.wire import Channel, Meeting
+from ckpt_async.threads import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class ProcessRunner:
         self._on_change = on_change
         self._view = ReportedEngine(journal, observer, on_change)
         self._started: Future[int] = Future()
-        self._is_ended = threading.Event()
+        self._is_ended = Latch()
         self._channel: Channel | None = None
         self.group: int | None = None  # process group of a process that serves no other rank
         self.log_path = self._own_log_path()

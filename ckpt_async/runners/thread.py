@@ -18,6 +18,7 @@ from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start
 from ckpt_async.runners.host import Backends, Host
 from ckpt_async.runners.loop import new_loop
+from ckpt_async.threads import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class ThreadRunner:
         self._thread: _LoopThread | None = None
         self._task: asyncio.Task[None] | None = None
         self._started: Future[int] = Future()
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._has_left = False
 
     @property

@@ -177,7 +177,6 @@ class CheckpointSaver:
         self._asking = Asking(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
         self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
         self._metrics.saver_opened()
-        self._is_strict = self.uploader.settings.on_error == "raise"
         self._seen: tuple[State, Timestamp] | None = None
         self._is_closed = False
         self._restore_signals = on_signals(save_signals, self.save_now)
@@ -232,17 +231,18 @@ class CheckpointSaver:
         self._seen = (state, now)
         self._saving.settle()
         self._hooks.deliver()
-        self._raise_failures()
+        self._saving.raise_failures()
         if self._is_closed:  # a hook may have closed it
             raise UploaderClosedError("the saver is closed")
-        due, self._past = schedules.decide(
-            self._schedule, self._past, now, event, is_asked=self._asking.answer()
-        )
+        asked = self._asking.answer()
+        due, past = schedules.decide(self._schedule, self._past, now, event, is_asked=asked)
+        if due > Due.NO:
+            self._save(state, now, due, metrics, past, asked)
+        else:
+            self._past = past
         if due is Due.REPEATED:
             self._saving.refuse_repeated(now)
-            self._raise_failures()
-        elif due is not Due.NO:
-            self._save(state, now, due, metrics)
+            self._saving.raise_failures()
         self._asking.meter.step_began(time.monotonic())
         return due > Due.NO
 
@@ -284,7 +284,7 @@ class CheckpointSaver:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._saving.wait(timeout_s)
-        self._raise_failures()
+        self._saving.raise_failures()
         if self._saving.newest_step is not None:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             self.uploader.wait(self._saving.newest_step, left_s)
@@ -306,7 +306,7 @@ class CheckpointSaver:
         if self._saves_last:
             self._save_seen()
         self._close(timeout_s)
-        self._raise_failures()
+        self._saving.raise_failures()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data to put into the saved state: where the run is, and which checkpoints are kept locally."""
@@ -349,10 +349,27 @@ class CheckpointSaver:
 
     # --- internals -----------------------------------------------------------------------------------------
 
-    def _save(self, state: State, now: Timestamp, due: Due, metrics: Mapping[str, float] | None) -> None:
+    def _save(
+        self,
+        state: State,
+        now: Timestamp,
+        due: Due,
+        metrics: Mapping[str, float] | None,
+        past: Past,
+        asked: Due = Due.NO,
+    ) -> None:
+        """Save; `past` is what holds afterwards. If Ctrl-C comes before the save has begun, nothing has changed."""
         began_s = time.monotonic()
-        self._asking.began(due, now.step)
-        checkpoint = self._saving.save(state, now, due, metrics)
+        before, self._past = self._past, past
+        try:
+            self._asking.began(due, now.step)
+            checkpoint = self._saving.save(state, now, due, metrics)
+        except BaseException as error:
+            begun = self._saving.begun
+            if not isinstance(error, Exception) and (begun is None or begun.timestamp is not now):
+                self._past = before
+                self._asking.ask(asked)
+            raise
         blocked_s = time.monotonic() - began_s
         self._asking.meter.save_began(now.step, began_s, blocked_s)
         self._metrics.save_blocked(blocked_s)
@@ -360,7 +377,7 @@ class CheckpointSaver:
             "checkpoint_taken name=%s step=%d blocked_s=%.3f", checkpoint.name, checkpoint.step, blocked_s
         )
         self._hooks.deliver()
-        self._raise_failures()
+        self._saving.raise_failures()
 
     def _save_seen(self) -> None:
         """Save what the last `step` was called with, unless it was saved already."""
@@ -368,8 +385,7 @@ class CheckpointSaver:
         if self._seen is None or (saved is not None and saved.batch >= self._seen[1].batch):
             return
         state, now = self._seen
-        self._past = Past(now, now, Due.YES)
-        self._save(state, now, Due.YES, None)
+        self._save(state, now, Due.YES, None, Past(now, now, Due.YES))
 
     def _save_before_flush(self, budget_s: float) -> None:
         """Request a save after SIGTERM and wait for it.
@@ -379,20 +395,19 @@ class CheckpointSaver:
         self.save_now()
         self._saving.wait_for_next(budget_s * SAVING_SHARE)
 
-    def _raise_failures(self) -> None:
-        failure = self._saving.take_failure()
-        if failure is not None and self._is_strict:
-            raise failure
-
     def _close(self, timeout_s: float | None) -> None:
         self._is_closed = True
-        self._asking.leave()
-        self._restore_signals()
         try:
-            self._saving.wait(timeout_s)
-            self.uploader.close(timeout_s)
-        finally:
-            if self._stop_watching is not None:
-                self._stop_watching()
-            self._saving.settle()
-            self._hooks.deliver()
+            try:
+                self._asking.leave()
+                self._restore_signals()
+                self._saving.wait(timeout_s)
+                self.uploader.close(timeout_s)
+            finally:
+                if self._stop_watching is not None:
+                    self._stop_watching()
+                self._saving.settle()
+                self._hooks.deliver()
+        except BaseException as error:
+            self._is_closed = isinstance(error, Exception)  # after Ctrl-C, `close` can be called again
+            raise

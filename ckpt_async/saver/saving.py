@@ -108,6 +108,9 @@ class Saving:
         self.saved: list[SavedCheckpoint] = []
         self.taking: SavedCheckpoint | None = None
         self.newest_step: int | None = None  # saved by this start
+        self.begun: SavedCheckpoint | None = (
+            None  # the last one that was begun: it is saved, or is told to have failed
+        )
         self._num_begun = self._num_ended = 0
         self._ended = ended
 
@@ -116,8 +119,8 @@ class Saving:
     ) -> SavedCheckpoint:
         """Block until any earlier save is written and this one's state is copied (or, if blocking, written).
 
-        Failures, now or later, are reported by `take_failure`. Only FencedError and what `state` itself raises are
-        raised here.
+        Failures, now or later, are reported by `raise_failures`. Only FencedError and what `state` itself raises are
+        raised here. `begun` tells, also after Ctrl-C, whether the save takes its course.
         """
         is_ephemeral = kept is Due.EPHEMERAL
         if is_ephemeral:
@@ -130,20 +133,34 @@ class Saving:
         finally:
             self.taking = None
         self._num_begun += 1
+        before = self._writer.last
         try:
             self._uploader.check_takes(now.step, checkpoint.name)
-            ending = self._begin(checkpoint, value, metrics)
+            self._begin(checkpoint, value, metrics)
+            if self._what.is_blocking:
+                self._writer.wait()
         except FencedError:
             with self._lock:
                 self._count_end()
             raise
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  for `take_failure`; training goes on
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  for `raise_failures`; training goes on
+            self._failed(checkpoint, error)
+        except BaseException as error:
+            self._interrupted(checkpoint, error, has_job=self._writer.last is not before)
+            raise
+        self.begun = checkpoint
+        return checkpoint
+
+    def _interrupted(self, checkpoint: SavedCheckpoint, error: BaseException, *, has_job: bool) -> None:
+        """Find out what Ctrl-C, in the middle of `save`, has left of this one."""
+        if has_job and self._writer.last is not None and not self._writer.last.cancelled():
+            self.begun = checkpoint  # its thread goes on
+        elif self._what.is_sharded and self._what.is_writer:
+            self.begun = checkpoint  # torch may be at it, so it cannot be tried again
             self._failed(checkpoint, error)
         else:
-            ending.add_done_callback(partial(self._written, checkpoint))
-            if self._what.is_blocking:
-                self._writer.wait()
-        return checkpoint
+            with self._lock:
+                self._count_end()
 
     def refuse_repeated(self, now: Timestamp) -> None:
         """Report a failed save, because this batch was saved before.
@@ -165,18 +182,18 @@ class Saving:
             return (self._files.folder / self._files.name(now),)
         return (self._files.path(now),) if self._what.is_writer else ()
 
-    def _begin(
-        self, checkpoint: SavedCheckpoint, state: Any, metrics: Mapping[str, float] | None
-    ) -> Future[Any]:
-        what, step = self._what, checkpoint.step
+    def _begin(self, checkpoint: SavedCheckpoint, state: Any, metrics: Mapping[str, float] | None) -> None:
+        what, step, ended = self._what, checkpoint.step, partial(self._written, checkpoint)
         if not (what.is_writer or what.is_sharded):
-            return self._writer.start(
-                partial(self._uploader.seal, step, name=checkpoint.name, metrics=metrics)
+            self._writer.start(
+                partial(self._uploader.seal, step, name=checkpoint.name, metrics=metrics), ended
             )
+            return
         name = "" if what.is_sharded else checkpoint.paths[0].name
         chosen = ckpt.selected(state, name, ignore_keys=what.ignore_keys, weights_only=what.weights_only)
         if what.is_sharded:
-            return self._begin_sharded(checkpoint, chosen, metrics)
+            self._begin_sharded(checkpoint, chosen, metrics)
+            return
         (path,) = checkpoint.paths
         if not what.overwrite and any(path in each.paths for each in self.saved):
             raise DestinationError(
@@ -194,16 +211,16 @@ class Saving:
             self._uploader.seal(step, metrics=metrics)
 
         copied = chosen if what.is_blocking else self._buffers.take(chosen)
-        return self._writer.start(write)
+        self._writer.start(write, ended)
 
     def _begin_sharded(
         self, checkpoint: SavedCheckpoint, state: Any, metrics: Mapping[str, float] | None
-    ) -> Future[Any]:
-        what = self._what
+    ) -> None:
+        what, ended = self._what, partial(self._written, checkpoint)
         if not what.is_writer:  # another replica writes the same data
-            return self._writer.start(
-                partial(self._uploader.seal, checkpoint.step, name=checkpoint.name, metrics=metrics)
-            )
+            seal = partial(self._uploader.seal, checkpoint.step, name=checkpoint.name, metrics=metrics)
+            self._writer.start(seal, ended)
+            return
         save = ckpt.save if what.is_blocking else ckpt.async_save
         found = save(
             state,
@@ -216,13 +233,14 @@ class Saving:
         if not isinstance(found, Future):
             done: Future[Any] = Future()
             done.set_result(found)
-            return done
-        self._writer.follow(found)
-        return found
+            found = done
+        self._writer.follow(found, ended)
 
     # --- outcomes, on any thread ---------------------------------------------------------------------------
 
     def _written(self, checkpoint: SavedCheckpoint, ending: Future[Any]) -> None:
+        if ending.cancelled():  # before it began; `save` knows
+            return
         error = ending.exception()
         if error is not None:
             self._failed(checkpoint, error)
@@ -279,11 +297,12 @@ class Saving:
         self._num_ended += 1
         self._changed.notify_all()
 
-    def take_failure(self) -> SaveFailedError | None:
-        """Return the first save that has failed since the last call, or None."""
+    def raise_failures(self) -> None:
+        """Raise, in strict mode, the error of the first save that has failed since the last call."""
         with self._lock:
             found, self._failures = self._failures, []
-        return found[0] if found else None
+        if found and self._uploader.settings.on_error == "raise":
+            raise found[0]
 
     def _failed(self, checkpoint: SavedCheckpoint, error: BaseException) -> None:
         failure = _failure_of(checkpoint, error)

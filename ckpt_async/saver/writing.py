@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ckpt_async import threads
 from ckpt_async.saver.timestamp import Timestamp
+from ckpt_async.threads import Latch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +49,27 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._last: Future[None] | None = None
+        self.last: Future[Any] | None = None  # cancelled if Ctrl-C came before its job had begun
+        self._over = Latch()
+        self._over.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until nothing is being written, at most `timeout_s`. Return whether that was reached.
 
         Never raises what a job raised.
         """
-        if self._last is None:
-            return True
-        done = threading.Event()
-        self._last.add_done_callback(lambda _: done.set())
-        return done.wait(timeout_s)
+        return self._over.wait(timeout_s)
 
-    def start(self, job: Callable[[], Any]) -> Future[None]:
-        """Run `job` on a thread. The previous job must have ended."""
+    def start(self, job: Callable[[], Any], ended: Callable[[Future[Any]], None]) -> None:
+        """Run `job` on a thread, and then `ended`. The previous job must have ended.
+
+        Whatever this raises, Ctrl-C included, the job runs only if `last` is a new future that is not cancelled.
+        """
         ending: Future[None] = Future()
-        ending.set_running_or_notify_cancel()
 
         def work() -> None:
+            if not ending.set_running_or_notify_cancel():
+                return
             try:
                 job()
             except BaseException as error:  # noqa: BLE001  the future carries it
@@ -74,14 +77,18 @@ class Writer:
             else:
                 ending.set_result(None)
 
-        before, self._last = self._last, ending
         try:
-            threading.Thread(target=work, name="ckpt-async-save").start()
-        except Exception:  # no memory, or too many threads: there is nothing to wait for
-            self._last = before
+            self.follow(ending, ended)
+            threads.start(work, "ckpt-async-save")
+        except (
+            BaseException
+        ):  # no memory, too many threads, or Ctrl-C: unless the thread was faster, it is not to run
+            ending.cancel()
             raise
-        return ending
 
-    def follow(self, ending: Future[Any]) -> None:
+    def follow(self, ending: Future[Any], ended: Callable[[Future[Any]], None]) -> None:
         """Treat `ending`, a write that someone else carries out, as the running job."""
-        self._last = ending
+        over = Latch()
+        ending.add_done_callback(ended)
+        ending.add_done_callback(lambda _: over.set())
+        self.last, self._over = ending, over

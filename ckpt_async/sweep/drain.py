@@ -128,7 +128,8 @@ async def drain(
     `change` returns the remote to use, given the recorded one (None: none was recorded), for a server that has moved or
     a journal that was lost. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
 
-    Raises NoJournalError, SettingsError if the remote is not known, StoreError if it cannot be opened.
+    Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
+    not known, StoreError if it cannot be opened.
     """
     path = Path(os.path.realpath(folder))
     if not (path / keys.PRIVATE).is_dir():
@@ -220,10 +221,14 @@ def _owner(error: FolderInUseError) -> str:
 def _by_remote(
     folder: Folder, adopted: Iterable[_Adopted], change: Change | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
-    """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Blocks."""
+    """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Blocks.
+
+    Raises JournalError or SettingsError if what is left of a rank cannot be finished like this.
+    """
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         local = each.before
+        recovery.refuse_copy_without_times(folder, local)
         address = local.remote
         if address is None and (lost := recovery.remote_of_lost(folder, local)):
             address = address_of(lost, None, env=os.environ)

@@ -46,8 +46,7 @@ def make_room(
             if not has_warned:
                 has_warned = True
                 logger.warning("trainer_blocked reason=%s", what)
-            with engine.changing:
-                engine.changed.wait(min(POLL_S, settings.block_timeout_s - waited_s))
+            engine.changed.wait(min(POLL_S, settings.block_timeout_s - waited_s))
             now = time.monotonic()
             observer.trainer_blocked(now - told_at)  # reported now, because blocking may take hours
             told_at = now

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt_async.core import backlog
-from ckpt_async.core.failures import in_vain, why_in_vain
+from ckpt_async.core.failures import in_vain, not_sent, why_in_vain
 from ckpt_async.core.local_state import Local
+from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.runners import EngineView
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
@@ -75,6 +76,22 @@ def flush(engine: EngineHandle, timeout_s: float, num_committed: Callable[[], in
         return report_of(engine.view().fresh_local(), num_committed() - before)
 
     return engine.newest_first(work, deadline)
+
+
+def finish(
+    engine: EngineHandle, deadline: float, settings: Settings, *, is_late_an_error: bool
+) -> CkptAsyncError | None:
+    """Wait at the end of a start for what was sealed. Returns what is wrong if it was in vain, or not over in time."""
+    engine.runner.expect_end()
+    if not engine.runner.is_alive:
+        return None
+    drain(engine, deadline, grace_s=settings.close_grace_s)
+    local = engine.view().fresh_local()
+    log_what_is_left(local)
+    late: CkptAsyncError | None = None
+    if is_late_an_error and time.monotonic() >= deadline:
+        late = not_sent(local, settings.upload_timeout_s)
+    return why_nothing_will_commit(engine, deadline) or late
 
 
 def log_what_is_left(local: Local) -> None:

@@ -19,20 +19,25 @@ def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | 
 
 
 def _wait(engine: EngineHandle, id_: CheckpointId, timeout_s: float | None, deadline: float | None) -> None:
-    with engine.changing:
-        while True:
-            engine.check_alive()
-            view = engine.view()
-            if is_committed(engine, id_):
-                return
-            left_s = None if deadline is None else deadline - time.monotonic()
-            is_over = left_s is not None and left_s <= 0
-            _raise_shard_failure(view, id_, is_final=deadline is None or is_over)
-            if is_over:
-                raise CommitTimeoutError(_describe_unfinished(view, id_, timeout_s))
-            if view.missing_ranks(id_):  # the missing ranks may be in the newer start
-                engine.check_not_fenced()
-            engine.changed.wait(left_s)
+    def left_s() -> float | None:
+        return None if deadline is None else deadline - time.monotonic()
+
+    def has_come() -> bool:
+        engine.check_alive()
+        view = engine.view()
+        if is_committed(engine, id_):
+            return True
+        left = left_s()
+        is_over = left is not None and left <= 0
+        _raise_shard_failure(view, id_, is_final=deadline is None or is_over)
+        if is_over:
+            raise CommitTimeoutError(_describe_unfinished(view, id_, timeout_s))
+        if view.missing_ranks(id_):  # the missing ranks may be in the newer start
+            engine.check_not_fenced()
+        return False
+
+    while not engine.changed.wait(left_s(), unless=has_come):
+        pass
 
 
 def is_committed(engine: EngineHandle, id_: CheckpointId) -> bool:

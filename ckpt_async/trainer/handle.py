@@ -16,6 +16,7 @@ from ckpt_async.errors import FencedError, UploaderClosedError, UploadFailedErro
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, runner_of
+from ckpt_async.threads import Bell
 
 # A predecessor that was just killed, or a sweeper that is finishing its work, releases the lock soon.
 LOCK_WAIT_S = 15.0
@@ -41,10 +42,7 @@ class EngineHandle:
     """
 
     def __init__(self, start: Start, folder: Folder, observer: Observer) -> None:
-        # `changed` is notified of every change that the engine makes. Hold `changing` to wait for it: a condition's own
-        # `__enter__` is not in C, and Ctrl-C could leave its lock held.
-        self.changing = threading.RLock()
-        self.changed = threading.Condition(self.changing)
+        self.changed = Bell()  # rings at every change that the engine makes
         self._lock = threading.Lock()
         # A mark for each call in progress, and for each flush its deadline. Marks are removed by single calls into C,
         # which Ctrl-C cannot leave half done.
@@ -128,8 +126,7 @@ class EngineHandle:
                 until = max([deadline, *(each + REPORT_S for each in list(self._flushing.values()))])
                 self.has_ended = not self._flushing or time.monotonic() >= until
             if not self.has_ended:
-                with self.changing:
-                    self.changed.wait_for(lambda: not self._flushing, until - time.monotonic())
+                self.changed.wait(until - time.monotonic(), unless=lambda: not self._flushing)
         self.runner.end()
 
     @contextlib.contextmanager
@@ -145,8 +142,10 @@ class EngineHandle:
 
     def release(self) -> None:
         """Release the journal and the rank for the next start. Idempotent."""
-        self.journal.close()
-        self._rank_lock.release()
+        try:
+            self.journal.close()
+        finally:
+            self._rank_lock.release()
 
     # --- waiting -------------------------------------------------------------------------------------------
 
@@ -156,12 +155,13 @@ class EngineHandle:
         """Wait until `is_over` holds, the deadline has passed or the engine has died. Set `poll_s` for conditions
         that can change without a notification from the engine.
         """
-        with self.changing:
-            while self.runner.death is None and not is_over(self.view()):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    return
-                self.changed.wait(min(left_s, poll_s))
+
+        def is_settled() -> bool:
+            return self.runner.death is not None or is_over(self.view())
+
+        left_s = deadline - time.monotonic()
+        while not self.changed.wait(min(left_s, poll_s), unless=is_settled) and left_s > 0:
+            left_s = deadline - time.monotonic()
 
     def hurried(self, wait: Callable[[], T]) -> T:
         """Call `wait`, and tell the engine meanwhile that somebody waits: for other ranks, or for failed uploads, which
@@ -199,6 +199,5 @@ class EngineHandle:
             self._notify()
 
     def _notify(self) -> None:
-        with self.changing:
-            self.changed.notify_all()
+        self.changed.ring()
         self.on_change()

@@ -59,11 +59,14 @@ class ShardWriter(io.BufferedWriter):
         """
         if self._has_ended or self._is_foreign():
             return
-        self._has_ended = True
         try:
+            self._has_ended = True
+            self.flush()
             super().close()
             self._enqueue()
         except BaseException:
+            with contextlib.suppress(OSError):
+                super().close()  # after Ctrl-C, the file is whole all the same
             self._drop()
             raise
 

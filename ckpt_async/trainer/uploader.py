@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async.core import arguments, backlog, failures, keys, naming
+from ckpt_async.core import arguments, backlog, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
 from ckpt_async.core.observe import Observers
 from ckpt_async.errors import (
@@ -120,7 +120,7 @@ class Uploader:
         self.checkpoints_folder = self.folder / self.kind  # the folder of files written through `open`
         self.pid = os.getpid()
         self._lock, self._checkpoints = threading.Lock(), Checkpoints()
-        self._is_closed = False
+        self._is_closed = self._is_half_closed = False
         self.metrics = Metrics(self.remote, self._folder)
         spans = otel.tracing(self.remote, self.rank)
         observer = Observers(self.metrics, spans) if spans is not None else self.metrics
@@ -375,38 +375,25 @@ class Uploader:
         after the other ranks had their time: FencedError if a newer start has begun, UploadFailedError if some
         ranks never opened it. Both modes log this; ranks that are merely late cause a warning.
         """
-        if os.getpid() != self.pid or self._is_closed:
+        if os.getpid() != self.pid or (self._is_closed and not self._is_half_closed):
             return
         deadline = deadline_in(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
         self._record_dropped()
-        self._is_closed = True
-        at_exit.discard(self)
-        runner = self._engine.runner
-        runner.expect_end()
-        never: CkptAsyncError | None = None
-        late: CkptAsyncError | None = None
         try:
-            if runner.is_alive:
-                closing.drain(self._engine, deadline, grace_s=self.settings.close_grace_s)
-                local = self._engine.view().fresh_local()
-                closing.log_what_is_left(local)
-                if timeout_s is None and time.monotonic() >= deadline:
-                    late = failures.not_sent(local, self.settings.upload_timeout_s)
-                never = closing.why_nothing_will_commit(self._engine, deadline)
+            self._is_closed = True
+            at_exit.discard(self)
+            error = closing.finish(self._engine, deadline, self.settings, is_late_an_error=timeout_s is None)
+            if self._engine.runner.is_alive:
                 self._events.wait(deadline)
-        finally:
-            with contextlib.ExitStack() as at_last:  # whatever fails, the folder is released
-                at_last.callback(self.exporter.close)
-                at_last.callback(self._engine.release)
-                if self._undo_sigterm is not None:
-                    self._undo_sigterm()
-                self._engine.end(deadline)
-                self._events.close()
-                failed = self._engine.take_failure()
+            failed = self._end(deadline)
+        except BaseException:
+            self._is_half_closed = True  # another Ctrl-C may come: then the next call goes on
+            self._end(deadline)
+            self._is_half_closed = False
+            raise
         self._engine.check_alive()
         if failed is not None:
             raise failed
-        error = never or late
         if error is not None and self.settings.on_error == "raise":
             raise error
 
@@ -430,6 +417,18 @@ class Uploader:
         )
 
     # --- within --------------------------------------------------------------------------------------------
+
+    def _end(self, deadline: float) -> CkptAsyncError | None:
+        """Stop the engine, and release the folder whatever fails. Idempotent. Returns what has failed."""
+        with contextlib.ExitStack() as at_last:
+            at_last.callback(self.exporter.close)
+            at_last.callback(self._engine.release)
+            at_exit.discard(self)
+            if self._undo_sigterm is not None:
+                self._undo_sigterm()
+            self._engine.end(deadline)
+            self._events.close()
+            return self._engine.take_failure()
 
     def _flush_at_the_end(self, budget_s: float) -> FlushReport:
         deadline = deadline_in(budget_s)

@@ -16,7 +16,7 @@ import pytest
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import drain as drain_command
 from ckpt_async.core.model import CheckpointId, RemoteAddress
-from ckpt_async.errors import FailureReason, NoJournalError, SettingsError, StoreError
+from ckpt_async.errors import FailureReason, JournalError, NoJournalError, SettingsError, StoreError
 from ckpt_async.local import journals
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.sweep.drain import drain
@@ -71,6 +71,36 @@ def test_a_killed_trainers_sealed_checkpoint_is_committed(
     assert call("ls", remote)[1]["checkpoints"] == [
         {**each, "age_s": pytest.approx(each["age_s"], abs=600)} for each in listed["checkpoints"]
     ]
+
+
+def test_a_copy_that_has_not_kept_the_times_is_refused_and_nothing_is_given_up(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """All sealed checkpoints were given up for good, also for the original, as "changed after it was enqueued"."""
+    trainers.die(folder, remote, 100, 200)
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", folder, copy], check=True)
+    code, told = call("drain", copy)
+    assert (code, told["error"]["kind"]) == (1, "JournalError")
+    assert "has not kept the times of its files" in told["error"]["message"]
+    assert "cp -a" in told["error"]["hint"]
+    with pytest.raises(JournalError, match="has not kept the times"):
+        Uploader(copy, remote)
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100, 200])
+
+
+def test_a_link_that_was_changed_beside_good_ones_gives_up_only_its_own_checkpoint(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The folder keeps its times, so it is no plain copy."""
+    trainers.die(folder, remote, 100, 200)
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-a", folder, copy], check=True)
+    (changed,) = (copy / ".ckpt_async/spool").rglob("*100*/rank0.bin")
+    os.utime(changed)
+    _, told = call("drain", copy)
+    assert (steps(told["ranks"][0]["committed"]), steps(told["ranks"][0]["aborted"])) == ([200], [100])
 
 
 def test_draining_to_s3_needs_only_credentials(

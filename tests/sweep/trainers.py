@@ -90,8 +90,8 @@ def is_durable():
         all(shard.is_durable for shard in each.shards.values())
         and each.is_seal_durable == (each.id.step in told["sealed"]) for each in found)
 
-with uploader._engine.changed:
-    assert uploader._engine.changed.wait_for(is_durable, 60)
+while not uploader._engine.changed.wait(60, unless=is_durable):
+    pass
 print("saved", flush=True)
 sys.stdin.read()
 """

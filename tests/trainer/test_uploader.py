@@ -1026,3 +1026,58 @@ def test_retention_keeps_folders_of_steps_that_a_restarted_trainer_saves_again(o
         save(uploader, 6)
         uploader.wait(6, timeout_s=10)
     assert _steps(uploader.folder) == {6}
+
+
+# --- a remote that was wiped -------------------------------------------------------------------------------
+
+
+def test_a_wiped_remote_is_refused_however_often_and_stays_as_it_is(opened: Open) -> None:
+    """Each refused start claimed a generation, until there were enough for the next to be accepted silently."""
+    store = Meddled()
+    for step in (1, 2):
+        with opened(store) as uploader:
+            save(uploader, step)
+    store.bucket.objects.clear()
+    for _ in range(4):
+        with (
+            pytest.raises(JournalError, match="the remote was wiped") as refused,
+            opened(store),
+        ):
+            pass
+        assert "rank 0 has opened generation 2 of 'memory://test'" in str(refused.value)
+        assert "with a new remote URL, or with another folder" in str(refused.value.hint)
+    assert store.keys() == []
+
+
+def test_every_rank_refuses_a_wiped_remote_in_which_another_has_begun_anew(
+    opened: Open, tmp_path: Path
+) -> None:
+    """A rank of a replaced node has no journal. The others took its generations for their own."""
+    store = Meddled()
+    with (
+        opened(store, rank=0, world_size=2, launch_id="1"),
+        opened(store, rank=1, world_size=2, launch_id="1"),
+    ):
+        pass
+    store.bucket.objects.clear()
+    with opened(store, tmp_path / "replaced", rank=0, world_size=2, launch_id="2"):
+        before = set(store.keys())
+        for launch in ("2", "3"):
+            with (
+                pytest.raises(JournalError, match="the remote was wiped"),
+                opened(store, rank=1, world_size=2, launch_id=launch),
+            ):
+                pass
+        assert set(store.keys()) == before
+
+
+def test_a_run_whose_older_places_were_swept_goes_on(opened: Open, tmp_path: Path) -> None:
+    store = Meddled()
+    with opened(store):
+        pass
+    with opened(store, tmp_path / "elsewhere"):
+        pass
+    (place,) = store.keys(keys.members_prefix(1))
+    del store.bucket.objects[place]
+    with opened(store) as uploader:
+        assert uploader.generation == 3

@@ -88,8 +88,7 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
         deadline = time.monotonic() + 20
         while not is_so():
             assert time.monotonic() < deadline, told()
-            with uploaders[0]._engine.changed:
-                uploaders[0]._engine.changed.wait(0.05)
+            uploaders[0]._engine.changed.wait(0.05)
 
     uploaders = ranks(0, 2)
     for uploader in uploaders:

@@ -51,8 +51,5 @@ def decisions(store: Meddled) -> dict[CheckpointId, str]:
 def wait_until(is_so: Callable[[], bool], uploader: Uploader, timeout_s: float = 10.0) -> None:
     """Wait until the condition holds, checking it at every change that the engine makes."""
     deadline = time.monotonic() + timeout_s
-    with uploader._engine.changed:
-        while not is_so():
-            left_s = deadline - time.monotonic()
-            assert left_s > 0, "not in time"
-            uploader._engine.changed.wait(min(left_s, 0.05))
+    while not uploader._engine.changed.wait(0.05, unless=is_so):
+        assert time.monotonic() < deadline, "not in time"
