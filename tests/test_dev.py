@@ -252,6 +252,7 @@ def test_what_failed_is_tried_once_more_alone(
     (tree / "test_unsteady.py").write_text(UNSTEADY + more)
     module = load(tree)
     monkeypatch.setattr(module, "set_up", lambda: None)
+    monkeypatch.setattr(module, "has_prometheus", lambda: True)
     monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
     monkeypatch.setattr(module, "CHECKS", {"pytest": ("pytest",)})
     assert module.main(["test"]) == code
