@@ -80,9 +80,8 @@ class Writer:
         try:
             self.follow(ending, ended)
             threads.start(work, "ckpt-async-save")
-        except (
-            BaseException
-        ):  # no memory, too many threads, or Ctrl-C: unless the thread was faster, it is not to run
+        except BaseException:
+            # No memory, too many threads, or Ctrl-C: the job is not to run, unless its thread was faster.
             ending.cancel()
             raise
 
