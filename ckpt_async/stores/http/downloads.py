@@ -178,10 +178,14 @@ class _Buffer:
         return count
 
     def rest_of_refusal(self) -> bytes:
-        """Receive more of a refusal's body, which may be cut short: only the status matters."""
-        with contextlib.suppress(OSError):
-            return bytes(self._view[: receive_into(self._connected, self._view, self._timeout_s)])
-        return b""
+        return rest_of_refusal(self._connected, self._view, self._timeout_s)
+
+
+def rest_of_refusal(connected: socket.socket, room: memoryview, timeout_s: float) -> bytes:
+    """Receive more of a refusal's body, which may be cut short: only the status matters."""
+    with contextlib.suppress(OSError):
+        return bytes(room[: receive_into(connected, room, timeout_s)])
+    return b""
 
 
 def request_for(url: str, offset: int, size_bytes: int, lines: str) -> bytes:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_async.stores.http.connections import receive_into
-from ckpt_async.stores.http.downloads import END, NO_HEADERS, request_for
+from ckpt_async.stores.http.downloads import END, NO_HEADERS, request_for, rest_of_refusal
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,
@@ -134,13 +132,7 @@ class _Line(Line[_Request]):
 
     def _rest(self) -> Response:
         received = bytes(self._view[self._start : self._end])
-        return read_by_library(received, self._rest_of_refusal)
-
-    def _rest_of_refusal(self) -> bytes:
-        """Receive more of a refusal's body, which may be cut short: only the status matters."""
-        with contextlib.suppress(OSError):
-            return bytes(self._view[: receive_into(self.socket, self._view, self._timeout_s)])
-        return b""
+        return read_by_library(received, lambda: rest_of_refusal(self.socket, self._view, self._timeout_s))
 
     def _tell(self, answer: Response) -> None:
         get = self._request.get
