@@ -294,19 +294,18 @@ class _Fetching:
         small = small if len(small) > FEW_FILES else []
         names = {file.name for file in small}
         single = (file for file in files if file.name not in names)
-        together = SmallFiles(small, self._destination, lease, self._note_small)
+        together = SmallFiles(
+            small, self._destination, lease, self._note_small, lambda file: self._bring(file, lease)
+        )
+        bulk = self._opened.bulk
         await all_or_none(
             itertools.chain(
-                (self._bring_small(together, lease) for _ in range(min(len(small), self._num_at_once))),
+                (together.bring(bulk) for _ in range(min(len(small), self._num_at_once))),
                 (self._bring(file, lease) for file in single),
             )
         )
 
     # --- many small files ----------------------------------------------------------------------------------
-
-    async def _bring_small(self, small: SmallFiles, lease: HeldLease) -> None:
-        again = await small.bring(self._opened.bulk)
-        await all_or_none(self._bring(file, lease) for file in again)
 
     def _note_small(self, file: RemoteFile) -> None:
         self._note("remote", file.size_bytes)

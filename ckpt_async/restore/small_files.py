@@ -11,7 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any
 
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.niceness import enter_bulk_thread
@@ -23,6 +24,7 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import SmallGet
 from ckpt_async.threads import result_of
 from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,10 @@ MAX_THREADS, MAX_WAITING = 32, 64
 
 
 class SmallFiles:
-    """The small files of one fetch. `note` is called on the event loop for every file that is there."""
+    """The small files of one fetch. `note` is called on the event loop for every file that is there. `alone` fetches a
+    file that could not be fetched in a series, because another process is fetching it, or something is wrong: it is
+    patient, and raises what is wrong.
+    """
 
     def __init__(
         self,
@@ -42,24 +47,27 @@ class SmallFiles:
         destination: Destination,
         lease: HeldLease,
         note: Callable[[RemoteFile], None],
+        alone: Callable[[RemoteFile], Coroutine[Any, Any, None]],
     ) -> None:
         self._left = deque(files)
         self._most_bytes = max((file.size_bytes for file in self._left), default=0)
-        self._destination, self._lease, self._note = destination, lease, note
+        self._destination, self._lease = destination, lease
+        self._note, self._alone = note, alone
         self._publishing = _Publishing()
 
-    async def bring(self, bulk: PatientStore) -> list[RemoteFile]:
-        """Fetch files until none is left, beside other calls. Return those that could not be fetched this way: another
-        process may be fetching them, or something is wrong.
+    async def bring(self, bulk: PatientStore) -> None:
+        """Fetch files until none is left, beside other calls. After a series that failed, none begins here until its
+        files are there: in an outage, a few files are asked for patiently, instead of all of them in vain.
         """
-        again: list[RemoteFile] = []
         while self._left:
             async with bulk.turn() as store:
-                if self._left:  # still, when its turn has come
-                    again += await self._bring_some(store)
-        return again
+                again = (
+                    await self._bring_some(store) if self._left else []
+                )  # perhaps none, when its turn has come
+            await all_or_none(self._alone(file) for file in again)
 
     async def _bring_some(self, store: PatientStore) -> list[RemoteFile]:
+        """Fetch some files in one series. Return those that must be fetched alone: one, if nothing could be asked."""
         series = _Series(self._left, store.longest_series, self._destination, self._lease, self._publishing)
         try:
             with contextlib.suppress(CkptAsyncError, OSError):
@@ -72,6 +80,8 @@ class SmallFiles:
         finally:
             series.close()
             await result_of(asyncio.wrap_future(series.over), lambda: True)
+        if not series.taken and self._left:
+            return [self._left.popleft()]
         for file in series.taken:
             if file.name in series.done:
                 self._note(file)

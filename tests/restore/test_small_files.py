@@ -190,6 +190,40 @@ def test_only_failed_small_files_are_fetched_again(
     assert in_s3.run.damages() == {}
 
 
+def test_an_outage_is_waited_out_with_one_file_of_a_series(
+    in_s3: Counted, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    """The others are not asked for in vain."""
+    checkpoint = _committed(in_s3.run)
+    proxy.add(Fault("unavailable", "GET", "/ckpt/step-", times=4))
+    in_s3.asked()
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there", **ONE), FILES)
+    assert in_s3.asked() == {name: 5 if name == NAMES[0] else 1 for name in NAMES}
+
+
+def test_series_that_cannot_begin_leave_the_files_to_patient_requests(
+    in_s3: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a store that is gone would be dialled for ever, without a pause, and nothing would ever be raised. Each
+    refusal costs a series one file, unless others have taken the last ones in the meantime.
+    """
+    checkpoint = _committed(in_s3.run)
+    dial, num_refused = SmallDownloads._dial, 0
+
+    def refused(self: SmallDownloads, connection: Any) -> Any:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused > 2 * NUM:
+            return dial(self, connection)
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(SmallDownloads, "_dial", refused)
+    in_s3.asked()
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there", num_concurrent_reads=8), FILES)
+    assert in_s3.asked() == dict.fromkeys(NAMES, 1)
+    assert num_refused <= NUM + 8
+
+
 @pytest.mark.parametrize(
     ("kind", "damage"),
     [
