@@ -154,14 +154,13 @@ def fetch_as(checkpoint: Checkpoint, options: FetchOptions) -> FetchReport:
 
     async def work() -> FetchReport:
         wanted = checkpoint.select(options.ranks, options.files)
-        num_at_once = options.num_concurrent_reads
         async with session(
             checkpoint.remote,
             checkpoint.store_options,
-            num_concurrent_reads=num_at_once,
+            num_concurrent_reads=options.num_concurrent_reads,
             folder=options.folder,
         ) as opened:
-            with contextlib.closing(Peers(options.peers, num_at_once)) as connected:
+            with contextlib.closing(Peers(options.peers, opened.bulk.link.most)) as connected:
                 return await _Fetching(opened, checkpoint, connected, options).run(wanted)
 
     return threads.run(work())
@@ -251,7 +250,7 @@ class _Fetching:
         self._opened, self._checkpoint, self._peers = opened, checkpoint, peers
         self._local = LocalCopies(options.folder, checkpoint, options.local_cache)
         self._is_verified, self._on_progress = options.verify, options.on_progress
-        self._num_at_once = options.num_concurrent_reads
+        self._num_at_once = opened.bulk.link.most  # as many as the process can open files
         self._at_once = asyncio.Semaphore(self._num_at_once)
         self._destination = Destination(
             options.where(checkpoint), checkpoint, is_verified=options.verify, may_overwrite=options.overwrite

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 LEASE_TTL_S = 900.0
 # Concurrent requests that carry bytes, if the link can take that many: S3 gives each about 50 to 90 MB/s.
 CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS = 8, 128
-# Each takes a socket and a locked file: at most this fraction of what the process may open.
+# Each takes a socket and a locked file: at most this fraction of what the process may still open.
 OPEN_FILES_SHARE = 1 / 4
 # A lease expires by itself, so nobody waits long to drop it.
 DROP_TIMEOUT_S = 5.0
@@ -86,7 +86,7 @@ async def session(
     readers have learned about the link.
     """
     num_concurrent_reads = whole(num_concurrent_reads, "num_concurrent_reads", 1, 1024, SettingsError)
-    num_concurrent_reads = _affordable(num_concurrent_reads)
+    num_concurrent_reads = affordable(num_concurrent_reads)
     at_first = min(CONCURRENT_READS_AT_FIRST, num_concurrent_reads)
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
@@ -113,12 +113,17 @@ async def session(
                 await in_thread(known_link.note, path, remote, found, time.time())
 
 
-def _affordable(num_concurrent_reads: int) -> int:
-    """Return as many of these as the process's limit on open files allows."""
+def affordable(most: int) -> int:
+    """Return as many of these as the process may open, given its limit and what is open now: a trainer's data loaders
+    may hold hundreds of descriptors.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return num_concurrent_reads
-    return min(num_concurrent_reads, max(1, int(soft * OPEN_FILES_SHARE)))
+        return most
+    num_open = 0
+    with contextlib.suppress(OSError):  # not every container has it
+        num_open = len(os.listdir("/dev/fd"))
+    return min(most, max(1, int((soft - num_open) * OPEN_FILES_SHARE)))
 
 
 class _NotTakenError(CkptAsyncError):

@@ -19,7 +19,7 @@ from ckpt_async.niceness import enter_bulk_thread
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.destination import Destination
 from ckpt_async.restore.partial import PartialFile, locked_now
-from ckpt_async.restore.session import HeldLease
+from ckpt_async.restore.session import HeldLease, affordable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import SmallGet
 from ckpt_async.threads import result_of
@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 # If it usually takes this long to sync a file, others are received meanwhile. Handing each to a thread takes 0.1 ms.
 SLOW_S = 0.0005
-# Many files are synced at once, because the disk can combine that. A file that waits is open, and a process may be
-# limited to 1024 open files, or even 256.
-MAX_THREADS, MAX_WAITING = 32, 64
+# Many files are synced at once, because the disk can combine that. Each of them is open, as are those that wait.
+MAX_THREADS, MAX_OPEN = 32, 96
 
 
 class SmallFiles:
@@ -172,16 +171,18 @@ class _Publishing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[Callable[[], None]] = deque()
-        self._num_threads = 0
+        self._num_threads = self._num_open = 0  # open: waiting, or in a thread's hands
+        self._most_open = affordable(MAX_OPEN)
         self._usual_s = 0.0
 
     def put(self, publish: Callable[[], None]) -> None:
-        """Have `publish` called: in a thread if it takes long, but here if too many are waiting for one."""
+        """Have `publish` called: in a thread if it takes long, but here if too many files are open for that."""
         with self._lock:
             num_waiting = len(self._waiting)
-            is_here = self._usual_s < SLOW_S or num_waiting >= MAX_WAITING
+            is_here = self._usual_s < SLOW_S or self._num_open >= self._most_open
             if not is_here:
                 self._waiting.append(publish)
+                self._num_open += 1
             is_more = not is_here and num_waiting >= self._num_threads < MAX_THREADS
             self._num_threads += is_more
         if is_here:
@@ -205,6 +206,8 @@ class _Publishing:
                     return
                 publish = self._waiting.popleft()
             self._timed(publish)
+            with self._lock:
+                self._num_open -= 1
 
     def _timed(self, publish: Callable[[], None]) -> None:
         began_s = time.monotonic()

@@ -494,6 +494,31 @@ def test_few_descriptors_suffice(on_disk: Counted, tmp_path: Path, few_descripto
     assert len(on_disk.together) == 400
 
 
+@contextlib.contextmanager
+def _few_left() -> Iterator[None]:
+    """The process, like many a trainer, has most of the descriptors open that it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(300)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in opened:
+            os.close(each)
+
+
+@pytest.mark.usefixtures("_disk")
+@pytest.mark.parametrize("size_bytes", [10, 0], ids=["in series", "alone"])
+def test_the_descriptors_that_are_left_suffice(s3_url: str, tmp_path: Path, size_bytes: int) -> None:
+    """Also where files are fetched one by one, and where synced files wait for a slow disk."""
+    files = {0: {f"{number:03}": b"%010d" % number if size_bytes else b"" for number in range(300)}}
+    checkpoint = _committed(Run(s3_url), files)
+    with _few_left():
+        report = restore.fetch(checkpoint, tmp_path / "there")
+    assert is_whole(report, files)
+
+
 def test_the_folder_of_partial_files_may_vanish_at_any_time(
     tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
