@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import time
@@ -43,7 +42,7 @@ from ckpt_async.restore.small_files import SmallFiles
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, Turn
 from ckpt_async.stores import StoreOptions
 from ckpt_async.threads import in_thread
-from ckpt_async.transfer.together import all_or_none
+from ckpt_async.transfer.together import all_or_none, both
 from ckpt_async.transfer.upload import SMALL_BYTES
 
 logger = logging.getLogger(__name__)
@@ -296,12 +295,9 @@ class _Fetching:
         together = SmallFiles(
             small, self._destination, lease, self._note_small, lambda file: self._bring(file, lease)
         )
-        bulk = self._opened.bulk
-        await all_or_none(
-            itertools.chain(
-                (together.bring(bulk) for _ in range(min(len(small), self._num_at_once))),
-                (self._bring(file, lease) for file in single),
-            )
+        await both(
+            together.bring_all(self._opened.bulk, self._num_at_once),
+            all_or_none(self._bring(file, lease) for file in single),
         )
 
     # --- many small files ----------------------------------------------------------------------------------

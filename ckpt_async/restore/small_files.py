@@ -24,10 +24,12 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import SmallGet
 from ckpt_async.threads import result_of
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.together import all_or_none
+from ckpt_async.transfer.together import all_or_none, both
 
 logger = logging.getLogger(__name__)
 
+# How often files are noted while others are still to come: each time wakes the event loop.
+NOTE_S = 0.5
 # If it usually takes this long to sync a file, others are received meanwhile. Handing each to a thread takes 0.1 ms.
 SLOW_S = 0.0005
 # Many files are synced at once, because the disk can combine that. Each of them is open, as are those that wait.
@@ -52,22 +54,46 @@ class SmallFiles:
         self._most_bytes = max((file.size_bytes for file in self._left), default=0)
         self._destination, self._lease = destination, lease
         self._note, self._alone = note, alone
+        self._published: deque[RemoteFile] = deque()  # and not noted yet
         self._publishing = _Publishing()
 
-    async def bring(self, bulk: PatientStore) -> None:
-        """Fetch files until none is left, beside other calls. After a series that failed, none begins here until its
-        files are there: in an outage, a few files are asked for patiently, instead of all of them in vain.
+    async def bring_all(self, bulk: PatientStore, num_at_once: int) -> None:
+        """Fetch all files, in at most this many series at once."""
+        are_there = asyncio.Event()
+
+        async def bring() -> None:
+            await all_or_none(self._bring(bulk) for _ in range(min(len(self._left), num_at_once)))
+            are_there.set()
+
+        async def note() -> None:
+            while not are_there.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(are_there.wait(), NOTE_S)
+                while self._published:
+                    self._note(self._published.popleft())
+
+        await both(bring(), note())
+
+    async def _bring(self, bulk: PatientStore) -> None:
+        """Fetch files until none is left. After a series that failed, none begins here until its files are there: in
+        an outage, a few files are asked for patiently, instead of all of them in vain.
         """
         while self._left:
             async with bulk.turn() as store:
-                again = (
-                    await self._bring_some(store) if self._left else []
-                )  # perhaps none, when its turn has come
+                # Perhaps none is left when its turn has come.
+                again = await self._bring_some(store) if self._left else []
             await all_or_none(self._alone(file) for file in again)
 
     async def _bring_some(self, store: PatientStore) -> list[RemoteFile]:
         """Fetch some files in one series. Return those that must be fetched alone: one, if nothing could be asked."""
-        series = _Series(self._left, store.longest_series, self._destination, self._lease, self._publishing)
+        series = _Series(
+            self._left,
+            store.longest_series,
+            self._destination,
+            self._lease,
+            self._publishing,
+            self._published.append,
+        )
         try:
             with contextlib.suppress(CkptAsyncError, OSError):
                 await store.get_many(
@@ -81,9 +107,6 @@ class SmallFiles:
             await result_of(asyncio.wrap_future(series.over), lambda: True)
         if not series.taken and self._left:
             return [self._left.popleft()]
-        for file in series.taken:
-            if file.name in series.done:
-                self._note(file)
         return [file for file in series.taken if file.name not in series.done]
 
 
@@ -99,13 +122,14 @@ class _Series:
         destination: Destination,
         lease: HeldLease,
         publishing: _Publishing,
+        published: Callable[[RemoteFile], None],
     ) -> None:
         self.num_requests = num_requests
         self.taken: list[RemoteFile] = []
         self.done: set[str] = set()
         self.over: concurrent.futures.Future[None] = concurrent.futures.Future()  # nothing is being published
         self._left, self._destination, self._lease = left, destination, lease
-        self._publishing = publishing
+        self._publishing, self._published = publishing, published
         self._current: tuple[RemoteFile, PartialFile]
         self._held = contextlib.ExitStack()  # the lock of the current file
         self._lock = threading.Lock()
@@ -161,6 +185,7 @@ class _Series:
             with contextlib.suppress(CkptAsyncError, OSError), held:
                 self._destination.publish(partial, file)
                 self.done.add(file.name)
+                self._published(file)
         finally:
             self._ended()
 

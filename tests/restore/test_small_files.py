@@ -145,6 +145,22 @@ def test_each_small_file_is_requested_once(counted: Counted, tmp_path: Path) -> 
     assert counted.asked() == {}
 
 
+def test_files_are_reported_before_their_series_is_over(
+    on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of a series is not read until others have been reported: far away, that may take long."""
+    checkpoint, is_reported, opened = _committed(on_disk.run), threading.Event(), Tree.open
+    last = NAMES[63]
+
+    def when_reported(self: Tree, key: str) -> int:
+        assert _name(key) != last or is_reported.wait(60)
+        return opened(self, key)
+
+    monkeypatch.setattr(Tree, "open", when_reported)
+    restore.fetch(checkpoint, tmp_path / "there", on_progress=lambda *_: is_reported.set(), **ONE)
+    assert on_disk.together == NAMES  # none by itself
+
+
 def _spoil(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Corrupt one byte of this file, on the wire, in the first response only."""
     is_first, get_many = True, SmallDownloads.get_many
