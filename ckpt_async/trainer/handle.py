@@ -55,8 +55,8 @@ class EngineHandle:
         self.told: set[CheckpointId] = set()  # given-up checkpoints whose waiters have been told
         self._rank_lock = RankLock(folder, start.rank)
         with contextlib.ExitStack() as undo:
-            self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
             undo.callback(self._rank_lock.release)
+            self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
             self.journal = Journal(folder, start.rank)
             undo.callback(self.journal.close)
             self.runner = runner_of(start.settings.runner)(
