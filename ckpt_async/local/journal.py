@@ -431,11 +431,25 @@ class RankLock:
         Raises FolderInUseError, which names the holder.
         """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + wait_s
+        try:
+            self._wait_for(descriptor, time.monotonic() + wait_s, is_trainer=is_trainer)
+            self._descriptor = descriptor
+            self._sign(f"process {os.getpid()}")
+            if is_trainer:
+                self._wanted.unlink(missing_ok=True)
+            after_fork.add(self)
+        except (
+            BaseException
+        ):  # Ctrl-C, too: otherwise this process would hold the lock, and nobody could release it
+            self._descriptor = None
+            after_fork.discard(self)
+            os.close(descriptor)
+            raise
+
+    def _wait_for(self, descriptor: int, deadline: float, *, is_trainer: bool) -> None:
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 if is_trainer:
                     with contextlib.suppress(OSError):
@@ -444,18 +458,14 @@ class RankLock:
                     if is_trainer:
                         self._wanted.unlink(missing_ok=True)
                     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
-                    os.close(descriptor)
                     raise FolderInUseError(
                         f"rank {self.rank} of {self._place} is in use by {holder}",
                         hint="only one uploader per rank and folder (and kind) is allowed: stop the other one"
                         " or use another folder",
                     ) from None
                 time.sleep(0.05)
-        self._descriptor = descriptor
-        self._sign(f"process {os.getpid()}")
-        if is_trainer:
-            self._wanted.unlink(missing_ok=True)
-        after_fork.add(self)
+            else:
+                return
 
     def _sign(self, holder: str) -> None:
         with contextlib.suppress(OSError):  # only used in messages; the lock is held even if the disk is full

@@ -65,7 +65,7 @@ def manifests(place: Path) -> Iterator[tuple[CheckpointId, records.Manifest]]:
     """Those in a folder, the oldest first. What cannot be understood is logged and left out."""
     try:
         names = sorted(os.listdir(place))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a file in its place is refused by `Folder`
         return
     for name in names:
         id_ = keys.parse_checkpoint_tag(name.removesuffix(".json"))

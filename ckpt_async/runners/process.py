@@ -88,6 +88,8 @@ class ProcessRunner:
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
         self._view = ReportedEngine(journal, observer, on_change)
+        # The trainer's calls look here, and not whether `_started` is done: Ctrl-C within that keeps its lock for ever.
+        self.engine: EngineView | None = None
         self._started: Future[int] = Future()
         self._is_ended = Latch()
         self._channel: Channel | None = None
@@ -98,10 +100,6 @@ class ProcessRunner:
         self._thread = threading.Thread(
             target=self._run, name=f"ckpt-async-rank-{start.rank}-runner", daemon=True
         )
-
-    @property
-    def engine(self) -> EngineView | None:
-        return self._view if self._started.done() else None
 
     @property
     def is_alive(self) -> bool:
@@ -222,6 +220,7 @@ class ProcessRunner:
                     case ["started", int(generation)]:
                         has_worked = True
                         self._view.attach(channel)
+                        self.engine = self._view
                         if not self._started.done():
                             self._started.set_result(generation)
                     case ["refused", dict(fields)]:

@@ -8,7 +8,7 @@ import string
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
-from ckpt_async.core import keys, naming
+from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.launch import Placement
 from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.saver.timestamp import Timestamp
@@ -31,7 +31,9 @@ def used(template: str) -> frozenset[str]:
 
 
 def check(template: str, what: str, allowed: Iterable[str], *, run_name: str | None) -> None:
-    """Refuse a variable that is not in `allowed`, and `{run_name}` if the run has no name."""
+    """Refuse what is not text, a variable that is not in `allowed`, and `{run_name}` if the run has no name."""
+    if not isinstance(template, str):
+        raise SettingsError(f"{what}={arguments.shown(template)} must be text")
     known = tuple(allowed)
     for name in sorted(used(template)):
         if name not in known:

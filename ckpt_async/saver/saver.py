@@ -75,7 +75,8 @@ class CheckpointSaver:
         fixed_steps: Batches at which to save in addition.
         ephemeral_save_interval: Interval of checkpoints that are kept only until a newer one is committed.
         max_duration: Length of the run, for example `"10ep"`. The step that reaches it is saved.
-        saves_last: On `close`, save what the last `step` was called with, unless it was saved already.
+        saves_last: On `close`, save what the last `step` was called with, unless it was saved already. A function is
+            called then: what it returns should still be the state of that step.
         weights_only: Save only the model's part of the state.
         ignore_keys: Parts to leave out: globs over '/'-joined keys (`state/model/layer*.weights`), or a function that
             changes a copy of the state's containers.
@@ -92,7 +93,7 @@ class CheckpointSaver:
             of all ranks.
         blocking: Write inside `step`, as `torch.save` would, instead of from a copy beside training.
         save_signals: Signals that request a save at the next step, for example `(signal.SIGUSR1,)`.
-        save_on_exception: Save what the last `step` was called with if the `with` block ends with an exception.
+        save_on_exception: The same if the `with` block ends with an exception, perhaps in the middle of a step.
         on_saved, on_committed, on_failed: Called with a `SavedCheckpoint` (`on_failed` also with the error) when it is
             written and enqueued on this rank, when it is committed with all ranks, and when it is neither. They run on
             the trainer's thread at its next `step` or, with `hooks_at_once`, on one of the saver's threads.

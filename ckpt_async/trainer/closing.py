@@ -11,7 +11,8 @@ from ckpt_async.core import backlog
 from ckpt_async.core.failures import in_vain, not_sent, why_in_vain
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import CkptAsyncError
+from ckpt_async.core.units import named
+from ckpt_async.errors import CkptAsyncError, JournalError, UploadFailedError
 from ckpt_async.runners import EngineView
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
 
@@ -112,6 +113,22 @@ def log_what_is_left(local: Local) -> None:
             list(report.steps_left),
             report.num_shards_left,
             report.size_bytes_left,
+        )
+
+
+def note_what_is_left(engine: EngineHandle, *, is_cut_short: bool) -> None:
+    """Log what is left if `close` was interrupted; the next `close` raises it."""
+    if not is_cut_short:
+        return
+    try:
+        local = engine.view().fresh_local()
+    except JournalError:  # it is closed: only the very end of `close` was interrupted
+        return
+    log_what_is_left(local)
+    if left := [each.id.step for each in backlog.undecided(local) if each.sealed is not None]:
+        engine.cut_short = UploadFailedError(
+            f"`close` was interrupted before {named('step', left)} {'was' if len(left) == 1 else 'were'} committed",
+            hint="the next start on this node, `ckpt-async drain` or the sweeper will finish what is left",
         )
 
 

@@ -50,12 +50,13 @@ class EngineHandle:
         self._flushing: dict[object, float] = {}
         self._is_strict = start.settings.on_error == "raise"
         self.has_ended = False
+        self.cut_short: UploadFailedError | None = None  # what an interrupted `close` has left
         self.on_change: Callable[[], None] = lambda: None  # called on every change, too; must not block
         self.told: set[CheckpointId] = set()  # given-up checkpoints whose waiters have been told
         self._rank_lock = RankLock(folder, start.rank)
         with contextlib.ExitStack() as undo:
-            self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
             undo.callback(self._rank_lock.release)
+            self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
             self.journal = Journal(folder, start.rank)
             undo.callback(self.journal.close)
             self.runner = runner_of(start.settings.runner)(
@@ -100,6 +101,11 @@ class EngineHandle:
             while True:
                 found.append(view.failures.popleft())
         return to_raise(found, view.fresh_local(), view.failing, self.told)
+
+    def raise_cut_short(self, *, is_late_an_error: bool) -> None:
+        """Raise, in strict mode, what an interrupted `close` has left."""
+        if self.cut_short is not None and is_late_an_error and self._is_strict:
+            raise self.cut_short
 
     def check_alive(self) -> None:
         death = self.runner.death

@@ -368,14 +368,16 @@ class Uploader:
         Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), retrying
         failed uploads, and then up to `close_grace_s` for the other ranks, so that latest and local retention are
         done too. What is left on return is in the journal: the next start, `ckpt-async drain` or the sweeper
-        finishes it.
+        finishes it. Ctrl-C ends the waiting, and the uploader is closed all the same.
 
         In strict mode, raises what failed and, if called without `timeout_s`, UploadFailedError if this rank's part
-        is still not in the store. Also raises if this start committed nothing of what it sealed and never can,
-        after the other ranks had their time: FencedError if a newer start has begun, UploadFailedError if some
-        ranks never opened it. Both modes log this; ranks that are merely late cause a warning.
+        is still not in the store, or if Ctrl-C ended an earlier call and something is not committed. Also raises if
+        this start committed nothing of what it sealed and never can, after the other ranks had their time:
+        FencedError if a newer start has begun, UploadFailedError if some ranks never opened it. Both modes log
+        this; ranks that are merely late cause a warning.
         """
         if os.getpid() != self.pid or (self._is_closed and not self._is_half_closed):
+            self._engine.raise_cut_short(is_late_an_error=timeout_s is None)
             return
         deadline = deadline_in(self.settings.upload_timeout_s if timeout_s is None else timeout_s)
         self._record_dropped()
@@ -428,6 +430,7 @@ class Uploader:
                 self._undo_sigterm()
             self._engine.end(deadline)
             self._events.close()
+            closing.note_what_is_left(self._engine, is_cut_short=self._is_half_closed)
             return self._engine.take_failure()
 
     def _flush_at_the_end(self, budget_s: float) -> FlushReport:

@@ -50,6 +50,7 @@ from ckpt_async.local.durable import FsyncError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.journal_rows import KINDS, ROW_SHARDS
+from tests.ctrl_c import interrupted
 from tests.local import old_journals
 from tests.node import Node
 
@@ -646,6 +647,20 @@ def test_other_format_version_is_rejected(folder: Folder) -> None:
 
 
 # --- ownership and forks -------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_within_acquire_leaves_the_rank_free(folder: Folder) -> None:
+    """The lock stayed with a descriptor that nobody knew, so that this process locked itself out."""
+    for number in range(1, 200):
+        lock = RankLock(folder, 0)
+        error = interrupted(lock.acquire, number)
+        if error is not None:
+            assert not lock.is_held
+            lock.acquire()
+        lock.release()
+        if error is None:
+            break
+    assert number > 5
 
 
 def test_second_owner_is_rejected_and_the_first_is_named(folder: Folder) -> None:

@@ -48,6 +48,7 @@ from ckpt_async.runners import thread as thread_module
 from ckpt_async.saver import CheckpointSaver
 from ckpt_async.trainer.start import start_of
 from ckpt_async.transfer.budgets import MAX_SERIES
+from tests.ctrl_c import interrupted
 from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 from tests.faults.proxy import Fault, FaultProxy
@@ -376,6 +377,28 @@ def test_ctrl_c_ends_the_opening_of_a_store_that_does_not_respond(
         has_ended.set()
         assert interrupting.result()
     assert is_free(tmp_path / "folder")
+
+
+def test_ctrl_c_within_a_call_to_the_runner_keeps_no_lock(tmp_path: Path) -> None:
+    """That of a future stayed held: every later call, on any thread, waited for ever, `close` and the exit too."""
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/store", on_error="warn", **PROCESS) as uploader:
+
+        def call() -> None:
+            view = uploader._engine.view()
+            view.hurry(True)
+            view.put_newest_first(False)
+            view.fresh_local()
+            view.wake()
+
+        for number in range(1, 2_000):
+            error = interrupted(call, number)
+            calling = threading.Thread(target=call, daemon=True)
+            calling.start()
+            calling.join(PATIENCE_S)
+            assert not calling.is_alive(), f"point {number}"
+            if error is None:
+                break
+        assert number > 20
 
 
 def test_ctrl_c_before_the_engine_has_begun_is_not_waited_for(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.errors import InvalidNameError, NoUsableCheckpointError, SealedError
+from ckpt_async.errors import InvalidNameError, JournalError, NoUsableCheckpointError, SealedError
 from ckpt_async.local import sealed
 from ckpt_async.saver import CheckpointSaver
 from ckpt_async.saver.local_only import LocalOnly
@@ -300,6 +300,13 @@ def test_another_run_in_the_folder_keeps_its_checkpoints(tmp_path: Path) -> None
         "pre-ba1.pt",
         "pre-ba2.pt",
     ]
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    """The error named a file below it that no user knows."""
+    (tmp_path / "file").touch()
+    with pytest.raises(JournalError, match="file' is not a folder"):
+        CheckpointSaver(tmp_path / "file", None)
 
 
 def test_a_latest_that_points_to_nothing_is_no_fresh_start(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,11 +96,12 @@ def test_widths_are_taken_and_bounded() -> None:
         ({"filename": "{run_name}-{batch}.pt", "run_name": "a b"}, "not safe"),
         ({"filename": "../{batch}.pt"}, "not a name"),
         ({"filename": "{batch}-{rank!r}.pt"}, "template"),
+        ({"filename": Path("a.pt")}, "filename=PosixPath('a.pt') must be text"),
     ],
 )
-def test_a_name_that_cannot_be_filled_is_refused_at_once(where: dict[str, str], hint: str) -> None:
+def test_a_name_that_cannot_be_filled_is_refused_at_once(where: dict[str, Any], hint: str) -> None:
     with pytest.raises((InvalidNameError, SettingsError)) as caught:
-        files(**where)  # type: ignore[arg-type]
+        files(**where)
     assert hint in str(caught.value)
 
 

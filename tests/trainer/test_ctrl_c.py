@@ -17,11 +17,11 @@ import pytest
 from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.errors import JournalError
+from ckpt_async.errors import JournalError, UploadFailedError
 from ckpt_async.local.journal import Journal
 from ckpt_async.trainer import at_exit, handle
 from tests.ctrl_c import interrupted
-from tests.stores.misbehaving import Meddled
+from tests.stores.misbehaving import Meddled, Slow
 from tests.trainer.uploads import Open, decisions, save, wait_until, write
 
 PATIENCE_S = 5.0
@@ -231,7 +231,7 @@ def test_close_waits_no_longer_than_a_flush_may_take(opened: Open, monkeypatch: 
 def test_an_interrupted_close_lets_the_next_uploader_in(opened: Open, tmp_path: Path) -> None:
     """The folder stayed locked by this very process, and the next `close` did nothing."""
     for number in range(1, 2_000, 3):  # every third point: it takes long
-        with opened(Meddled(), tmp_path / f"{number}") as uploader:
+        with opened(Meddled(), tmp_path / f"{number}", on_error="warn") as uploader:
             save(uploader, 1)
             error = interrupted(uploader.close, number)
             assert error is None or type(error) is KeyboardInterrupt
@@ -243,6 +243,27 @@ def test_an_interrupted_close_lets_the_next_uploader_in(opened: Open, tmp_path: 
         if error is None:
             break
     assert number > 300
+
+
+def test_the_close_after_an_interrupted_one_says_what_is_not_committed(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It did nothing, without an error, as if the upload that Ctrl-C had ended was in the store."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    store = Slow()
+    told = pytest.raises(UploadFailedError, match="interrupted before step 1 was committed")
+    with told, opened(store) as uploader:  # which closes it again
+        save(uploader, 1)
+        assert store.has_come.wait(PATIENCE_S)
+        with monkeypatch.context() as patch:
+            patch.setattr("ckpt_async.trainer.closing.drain", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                uploader.close()
+        assert "closed_with_unfinished steps=[1]" in caplog.text
+        uploader.close(timeout_s=0)  # does not claim that all is there
 
 
 def test_a_file_whose_close_was_interrupted_is_whole(opened: Open) -> None:
