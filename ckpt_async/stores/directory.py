@@ -88,6 +88,9 @@ class DirectoryStore(WholeObjects):
     def moved(self) -> None:
         pass
 
+    def drop_idle(self) -> None:
+        pass
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Make the folder if it is missing and try one write, one hard link and one lock in it.
 

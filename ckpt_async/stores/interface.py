@@ -214,6 +214,10 @@ class Store(Protocol):
         """Return what has moved since `open`, or None if this store does not count: then concurrency is not tuned."""
         ...
 
+    def drop_idle(self) -> None:
+        """Close the connections that carry no request now. Does not block."""
+        ...
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect and probe: check that the bucket or folder exists and is writable, and find out the capabilities by
         writing, comparing and deleting small objects. Raises StoreError with a hint.

@@ -110,6 +110,9 @@ class MemoryStore:
     def moved(self) -> None:
         pass
 
+    def drop_idle(self) -> None:
+        pass
+
     async def open(self, *, is_read_only: bool = False) -> None:  # noqa: ARG002
         await asyncio.sleep(0)
 

@@ -180,9 +180,10 @@ class Lane:
             self._watched[progress] = _Moving(size_bytes)
         try:
             yield
-            self.concurrency = concurrency.answered(self.concurrency, progress.waited_s)
+            now_s = asyncio.get_running_loop().time()
+            self.concurrency = concurrency.answered(self.concurrency, progress.waited_s, now_s)
             if size_bytes:
-                took_s = asyncio.get_running_loop().time() - progress.began_s
+                took_s = now_s - progress.began_s
                 self._rates.append(size_bytes / max(took_s, 1e-6))
         finally:
             self._watched.pop(progress, None)
@@ -212,6 +213,9 @@ class Lane:
         self.concurrency = concurrency.throttled(
             self.concurrency, began_s=began_s, now_s=now_s, answers_s=answers_s
         )
+
+    def broke(self, began_s: float, now_s: float) -> None:
+        self.concurrency = concurrency.broke(self.concurrency, began_s=began_s, now_s=now_s)
 
     def _look(self) -> None:
         self._next_look = None

@@ -57,6 +57,10 @@ QUIET_OUTAGE_S = 5.0
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
 
+# After these, idle connections are closed: the store may take only so many, and the request that failed needs one; or
+# what broke one has broken the others.
+_CONNECTION_REASONS = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
+
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
 Got = Callable[[SmallGet, memoryview], None]
@@ -411,6 +415,8 @@ class PatientStore:
                     is_unanswered = error.reason is FailureReason.TIMEOUT and progress.waited_s > 0
                     if error.reason is FailureReason.THROTTLED or is_unanswered:
                         budgets.bulk.throttled(began, loop.time(), progress.waited_s)
+                    elif error.reason is FailureReason.TRANSIENT:
+                        budgets.bulk.broke(began, loop.time())
                     raise
 
     async def _persist(
@@ -491,6 +497,8 @@ class PatientStore:
         if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
             return  # an answer, not a failure; the caller decides what it means
         self._observer.attempt_failed(error.reason)
+        if error.reason in _CONNECTION_REASONS:
+            self._store.drop_idle()
         self._health.failed(error, asyncio.get_running_loop().time())
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Self
@@ -12,9 +13,11 @@ _RANGED = re.compile(rb"GET (\S+) HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?[Rr]ange: bytes
 
 
 class Relay:
-    """Relay between clients and a server, as a context manager; clients are given `url` instead of the server's URL."""
+    """Relay between clients and a server, as a context manager; clients are given `url` instead of the server's URL.
+    Connections beyond `most` at once are reset.
+    """
 
-    def __init__(self, upstream_url: str) -> None:
+    def __init__(self, upstream_url: str, most: int | None = None) -> None:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname, parts.port)
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -26,7 +29,8 @@ class Relay:
         self.ranges: list[tuple[str, int, int]] = []  # key, offset, size
         self.bytes_back = 0
         self._most_back: int | None = None
-        self.num_connections = 0
+        self.num_connections = self.num_reset = self._num_open = 0
+        self._most = most
 
     def __enter__(self) -> Self:
         self._accepting.start()
@@ -81,6 +85,14 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listening.accept()
+                with self._changed:
+                    if is_one_more := self._most is None or self._num_open < self._most:
+                        self._num_open += 1
+                if not is_one_more:
+                    self.num_reset += 1
+                    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    near.close()
+                    continue
                 thread = threading.Thread(target=self._carry, args=(near,), daemon=True)
                 self._carrying.append(thread)
                 thread.start()
@@ -96,6 +108,8 @@ class Relay:
             back.join()
             with self._changed:
                 self._ends -= {near, far}
+        with self._changed:
+            self._num_open -= 1
 
     def _pump(self, source: socket.socket, target: socket.socket, is_back: bool) -> None:
         told = b""

@@ -94,6 +94,9 @@ class FaultyStore:
     def capabilities(self) -> Capabilities:
         return PARTS
 
+    def drop_idle(self) -> None:
+        pass
+
     def moved(self) -> None:
         pass
 

@@ -27,6 +27,9 @@ class Meddled:
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
 
+    def drop_idle(self) -> None:
+        pass
+
     def moved(self) -> None:
         pass
 

@@ -95,6 +95,9 @@ class AzureStore:
     def moved(self) -> Moved | None:
         return self._session.pools.traffic.read()
 
+    def drop_idle(self) -> None:
+        self._session.pools.drop_idle()
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect, then find out what the store enforces (see `Probe`)."""
         is_conditional = False  # read-only: declare nothing that a writer would rely on

@@ -85,6 +85,9 @@ class FsspecStore(WholeObjects):
     def moved(self) -> None:
         pass
 
+    def drop_idle(self) -> None:
+        pass
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect. For writing, also make the folder if it is missing, and find out how the file system behaves by
         means of two small files, which are deleted again.

@@ -108,10 +108,14 @@ class Connections:
         """Close the idle connections now, and those in use when their requests end. Does not block."""
         with self._lock:
             self._is_closed = True
+        self.drop_idle()
+        self._threads.shutdown(wait=False)
+
+    def drop_idle(self) -> None:
+        with self._lock:
             idle, self._idle = self._idle, []
         for connection, _ in idle:
             connection.close()
-        self._threads.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[CancelToken], T]) -> T:
         """Return or raise what `work` does. If cancelled, break its connection, and return only once its thread has let

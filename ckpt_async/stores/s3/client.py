@@ -90,6 +90,9 @@ class S3Store:
     def moved(self) -> Moved | None:
         return self._session.pools.traffic.read()
 
+    def drop_idle(self) -> None:
+        self._session.pools.drop_idle()
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect, then find out what the store enforces (see `Probe`)."""
         await self._session.open()

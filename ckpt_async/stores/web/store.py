@@ -95,6 +95,10 @@ class WebStore(WholeObjects):
     def moved(self) -> Moved | None:
         return self._traffic.read()
 
+    def drop_idle(self) -> None:
+        if self._downloads is not None:
+            self._downloads.drop_idle()
+
     async def open(self, *, is_read_only: bool = False) -> None:
         """Check that the server answers, whatever the answer is. Raises SettingsError unless opened read-only."""
         if not is_read_only:
