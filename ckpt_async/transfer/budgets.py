@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason
 from ckpt_async.local.known_link import KnownLink
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
@@ -214,8 +215,14 @@ class Lane:
             self.concurrency, began_s=began_s, now_s=now_s, answers_s=answers_s
         )
 
-    def broke(self, began_s: float, now_s: float) -> None:
-        self.concurrency = concurrency.broke(self.concurrency, began_s=began_s, now_s=now_s)
+    def failed(self, reason: FailureReason, began_s: float, now_s: float, waited_s: float) -> None:
+        """Take note of a request that failed after it had `waited_s` for its answer."""
+        # The socket's own patience may be shorter than ours.
+        is_unanswered = reason is FailureReason.TIMEOUT and waited_s > 0
+        if reason is FailureReason.THROTTLED or is_unanswered:
+            self.throttled(began_s, now_s, waited_s)
+        elif reason is FailureReason.TRANSIENT:
+            self.concurrency = concurrency.broke(self.concurrency, began_s=began_s, now_s=now_s)
 
     def _look(self) -> None:
         self._next_look = None

@@ -411,12 +411,7 @@ class PatientStore:
                         raise TimeoutError(progress.how_far()) from None
                     num_slow += 1
                 except StoreError as error:
-                    # The socket's own patience may be shorter than ours.
-                    is_unanswered = error.reason is FailureReason.TIMEOUT and progress.waited_s > 0
-                    if error.reason is FailureReason.THROTTLED or is_unanswered:
-                        budgets.bulk.throttled(began, loop.time(), progress.waited_s)
-                    elif error.reason is FailureReason.TRANSIENT:
-                        budgets.bulk.broke(began, loop.time())
+                    budgets.bulk.failed(error.reason, began, loop.time(), progress.waited_s)
                     raise
 
     async def _persist(
