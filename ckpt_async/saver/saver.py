@@ -226,6 +226,7 @@ class CheckpointSaver:
         began_s = time.monotonic()
         self._asking.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
+        _refuse_part(state)
         self._schedule.check_counts(now, is_number=now is not timestamp)
         if not self._resuming.has_begun:
             self._resuming.begin(now)
@@ -412,3 +413,12 @@ class CheckpointSaver:
         except BaseException as error:
             self._is_closed = isinstance(error, Exception)  # after Ctrl-C, `close` can be called again
             raise
+
+
+def _refuse_part(state: State) -> None:
+    """Refuse a model, which is callable, too: as a function that returns the state, it would be called."""
+    if callable(state) and hasattr(state, "state_dict"):
+        raise SettingsError(
+            f"state={type(state).__name__} is a part of the state, not a function that returns it",
+            hint="pass `lambda: ckpt_async.torch.capture(model=model, optimizer=optimizer)`",
+        )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from ckpt_async.core import arguments
 from ckpt_async.errors import SettingsError, StateMismatchError
 from ckpt_async.torch import rng as generators
 from ckpt_async.torch.states import differences, load_into
@@ -50,6 +51,11 @@ def restore(
     StateMismatchError; without, the log names them and what fits is loaded. Names, keys and shapes are checked before
     anything is changed. With `rng`, a rank that saved no generators keeps its own.
     """
+    if not isinstance(state, Mapping):
+        raise StateMismatchError(
+            f"state={arguments.shown(state)} is not what `capture` returned",
+            hint="`load_latest` returns None where nothing was saved yet: a fresh start",
+        )
     wanted: list[tuple[str, Any, Any]] = []
     for name, part in parts.items():
         if name not in state:

@@ -603,3 +603,11 @@ def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open,
         with pytest.raises((SettingsError, ValueError, FormatError, TypeError)):
             open_saver(**wrong)
     assert not (tmp_path / "local").exists()
+
+
+def test_a_model_as_the_state_is_refused_before_a_save_is_due(open_saver: Open) -> None:
+    """It is callable, as is a function that returns the state."""
+    saver = open_saver(save_interval="100ba")
+    with pytest.raises(SettingsError, match=r"^state=Linear is a part of the state.*capture\(model=model"):
+        saver.step(torch.nn.Linear(1, 1), 1)
+    saver.step({"weights": torch.zeros(1)}, 1)

@@ -104,3 +104,10 @@ def test_what_does_not_fit_changes_nothing(caplog: pytest.LogCaptureFixture) -> 
     messages = [each.getMessage() for each in caplog.records]
     assert any(each.startswith("state_does_not_fit part=model") for each in messages)
     assert "part_not_in_state name=sampler; left as it is" in messages
+
+
+def test_no_state_is_said_to_be_none() -> None:
+    with pytest.raises(
+        StateMismatchError, match=r"^state=None is not what `capture` returned.*a fresh start"
+    ):
+        restore(None, model=torch.nn.Linear(1, 1))  # what `load_latest` returns before the first save
