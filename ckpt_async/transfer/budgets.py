@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FailureReason
 from ckpt_async.local.known_link import KnownLink
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
@@ -181,10 +180,9 @@ class Lane:
             self._watched[progress] = _Moving(size_bytes)
         try:
             yield
-            now_s = asyncio.get_running_loop().time()
-            self.concurrency = concurrency.answered(self.concurrency, progress.waited_s, now_s)
+            self.concurrency = concurrency.answered(self.concurrency, progress.waited_s)
             if size_bytes:
-                took_s = now_s - progress.began_s
+                took_s = asyncio.get_running_loop().time() - progress.began_s
                 self._rates.append(size_bytes / max(took_s, 1e-6))
         finally:
             self._watched.pop(progress, None)
@@ -214,15 +212,6 @@ class Lane:
         self.concurrency = concurrency.throttled(
             self.concurrency, began_s=began_s, now_s=now_s, answers_s=answers_s
         )
-
-    def failed(self, reason: FailureReason, began_s: float, now_s: float, waited_s: float) -> None:
-        """Take note of a request that failed after it had `waited_s` for its answer."""
-        # The socket's own patience may be shorter than ours.
-        is_unanswered = reason is FailureReason.TIMEOUT and waited_s > 0
-        if reason is FailureReason.THROTTLED or is_unanswered:
-            self.throttled(began_s, now_s, waited_s)
-        elif reason is FailureReason.TRANSIENT:
-            self.concurrency = concurrency.broke(self.concurrency, began_s=began_s, now_s=now_s)
 
     def _look(self) -> None:
         self._next_look = None

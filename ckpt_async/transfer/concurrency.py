@@ -3,10 +3,9 @@
 The number doubles while that pays in full, as in TCP's slow start, or becomes four times as large if each connection is
 slow. Then it is set to what the measured rate needs at the speed that a connection has when the link is not full. Now
 and then a step more is tried, because links change. On 503 SlowDown the number is halved, as in every S3 SDK's adaptive
-mode, and if many requests break while others are answered: a proxy may take only so many connections from one address.
-It is halved, too, if answers are so late that their requests were given up. Steps are then judged over as long as
-answers take: until then, bytes that a proxy has accepted but not forwarded pass for the rate of the link. A process
-begins with what the previous one has learned, if a first look at the rate confirms it.
+mode, and if answers are so late that their requests were given up. Steps are then judged over as long as answers take:
+until then, bytes that a proxy has accepted but not forwarded pass for the rate of the link. A process begins with what
+the previous one has learned, if a first look at the rate confirms it.
 
 The link belongs to the node: if several processes use it, the rate of all of them counts. Judged by its own rate, each
 process would grow for ever, because on a full link more connections get a larger share.
@@ -53,9 +52,6 @@ SLOW_AFTER_S = 1.0
 MOST_SLOW, FEW = 0.25, 3
 # This many times the connections that the rate needs, so that the link stays full between the requests of each.
 SLACK = 1.1
-# If more than this fraction of the last requests broke, while others were answered, there are too many connections. The
-# fraction is an average in which each request counts as much as TELLS: three breaks in a row suffice.
-MOST_BROKEN, TELLS = 0.25, 1 / 8
 # How long to wait for the next step after one that did not pay, or after a SlowDown; it doubles each time in a row, up
 # to the second value.
 REST_S, LONGEST_REST_S = 2.0, 60.0
@@ -80,8 +76,6 @@ class Concurrency:
     tries_at_s: float = 0.0
     rest_s: float = REST_S
     reduced_at_s: float = float("-inf")
-    answered_at_s: float = float("-inf")  # when a request last succeeded
-    broken: float = 0.0  # the fraction of requests that broke lately
     # How long answers take after the last byte, once requests were given up because of that; 0: that has not happened.
     answers_s: float = 0.0
     refused: tuple[int, float] | None = (
@@ -361,28 +355,16 @@ def throttled(state: Concurrency, *, began_s: float, now_s: float, answers_s: fl
         tries_at_s=now_s + REST_S,
         rest_s=min(LONGEST_REST_S, 2 * state.rest_s),
         reduced_at_s=now_s,
-        broken=0.0,
         refused=(state.limit, now_s + state.rest_s),
         answers_s=max(answers_s, state.answers_s),
     )
 
 
-def broke(state: Concurrency, *, began_s: float, now_s: float) -> Concurrency:
-    """Return the state after the connection of a request that began at `began_s` was refused or broken, or the store
-    has failed. In an outage, when none is answered, the limit stays: fewer connections would not help.
-    """
-    broken = state.broken + (1 - state.broken) * TELLS
-    if broken > MOST_BROKEN and state.answered_at_s > state.reduced_at_s:
-        return throttled(state, began_s=began_s, now_s=now_s)
-    return replace(state, broken=broken)
-
-
-def answered(state: Concurrency, waited_s: float, now_s: float) -> Concurrency:
+def answered(state: Concurrency, waited_s: float) -> Concurrency:
     """Return the state after a request was answered `waited_s` after its last byte had arrived.
 
     The time by which steps are judged shrinks gradually: of two requests, the smaller is answered sooner.
     """
-    state = replace(state, answered_at_s=now_s, broken=state.broken * (1 - TELLS))
     if not (state.answers_s and waited_s):
         return state
     return replace(state, answers_s=max(waited_s, state.answers_s / 2))

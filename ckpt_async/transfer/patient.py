@@ -57,10 +57,6 @@ QUIET_OUTAGE_S = 5.0
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
 
-# After these, idle connections are closed: the store may take only so many, and the request that failed needs one; or
-# what broke one has broken the others.
-_CONNECTION_REASONS = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
-
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
 Got = Callable[[SmallGet, memoryview], None]
@@ -411,7 +407,10 @@ class PatientStore:
                         raise TimeoutError(progress.how_far()) from None
                     num_slow += 1
                 except StoreError as error:
-                    budgets.bulk.failed(error.reason, began, loop.time(), progress.waited_s)
+                    # The socket's own patience may be shorter than ours.
+                    is_unanswered = error.reason is FailureReason.TIMEOUT and progress.waited_s > 0
+                    if error.reason is FailureReason.THROTTLED or is_unanswered:
+                        budgets.bulk.throttled(began, loop.time(), progress.waited_s)
                     raise
 
     async def _persist(
@@ -492,8 +491,7 @@ class PatientStore:
         if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
             return  # an answer, not a failure; the caller decides what it means
         self._observer.attempt_failed(error.reason)
-        if error.reason in _CONNECTION_REASONS:
-            self._store.drop_idle()
+        self._store.drop_idle()  # it may take only so many connections; or what broke one has broken the others
         self._health.failed(error, asyncio.get_running_loop().time())
 
 

@@ -13,7 +13,7 @@ NUM_CONNECTIONS = 4
 def test_a_proxy_that_takes_few_connections_is_served_by_few(
     s3_server: SeaweedServer, s3_url: str, tmp_path: Path
 ) -> None:
-    """Idle connections of small objects must not keep others from being made, and more are not tried for long."""
+    """Idle connections of small objects must not keep others from being made."""
     shards = {f"{number}.bin": content(1, str(number), 20_000) for number in range(100)}
     shards["large.bin"] = content(1, "large", 40 << 20)
     folder = tmp_path / "folder"

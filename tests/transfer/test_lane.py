@@ -290,33 +290,6 @@ def test_a_request_whose_piece_the_kernel_has_not_taken_yet_is_not_slow() -> Non
     run(main())
 
 
-def test_requests_that_break_beside_others_halve_the_concurrency() -> None:
-    """A server or a proxy may take fewer connections, and the idle ones may be among those."""
-
-    async def main() -> None:
-        store = PatientStore(MemoryStore(), Settings(num_concurrent_uploads=16, retry_initial_s=1.0))
-        num_dropped = 0
-
-        def drop_idle() -> None:
-            nonlocal num_dropped
-            num_dropped += 1
-
-        store._store.drop_idle = drop_idle
-        broken = set(range(1, 13))
-
-        async def attempt(number: int) -> None:
-            if number in broken:
-                broken.remove(number)
-                raise trouble(FailureReason.TRANSIENT)
-
-        await asyncio.gather(
-            *(store.bulk("put", 1, lambda *_, number=number: attempt(number)) for number in range(13))
-        )
-        assert (store.concurrency, num_dropped) == (8, 12)
-
-    run(main())
-
-
 def test_slow_down_halves_the_concurrency() -> None:
     """Sixteen requests throttled at the same time are one reason to slow down, not sixteen."""
 
