@@ -438,9 +438,8 @@ class RankLock:
             if is_trainer:
                 self._wanted.unlink(missing_ok=True)
             after_fork.add(self)
-        except (
-            BaseException
-        ):  # Ctrl-C, too: otherwise this process would hold the lock, and nobody could release it
+        except BaseException:
+            # Ctrl-C, too: otherwise this process would hold the lock, and nobody could release it.
             self._descriptor = None
             after_fork.discard(self)
             os.close(descriptor)

@@ -49,7 +49,7 @@ class CheckpointSaver:
                                 save_interval="500ba", num_checkpoints_to_keep=3)
         for batch, data in enumerate(loader, start=1):
             train(data)
-            saver.step(lambda: {"model": model.state_dict(), "batch": batch}, batch)
+            saver.step(lambda batch=batch: {"model": model.state_dict(), "batch": batch}, batch)
         saver.close()
 
     Every rank creates a saver with the same arguments and calls `step` after every training step. The first rank writes
