@@ -1,5 +1,6 @@
 """Ctrl-C at every point where CPython delivers signals, one after the other."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,6 +18,7 @@ def interrupted(call: Callable[[], object], at: int) -> BaseException | None:
         if num_points == at:
             raise KeyboardInterrupt
 
+    gc.disable()  # finalizers of what earlier tests have left would get the interrupt, in which it is ignored
     try:
         sys.setprofile(on_event)
         call()
@@ -29,4 +31,5 @@ def interrupted(call: Callable[[], object], at: int) -> BaseException | None:
         return error
     finally:
         sys.setprofile(None)
+        gc.enable()
     return KeyboardInterrupt("ignored, as in a finalizer") if num_points >= at else None
