@@ -310,5 +310,10 @@ def sealed_rank(run: str, rank: int) -> str:
     return f"{sealed_run(run)}/rank-{rank:05d}"
 
 
+def sealed_lock(run: str, rank: int) -> str:
+    """Return the name of the lock of a rank that saves without a remote, relative to `.ckpt_async`."""
+    return f"{sealed_run(run)}/lock-{rank:05d}"
+
+
 def sealed_manifest(run: str, checkpoint: CheckpointId, rank: int) -> str:
     return f"{sealed_rank(run, rank)}/{checkpoint_tag(checkpoint)}.json"

@@ -377,10 +377,12 @@ class Journal:
 class RankLock:
     """The right to run an engine for one rank of a folder: an flock, which the kernel releases however its holder
     dies. The file is never replaced, since otherwise two holders could each lock their own file.
+
+    `run`: the right to save for one rank of a run without a remote, beside other runs in the folder.
     """
 
-    def __init__(self, folder: Folder, rank: int) -> None:
-        self._path = folder.private / keys.lock_name(rank)
+    def __init__(self, folder: Folder, rank: int, *, run: str | None = None) -> None:
+        self.path = folder.private / (keys.lock_name(rank) if run is None else keys.sealed_lock(run, rank))
         self._place = f"folder {str(folder.path)!r}" + (f", kind {folder.kind!r}," if folder.kind else "")
         self.rank = rank
         self._descriptor: int | None = None
@@ -397,6 +399,14 @@ class RankLock:
         after_fork.add(lock)
         return lock
 
+    def share(self, other: RankLock) -> bool:
+        """Hold what another one of this process holds, until both have released it; False if it holds nothing."""
+        if other._descriptor is None:
+            return False
+        self._descriptor = os.dup(other._descriptor)
+        after_fork.add(self)
+        return True
+
     @property
     def descriptor(self) -> int:
         """The descriptor to send to a process that shall hold the lock too."""
@@ -409,7 +419,7 @@ class RankLock:
 
     @property
     def _wanted(self) -> Path:
-        return self._path.with_suffix(".wanted")
+        return self.path.with_suffix(".wanted")
 
     def is_wanted(self) -> bool:
         """Return whether a trainer is waiting for this lock now: a process that has only adopted the journal then
@@ -430,7 +440,7 @@ class RankLock:
 
         Raises FolderInUseError, which names the holder.
         """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._wait_for(descriptor, time.monotonic() + wait_s, is_trainer=is_trainer)
             self._descriptor = descriptor
@@ -459,7 +469,7 @@ class RankLock:
                     holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
                     raise FolderInUseError(
                         f"rank {self.rank} of {self._place} is in use by {holder}",
-                        hint="only one uploader per rank and folder (and kind) is allowed: stop the other one"
+                        hint="only one process at a time may save there for a rank (and kind): stop the other one"
                         " or use another folder",
                     ) from None
                 time.sleep(0.05)

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckpt_async.errors import CommitTimeoutError, InvalidNameError, SealedError,
 from ckpt_async.local import sealed
 from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
 from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import RankLock
 from ckpt_async.local.links import identity_of
 from ckpt_async.local.sealed import Note
 from ckpt_async.local.settings_file import load_settings
@@ -26,6 +28,9 @@ from ckpt_async.trainer.checkpoints import metric_values
 from ckpt_async.trainer.closing import FlushReport
 
 logger = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 15.0  # how long a predecessor may take to end
+_locks: weakref.WeakSet[RankLock] = weakref.WeakSet()  # those that savers of this process hold
 
 
 class LocalOnly:
@@ -79,8 +84,26 @@ class LocalOnly:
         self.generation = max((each.generation for each in self._earlier), default=0) + 1
         self.launch = uuid.uuid4().hex
         self.has_joined = False
+        self._lock = RankLock(self._folder, self.rank, run=run)
         with contextlib.suppress(OSError):  # a full disk: notes will fail, too
             sealed.begin(self._folder, run, self.rank)
+
+    def lock(self) -> None:
+        """From now on, until `close`, no other process may save for this rank of the run here.
+
+        Raises FolderInUseError, which names the other one, if it has not ended within 15 s. Savers of this process
+        share the lock: nobody may have closed the one before, in a notebook for example.
+        """
+        if self._lock.is_held:
+            return
+        try:
+            same = [each for each in list(_locks) if each.path == self._lock.path]
+            if not any(self._lock.share(each) for each in same):
+                self._lock.acquire(wait_s=LOCK_WAIT_S)
+            _locks.add(self._lock)
+        except OSError as error:  # a full disk: saving fails by itself, or not
+            told = "not_locked folder=%s error=%s; nothing stops another launch from saving here at the same time"
+            logger.warning(told, self.folder, error)
 
     def join(self, generation: int, launch: str) -> None:
         """From now on this rank counts and notes what it seals as all ranks of this launch do."""
@@ -212,8 +235,9 @@ class LocalOnly:
     def flush(self, timeout_s: float) -> FlushReport:  # noqa: ARG002  nothing is ever under way
         return FlushReport(True, 0, 0, 0, ())
 
-    def close(self, timeout_s: float | None = None) -> None:
-        """Do nothing: nothing is open."""
+    def close(self, timeout_s: float | None = None) -> None:  # noqa: ARG002  nothing is ever under way
+        """Let others save here."""
+        self._lock.release()
 
 
 def _candidate(checkpoint: Sealed) -> Candidate:

@@ -92,9 +92,11 @@ class Resuming:
         """Called at the first step, before anything is saved.
 
         Refuses to save again what an earlier launch has saved without a remote, unless this one goes on from there:
-        nothing else would be left of it. Raises CheckpointConflictError, if possible on all ranks.
+        nothing else would be left of it. Raises CheckpointConflictError, if possible on all ranks. Without a remote, it
+        raises FolderInUseError on the ranks for which another process is saving here.
         """
-        is_local = isinstance(self._uploader, LocalOnly)
+        if is_local := isinstance(self._uploader, LocalOnly):
+            self._uploader.lock()  # not earlier: a saver that only loads may be opened beside another one
         if is_local and self._uploader.world_size > 1 and not self._earlier.is_told and not is_alone():
             self._agree(ckpt.own_group())  # the default group may be unable to move CPU tensors
         if not self._may_replace:

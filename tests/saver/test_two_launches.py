@@ -1,0 +1,123 @@
+"""Without a remote, two launches must not save to one folder at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async.errors import FolderInUseError
+from ckpt_async.saver import CheckpointSaver, local_only
+
+OPTIONS: dict[str, Any] = {"remote": None, "save_interval": "1ba", "num_checkpoints_to_keep": 2}
+OTHER = """
+import sys
+from ckpt_async.saver import CheckpointSaver
+saver = CheckpointSaver(sys.argv[1], None, save_interval="1ba", num_checkpoints_to_keep=2, blocking=True)
+state = saver.load_latest()
+saver.step({"who": "other"}, 1 if state is None else 100)
+print("saved", flush=True)
+if input() == "close":
+    saver.close()
+    print("closed", flush=True)
+    input()
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_only, "LOCK_WAIT_S", 0.0)
+
+
+@contextlib.contextmanager
+def other_launch(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", OTHER, str(folder)]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "saved\n"
+            yield other
+        finally:
+            other.kill()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in folder.glob("ep*.pt")}
+
+
+def test_the_second_launch_is_refused_and_changes_nothing_until_the_first_is_killed(tmp_path: Path) -> None:
+    with other_launch(tmp_path) as other:
+        before = files(tmp_path)
+        assert before
+        with CheckpointSaver(tmp_path, **OPTIONS) as saver:
+            assert saver.load_latest() == {"who": "other"}  # loading is no conflict
+            for _ in range(2):
+                with pytest.raises(FolderInUseError, match=f"rank 0 .* in use by process {other.pid}"):
+                    saver.step({"who": "me"}, 2)
+            assert files(tmp_path) == before
+            other.kill()
+            other.wait()
+            saver.step({"who": "me"}, 2)
+    assert sorted(files(tmp_path)) == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt"]
+
+
+def test_a_closed_saver_lets_other_processes_save(tmp_path: Path) -> None:
+    with CheckpointSaver(tmp_path, **OPTIONS) as saver:
+        saver.step({"who": "me"}, 1)
+    with other_launch(tmp_path) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdin.write("close\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "closed\n"
+        with CheckpointSaver(tmp_path, **OPTIONS) as saver:
+            saver.load_latest()
+            saver.step({"who": "me"}, 101)
+    assert sorted(files(tmp_path)) == ["ep0-ba100-rank0.pt", "ep0-ba101-rank0.pt"]
+
+
+def test_other_runs_ranks_and_kinds_in_the_folder_are_not_locked(tmp_path: Path) -> None:
+    with other_launch(tmp_path):
+        others: list[dict[str, Any]] = [
+            {"filename": "mine-ba{batch}.pt", "latest_filename": "mine"},
+            {"rank": 1, "world_size": 2},
+            {"kind": "weights", "latest_filename": "weights"},
+        ]
+        for more in others:
+            with CheckpointSaver(tmp_path, **OPTIONS | more) as saver:
+                saver.step({"who": "me"}, 1)
+
+
+def test_savers_of_one_process_share_the_lock_until_all_are_closed(tmp_path: Path) -> None:
+    """In a notebook, nobody has closed the one before."""
+    first, second = (CheckpointSaver(tmp_path, **OPTIONS, overwrite=True) for _ in range(2))
+    first.step({"who": "first"}, 1)
+    second.step({"who": "second"}, 2)
+    first.close()
+    impatient = f"import ckpt_async.saver.local_only as it; it.LOCK_WAIT_S = 0\n{OTHER}"
+    command = [sys.executable, "-c", impatient, str(tmp_path)]
+    refused = subprocess.run(command, text=True, input="\n", capture_output=True, check=False)
+    assert f"FolderInUseError: rank 0 of folder {str(tmp_path)!r} is in use by process {os.getpid()}" in (
+        refused.stderr
+    )
+    second.close()
+    with other_launch(tmp_path):
+        pass
+
+
+def test_where_no_lock_file_can_be_created_checkpoints_are_saved_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a full disk, for example."""
+    with CheckpointSaver(tmp_path, **OPTIONS) as saver:
+        (run,) = (tmp_path / ".ckpt_async" / "sealed").iterdir()
+        (run / "lock-00000").mkdir()
+        saver.step({"who": "me"}, 1)
+    assert "not_locked" in caplog.text
+    assert list(files(tmp_path)) == ["ep0-ba1-rank0.pt"]
