@@ -13,6 +13,7 @@ from ckpt_async.local.durable import FsyncError, fsync_path
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard_unlocked
 from ckpt_async.restore.sources import has_size
+from ckpt_async.restore.unfinished import Unfinished
 
 # Below the destination, so on the same file system: finished files are renamed into place.
 PARTIAL_FOLDER = ".ckpt_async-partial"
@@ -31,7 +32,10 @@ class Destination:
         self._is_verified, self._may_overwrite = is_verified, may_overwrite
         self._partials = self.path / PARTIAL_FOLDER
         self._new: list[Path] = []
-        self._published: list[Path] = []
+        of = (
+            f"{checkpoint.remote} generation {checkpoint.generation} step {checkpoint.step} {checkpoint.name}"
+        )
+        self._unfinished = Unfinished(self._partials, of)
         self._made: set[str] = set()  # below the destination
         self._targets: dict[str, Path] = {}
         self._partial_paths: dict[str, Path] = {}
@@ -42,6 +46,7 @@ class Destination:
             self._partials.mkdir(parents=True, exist_ok=True)
             if self._partials.is_symlink():
                 raise DestinationError(f"{str(self._partials)!r} is a symbolic link")
+            self._unfinished.take_over()
         except OSError as error:
             raise DestinationError(f"cannot write to {str(self.path)!r}: {error.strerror}") from error
 
@@ -119,11 +124,15 @@ class Destination:
         target.parent.mkdir(parents=True, exist_ok=True)
         self._made.add(folder)
 
+    def begin(self, partial: PartialFile, file: RemoteFile) -> bool:
+        """Return whether the file is to be fetched: another process may just have finished it."""
+        if self.is_there(file):
+            return False
+        self._unfinished.add(file.name, self.partial_path(file), partial.facts)
+        return True
+
     def publish(self, partial: PartialFile, file: RemoteFile) -> None:
-        target = self.target(file)
-        partial.publish(target)
-        # Noted here, in the thread, because a cancelled caller would not get to it.
-        self._published.append(target)
+        partial.publish(self.target(file))
 
     def sync(self, files: list[RemoteFile]) -> None:
         """Make the names durable, including those of new folders, and of files that another process has published
@@ -143,15 +152,22 @@ class Destination:
             raise DestinationError(f"{error.filename}: {error.strerror}") from error
 
     def take_back(self, files: list[RemoteFile]) -> None:
-        """Remove the published and partial files: a checkpoint that cannot be fetched must leave nothing that could
-        be taken for part of another one.
+        """Remove the published and partial files, and those of unfinished fetches before: a checkpoint that cannot be
+        fetched must leave nothing that could be taken for part of another one.
         """
         for file in files:
             discard_unlocked(self.partial_path(file))
-        for target in self._published:
-            target.unlink(missing_ok=True)
-        self.tidy()
+        self._unfinished.remove_all()
+        self._tidy()
 
-    def tidy(self) -> None:
+    def finish(self) -> None:
+        """Everything is there and durable."""
+        self._unfinished.finish()
+        self._tidy()
+
+    def close(self) -> None:
+        self._unfinished.close()
+
+    def _tidy(self) -> None:
         with contextlib.suppress(OSError):
             self._partials.rmdir()  # fails if it is not empty: another process is fetching

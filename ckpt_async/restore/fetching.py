@@ -260,9 +260,14 @@ class _Fetching:
 
     async def run(self, files: list[RemoteFile]) -> FetchReport:
         began = time.monotonic()
-        destination = self._destination
+        with contextlib.closing(self._destination) as destination:
+            await self._run(files, destination)
+        paths = {file.name: destination.target(file) for file in files}
+        return FetchReport(paths, dict(self._bytes_from), time.monotonic() - began)
+
+    async def _run(self, files: list[RemoteFile], destination: Destination) -> None:
         self._total_bytes = sum(file.size_bytes for file in files)
-        destination.make()
+        await in_thread(destination.make)
         taken = await in_thread(lambda: [file for file in files if destination.is_taken(file)])
         there = await all_or_none(self._was_there(file) for file in taken)
         done = {file.name for file, is_there in zip(taken, there, strict=True) if is_there}
@@ -276,9 +281,7 @@ class _Fetching:
                 destination.take_back(left)
                 raise
         await in_thread(destination.sync, files)
-        destination.tidy()
-        paths = {file.name: destination.target(file) for file in files}
-        return FetchReport(paths, dict(self._bytes_from), time.monotonic() - began)
+        destination.finish()
 
     async def _was_there(self, file: RemoteFile) -> bool:
         async with self._at_once:
@@ -340,7 +343,7 @@ class _Fetching:
 
     def _prepare(self, partial: PartialFile, file: RemoteFile) -> int | None:
         """Return how many bytes an earlier fetch has left; None if another process has finished the file first."""
-        return None if self._destination.is_there(file) else partial.prepare()
+        return partial.prepare() if self._destination.begin(partial, file) else None
 
     async def _fill(
         self, partial: PartialFile, file: RemoteFile, lease: HeldLease, got: Counter[str]

@@ -58,6 +58,10 @@ class PartialFile:
         return sum(self._sizes[offset] for offset in self._whole)
 
     @property
+    def facts(self) -> os.stat_result:
+        return os.fstat(self._descriptor)
+
+    @property
     def is_empty(self) -> bool:
         """Whether the file has no complete range yet."""
         return not self._whole

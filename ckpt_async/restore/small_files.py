@@ -178,7 +178,7 @@ class _Series:
         self._destination.make_parent(file)
         path = self._destination.partial_path(file)
         partial = self._held.enter_context(locked_now(path, file.size_bytes, file.checksum.algorithm))
-        return None if partial is None or self._destination.is_there(file) else partial
+        return partial if partial is not None and self._destination.begin(partial, file) else None
 
     def _publish(self, file: RemoteFile, partial: PartialFile, held: contextlib.ExitStack) -> None:
         try:

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt_async import restore
 from ckpt_async.core import keys
 from ckpt_async.restore import partial, session
+from ckpt_async.restore.destination import Destination
 from ckpt_async.stores.directory import DirectoryStore
 
 _CONTEXT = get_context("forkserver")
@@ -95,6 +96,22 @@ def fetches_by_pieces(
     DirectoryStore.get_range = counted  # type: ignore[method-assign]
     report = restore.fetch(checkpoint, destination)
     pipe.send(dict(report.bytes_from))
+
+
+def fetches_a_few_files(pipe: Connection, checkpoint: Any, there: str, num_files: int) -> None:
+    """Fetch, and die by SIGKILL when that many files are in their place and one more is about to be."""
+    publish, lock, left = Destination.publish, threading.Lock(), num_files
+
+    def counted(self: Destination, *arguments: Any) -> None:
+        nonlocal left
+        with lock:  # one at a time
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            publish(self, *arguments)
+
+    Destination.publish = counted  # type: ignore[method-assign]
+    restore.fetch(checkpoint, there)
 
 
 def measures(pipe: Connection, checkpoint: Any, small: Any, destination: str) -> None:
