@@ -158,16 +158,12 @@ class Destination:
         for file in files:
             discard_unlocked(self.partial_path(file))
         self._unfinished.remove_all()
-        self._tidy()
 
     def finish(self) -> None:
         """Everything is there and durable."""
         self._unfinished.finish()
-        self._tidy()
 
     def close(self) -> None:
         self._unfinished.close()
-
-    def _tidy(self) -> None:
         with contextlib.suppress(OSError):
             self._partials.rmdir()  # fails if it is not empty: another process is fetching

@@ -82,7 +82,9 @@ class Unfinished:
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the record. Unless the call has finished, a later one takes it over."""
+        """Let go of the record. If the call has not finished, but has left something, a later one takes it over."""
+        if not any(self._is_here(each) for each in self._brought):
+            self.finish()
         with self._lock:
             if self._descriptor is not None:
                 descriptor, self._descriptor = self._descriptor, None
@@ -109,10 +111,20 @@ class Unfinished:
                 discard_unlocked(self._folder / check_relative(file.partial, "file"))
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, CkptAsyncError):
                 target = self._destination / check_relative(file.name, "file")
-                facts = os.lstat(target)
                 is_below = Path(os.path.realpath(target.parent)) == target.parent
-                if is_below and (facts.st_dev, facts.st_ino) == (file.device, file.inode):
-                    target.unlink()  # otherwise somebody has put another one in its place
+                if is_below and _is_at(target, file):  # otherwise somebody has put another one in its place
+                    target.unlink()
+
+    def _is_here(self, file: _Brought) -> bool:
+        return _is_at(self._folder / file.partial, file) or _is_at(self._destination / file.name, file)
+
+
+def _is_at(path: Path, file: _Brought) -> bool:
+    try:
+        facts = os.lstat(path)
+    except OSError:
+        return False
+    return (facts.st_dev, facts.st_ino) == (file.device, file.inode)
 
 
 @contextlib.contextmanager

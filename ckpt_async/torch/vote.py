@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable
@@ -31,6 +32,10 @@ class Vote:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._group: Any = own_group()
+        if self._group is not None:
+            # Never destroyed: that would wait, up to the group's timeout, for the ranks that have not answered yet.
+            # A rank that raises has left, and the others may be waiting for it in training's own collectives.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._clock = clock
         self._wish = 0
         self._work: Any = None

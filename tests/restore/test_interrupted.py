@@ -153,7 +153,8 @@ def test_a_wrong_progress_record_is_not_trusted(
     monkeypatch.setattr(partial.PartialFile, "publish", fail)
     with pytest.raises(restore.DestinationError):
         restore.fetch(checkpoint, there)
-    (path,) = [each for each in (there / PARTIAL_FOLDER).iterdir() if each.suffix != ".ranges"]
+    (ranges,) = (there / PARTIAL_FOLDER).glob("*.ranges")
+    path = ranges.with_suffix("")
     data = bytearray(path.read_bytes())
     assert data == files[0]["a.pt"]
     data[1500] ^= 1

@@ -123,7 +123,7 @@ class SimulatedLock(RankLock):
     wanted: "set[Path]" = set()  # noqa: RUF012  replaced by every world
 
     def is_wanted(self) -> bool:
-        return self._path in self.wanted
+        return self.path in self.wanted
 
     async def wait(self) -> None:
         try:
@@ -131,10 +131,10 @@ class SimulatedLock(RankLock):
                 with contextlib.suppress(FolderInUseError):
                     await asyncio.to_thread(self.acquire)
                     return
-                self.wanted.add(self._path)
+                self.wanted.add(self.path)
                 await asyncio.sleep(1.0)
         finally:
-            self.wanted.discard(self._path)
+            self.wanted.discard(self.path)
 
 
 class Simulation(World):
