@@ -16,7 +16,8 @@ from ckpt_async.saver import CheckpointSaver
 
 folder, rank, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-with CheckpointSaver(f"{folder}/local", None, save_interval="100ba", saves_last=False) as saver:
+ranks = {"rank": rank, "world_size": 2}
+with CheckpointSaver(f"{folder}/local", None, save_interval="100ba", saves_last=False, **ranks) as saver:
     for batch in (1, 2, 3):
         if batch == 3:
             if rank == 0:
