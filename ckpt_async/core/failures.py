@@ -100,12 +100,12 @@ def in_vain(local: Local) -> list[int]:
 
 
 def why_in_vain(
-    local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int]
+    local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int] | None
 ) -> CkptAsyncError | None:
-    """Return what to raise at the end of a start that sealed `steps` but committed nothing and never will.
+    """Return what to raise at the end of a start that sealed `steps` but committed nothing and may never do so.
 
-    It never will if a newer start has begun, or if some ranks never opened its generation. Returns None if the other
-    ranks may just be late.
+    It never will if a newer start has begun, or if some ranks never opened its generation (`absent_ranks`; None: the
+    store has not said which). Returns None if the other ranks may just be late.
     """
     nothing = (
         f"nothing of generation {local.generation} was committed, although this rank sealed"
@@ -116,6 +116,12 @@ def why_in_vain(
             f"{nothing}: generation {fenced_by} of this run has started",
             hint="if you did not restart the run, other ranks of this start have moved to that generation,"
             " because they saw no sign of life from this one; restart all ranks",
+        )
+    if absent_ranks is None:
+        return UploadFailedError(
+            f"{nothing}, and the store did not answer in time which ranks opened it",
+            hint="the log says why; the next start on this node, `ckpt-async drain` or the sweeper will commit what"
+            " all ranks have sealed",
         )
     if absent_ranks:
         return UploadFailedError(

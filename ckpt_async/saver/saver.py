@@ -29,6 +29,7 @@ from ckpt_async.saver.schedule import Due, Interval, Past
 from ckpt_async.saver.signals import on_signals, watch
 from ckpt_async.saver.timestamp import Event, Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint
+from ckpt_async.torch.agreement import rank_and_world_size
 from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
 
@@ -136,9 +137,10 @@ class CheckpointSaver:
         hooks_at_once: bool = False,
         **uploader: Any,
     ) -> None:
-        ranks = launch.rank_and_world_size(os.environ, uploader.get("rank"), uploader.get("world_size"))
+        ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
         rank, world_size = ranks
         arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters)
+        uploader |= {"rank": rank, "world_size": world_size}
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
         what = What.of(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)

@@ -42,6 +42,16 @@ def own_rank() -> int:
         return 0
 
 
+def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: those given, else the launcher's, else torch.distributed's (as with `mp.spawn`).
+
+    Raises SettingsError, as `launch.rank_and_world_size` does.
+    """
+    if rank is None and world_size is None and not os.environ.get("RANK") and not is_alone():
+        return dist.get_rank(), dist.get_world_size()
+    return launch.rank_and_world_size(os.environ, rank, world_size)
+
+
 def agree(value: object, *, what: str, group: dist.ProcessGroup | None = None) -> None:
     """Return if all ranks have an equal `value`; otherwise raise RanksDisagreeError on all of them.
 

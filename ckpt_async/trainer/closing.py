@@ -19,7 +19,7 @@ from ckpt_async.trainer.handle import EngineHandle, deadline_in
 logger = logging.getLogger(__name__)
 
 # How long a start that has committed nothing waits, at its end, for the store to say which ranks opened it.
-MEMBERS_TIMEOUT_S = 10.0
+MEMBERS_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncE
 
     engine.hurried(look)
     view = engine.view()
-    error = why_in_vain(view.fresh_local(), steps, view.fenced_by, view.absent_ranks or ())
+    error = why_in_vain(view.fresh_local(), steps, view.fenced_by, view.absent_ranks)
     if error is not None:
         logger.error("closed_in_vain error=%s", error)
     return error

@@ -1,5 +1,6 @@
 """The uploader in this process, over stores that misbehave on purpose."""
 
+import asyncio
 import json
 import logging
 import os
@@ -298,6 +299,24 @@ def test_wait_names_what_is_missing(opened: Open) -> None:
             uploader.wait(1, timeout_s=0.05)
         with pytest.raises(TimeoutError):  # for callers that do not know this package's errors
             uploader.wait(1, timeout_s=0.01)
+
+
+def test_a_store_that_does_not_say_who_is_absent_is_no_success(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` took it for "nobody", so that a job without a single checkpoint exited with 0."""
+
+    class Silent(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if operation == "list" and "members" in key and not is_open:
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr(closing, "MEMBERS_TIMEOUT_S", 0.1)
+    is_open = True
+    unknown = pytest.raises(UploadFailedError, match="the store did not answer in time which ranks opened it")
+    with unknown, opened(Silent(), rank=0, world_size=2, generation=1) as uploader:
+        save(uploader, 1)
+        is_open = False
 
 
 def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close(
