@@ -88,9 +88,9 @@ class CheckpointSaver:
         is_writer: Whether this rank writes a file (or, if sharded, a part) of its own. Default: only the first rank, or
             all ranks if `sharded` or `deepspeed`. Under HSDP: whether this rank belongs to the first replica.
         deepspeed: Every rank writes an archive of its own; `.tar` is added to a `filename` without an archive suffix.
-        sharded: Save with torch.distributed.checkpoint into a folder; all ranks of `process_group` take part.
-        process_group: Group for the sharded save; its collectives run beside those of training. Default: a gloo group
-            of all ranks.
+        sharded: Save with torch.distributed.checkpoint into a folder; all ranks with `is_writer` take part.
+        process_group: Group of the ranks that write, if sharded. It is only compared with `is_writer`: the saver makes
+            a gloo group of its own of these ranks, because a save runs beside training.
         blocking: Write inside `step`, as `torch.save` would, instead of from a copy beside training.
         save_signals: Signals that request a save at the next step, for example `(signal.SIGUSR1,)`.
         save_on_exception: The same if the `with` block ends with an exception, perhaps in the middle of a step.
