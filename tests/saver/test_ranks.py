@@ -100,12 +100,11 @@ def test_the_other_ranks_learn_which_rank_has_failed(saved: Saved) -> None:
 def test_under_hsdp_the_first_replica_writes_and_all_load(tmp_path: Path) -> None:
     """The writers waited in a collective of all ranks, in which the other ranks, which only seal, took no part."""
     run_ranks(SCRIPT.with_name("hsdp_ranks.py"), 4, tmp_path, timeout_s=90)
-    for scenario, num_writers in {
-        **{"first_replica": 2, "blocking": 2, "second_replica": 2, "group_of_training": 2, "all": 4}
-    }.items():
+    num_writers = {"first_replica": 2, "blocking": 2, "second_replica": 2, "group_of_training": 2, "all": 4}
+    for scenario, count in num_writers.items():
         found = restore.find(f"file://{tmp_path}/{scenario}/remote")
         assert found is not None
         assert found.id.step == 4
-        parts = {f"__{rank}_0.distcp" for rank in range(num_writers)}
+        parts = {f"__{rank}_0.distcp" for rank in range(count)}
         assert found.files.keys() == {".metadata", *parts}, scenario
     assert (tmp_path / "no_remote/local/ep0-ba4/.metadata").exists()
