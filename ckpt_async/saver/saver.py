@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -89,9 +90,9 @@ class CheckpointSaver:
         is_writer: Whether this rank writes a file (or, if sharded, a part) of its own. Default: only the first rank, or
             all ranks if `sharded` or `deepspeed`. Under HSDP: whether this rank belongs to the first replica.
         deepspeed: Every rank writes an archive of its own; `.tar` is added to a `filename` without an archive suffix.
-        sharded: Save with torch.distributed.checkpoint into a folder; all ranks of `process_group` take part.
-        process_group: Group for the sharded save; its collectives run beside those of training. Default: a gloo group
-            of all ranks.
+        sharded: Save with torch.distributed.checkpoint into a folder; all ranks with `is_writer` take part.
+        process_group: Group of the ranks that write, if sharded. It is only compared with `is_writer`: the saver makes
+            a gloo group of its own of these ranks, because a save runs beside training.
         blocking: Write inside `step`, as `torch.save` would, instead of from a copy beside training.
         save_signals: Signals that request a save at the next step, for example `(signal.SIGUSR1,)`.
         save_on_exception: The same if the `with` block ends with an exception, perhaps in the middle of a step.
@@ -152,6 +153,7 @@ class CheckpointSaver:
             kind,
             has_several_writers=(bool(is_writer) or deepspeed) and world_size > 1 and not sharded,
         )
+        self._pid = os.getpid()
         self._past = Past(decided=None if resume_from is None else Timestamp.of(resume_from))
         self._hooks = Hooks.of(on_saved, on_committed, on_failed, hooks_at_once)
         check(files, what, schedule, self._past.decided)
@@ -182,7 +184,8 @@ class CheckpointSaver:
         self._metrics.saver_opened()
         self._seen: tuple[State, Timestamp] | None = None
         self._is_closed = False
-        self._restore_signals = on_signals(save_signals, self.save_now)
+        # Not `save_now`: a forked child, which inherits the handlers, must not raise when a signal arrives.
+        self._restore_signals = on_signals(save_signals, partial(self._asking.ask, Due.YES))
         self.uploader.before_sigterm_flush = self._save_before_flush
         self.uploader.before_exit = self._saving.wait  # snapshots taken are written even without `close`
         self._stop_watching = watch(self._saving.settle, WATCH_S) if self._hooks.is_at_once else None
@@ -225,6 +228,7 @@ class CheckpointSaver:
         SaveFailedError (in strict mode) and whatever `Uploader.enqueue` raises for failures since the last call;
         FencedError; and whatever `state` raises.
         """
+        self._check_process()
         began_s = time.monotonic()
         self._asking.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
@@ -256,6 +260,7 @@ class CheckpointSaver:
         Returns at once. May be called from any thread and from a signal handler. If torch.distributed is not
         initialized, every rank must call it before the same step.
         """
+        self._check_process()
         self._asking.ask(Due.YES)
 
     def find(self, **options: Any) -> Checkpoint | None:
@@ -263,6 +268,7 @@ class CheckpointSaver:
 
         A collective if there are several ranks.
         """
+        self._check_process()
         return self._resuming.find(**options)
 
     def load_latest(self, *, wait_s: float = 0.0, **options: Any) -> Any:
@@ -277,6 +283,7 @@ class CheckpointSaver:
         without a remote, which this saver has, or if this one has none either and not all ranks can use them. For
         sharded checkpoints use `ckpt_async.torch.load_latest`.
         """
+        self._check_process()
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)
         return self._resuming.load_latest(**options)
@@ -286,6 +293,7 @@ class CheckpointSaver:
 
         Raises SaveFailedError (in strict mode) and what `Uploader.wait` raises.
         """
+        self._check_process()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._saving.wait(timeout_s)
         self._saving.raise_failures()
@@ -295,6 +303,7 @@ class CheckpointSaver:
 
     def flush(self, timeout_s: float) -> FlushReport:
         """Finish writing the snapshots, and upload as much as possible within `timeout_s`: see `Uploader.flush`."""
+        self._check_process()
         deadline = time.monotonic() + timeout_s
         self._saving.wait(timeout_s)
         return self.uploader.flush(max(0.0, deadline - time.monotonic()))
@@ -302,10 +311,10 @@ class CheckpointSaver:
     def close(self, timeout_s: float | None = None) -> None:
         """Save the last step, finish writing, and close the uploader: see `Uploader.close`.
 
-        The last step is not saved again if it was saved already, nor if `saves_last` is off. Idempotent. Raises
-        SaveFailedError (in strict mode) and what `Uploader.close` raises.
+        The last step is not saved again if it was saved already, nor if `saves_last` is off. Idempotent. Does nothing
+        in a forked child. Raises SaveFailedError (in strict mode) and what `Uploader.close` raises.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_fork():
             return
         if self._saves_last:
             self._save_seen()
@@ -344,6 +353,8 @@ class CheckpointSaver:
         if error is None:
             self.close()
             return
+        if self._is_fork():
+            return
         try:
             if self._saves_on_exception:
                 self._save_seen()
@@ -352,6 +363,17 @@ class CheckpointSaver:
             logger.exception("close_failed; the exception of the training loop is raised")
 
     # --- internals -----------------------------------------------------------------------------------------
+
+    def _is_fork(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _check_process(self) -> None:
+        """Refuse a call in a forked child: it would wait for threads, and ranks, that only its parent has."""
+        if self._is_fork():
+            raise UploaderClosedError(
+                f"this saver was created by process {self._pid}, but this is its fork, process {os.getpid()}",
+                hint="call it from the process that created it",
+            )
 
     def _save(
         self,

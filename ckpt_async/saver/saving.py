@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_async.torch as ckpt
@@ -35,7 +36,7 @@ from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.saver.schedule import Due, Schedule
 from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint, Writer
-from ckpt_async.torch.agreement import told_by_all
+from ckpt_async.torch.agreement import is_alone, spell, told_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +57,40 @@ class What:
     def of(cls, is_writer: bool, is_sharded: bool, *others: Any) -> What:
         """Return the validated options. Raises SettingsError.
 
-        If shards are saved and no process group was given, this is a collective of all ranks.
+        If shards are saved, this is a collective of all ranks.
         """
         found = cls(is_writer, is_sharded, *others)
         if isinstance(found.ignore_keys, str):
             raise SettingsError(f"ignore_keys={found.ignore_keys!r} must be a list of globs, or a function")
-        if is_sharded and found.process_group is None:
-            return replace(found, process_group=ckpt.own_group())
+        if is_sharded:
+            return replace(found, process_group=_group_of_writers(is_writer, found.process_group))
         return found
+
+
+def _group_of_writers(is_writer: bool, given: Any) -> Any:
+    """Return a group of the saver's own, of exactly the ranks that write; None on the others.
+
+    `given` only says which ranks these are: in a group of training's, its collectives and those of a save, which run
+    at the same time, would mix. A collective. Raises SettingsError on all ranks.
+    """
+    mine = None
+    if is_writer and given is not None and not is_alone():
+        mine = sorted(dist.get_process_group_ranks(given)) if dist.get_rank(given) >= 0 else []
+    told = told_by_all((is_writer, mine))
+    writers = [rank for rank, (writes, _) in enumerate(told) if writes]
+    if not writers:
+        raise SettingsError(
+            "is_writer=False: no rank would write", hint="with sharded=True it is true on the first replica"
+        )
+    for rank in writers:
+        ranks = told[rank][1]
+        if ranks is not None and ranks != writers:
+            raise SettingsError(
+                f"process_group of rank {rank} has {spell(ranks) if ranks else 'not this rank'}, but {spell(writers)}"
+                " would write",
+                hint="pass is_writer=, true on the ranks of one replica, and leave out process_group",
+            )
+    return ckpt.own_group(None if len(writers) == len(told) else writers)
 
 
 def check(files: Files, what: What, schedule: Schedule, resumed: Timestamp | None) -> None:

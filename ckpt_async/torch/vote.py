@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,14 +109,15 @@ class Vote:
         return min(MAX_GAP_STEPS, int(PERIOD_S / step_s)) if step_s > 0 else MAX_GAP_STEPS
 
 
-def own_group() -> Any:
-    """Return a gloo group of all ranks, whose collectives may run beside those of training; None if there is one rank.
+def own_group(ranks: Sequence[int] | None = None) -> Any:
+    """Return a gloo group of these ranks, by default all, whose collectives may run beside those of training.
 
-    A collective.
+    None if there is one rank in all, or this one is not in the group. A collective of all ranks, which pass the same.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return dist.new_group(backend="gloo")
-    return None
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    group = dist.new_group(ranks, backend="gloo")
+    return group if ranks is None or dist.get_rank() in ranks else None
 
 
 def require_vote(vote: Vote, world_size: int, what: str) -> None:

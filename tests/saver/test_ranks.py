@@ -95,3 +95,16 @@ def test_a_rank_that_cannot_write_keeps_the_checkpoint_from_being_shown(saved: S
 def test_the_other_ranks_learn_which_rank_has_failed(saved: Saved) -> None:
     """And need not wait for it until the end."""
     assert saved("told") == [2]
+
+
+def test_under_hsdp_the_first_replica_writes_and_all_load(tmp_path: Path) -> None:
+    """The writers waited in a collective of all ranks, in which the other ranks, which only seal, took no part."""
+    run_ranks(SCRIPT.with_name("hsdp_ranks.py"), 4, tmp_path, timeout_s=90)
+    num_writers = {"first_replica": 2, "blocking": 2, "second_replica": 2, "group_of_training": 2, "all": 4}
+    for scenario, count in num_writers.items():
+        found = restore.find(f"file://{tmp_path}/{scenario}/remote")
+        assert found is not None
+        assert found.id.step == 4
+        parts = {f"__{rank}_0.distcp" for rank in range(count)}
+        assert found.files.keys() == {".metadata", *parts}, scenario
+    assert (tmp_path / "no_remote/local/ep0-ba4/.metadata").exists()
