@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckpt_async.core import backlog, keys, records
@@ -29,6 +29,8 @@ from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError
 from ckpt_async.local import kept
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.links import identity_of
+from ckpt_async.protocol import steps
+from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,46 @@ def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
             *(address.url, there, here, len(found)),
         )
     return found
+
+
+async def lost(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
+    """Return the checkpoints that the newest start in the journal saw committed, and that the store does not know.
+
+    Another endpoint may be a replica that lacks the newest objects, so there it is only logged.
+    """
+    known = backlog.committed_in_newest(local)
+    if not known or backlog.is_of_another(local, address.url):
+        return []
+    found = await steps.vanished(store, known)
+    if found and backlog.is_at_other_endpoint(local, address):
+        logger.warning(
+            "commits_missing url=%s endpoint=%s generation=%d steps=%s; this endpoint lacks them",
+            *(address.url, address.endpoint_url or "the default", local.generation, _steps(found)),
+        )
+        return []
+    return found
+
+
+def put_back(
+    gone: Sequence[CheckpointId], local: Local, folder: Folder, address: RemoteAddress
+) -> JournalError:
+    """Return the error about a store that has lost what it had committed. To go on would save the same steps again,
+    and replace files that may be all that is left of them.
+    """
+    at = f" at {address.endpoint_url}" if address.endpoint_url else ""
+    return JournalError(
+        f"rank {local.rank} knows of commits in generation {local.generation} of {address.url!r} (says the journal of"
+        f" {str(folder.path)!r}), of which the store{at} has no record: steps {_steps(gone)}. The remote was put back"
+        " to an older state, or this is another store",
+        hint="nothing was changed. Check the URL and the endpoint, or put the missing objects back. If the remote was"
+        " put back on purpose, continue with a new remote URL, or with another folder, on all ranks; files of these"
+        " steps that are still in this folder stay there",
+    )
+
+
+def _steps(ids: Sequence[CheckpointId]) -> str:
+    more = f"{len(ids) - 8} more, " if ids[8:] else ""
+    return more + ", ".join(str(each.step) for each in ids[-8:])
 
 
 async def recover(state: State, before: Opened | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ckpt_async.core.model import (
     Receipt,
     StoredShard,
 )
-from ckpt_async.errors import InvalidRecordError
+from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import copies, sweep_plan
 from ckpt_async.protocol.cas import advance, create_once, if_readable, read, read_record
 from ckpt_async.protocol.generation import newest_generation
@@ -224,6 +224,32 @@ async def read_decision(store: PatientStore, checkpoint: CheckpointId) -> Decisi
     key = keys.decision_key(checkpoint)
     there = await read_record(store, key, lambda data: records.decode_decision(data, checkpoint))
     return there[0] if there else None
+
+
+async def vanished(store: PatientStore, committed: Collection[CheckpointId]) -> list[CheckpointId]:
+    """Return which checkpoints the store has forgotten, of those that are known to have been committed there, oldest
+    first.
+
+    Costs one request if the newest is there. Pruning keeps a decision, and only the boundary lets one be deleted: so
+    whatever else is missing was lost by the store, or this is another store.
+    """
+    newest = max(committed)
+    try:
+        await store.head(keys.decision_key(newest))
+        return []
+    except ObjectNotFoundError:
+        pass
+    try:
+        boundary = await _boundary_for(store, newest)
+    except InvalidRecordError as error:
+        logger.warning("boundary_unreadable error=%s; taking %s for collected", error, newest)
+        return []
+    if sweep_plan.is_void(newest, boundary):
+        return []
+    listing = await store.list(keys.DECISIONS)
+    there = {keys.parse_decision_key(each.key) for each in listing.objects}
+    gone = {id_ for id_ in committed if id_ not in there and not sweep_plan.is_void(id_, boundary)}
+    return sorted({*gone, newest})
 
 
 async def read_decisions(

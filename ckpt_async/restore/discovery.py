@@ -156,6 +156,10 @@ async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) 
         logger.warning("predecessor_not_finished folder=%s error=%s", folder, error)
         return
     for rank in report.ranks:
+        if rank.error:
+            logger.warning(
+                "predecessor_not_finished folder=%s rank=%d error=%s", folder, rank.rank, rank.error
+            )
         for fate in (*rank.committed, *rank.waiting, *rank.left):
             what = "committed" if fate in rank.committed else "not committed yet"
             logger.info(

@@ -33,6 +33,7 @@ from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect
+from ckpt_async.transfer.together import both
 
 logger = logging.getLogger(__name__)
 
@@ -215,9 +216,14 @@ class Host:
         start = self._start
         is_of_another = backlog.is_of_another(local, start.address.url)
         if local.generation and not is_of_another:  # first: a refused start must leave the store as it is
-            newest = await generations.forgotten(store, local.generation, start.rank)
+            newest, lost = await both(
+                generations.forgotten(store, local.generation, start.rank),
+                recovery.lost(store, local, start.address),
+            )
             if newest is not None:
                 raise self._wiped(local, newest)
+            if lost:
+                raise recovery.put_back(lost, local, self._folder, start.address)
         generation = await generations.agree(
             store,
             rank=start.rank,

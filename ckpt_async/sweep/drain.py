@@ -90,7 +90,7 @@ class RankReport:
     left: tuple[Fate, ...] = ()
     uploaded_shards: int = 0
     uploaded_bytes: int = 0
-    error: str = ""  # the engine itself failed
+    error: str = ""  # the engine itself failed, or nothing was done
     num_untold_events: int = 0  # for commands and webhooks; another `drain` with the same ones retries them
 
 
@@ -266,6 +266,7 @@ class _Adopted:
         self.task: asyncio.Task[None] | None = None
         self.events: RunEvents | None = None
         self.num_untold = 0  # set by `release`
+        self.refusal: JournalError | None = None  # then nothing is done for this rank
         self._on_event = on_event
 
     def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
@@ -347,7 +348,7 @@ class _Adoption:
                 return [_report(each) for each in self._ranks]
             try:
                 for each in self._ranks:
-                    if not each.is_given_back:
+                    if not each.is_given_back and each.refusal is None:
                         await self._start(each)
                 await self._wait_while(self._is_working, deadline)
                 await self._wait_while(self._waits_for_others, min(deadline, time.monotonic() + grace_s))
@@ -362,7 +363,7 @@ class _Adoption:
 
     async def _open(self, timeout_s: float) -> bool:
         """Open the store; return False if every trainer came back before that succeeded."""
-        opening = asyncio.ensure_future(self._store.open(timeout_s))
+        opening = asyncio.ensure_future(self._open_and_look(timeout_s))
         try:
             while not opening.done():
                 await asyncio.wait({opening}, timeout=WANTED_POLL_S)
@@ -374,6 +375,16 @@ class _Adoption:
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
+
+    async def _open_and_look(self, timeout_s: float) -> None:
+        """Open the store, and find out whether it has lost what these ranks have committed there."""
+        await self._store.open(timeout_s)
+        looking = self._store.answering_within(max(1.0, timeout_s))
+        found = await all_or_none(recovery.lost(looking, each.before, self.address) for each in self._ranks)
+        for each, lost in zip(self._ranks, found, strict=True):
+            if lost:
+                each.refusal = recovery.put_back(lost, each.before, self._folder, self.address)
+                logger.warning("drain_failed rank=%d error=%s", each.before.rank, each.refusal)
 
     async def _start(self, each: _Adopted) -> None:
         opened = each.before.opened or Opened(0, 1)
@@ -457,6 +468,8 @@ async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:
 
 def _report(adopted: _Adopted) -> RankReport:
     engine, task = adopted.engine, adopted.task
+    if adopted.refusal is not None:
+        return RankReport(adopted.before.rank, adopted.kind, error=str(adopted.refusal))
     if engine is None or task is None:
         return RankReport(adopted.before.rank, adopted.kind, in_use_by="a trainer that has started")
     crash = task.exception() if task.done() and not task.cancelled() else None

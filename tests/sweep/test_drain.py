@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -366,6 +367,34 @@ def test_what_one_server_has_verified_is_looked_up_at_another(
     address = journals.read(folder)[0].local().remote
     assert address is not None
     assert address.endpoint_url == endpoint
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+def test_a_drain_says_as_a_start_does_that_the_remote_was_put_back(
+    call: Drain, folder: Path, remote: str, tmp_path: Path, runner: Any
+) -> None:
+    """It found nothing to do, and the next launch replaced the only copies of what the store had lost."""
+    store, backup = Path(remote.removeprefix("file://")), tmp_path / "backup"
+    settings: Json = {"kind": "weights", "runner": runner}
+    with Uploader(folder, remote, **settings) as uploader:
+        for step in (1, 2, 3):
+            path = folder / f"step-{step}.pt"
+            path.write_bytes(b"%d" % step)
+            uploader.enqueue(path, step)
+            uploader.seal(step)
+            uploader.wait(step, timeout_s=30)
+            if step == 2:
+                shutil.copytree(store, backup)
+    assert call("drain", folder)[0] == 0
+    shutil.rmtree(store)
+    shutil.copytree(backup, store)
+    before = sorted(store.rglob("*"))
+    code, told = call("drain", folder)
+    assert (code, told["is_drained"]) == (1, False)
+    assert "steps 3. The remote was put back to an older state" in told["ranks"][0]["error"]
+    with pytest.raises(JournalError, match=r"steps 3\. The remote was put back to an older state"):
+        Uploader(folder, remote, **settings)
+    assert sorted(store.rglob("*")) == before
 
 
 @pytest.mark.parametrize("kind", [None, "weights"])

@@ -19,8 +19,8 @@ import pytest
 from prometheus_client import generate_latest
 
 from ckpt_async import CheckpointAbortedError, CommitTimeoutError, FencedError, Uploader, UploadFailedError
-from ckpt_async.core import decide, keys
-from ckpt_async.core.model import CheckpointId, Enqueued, Event
+from ckpt_async.core import decide, keys, records
+from ckpt_async.core.model import Boundary, CheckpointId, Enqueued, Event
 from ckpt_async.engine import book, durable
 from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import (
@@ -35,6 +35,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
+from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
 from ckpt_async.trainer import closing
 from ckpt_async.transfer import source
@@ -1100,3 +1101,159 @@ def test_a_run_whose_older_places_were_swept_goes_on(opened: Open, tmp_path: Pat
     del store.bucket.objects[place]
     with opened(store) as uploader:
         assert uploader.generation == 3
+
+
+# --- a remote that was put back to an older state of the same generation ------------------------------------
+
+
+def _put_back(store: Meddled, *steps: int) -> None:
+    """Remove every object of these steps of generation 1, as if an older backup had been restored."""
+    for step in steps:
+        for key in list(store.bucket.objects):
+            if f"000001-{step:012d}" in key or f"/step-{step}.g1/" in key:
+                del store.bucket.objects[key]
+
+
+def _run(opened: Open, store: Meddled, *steps: int, **settings: Any) -> None:
+    with opened(store, **settings) as uploader:
+        for step in steps:
+            save(uploader, step)
+            uploader.wait(step, timeout_s=10)
+
+
+@pytest.mark.parametrize("kept", [2, -1])
+@pytest.mark.parametrize("has_latest", [False, True])
+def test_a_remote_that_was_put_back_is_refused_and_both_sides_stay_as_they_are(
+    opened: Open, tmp_path: Path, kept: int, has_latest: bool
+) -> None:
+    """It resumed from step 2 without a word, and replaced the only copies of 3 and 4."""
+    store = Meddled()
+    _run(opened, store, 1, 2, 3, 4, num_checkpoints_to_keep=kept)
+    _put_back(store, 3, 4)
+    if not has_latest:
+        del store.bucket.objects[keys.LATEST]
+    before, local = store.keys(), _steps(tmp_path / "folder")
+    for _ in range(2):
+        with (
+            pytest.raises(JournalError, match="was put back to an older state") as refused,
+            opened(store, num_checkpoints_to_keep=kept),
+        ):
+            pass
+        # Of what is kept for good, the journal names only the newest.
+        assert f"has no record: steps {'3, 4' if kept == 2 else '4'}." in str(refused.value)
+        assert "with a new remote URL, or with another folder" in str(refused.value.hint)
+    assert (store.keys(), _steps(tmp_path / "folder")) == (before, local)
+    assert local >= {3, 4}
+
+
+def test_a_run_goes_on_in_another_folder_after_its_remote_was_put_back(opened: Open, tmp_path: Path) -> None:
+    store = Meddled()
+    _run(opened, store, 1, 2, 3, 4)
+    _put_back(store, 3, 4)
+    with opened(store, tmp_path / "other") as uploader:
+        save(uploader, 3)
+    assert decisions(store)[CheckpointId(2, 3)] == "commit"
+
+
+def test_each_kind_and_rank_asks_for_its_own_commits(opened: Open, tmp_path: Path) -> None:
+    """Another rank, of a replaced node, may already have begun the next generation."""
+    store = Meddled()
+    with (
+        opened(store, rank=0, world_size=2, launch_id="1", kind="weights") as zero,
+        opened(store, rank=1, world_size=2, launch_id="1", kind="weights") as one,
+    ):
+        for step in (1, 2):
+            save(zero, step, "a.pt")
+            save(one, step, "b.pt")
+            zero.wait(step, timeout_s=10)
+            one.wait(step, timeout_s=10)
+    _put_back(store, 2)
+    with opened(store, tmp_path / "replaced", rank=0, world_size=2, launch_id="2", kind="weights"):
+        before = set(store.keys())
+        with (
+            pytest.raises(JournalError, match=r"rank 1 knows of commits in generation 1 .* steps 2\."),
+            opened(store, rank=1, world_size=2, launch_id="2", kind="weights"),
+        ):
+            pass
+        assert set(store.keys()) == before
+
+
+@pytest.mark.parametrize("outcome", ["pruned", "aborted", "ephemeral", "collected"])
+def test_what_was_pruned_given_up_or_collected_is_not_missed(opened: Open, outcome: str) -> None:
+    store = Meddled()
+    with opened(store, num_checkpoints_to_keep=1) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        if outcome == "aborted":
+            uploader.enqueue(write(uploader, "step-2/a.pt"), 2)
+            uploader.give_up(2, "by the test")
+        elif outcome == "ephemeral":
+            uploader.enqueue(write(uploader, "step-2/a.pt"), 2)
+            uploader.seal(2, metrics={"ephemeral": 1})
+            uploader.wait(2, timeout_s=10)
+    newest = CheckpointId(1, 1)
+    if outcome in ("pruned", "ephemeral"):
+        newest = max(id_ for id_, each in decisions(store).items() if each == "commit")
+        _decide(store, newest, "pruned")
+    if outcome == "collected":
+        with opened(store, Path(uploader.folder).parent / "elsewhere"):
+            pass
+        boundary = records.encode_boundary(Boundary(newest, frozenset(), 1, "nonce"))
+        there = store.bucket.objects.pop(keys.decision_key(newest))
+        store.bucket.objects[keys.BOUNDARY] = replace(there, data=boundary)
+    with opened(store) as uploader:
+        assert uploader.generation == (3 if outcome == "collected" else 2)
+
+
+def _decide(store: Meddled, id_: CheckpointId, outcome: str) -> None:
+    key = keys.decision_key(id_)
+    there = store.bucket.objects[key]
+    found = {**json.loads(there.data), "outcome": outcome}
+    store.bucket.objects[key] = replace(there, data=json.dumps(found).encode())
+
+
+def test_the_question_for_the_newest_commit_is_one_request_and_an_error_is_no_answer(
+    opened: Open,
+) -> None:
+    class Sick(Meddled):
+        reason: FailureReason | None = None
+        is_final = False
+
+        async def before(self, operation: str, key: str) -> None:
+            if self.reason is not None and key.startswith(keys.DECISIONS):
+                reason, self.reason = self.reason, self.reason if self.is_final else None
+                raise trouble(reason)
+
+    store = Sick()
+    _run(opened, store, 1, 2)
+    store.asked.clear()
+    with opened(store):
+        asked = [each for each in store.asked if each[1].startswith((keys.DECISIONS, keys.BOUNDARY))]
+        assert asked == [("head", keys.decision_key(CheckpointId(1, 2)))]
+    _run(opened, store, 3)
+    store.reason = FailureReason.THROTTLED
+    with opened(store) as uploader:
+        assert uploader.generation == 4
+        save(uploader, 4)
+    store.reason, store.is_final = FailureReason.AUTH, True
+    with pytest.raises(StoreError, match="by the test"), opened(store, upload_timeout_s=1.0):
+        pass
+
+
+def test_another_endpoint_may_lack_the_newest_commits_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Meddled()
+    monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
+    settings: dict[str, Any] = QUICK | {"folder": tmp_path, "remote": "s3://bucket/run"}
+    with Uploader(**settings) as uploader:
+        for step in (1, 2):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=10)
+    _put_back(store, 2)
+    options = StoreOptions(endpoint_url="http://replica.example")
+    for generation in (2, 3):  # nothing was committed at the replica yet, so there is nothing to ask for
+        with Uploader(store_options=options, **settings) as uploader:
+            assert uploader.generation == generation
+    assert caplog.text.count("commits_missing") == 1
+    assert "steps=2; this endpoint lacks them" in caplog.text
