@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 
-from ckpt_async.cli.output import Exit, print_json
+from ckpt_async.cli.output import Exit
 from ckpt_async.cli.parsing import UsageError
 from ckpt_async.cli.stderr import say
 from ckpt_async.errors import (
@@ -40,9 +41,8 @@ def tell(error: Exception, *, is_json: bool) -> Exit:
         exit_code=int(code),
     )
     if is_json:
-        print_json(
-            {"error": {"kind": name, "message": message, "hint": hint or None, "exit_code": int(code)}}
-        )
+        error = {"kind": name, "message": message, "hint": hint or None, "exit_code": int(code)}
+        print(json.dumps({"error": error}))  # in one line: `watch` prints one object per line
     return code
 
 

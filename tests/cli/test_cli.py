@@ -611,3 +611,11 @@ def test_the_documentation_names_every_exit_code_and_command() -> None:
     for name in ("doctor", "status", "ls", "du", "diff", "drain", "version"):
         flags = set(re.findall(r"--[a-z][a-z-]+", shell(name, "--help").stdout)) - {"--help"}
         assert {flag for flag in flags if f"`{flag}" not in text} == set()
+
+
+def test_every_line_of_watch_is_an_object_also_if_it_fails(
+    tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["watch", str(tmp_path / "missing"), remote, "--once", "--json"]) != 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "missing" in lines[-1]["error"]["message"]
