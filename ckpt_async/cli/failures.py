@@ -41,8 +41,8 @@ def tell(error: Exception, *, is_json: bool) -> Exit:
         exit_code=int(code),
     )
     if is_json:
-        error = {"kind": name, "message": message, "hint": hint or None, "exit_code": int(code)}
-        print(json.dumps({"error": error}))  # in one line: `watch` prints one object per line
+        value = {"kind": name, "message": message, "hint": hint or None, "exit_code": int(code)}
+        print(json.dumps({"error": value}))  # in one line: `watch` prints one object per line
     return code
 
 
