@@ -153,7 +153,6 @@ class CheckpointSaver:
             kind,
             has_several_writers=(bool(is_writer) or deepspeed) and world_size > 1 and not sharded,
         )
-        self._pid = os.getpid()
         self._past = Past(decided=None if resume_from is None else Timestamp.of(resume_from))
         self._hooks = Hooks.of(on_saved, on_committed, on_failed, hooks_at_once)
         check(files, what, schedule, self._past.decided)
@@ -175,6 +174,7 @@ class CheckpointSaver:
         store_options: StoreOptions | None,
         save_signals: Sequence[int],
     ) -> None:
+        self._pid = os.getpid()
         self._metrics = self.uploader.metrics
         self._resuming = Resuming(files, self.uploader, what, store_options)
         if self._past.decided is not None and self._past.decided.batch > 0:
