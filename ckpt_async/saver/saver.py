@@ -138,8 +138,7 @@ class CheckpointSaver:
         hooks_at_once: bool = False,
         **uploader: Any,
     ) -> None:
-        ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
-        rank, world_size = ranks
+        rank, world_size = ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
         arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters)
         uploader |= {"rank": rank, "world_size": world_size}
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
