@@ -62,6 +62,7 @@ class Unfinished:
                         self._add(each)
                 else:
                     self._remove(brought)
+                    self._remove_unrecorded()
                     told = "unfinished_fetch_removed checkpoint=%s num_files=%d destination=%s"
                     logger.warning(told, checkpoint, len(brought), self._destination)
                 path.unlink(missing_ok=True)
@@ -115,6 +116,13 @@ class Unfinished:
                 if is_below and _is_at(target, file):  # otherwise somebody has put another one in its place
                     target.unlink()
 
+    def _remove_unrecorded(self) -> None:
+        """Remove partial files that were created when the process was killed: nothing is written before the record."""
+        for path in list(self._folder.iterdir()):
+            with contextlib.suppress(FileNotFoundError):
+                if not path.name.startswith(PREFIX) and not path.lstat().st_size:
+                    discard_unlocked(path)
+
     def _is_here(self, file: _Brought) -> bool:
         return _is_at(self._folder / file.partial, file) or _is_at(self._destination / file.name, file)
 
@@ -129,10 +137,10 @@ def _is_at(path: Path, file: _Brought) -> bool:
 
 @contextlib.contextmanager
 def _of_an_ended_fetch(path: Path) -> Iterator[bool]:
-    """Lock the record, unless its fetch is still running or has finished."""
+    """Lock the record, unless its fetch is still running, has finished, or is another user's."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         yield False
         return
     try:

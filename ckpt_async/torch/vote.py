@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import time
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 1.0
 MAX_GAP_STEPS = 1000
 FOREVER = 1 << 62
+END_S = 1.0
 
 
 class Vote:
@@ -32,10 +34,11 @@ class Vote:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._group: Any = own_group()
+        self._pending: list[
+            tuple[Any, torch.Tensor]
+        ] = []  # exchanges that may not be over, and their ballots
         if self._group is not None:
-            # Never destroyed: that would wait, up to the group's timeout, for the ranks that have not answered yet.
-            # A rank that raises has left, and the others may be waiting for it in training's own collectives.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            atexit.register(self._end)
         self._clock = clock
         self._wish = 0
         self._work: Any = None
@@ -84,6 +87,22 @@ class Vote:
     def _cast(self, mine: int, gap_steps: int) -> None:
         self._ballot = torch.tensor([mine, gap_steps], dtype=torch.int64)
         self._work = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = [each for each in self._pending if not each[0].is_completed()]
+        self._pending.append((self._work, self._ballot))
+
+    def _end(self) -> None:
+        """At exit, wait a second for the other ranks; then keep the group from being destroyed. That would wait for
+        them, up to the group's timeout, while they may be waiting, in a collective of training's, for this one to end.
+        """
+        deadline = time.monotonic() + END_S
+        while self._pending and time.monotonic() < deadline:
+            self._pending = [each for each in self._pending if not each[0].is_completed()]
+            time.sleep(0.005)
+        if (
+            self._pending
+        ):  # and whatever torch's thread would let go of: it must not need the interpreter any more
+            for kept in (self._group, *(part for each in self._pending for part in each)):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def _read(self) -> int:
         work, self._work = self._work, None
