@@ -166,4 +166,4 @@ class Destination:
     def close(self) -> None:
         self._unfinished.close()
         with contextlib.suppress(OSError):
-            self._partials.rmdir()  # fails if it is not empty: another process is fetching
+            self._partials.rmdir()  # fails if it is not empty: of a fetch that is running, or unfinished

@@ -26,10 +26,10 @@ from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.trainer.checkpoints import metric_values
 from ckpt_async.trainer.closing import FlushReport
+from ckpt_async.trainer.handle import LOCK_WAIT_S
 
 logger = logging.getLogger(__name__)
 
-LOCK_WAIT_S = 15.0  # how long a predecessor may take to end
 _locks: weakref.WeakSet[RankLock] = weakref.WeakSet()  # those that savers of this process hold
 
 

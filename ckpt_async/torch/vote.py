@@ -34,9 +34,8 @@ class Vote:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._group: Any = own_group()
-        self._pending: list[
-            tuple[Any, torch.Tensor]
-        ] = []  # exchanges that may not be over, and their ballots
+        # Exchanges that may not be over, each with its ballot.
+        self._pending: list[tuple[Any, torch.Tensor]] = []
         if self._group is not None:
             atexit.register(self._end)
         self._clock = clock
@@ -98,9 +97,8 @@ class Vote:
         while self._pending and time.monotonic() < deadline:
             self._pending = [each for each in self._pending if not each[0].is_completed()]
             time.sleep(0.005)
-        if (
-            self._pending
-        ):  # and whatever torch's thread would let go of: it must not need the interpreter any more
+        if self._pending:
+            # Also what torch's thread would let go of: it cannot take the interpreter's lock any more.
             for kept in (self._group, *(part for each in self._pending for part in each)):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 

@@ -148,7 +148,10 @@ def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncE
 
     engine.hurried(look)
     view = engine.view()
-    error = why_in_vain(view.fresh_local(), steps, view.fenced_by, view.absent_ranks)
+    absent_ranks = view.absent_ranks
+    if absent_ranks is None and time.monotonic() >= deadline:
+        absent_ranks = []  # the caller left no time to find out
+    error = why_in_vain(view.fresh_local(), steps, view.fenced_by, absent_ranks)
     if error is not None:
         logger.error("closed_in_vain error=%s", error)
     return error

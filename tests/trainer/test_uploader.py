@@ -320,6 +320,19 @@ def test_a_store_that_does_not_say_who_is_absent_is_no_success(
         is_open = False
 
 
+def test_a_caller_that_leaves_no_time_to_find_out_who_is_absent_gets_no_error(opened: Open) -> None:
+    class Silent(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if operation == "list" and "members" in key and not is_open:
+                await asyncio.Event().wait()
+
+    is_open = True
+    with opened(Silent(), rank=0, world_size=2, generation=1) as uploader:
+        save(uploader, 1)
+        is_open = False
+        uploader.close(1.0)
+
+
 def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
