@@ -33,11 +33,11 @@ SMALL_CHANGE_BYTES = 4 * MIB
 TENSOR_MIB = 16
 
 
-def state_of(work: Work) -> dict[str, Any]:
+def state_of(work: Work, device: str = "cpu") -> dict[str, Any]:
     import torch
 
     count = TENSOR_MIB * MIB // 4
-    return {f"layer{i:03d}": torch.rand(count) for i in range(work.size_bytes // (4 * count))}
+    return {f"layer{i:03d}": torch.rand(count, device=device) for i in range(work.size_bytes // (4 * count))}
 
 
 # Returns what to wait for before the step is sealed, if anything.

@@ -55,10 +55,12 @@ def python_step() -> Callable[[], object]:
     return step
 
 
-def torch_step() -> Callable[[], object]:
+def torch_step(device: str = "cpu") -> Callable[[], object]:
     import torch
 
     torch.set_num_threads(1)
+    if device != "cpu":
+        return accelerated_step(device)
     model = torch.nn.Sequential(
         *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)]
     )
@@ -69,6 +71,25 @@ def torch_step() -> Callable[[], object]:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
+
+    return step
+
+
+def accelerated_step(device: str) -> Callable[[], object]:
+    """Return a step of some 150 small kernels, which is as sensitive to a busy interpreter as training is."""
+    import torch
+
+    layers = [torch.nn.Sequential(torch.nn.Linear(2048, 2048), torch.nn.ReLU()) for _ in range(16)]
+    model = torch.nn.Sequential(*layers).to(device, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batch = torch.randn(256, 2048, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        loss.item()
 
     return step
 

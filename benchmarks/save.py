@@ -4,6 +4,7 @@ Ways to save a state to the local disk; each run is a whole process, and they ta
 
   CheckpointSaver           copied into memory that is reused, written by a thread, and then uploaded
   CheckpointSaver, process  the same, uploaded by a process of its own
+  CheckpointSaver, sharded  the same as the first, with torch.distributed.checkpoint's files
   CheckpointSaver, blocking written in `step`, then uploaded
   torch.save                written, and nothing else
   torch, async_save         torch.distributed.checkpoint's: copied, written and fsynced by a thread
@@ -14,12 +15,14 @@ A torch training loop runs on one thread. "blocked" is how long the call took. "
 from then until the file was written, "upload" what it lost from then until the commit (ours only: fsync,
 upload to a sink, receipts), each compared with the same number of steps when training runs alone. "lost" is
 blocked + beside. The first save of a process takes its memory from the kernel; the later ones may reuse it.
-"extra MiB" is the peak resident memory of a save above that before the first. "step us" is what a
+"extra MiB" is the peak resident memory of a save above that before the first. With `--device cuda` the state is on
+the GPU, and so is training. "step us" is what a
 `CheckpointSaver.step` costs when nothing is due.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import sys
@@ -35,6 +38,7 @@ from _compare import BUCKET, Clients, Server, add_ratio, key_of, parser_of, repo
 from end_to_end import SMALL_CHANGE_BYTES, environments, state_of
 from interference import ALONE_S, torch_step
 
+DEVICE = os.environ.get("CKPT_ASYNC_BENCH_DEVICE", "cpu")
 NUM_CALLS = 20_000
 TIMEOUT_S = 300.0
 
@@ -106,8 +110,9 @@ class AsyncSave(Way):
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        # The two options that need an accelerator are off.
-        kept = DefaultStager(StagingOptions(False, True, False, False)) if keeps_stager else None
+        # Without an accelerator, the two options that need one are off; `stage` blocks in any case.
+        options = (False, True, False, False) if DEVICE == "cpu" else (True, False, False, True)
+        kept = DefaultStager(StagingOptions(*options)) if keeps_stager else None
         self.options = {"async_stager": kept} if keeps_stager else {}
         self.dcp, self.future = dcp, None
 
@@ -145,6 +150,7 @@ class Lightning(Way):
 WAYS: dict[str, Callable[[Work], Way]] = {
     "CheckpointSaver": Ours,
     "CheckpointSaver, process": lambda work: Ours(work, runner="process", linger_s=0),
+    "CheckpointSaver, sharded": lambda work: Ours(work, sharded=True),
     "CheckpointSaver, blocking": lambda work: Ours(work, blocking=True),
     "torch.save": Plain,
     "torch, async_save": lambda work: AsyncSave(work, keeps_stager=False),
@@ -204,8 +210,8 @@ def one_save(way: Way, state: Any, number: int, step: Callable[[], object]) -> d
 
 def prepare(name: str) -> Callable[[Work], Callable[[], Any]]:
     def prepare(work: Work) -> Callable[[], Any]:
-        way, step = WAYS[name](work), torch_step()
-        state = {"model": state_of(work)}
+        way, step = WAYS[name](work), torch_step(DEVICE)
+        state = {"model": state_of(work, DEVICE)}
         train(step, lambda spent_s: spent_s >= ALONE_S)
 
         def run() -> dict[str, Any]:
@@ -255,11 +261,13 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=3, help="in each process, the first one included")
     parser.add_argument("--mib", type=int, default=1024, help="size of the state, in steps of 16")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--device", default="cpu", help="where the state is and training runs: cpu, cuda")
     parser.add_argument("--folder", help="where to save (default: the system's temporary folder)")
     arguments = parser.parse_args()
     found = environments(["Lightning"]) if "Lightning" in arguments.ways else {}
     clients = Clients([name for name in arguments.ways if name != "Lightning" or found], {})
     runs: dict[str, list[Measured]] = {name: [] for name in clients.names}
+    os.environ["CKPT_ASYNC_BENCH_DEVICE"] = arguments.device  # for the children
     with scratch(arguments.folder) as folder, Server("sink", folder) as server:
         for number, name in turns(clients.names, arguments.rounds):
             key = key_of(number, name)

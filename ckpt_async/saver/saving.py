@@ -248,7 +248,7 @@ class Saving:
             seal = partial(self._uploader.seal, checkpoint.step, name=checkpoint.name, metrics=metrics)
             self._writer.start(seal, ended)
             return
-        save = ckpt.save if what.is_blocking else ckpt.async_save
+        save = ckpt.save if what.is_blocking else partial(ckpt.async_save, buffers=self._buffers)
         found = save(
             state,
             checkpoint.step,

@@ -40,6 +40,7 @@ from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
 from ckpt_async.torch.plain import Allow
+from ckpt_async.torch.snapshot import SnapshotBuffers
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.validation import ValidationFunction
 
@@ -103,15 +104,21 @@ def async_save(
     process_group: Group = None,
     thread_count: int = 1,
     mode: Literal["thread", "process"] = "thread",
+    buffers: SnapshotBuffers | None = None,
 ) -> Future[Metadata]:
     """Save like `save`, but return as soon as the state is copied to CPU memory.
 
     The rest is done by torch's own thread, or by a process that torch starts at the first call and keeps; the process
     only writes files, and this process hands them over.
 
+    The copy goes into `buffers`, if given: keep them for all saves, because to allocate memory takes several times as
+    long as to copy (and they hold it between saves). Not with `mode="process"`, for which torch moves the copy.
+
     The future is done when this rank's files are enqueued and sealed; it holds what `save` returns or raises. Wait for
     it before the next save and before the uploader is closed.
     """
+    if mode == "process" and buffers is not None:
+        raise SettingsError("buffers= cannot be kept with mode='process'", hint="leave it out")
     saving = _Saving(step, uploader, name, metrics, process_group)
     saving.check()
     options: dict[str, Any] = {}
@@ -121,7 +128,7 @@ def async_save(
         options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS
     written: Any = state_dict_saver.async_save(
         state_dict,
-        storage_writer=saving.writer(thread_count),
+        storage_writer=saving.writer(thread_count, buffers),
         planner=planner,
         process_group=process_group,
         **options,
@@ -179,8 +186,8 @@ class _Saving:
                 raise failure from None
             raise RankFailedError(f"rank {rank} failed: {type(failure).__name__}: {failure}") from failure
 
-    def writer(self, thread_count: int) -> FolderWriter:
-        return FolderWriter(self._path, thread_count=thread_count)
+    def writer(self, thread_count: int, buffers: SnapshotBuffers | None = None) -> FolderWriter:
+        return FolderWriter(self._path, thread_count=thread_count, buffers=buffers)
 
     def hand_over(self, metadata: Metadata) -> None:
         """Hand over this rank's files. Every rank has succeeded: torch reports success to all ranks or to none."""

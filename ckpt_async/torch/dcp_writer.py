@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,6 +26,7 @@ from ckpt_async import Uploader
 from ckpt_async.core import naming
 from ckpt_async.errors import SettingsError
 from ckpt_async.torch.agreement import sendable
+from ckpt_async.torch.snapshot import SnapshotBuffers
 
 METADATA = ".metadata"
 
@@ -37,10 +38,24 @@ class FolderWriter(FileSystemWriter):
     first. Each rank also unlinks an old `.metadata` before it writes, so that the folder never looks complete while it
     is a mixture. Nothing is touched before all ranks have a plan. Nothing is fsynced: the uploader's engine does that,
     off the trainer's path.
+
+    For `async_save` the state is copied into `buffers`, or else into memory that is allocated for this save. (torch's
+    own copy of a GPU's memory is much slower, because the memory that it goes to is not page-locked.)
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, thread_count: int = 1) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        thread_count: int = 1,
+        buffers: SnapshotBuffers | None = None,
+    ) -> None:
         super().__init__(path, thread_count=thread_count, sync_files=False)
+        self._buffers = buffers
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        buffers = self._buffers or SnapshotBuffers()
+        return cast(dict[str, Any], buffers.take(state_dict, keeps_sharing=False))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):

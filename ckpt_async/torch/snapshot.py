@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ckpt_async.errors import FormatError
+from ckpt_async.torch.host_memory import HostMemory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # These are never changed in place, so the same object can be used in the copy.
@@ -19,46 +20,35 @@ _CONSTANT = frozenset(
 
 
 class SnapshotBuffers:
-    """The memory of one snapshot at a time, kept for the next one; page-locked if there is CUDA. Not thread-safe."""
+    """The memory of one snapshot at a time, kept for the next; page-locked for what is on a GPU. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
-        self._used: list[torch.UntypedStorage] = []
-        self._is_pinned = torch.cuda.is_available()
+        self._memory = HostMemory()
 
-    def take(self, state: Any) -> Any:
+    def take(self, state: Any, *, keeps_sharing: bool = True) -> Any:
         """Return a copy of `state`: tensors in CPU memory, containers and everything else copied as by `copy.deepcopy`.
 
-        Tensors that share memory also share it in the copy, as in what `torch.save` writes. Blocks until everything is
-        copied. The copy is valid until the next `take`. Raises FormatError, with the key, for what cannot be copied.
+        Tensors that share memory also share it in the copy, as in what `torch.save` writes; all of that memory is
+        copied, even if no tensor uses some of it. Without `keeps_sharing` the elements of each tensor are copied, which
+        is what torch.distributed.checkpoint writes.
+
+        Blocks until everything is copied. The copy is valid until the next `take`. Raises FormatError, with the key,
+        for what cannot be copied.
         """
-        for storage in self._used:
-            self._free.setdefault(storage.nbytes(), []).append(storage)
-        self._used = []
-        with torch.no_grad():
-            taken = _Copier(self).copied(state, "state")
-        if self._is_pinned:
-            torch.cuda.synchronize()
-        self._free.clear()  # buffers that this state does not need
-        return taken
+        self._memory.reuse()
+        copier = _Copier(self._memory, keeps_sharing=keeps_sharing)
+        try:
+            with torch.no_grad():
+                return copier.copied(state, "state")
+        finally:
+            for device in copier.devices:
+                torch.cuda.synchronize(device)
+            self._memory.drop_unused()
 
     @property
     def size_bytes(self) -> int:
         """The number of bytes held."""
-        return sum(each.nbytes() for each in self._used)
-
-    def storage_like(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Return a storage of the same size with the same bytes, though perhaps not all of them yet: see `take`."""
-        free = self._free.get(source.nbytes())
-        target = free.pop() if free else self._new(source.nbytes())
-        self._used.append(target)
-        if source.nbytes():
-            _bytes_of(target).copy_(_bytes_of(source), non_blocking=self._is_pinned)
-        return target
-
-    def _new(self, size_bytes: int) -> torch.UntypedStorage:
-        empty = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._is_pinned and size_bytes > 0)
-        return empty.untyped_storage()
+        return self._memory.size_bytes
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -68,9 +58,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class _Copier:
     """One snapshot being taken. Remembers by identity what was copied already."""
 
-    def __init__(self, buffers: SnapshotBuffers) -> None:
-        self._buffers = buffers
-        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    def __init__(self, memory: HostMemory, *, keeps_sharing: bool) -> None:
+        self._memory, self._keeps_sharing = memory, keeps_sharing
+        self.devices: set[torch.device] = set()  # those that may still be copying
+        self._targets: dict[tuple[Any, ...], torch.UntypedStorage] = {}
         self._done: dict[int, Any] = {}
         self._alive: list[Any] = []  # an identity is unique only while its object lives
 
@@ -82,8 +73,9 @@ class _Copier:
         self._alive.append(value)
         found: Any
         if isinstance(value, torch.Tensor):
-            found = self._tensor(value)
-            if vars(value):  # attributes, which torch.save writes too
+            found = self._tensor(value, key)
+            # Attributes, which torch.save writes too. A ShardedTensor has nothing else.
+            if vars(value) and not hasattr(value, "local_shards"):
                 vars(found).update(self.copied(dict(vars(value)), key))
         elif type(value) in (dict, OrderedDict, defaultdict):
             return self._mapping(value, key)
@@ -106,7 +98,21 @@ class _Copier:
             found[name] = self.copied(each, f"{key}/{name}")
         return found
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
+        if hasattr(
+            tensor, "trigger_wait"
+        ):  # an AsyncCollectiveTensor, whose elements may not have arrived yet
+            tensor = tensor.trigger_wait()
+        if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self.copied(getattr(tensor, name), f"{key}.{name}") for name in names}
+            kind: Any = type(tensor)
+            return cast(
+                torch.Tensor,
+                kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride()),
+            )
+        if hasattr(tensor, "local_shards"):
+            return self._sharded(tensor)
         is_plain = (
             type(tensor) in _PLAIN
             and tensor.layout is torch.strided
@@ -120,18 +126,65 @@ class _Copier:
                 else tensor.detach().cpu()
             )
         plain = tensor.detach().resolve_conj().resolve_neg()
-        storage = plain.untyped_storage()
-        place = (storage.device, storage.data_ptr())
-        target = self._storages.get(place) if place[1] else None
-        if target is None or target.nbytes() != storage.nbytes():
-            target = self._storages[place] = self._buffers.storage_like(storage)
-            self._alive.append(storage)
-        found = torch.empty(0, dtype=plain.dtype).set_(
-            target, plain.storage_offset(), plain.size(), plain.stride()
-        )
+        found = self._with_its_storage(plain) if self._keeps_sharing else self._alone(plain)
         if type(tensor) is torch.nn.Parameter:
             return torch.nn.Parameter(found, requires_grad=tensor.requires_grad)
         return found.requires_grad_(tensor.requires_grad)
+
+    def _sharded(self, tensor: Any) -> torch.Tensor:
+        """Return a copy of a ShardedTensor, as its own `cpu` makes it."""
+        from torch.distributed._shard.sharded_tensor.shard import Shard
+
+        with_all = copy.deepcopy(tensor.metadata())
+        shards = [
+            Shard(self._alone(each.tensor), copy.deepcopy(each.metadata)) for each in tensor.local_shards()
+        ]
+        for each in (*with_all.shards_metadata, *(shard.metadata for shard in shards)):
+            each.placement._device = torch.device("cpu")  # noqa: SLF001
+        return cast(
+            torch.Tensor,
+            type(tensor)._init_from_local_shards_and_global_metadata(  # noqa: SLF001
+                shards,
+                sharded_tensor_metadata=with_all,
+                process_group=tensor._process_group,  # noqa: SLF001
+            ),
+        )
+
+    def _with_its_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        place = (storage.device, storage.data_ptr(), storage.nbytes())
+        target = self._targets.get(place) if place[1] else None
+        if target is None:
+            target = self._targets[place] = self._new(storage.nbytes(), storage.device)
+            self._alive.append(storage)
+            if storage.nbytes():
+                self._copy(_bytes_of(target), _bytes_of(storage))
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            target, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+    def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The strides of the original if it is dense, so that its bytes can be copied as they are.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride())
+        target = self._targets.get(place) if place[1] else None
+        is_new = target is None
+        if target is None:
+            target = self._targets[place] = self._new(tensor.numel() * tensor.itemsize, tensor.device)
+            self._alive.append(tensor)
+        found = torch.empty(0, dtype=tensor.dtype).set_(target, 0, tensor.size(), strides)
+        if is_new and tensor.numel():
+            self._copy(found, tensor)
+        return found
+
+    def _new(self, size_bytes: int, source: torch.device) -> torch.UntypedStorage:
+        return self._memory.storage(size_bytes, is_page_locked=source.type == "cuda")
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        is_on_gpu = source.device.type == "cuda"
+        if is_on_gpu:
+            self.devices.add(source.device)
+        target.copy_(source, non_blocking=is_on_gpu)
 
     def _other(self, value: Any, key: str) -> Any:
         try:
