@@ -53,6 +53,11 @@ class FolderWriter(FileSystemWriter):
         super().__init__(path, thread_count=thread_count, sync_files=False)
         self._buffers = buffers
 
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        if metadata.storage_data is None:  # torch 2.11 writes a complete copy, and returns this one
+            metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         buffers = self._buffers or SnapshotBuffers()
         return cast(dict[str, Any], buffers.take(state_dict, keeps_sharing=False))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_async.errors import SettingsError
+from ckpt_async.torch.agreement import is_alone
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Vote:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._group: Any = own_group()
+        self._group: Any = None if is_alone() or dist.get_world_size() == 1 else own_group()
         # Exchanges that may not be over, each with its ballot.
         self._pending: list[tuple[Any, torch.Tensor]] = []
         if self._group is not None:
@@ -129,9 +130,10 @@ class Vote:
 def own_group(ranks: Sequence[int] | None = None) -> Any:
     """Return a gloo group of these ranks, by default all, whose collectives may run beside those of training.
 
-    None if there is one rank in all, or this one is not in the group. A collective of all ranks, which pass the same.
+    None if torch.distributed is not initialized, or this rank is not in the group. A collective of all ranks, which
+    pass the same. A single rank needs it, too: the default group of NCCL cannot save what was copied to the CPU.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if is_alone():
         return None
     group = dist.new_group(ranks, backend="gloo")
     return group if ranks is None or dist.get_rank() in ranks else None

@@ -41,7 +41,7 @@ def launch(folder: Path, *options: str, kill_after: int | None = None) -> Iterat
     [
         ["map_location=cpu"],
         ["map_location=cuda"],
-        ["suffix=pt.zst", "runner=process"],
+        ["suffix=tar.gz", "runner=process"],
         ["sharded=1", "backend=nccl"],
         ["sharded=1", "backend=cpu:gloo,cuda:nccl"],
     ],

@@ -13,6 +13,7 @@ import torch
 
 from ckpt_async.errors import FormatError
 from ckpt_async.torch import SnapshotBuffers
+from ckpt_async.torch.host_memory import MAPPED_BYTES
 
 
 class Point(NamedTuple):
@@ -137,6 +138,41 @@ def test_the_memory_of_one_snapshot_is_that_of_the_next() -> None:
     second = buffers.take(state)
     assert {each.data_ptr() for each in second.values()} == places
     assert equal(second, state)
+
+
+def test_without_sharing_only_the_elements_of_each_tensor_are_copied() -> None:
+    base = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    image = torch.randn(2, 3, 5, 7).contiguous(memory_format=torch.channels_last)
+    state = {
+        "row": base[1],
+        "again": base[1],
+        "columns": base[:, 2:5],
+        "turned": base[:9].t(),
+        "image": image,
+    }
+    buffers = SnapshotBuffers()
+    for _ in range(2):
+        taken = buffers.take(state, keeps_sharing=False)
+        assert all(torch.equal(taken[key], each) for key, each in state.items())
+        assert taken["image"].stride() == image.stride()
+        assert taken["turned"].stride() == state["turned"].stride()
+        assert taken["row"].data_ptr() == taken["again"].data_ptr() != base[1].data_ptr()
+        num_elements = 1024 + 3 * 1024 + 9 * 1024 + image.numel()
+        assert buffers.size_bytes == 4 * num_elements
+        assert all(each.untyped_storage().nbytes() == each.nbytes for each in taken.values())
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, MAPPED_BYTES - 1, MAPPED_BYTES, 3 * MAPPED_BYTES + 5])
+def test_memory_of_any_size_is_kept_and_let_go(size_bytes: int) -> None:
+    buffers, tensor = SnapshotBuffers(), torch.randint(0, 255, (size_bytes,), dtype=torch.uint8)
+    first = buffers.take([tensor])[0]
+    assert torch.equal(first, tensor)
+    place = first.data_ptr()
+    assert buffers.take([tensor])[0].data_ptr() == place
+    assert buffers.size_bytes == size_bytes
+    last = buffers.take([tensor])[0]
+    del buffers
+    assert torch.equal(last, tensor)  # still mapped
 
 
 def test_memory_of_another_shape_is_let_go() -> None:
