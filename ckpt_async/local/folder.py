@@ -476,7 +476,8 @@ def is_disk_full(error: BaseException) -> bool:
 def no_space(path: Path) -> NoSpaceError:
     return NoSpaceError(
         f"the file system of {str(path)!r} is full",
-        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again",
+        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again, or release"
+        " an incomplete step with `give_up`",
     )
 
 

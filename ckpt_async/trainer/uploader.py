@@ -285,11 +285,13 @@ class Uploader:
     def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
         """Declare that this rank will never have its part of the checkpoint at `step`. Returns at once.
 
-        The checkpoint is aborted, and the other ranks learn the reason instead of waiting for it. Raises
-        SealedError if this rank has sealed it.
+        The checkpoint is aborted, and the other ranks learn the reason instead of waiting for it. What was enqueued
+        of it is released, also on a full disk. Raises SealedError if this rank has sealed it; NoSpaceError if the
+        disk cannot take even this record.
         """
         self._check_process()
         id_ = self._checkpoint(step)
+        self._folder.tend()  # frees the reserve on a full disk
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
             self._engine.told.add(id_)
