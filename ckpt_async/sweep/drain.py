@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import backlog, decide, keys
@@ -37,7 +36,7 @@ from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import Wants, parse_wants
 from ckpt_async.local import journals, shared_journal
-from ckpt_async.local.folder import Folder, spooled_ranks
+from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import address_of, options_of
 from ckpt_async.transfer.budgets import Budgets
@@ -136,7 +135,7 @@ async def drain(
     Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
     not known, StoreError if it cannot be opened.
     """
-    path = Path(os.path.realpath(folder))
+    path = place_of(folder)
     if not (path / keys.PRIVATE).is_dir():
         raise journals.none_in(path)
     reports: list[RankReport] = []

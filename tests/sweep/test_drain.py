@@ -482,6 +482,57 @@ def test_a_lost_journal_is_rebuilt_with_the_remote_that_the_manifests_name(
     assert found["step"] == 100
 
 
+@pytest.mark.parametrize("command", ["drain", "status"])
+def test_a_remote_given_instead_of_its_folder_is_named_and_unchanged(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, command: str
+) -> None:
+    """`drain` said "nothing to do", with exit code 0, and made a spool in the remote."""
+    trainers.die(folder, remote, 1)
+    there = tmp_path / "store/run"
+    before = sorted(there.rglob("*"))
+    code, told = call(command, there)
+    assert (code, told["error"]["kind"]) == (3, "NoJournalError")
+    assert told["error"]["hint"].startswith(f"it is a remote, {remote}: use the local folder")
+    assert sorted(there.rglob("*")) == before
+    assert call("drain", folder)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["drain", "status"])
+@pytest.mark.parametrize("place", [".", ".ckpt_async"])
+def test_a_folder_of_another_user_is_named_with_what_to_do(folder: Path, command: str, place: str) -> None:
+    (folder / ".ckpt_async").mkdir(parents=True)
+    if subprocess.run(["unshare", "-U", "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    (folder / place).chmod(0)
+    try:  # in a user namespace of its own, root may not read it either
+        done = subprocess.run(
+            ["unshare", "-U", sys.executable, "-m", "ckpt_async", command, folder],
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        (folder / place).chmod(0o755)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ckpt-async: '{folder}/.ckpt_async")
+    assert line.endswith("cannot be used: Permission denied (run this as the user whose trainer created it)")
+
+
+def test_a_tilde_is_the_home_folder(
+    call: Drain, tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In quotes, or from Python, it reaches us as it is; a folder called `~` was made in the working directory."""
+    for name in ("home", "work"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    with Uploader("~/run", remote, rank=0, world_size=1) as uploader:
+        assert uploader.folder == tmp_path.resolve() / "home/run"
+    for command in ("drain", "status"):
+        assert call(command, "~/run")[0] == 0
+    assert not list((tmp_path / "work").iterdir())
+
+
 def test_a_folder_without_a_journal_is_unchanged(tmp_path: Path, call: Drain) -> None:
     code, told = call("drain", tmp_path)
     assert (code, told["error"]["kind"], list(tmp_path.iterdir())) == (3, "NoJournalError", [])
