@@ -21,8 +21,8 @@ from ckpt_async.sweep import drain as work
 from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
 
 _ONLY_IN_ORIGINAL = (
-    "this folder is an incomplete copy, so nothing was given up: drain the original, or copy it again with `cp -a` or"
-    " `rsync -a`; if the original is lost, add --original-is-lost to give these steps up"
+    "this folder is a copy, and its original may still have what is missing here, so nothing was given up: drain the"
+    " original, or copy it again with `cp -a` or `rsync -a`; if it is lost, --original-is-lost gives these steps up"
 )
 
 

@@ -338,7 +338,7 @@ class Uploader:
         self._check_process()
 
         def is_over(engine: EngineView) -> bool:
-            return backlog.is_of_predecessor_over(engine.fresh_local(), self.generation)
+            return backlog.is_predecessor_over(engine.fresh_local(), self.generation)
 
         self._engine.hurried(lambda: self._engine.wait_until(is_over, deadline_in(timeout_s)))
         return is_over(self._engine.view())

@@ -147,7 +147,7 @@ def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
     assert told[0] == "rank 0: step 200 is committed"
     assert [each.partition(": shard ")[0] for each in told[1:2]] == ["rank 0: step 100 is not uploaded"]
     assert "before it sealed" in told[2]
-    assert "is an incomplete copy, so nothing was given up" in told[3]
+    assert "is a copy, and its original may still have what is missing here" in told[3]
     assert "--original-is-lost" in told[3]
     assert cli.main(["drain", str(copy), "--original-is-lost"]) == 0
     told = capsys.readouterr().out.splitlines()
@@ -155,6 +155,21 @@ def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
         " step 100 was given up",
         " step 300 was given up",
     ]
+
+
+def test_an_incomplete_copy_that_is_copied_again_is_finished(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The first drain notes in the copy's journal what it lacks."""
+    trainers.die(folder, remote, 100)
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-a", folder, copy], check=True)
+    (link,) = (copy / ".ckpt_async/spool").rglob("rank0.bin")
+    link.unlink()
+    assert call("drain", copy)[0] == 6
+    subprocess.run(["cp", "-a", f"{folder}/.", copy], check=True)
+    code, told = call("drain", copy)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
 
 
 def test_a_trainer_in_an_incomplete_copy_leaves_the_rest_to_the_original(
