@@ -125,7 +125,7 @@ class FolderInUseError(JournalError):
 
 class NoSpaceError(JournalError, OSError):
     """The folder's file system is full. Nothing was done (`enqueue` enqueued nothing); call again once space has
-    been freed.
+    been freed. What earlier calls have enqueued of an incomplete step is released by `Uploader.give_up`.
     """
 
 

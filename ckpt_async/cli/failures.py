@@ -29,11 +29,10 @@ from ckpt_async.errors import (
 def tell(error: Exception, *, is_json: bool) -> Exit:
     """Print one line to stderr, with --json also an object to stdout; a traceback only if asked for."""
     code, message, hint = _explain(error)
-    told = " ".join(f"{message} ({hint})".split() if hint else message.split())
     name = type(error).__name__
     shown = error if os.environ.get("CKPT_ASYNC_DEBUG") == "1" else None
     say(
-        f"ckpt-async: {told}",
+        f"ckpt-async: {_one_line(message, hint)}",
         "command_failed",
         level=logging.ERROR,
         exception=shown,
@@ -44,6 +43,16 @@ def tell(error: Exception, *, is_json: bool) -> Exit:
         value = {"kind": name, "message": message, "hint": hint or None, "exit_code": int(code)}
         print(json.dumps({"error": value}))  # in one line: `watch` prints one object per line
     return code
+
+
+def told(error: Exception) -> str:
+    """Return an error in one line, with what to do."""
+    _, message, hint = _explain(error)
+    return _one_line(message, hint)
+
+
+def _one_line(message: str, hint: str) -> str:
+    return " ".join(f"{message} ({hint})".split() if hint else message.split())
 
 
 def code_of(error: Exception) -> Exit:
@@ -57,6 +66,9 @@ def _explain(error: Exception) -> tuple[Exit, str, str]:
         return Exit.USAGE, str(error), error.hint
     if isinstance(error, CkptAsyncError):
         return _code(error), error.without_hint, error.hint
+    if isinstance(error, PermissionError) and error.filename:
+        what = f"{os.fsdecode(error.filename)!r} cannot be used: {error.strerror}"
+        return Exit.ERROR, what, "run this as the user whose trainer created it"
     hint = "CKPT_ASYNC_DEBUG=1 shows the traceback"
     if isinstance(error, OSError):
         return Exit.ERROR, str(error), hint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -135,7 +136,7 @@ def as_kind(text: str) -> str:
 
 def as_path(text: str) -> str:
     if text:
-        return text
+        return os.path.expanduser(text)  # which the shell leaves alone in quotes
     raise argparse.ArgumentTypeError("'' is not a path; use '.' for the working directory")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_async.cli import drawing, status_text
 from ckpt_async.cli.drawing import Block
-from ckpt_async.cli.failures import code_of
+from ckpt_async.cli.failures import code_of, told
 from ckpt_async.cli.output import Exit, Json, pause_for_reader, print_json, print_line
 from ckpt_async.cli.parsing import add_store_options, as_path, as_seconds
 from ckpt_async.cli.stderr import say
@@ -71,11 +71,7 @@ def status(options: argparse.Namespace) -> Exit:
 def _print_errors(sights: Sequence[_Sight]) -> None:
     for sight in sights:
         if sight.error is not None:
-            say(f"ckpt-async: {sight.target}: {_one_line(sight.error)}", "not_seen", target=sight.target)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+            say(f"ckpt-async: {sight.target}: {told(sight.error)}", "not_seen", target=sight.target)
 
 
 def _json(sights: Sequence[_Sight]) -> Json:
@@ -145,16 +141,16 @@ class _Sight(abc.ABC):
     def blocks(self, *, is_titled: bool) -> list[Block]:
         """Return the target as text; if it could not be seen, with the error as one line."""
         if self.error is not None:
-            return [Block([("strong", self.target), ("bad", _one_line(self.error))])]
+            return [Block([("strong", self.target), ("bad", told(self.error))])]
         return self._blocks(is_titled=is_titled)
 
     def states(self) -> dict[str, str]:
         """Return the states to compare from look to look."""
-        return {self.target: _one_line(self.error)} if self.error is not None else self._states()
+        return {self.target: told(self.error)} if self.error is not None else self._states()
 
     def json(self) -> Json:
         if self.error is not None:
-            return {self.name: self.target, "error": _one_line(self.error)}
+            return {self.name: self.target, "error": told(self.error)}
         return self._json()
 
     @abc.abstractmethod

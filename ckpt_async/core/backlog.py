@@ -50,6 +50,14 @@ def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
     return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]
 
 
+def is_predecessor_over(local: Local, generation: int) -> bool:
+    """Return whether nothing that earlier generations left may still be committed from here."""
+    return all(
+        each.id.generation >= generation or why_hopeless(each, generation) is not None
+        for each in undecided(local)
+    )
+
+
 def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
     return sum(each.shard.size_bytes for each in checkpoint.shards.values() if each.stored is None)
 

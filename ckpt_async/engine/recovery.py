@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_async.core import backlog, keys, records
@@ -84,15 +85,35 @@ def refuse_copy_without_times(folder: Folder, local: Local) -> None:
     )
 
 
-def _links(folder: Folder, local: Local) -> Iterator[tuple[Path, FileIdentity, FileIdentity]]:
-    """Yield the links of what is still to be uploaded: the path, what is there, and what was enqueued."""
+def _links(
+    folder: Folder, local: Local, *, is_all: bool = False
+) -> Iterator[tuple[Path, FileIdentity, FileIdentity]]:
+    """Yield the links of what is still to be uploaded (`is_all`: of all that is undecided): the path, what is there,
+    and what was enqueued.
+    """
     for each in backlog.undecided(local):
         spool = folder.private / keys.spool_checkpoint(each.id, local.rank)
         for name, known in each.shards.items():
-            if known.stored is None and known.shard.is_linked:
+            if known.shard.is_linked and (is_all or known.stored is None):
                 with contextlib.suppress(OSError):
                     found = identity_of(os.lstat(spool / name))
                     yield spool / name, found, known.shard.identity
+
+
+def is_copy(folder: Folder, local: Local) -> bool:
+    """Return whether the folder is a copy of the one in which its unfinished checkpoints were saved. Blocks.
+
+    Nothing else replaces a link in the spool. If none was copied, the user's own files tell: the original has one at
+    least that is still what was enqueued.
+    """
+    links = [(found.inode, enqueued.inode) for _, found, enqueued in _links(folder, local, is_all=True)]
+    if links:
+        return any(found != enqueued for found, enqueued in links)
+    has_links = any(
+        known.shard.is_linked for each in backlog.undecided(local) for known in each.shards.values()
+    )
+    shards = (known.shard for each in local.checkpoints.values() for known in each.shards.values())
+    return has_links and not any(folder.is_same(each.source, each.identity) for each in shards)
 
 
 def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
@@ -147,12 +168,15 @@ def _steps(ids: Sequence[CheckpointId]) -> str:
     return more + ", ".join(str(each.step) for each in ids[-8:])
 
 
-async def recover(state: State, before: Opened | None) -> None:
+async def recover(state: State, before: Opened | None, *, is_original_lost: bool = False) -> None:
     """Recover the state.
 
     Called once, after the lock was taken and before anything is enqueued; `before` is the newest start in the journal.
+    If the folder is a copy, `is_original_lost` says that nobody else can upload what it lacks.
     """
     await asyncio.to_thread(rebuild, state)
+    if not is_original_lost and await asyncio.to_thread(is_copy, state.folder, state.local):
+        state.policy = replace(state.policy, is_copy=True)
     await asyncio.to_thread(_take_up_kept, state)
     if before is not None and before.boot_id not in ("", boot_id()):
         await asyncio.to_thread(_distrust_after_reboot, state)

@@ -55,7 +55,8 @@ async def look(state: State, action: decide.Look) -> None:
     """Look whether the other ranks are done: the first time at the receipts, after that at the decision first."""
     checkpoint, id_ = state.checkpoint(action.checkpoint), action.checkpoint
     watch = state.remote.watches.get(id_, decide.Watch())
-    is_first = watch.num_looks == 0 and id_.generation == state.local.generation
+    may_be_settled = decide.may_be_settled(id_, state.local.generation, state.policy)
+    is_first = watch.num_looks == 0 and not may_be_settled
     receipts, next_listing_at = watch.receipts, watch.next_listing_at
     if is_first:
         at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]

@@ -54,6 +54,11 @@ LEFT_OVER_AGE_S = 3600.0
 REMOVAL_S = 5.0
 
 
+def place_of(folder: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a folder that a user has named; `~` is the home folder."""
+    return Path(os.path.realpath(os.path.expanduser(folder)))
+
+
 class Folder:
     """The trainer's checkpoint folder, with our private part, `.ckpt_async/`, in it.
 
@@ -70,7 +75,7 @@ class Folder:
             raise SettingsError(
                 "the folder is '', which would mean the working directory", hint="use '.' if you want that"
             )
-        self.path = Path(os.path.realpath(path))
+        self.path = place_of(path)
         self.kind = kind
         self.common = self.path / keys.PRIVATE
         self.private = self.common / keys.kind_place(kind)
@@ -476,7 +481,8 @@ def is_disk_full(error: BaseException) -> bool:
 def no_space(path: Path) -> NoSpaceError:
     return NoSpaceError(
         f"the file system of {str(path)!r} is full",
-        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again",
+        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again, or release"
+        " an incomplete step with `give_up`",
     )
 
 

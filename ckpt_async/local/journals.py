@@ -17,7 +17,7 @@ from ckpt_async.core.local_state import Local, LocalCheckpoint, fold
 from ckpt_async.core.model import CheckpointId, JournalRow
 from ckpt_async.errors import JournalDamagedError, JournalError, NoJournalError
 from ckpt_async.local import database, journal_rows, shared_journal
-from ckpt_async.local.folder import spooled_ranks
+from ckpt_async.local.folder import place_of, spooled_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,17 @@ def watched_from(folder: str | os.PathLike[str]) -> Path | None:
     """Return the state folder of a watcher that works, or has worked, on this folder; None if there is none, or if
     it was told to keep its state elsewhere.
     """
-    beside = watcher_state(Path(os.path.realpath(folder)))
+    beside = watcher_state(place_of(folder))
     return beside if (beside / keys.PRIVATE).is_dir() else None
 
 
 def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
     """Return the error for a missing journal, with a hint where one may be."""
-    path = Path(os.path.realpath(folder))
+    path = place_of(folder)
     if (beside := watched_from(path)) is not None:
         hint = f"this folder is being watched; use the watcher's state folder instead: {str(beside)!r}"
+    elif (path / keys.GENERATIONS).is_dir():
+        hint = f"it is a remote, file://{path}: use the local folder that the uploader was opened with"
     else:
         hint = "use the folder that the uploader was opened with"
     of_kind = f" of kind {kind!r}" if kind else ""
@@ -101,12 +103,12 @@ def none_in(folder: str | os.PathLike[str], kind: str = "") -> NoJournalError:
 
 def private_of(folder: str | os.PathLike[str], kind: str = "") -> Path:
     """Return the private part of a folder for one kind of checkpoints."""
-    return Path(os.path.realpath(folder)) / keys.PRIVATE / keys.kind_place(kind)
+    return place_of(folder) / keys.PRIVATE / keys.kind_place(kind)
 
 
 def kinds(folder: str | os.PathLike[str]) -> list[str]:
     """Return the kinds of checkpoints that were ever saved here, "" (the run itself) first. The run itself is left
-    out if Uploaders were opened only for other kinds.
+    out if Uploaders were opened only for other kinds. Raises NoJournalError if the folder is a remote instead.
     """
     private = private_of(folder)
     try:
@@ -114,6 +116,8 @@ def kinds(folder: str | os.PathLike[str]) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         found = []
     is_run_here = bool(_there(private) or spooled_ranks(private) or shared_journal.is_there(private))
+    if not (is_run_here or found) and os.path.isdir(place_of(folder) / keys.GENERATIONS):
+        raise none_in(folder)
     return ["", *found] if is_run_here or not found else found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import DestinationError, NoSpaceError
 from ckpt_async.local.durable import FsyncError, fsync_path
+from ckpt_async.local.folder import place_of
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard_unlocked
 from ckpt_async.restore.sources import has_size
@@ -27,7 +28,7 @@ class Destination:
     def __init__(
         self, path: str | os.PathLike[str], checkpoint: Checkpoint, *, is_verified: bool, may_overwrite: bool
     ) -> None:
-        self.path = Path(os.path.realpath(path))
+        self.path = place_of(path)
         self._checkpoint = checkpoint
         self._is_verified, self._may_overwrite = is_verified, may_overwrite
         self._partials = self.path / PARTIAL_FOLDER

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.arguments import whole
@@ -31,6 +30,7 @@ from ckpt_async.errors import (
     UnreliableReadError,
 )
 from ckpt_async.local import known_link
+from ckpt_async.local.folder import place_of
 from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import read
@@ -91,7 +91,7 @@ async def session(
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
     )
-    path = Path(folder) / keys.PRIVATE / known_link.file_name("down") if folder is not None else None
+    path = place_of(folder) / keys.PRIVATE / known_link.file_name("down") if folder is not None else None
     known = await in_thread(known_link.recall, path, remote, time.time()) if path is not None else None
     budgets = Budgets(settings, few=num_of_cores(), direction="down", known=known)
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)

@@ -16,6 +16,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import without_slash
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.local import journals
+from ckpt_async.local.folder import place_of
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, Pace
 from ckpt_async.restore.session import HeldLease, Session, damaged
@@ -213,10 +214,10 @@ class LocalCopies:
         checkpoint: Checkpoint,
         local_cache: str | os.PathLike[str] | None = None,
     ) -> None:
-        cache = None if local_cache is None else Path(os.path.realpath(local_cache))
+        cache = None if local_cache is None else place_of(local_cache)
         is_itself = cache is not None and cache.name == checkpoint.name
         self._cache = cache if cache is None or is_itself else cache / checkpoint.name
-        self._folder = Path(os.path.realpath(folder)) if folder is not None else None
+        self._folder = place_of(folder) if folder is not None else None
         self._checkpoint = checkpoint
         self._sources = dict(_sources(self._folder, checkpoint)) if self._folder else {}
         self._privates = _privates(self._folder) if self._folder else []

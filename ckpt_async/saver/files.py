@@ -15,6 +15,7 @@ from ckpt_async.core.launch import Placement
 from ckpt_async.core.model import without_slash
 from ckpt_async.errors import InvalidNameError, JournalError, NoJournalError
 from ckpt_async.local import journals, sealed
+from ckpt_async.local.folder import place_of
 from ckpt_async.saver import names
 from ckpt_async.saver.timestamp import Timestamp
 
@@ -144,7 +145,7 @@ def files_of(
     run = names.variables(run_name, placement)
     latest = names.fill(templates.latest_filename, run)
     found = Files(
-        folder=Path(os.path.realpath(names.fill(templates.folder, run))),
+        folder=place_of(names.fill(templates.folder, run)),
         remote=names.fill(templates.remote, run),
         latest_filename=naming.check_relative(latest, "latest_filename") if latest else "",
         run=run,

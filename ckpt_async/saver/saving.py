@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -25,6 +24,7 @@ from ckpt_async.errors import (
     CkptAsyncError,
     DestinationError,
     FencedError,
+    NoSpaceError,
     SaveFailedError,
     SealedError,
     SettingsError,
@@ -132,6 +132,7 @@ class Saving:
         self._changed = threading.Condition(self._lock)
         self._undecided: list[SavedCheckpoint] = []
         self._failures: list[SaveFailedError] = []
+        self._lost: list[tuple[SavedCheckpoint, str]] = []  # failed, and not given up yet
         self.saved: list[SavedCheckpoint] = []
         self.taking: SavedCheckpoint | None = None
         self.newest_step: int | None = None  # saved by this start
@@ -285,6 +286,7 @@ class Saving:
 
         May be called from any thread.
         """
+        self._give_up_lost()
         with self._lock:
             undecided = list(self._undecided)
         for each in undecided:
@@ -333,11 +335,26 @@ class Saving:
 
     def _failed(self, checkpoint: SavedCheckpoint, error: BaseException) -> None:
         failure = _failure_of(checkpoint, error)
-        # The other ranks need not wait. Sealed already, closed or fenced: then they learn it in another way.
-        with contextlib.suppress(CkptAsyncError):
-            self._uploader.give_up(checkpoint.step, str(failure.without_hint), name=checkpoint.name)
+        with self._lock:
+            self._lost.append((checkpoint, str(failure.without_hint)))
+        self._give_up_lost()
         self._tell(checkpoint, failure)
         self._ended(checkpoint.step, False)
+
+    def _give_up_lost(self) -> None:
+        """Release what was enqueued of failed saves, for which the other ranks need not wait; later, if the disk is too
+        full to note even that.
+        """
+        with self._lock:
+            lost, self._lost = self._lost, []
+        for checkpoint, why in lost:
+            try:
+                self._uploader.give_up(checkpoint.step, why, name=checkpoint.name)
+            except NoSpaceError:
+                with self._lock:
+                    self._lost.append((checkpoint, why))
+            except CkptAsyncError:
+                pass  # sealed already, closed or fenced: then the others learn it in another way
 
     def _tell(self, checkpoint: SavedCheckpoint, failure: SaveFailedError) -> None:
         logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, failure.__cause__)

@@ -13,10 +13,9 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from ckpt_async.core import backlog, keys
+from ckpt_async.core import backlog, decide, keys
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Opened, Outcome, RemoteAddress
 from ckpt_async.core.observe import Observer
@@ -37,7 +36,7 @@ from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import Wants, parse_wants
 from ckpt_async.local import journals, shared_journal
-from ckpt_async.local.folder import Folder, spooled_ranks
+from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import address_of, options_of
 from ckpt_async.transfer.budgets import Budgets
@@ -79,6 +78,7 @@ class RankReport:
     `in_use_by` names the live owner that holds the rank or has taken it back.
 
     `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
+    Some of these are `only_in_original`: this folder is a copy that lacks a part of them.
     """
 
     rank: int
@@ -88,6 +88,7 @@ class RankReport:
     aborted: tuple[Fate, ...] = ()
     waiting: tuple[Fate, ...] = ()
     left: tuple[Fate, ...] = ()
+    only_in_original: tuple[CheckpointId, ...] = ()
     uploaded_shards: int = 0
     uploaded_bytes: int = 0
     error: str = ""  # the engine itself failed, or nothing was done
@@ -119,6 +120,7 @@ async def drain(
     change: Change | None = None,
     profile: str | None = None,
     on_event: OnEvent | None = None,
+    is_original_lost: bool = False,
 ) -> DrainReport:
     """Finish what dead owners left in a folder, for all kinds of checkpoints, within `timeout_s`.
 
@@ -128,10 +130,12 @@ async def drain(
     `change` returns the remote to use, given the recorded one (None: none was recorded), for a server that has moved or
     a journal that was lost. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
 
+    What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`.
+
     Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
     not known, StoreError if it cannot be opened.
     """
-    path = Path(os.path.realpath(folder))
+    path = place_of(folder)
     if not (path / keys.PRIVATE).is_dir():
         raise journals.none_in(path)
     reports: list[RankReport] = []
@@ -149,7 +153,16 @@ async def drain(
                     keys.run_remote(address.url, kind), Budgets(settings or Settings())
                 )
                 adoptions.append(
-                    _Adoption(opened, address, profile, settings or Settings(), timeout_s, ranks, budgets)
+                    _Adoption(
+                        opened,
+                        address,
+                        profile,
+                        settings or Settings(),
+                        timeout_s,
+                        ranks,
+                        budgets,
+                        is_original_lost=is_original_lost,
+                    )
                 )
         deadline = time.monotonic() + timeout_s
         done = await all_or_none(each.run(deadline, grace_s) for each in adoptions)
@@ -330,9 +343,11 @@ class _Adoption:
         timeout_s: float,
         adopted: list[_Adopted],
         budgets: Budgets,
+        *,
+        is_original_lost: bool,
     ) -> None:
         self.address = address
-        self._folder, self._ranks = folder, adopted
+        self._folder, self._ranks, self._is_original_lost = folder, adopted, is_original_lost
         # Retries go on as long as there is time, and no longer.
         self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
         self._store = connect(
@@ -412,7 +427,7 @@ class _Adoption:
             events.notify()
 
         each.engine = engine = Engine(state, changed)
-        await engine.recover(each.before.opened)
+        await engine.recover(each.before.opened, is_original_lost=self._is_original_lost)
         each.task = asyncio.create_task(engine.run(), name=f"drain-rank-{state.rank}")
         each.task.add_done_callback(lambda _: self._changed.set())
         engine.hurry(True)
@@ -479,7 +494,8 @@ def _report(adopted: _Adopted) -> RankReport:
     fates = {each.checkpoint: Fate(each.checkpoint, each.name, each.reason) for each in outcomes}
     aborted = {each.checkpoint for each in outcomes if each.outcome is Outcome.ABORT}
     local = adopted.after
-    undecided = [each for _, each in sorted(local.checkpoints.items()) if each.decision is None]
+    undecided = backlog.undecided(local)
+    only_in_original = tuple(each.id for each in undecided if _lacking(each, engine))
     return RankReport(
         engine.state.rank,
         adopted.kind,
@@ -494,6 +510,7 @@ def _report(adopted: _Adopted) -> RankReport:
         left=tuple(
             Fate(each.id, each.name, _why_left(each, engine)) for each in undecided if not each.has_receipt
         ),
+        only_in_original=only_in_original,
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
         num_untold_events=adopted.num_untold,
@@ -501,11 +518,21 @@ def _report(adopted: _Adopted) -> RankReport:
     )
 
 
+def _lacking(checkpoint: LocalCheckpoint, engine: Engine) -> str:
+    """Return what is missing of a checkpoint that only the original of this folder can finish; else ""."""
+    if not engine.state.policy.is_copy:
+        return ""
+    return decide.why_hopeless(checkpoint, engine.local.generation, is_adopted=True) or ""
+
+
 def _why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
     """Return why a checkpoint is left over.
 
-    That is a failure of it or one of its shards, else the last thing that went wrong, else that time ran out.
+    That is what a copy of a folder lacks, else a failure of it or one of its shards, else the last thing that went
+    wrong, else that time ran out.
     """
+    if lacking := _lacking(checkpoint, engine):
+        return lacking
     found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
     failures = [each.message for each in found if each is not None]
     others: list[CkptAsyncError] = [

@@ -329,6 +329,7 @@ def _count_done(done: Done, metrics: SweeperMetrics) -> None:
 
 def _folders(pattern: str) -> list[str]:
     """Return the folder of this name, or else the folders that match the pattern and in which a trainer has run."""
+    pattern = os.path.expanduser(pattern)
     if os.path.exists(pattern) or not glob.has_magic(pattern):
         return [os.path.realpath(pattern)]
     return [

@@ -19,7 +19,7 @@ from ckpt_async.events.callback import Callback, check_callable
 from ckpt_async.events.of_run import SPEAKER
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import format_wants
-from ckpt_async.local.folder import boot_id
+from ckpt_async.local.folder import boot_id, place_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners import Start
 from ckpt_async.stores import StoreOptions, address_of, check_key_length
@@ -67,7 +67,7 @@ def start_of(
         check_key_length(address.url, pointer)
     options = replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url)
     return Start(
-        os.path.realpath(folder),
+        str(place_of(folder)),
         rank,
         world_size,
         address,

@@ -285,11 +285,13 @@ class Uploader:
     def give_up(self, step: int, reason: str, *, name: str | None = None) -> None:
         """Declare that this rank will never have its part of the checkpoint at `step`. Returns at once.
 
-        The checkpoint is aborted, and the other ranks learn the reason instead of waiting for it. Raises
-        SealedError if this rank has sealed it.
+        The checkpoint is aborted, and the other ranks learn the reason instead of waiting for it. What was enqueued
+        of it is released, also on a full disk. Raises SealedError if this rank has sealed it; NoSpaceError if the
+        disk cannot take even this record.
         """
         self._check_process()
         id_ = self._checkpoint(step)
+        self._folder.tend()  # frees the reserve on a full disk
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
             self._engine.told.add(id_)
@@ -336,8 +338,7 @@ class Uploader:
         self._check_process()
 
         def is_over(engine: EngineView) -> bool:
-            undecided = backlog.undecided(engine.fresh_local())
-            return all(each.id.generation >= self.generation for each in undecided)
+            return backlog.is_predecessor_over(engine.fresh_local(), self.generation)
 
         self._engine.hurried(lambda: self._engine.wait_until(is_over, deadline_in(timeout_s)))
         return is_over(self._engine.view())

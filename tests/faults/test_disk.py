@@ -338,3 +338,66 @@ def test_a_failed_fsync_is_never_committed(
         "abort",
         "commit",
     ]
+
+
+def test_a_step_that_did_not_fit_can_be_given_up_while_the_disk_is_full(tmp_path: Path) -> None:
+    """It held what had been enqueued of it, on a disk too full to note that it was given up."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        with Uploader(disk / "folder", remote) as uploader:
+            (disk / "folder/a.pt").write_bytes(bytes(1 << 20))
+            uploader.enqueue(disk / "folder/a.pt", 1)
+            (disk / "folder/a.pt").unlink()
+            (disk / "folder/b.pt").write_bytes(b"b")
+            fill(disk)
+            try:
+                uploader.enqueue(disk / "folder/b.pt", 1)
+            except NoSpaceError as error:
+                assert "give_up" in str(error), error
+                uploader.give_up(1, "the disk is full")
+            try:
+                uploader.wait(1, 30)
+            except CheckpointAbortedError as error:
+                print(error)
+        assert not list((disk / "folder/.ckpt_async/spool").rglob("a.pt"))
+        """,
+        size="80m",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the disk is full" in done.stdout
+
+
+@pytest.mark.parametrize(("size", "has_reserve"), [("80m", True), ("16m", False)])
+def test_a_saver_gives_up_what_did_not_fit(tmp_path: Path, size: str, has_reserve: bool) -> None:
+    """A save that failed between two calls kept its links, and their space, until the end of the process."""
+    done = on_small_disk(
+        tmp_path,
+        f"""
+        import torch
+        from ckpt_async.saver import CheckpointSaver
+        seal = Uploader.seal
+        def on_a_full_disk(self, step, **options):
+            if step == 1:
+                fill(disk)
+            seal(self, step, **options)
+        Uploader.seal = on_a_full_disk
+        saver = CheckpointSaver(disk / "folder", remote, save_interval="1ba", filename="ba{{batch}}.pt",
+                                blocking=True, on_error="warn")
+        saver.step({{"weight": torch.zeros(1 << 18)}}, 1)
+        if not {has_reserve}:
+            os.unlink(disk / "ballast")
+            saver.step({{"weight": torch.zeros(1 << 18)}}, 2)
+        try:
+            saver.uploader.wait(1, 30)
+        except CheckpointAbortedError as error:
+            print(error)
+        saver.close()
+        assert not list((disk / "folder/.ckpt_async/spool").rglob("ba1.pt"))
+        """,
+        size=size,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "is full" in done.stdout
+    found = restore.find(f"file://{tmp_path}/remote")
+    assert (found and found.step) == (None if has_reserve else 2)

@@ -605,6 +605,18 @@ def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open,
     assert not (tmp_path / "local").exists()
 
 
+def test_a_tilde_is_the_home_folder(
+    open_saver: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    saver = open_saver(folder="~/{run_name}", run_name="run-a")
+    assert saver.uploader.folder == tmp_path.resolve() / "home/run-a"
+    saver.close()
+    assert not list((tmp_path / "work").iterdir())
+
+
 def test_a_model_as_the_state_is_refused_before_a_save_is_due(open_saver: Open) -> None:
     """It is callable, as is a function that returns the state."""
     saver = open_saver(save_interval="100ba")

@@ -92,16 +92,103 @@ def test_a_copy_that_has_not_kept_the_times_is_refused_and_nothing_is_given_up(
 
 
 def test_a_link_that_was_changed_beside_good_ones_gives_up_only_its_own_checkpoint(
-    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+    trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
-    """The folder keeps its times, so it is no plain copy."""
+    """The folder is no copy, so nobody else has the link as it was enqueued."""
+    trainers.die(folder, remote, 100, 200)
+    (changed,) = (folder / ".ckpt_async/spool").rglob("*100*/rank0.bin")
+    os.utime(changed)
+    _, told = call("drain", folder)
+    assert (steps(told["ranks"][0]["committed"]), steps(told["ranks"][0]["aborted"])) == ([200], [100])
+
+
+@pytest.mark.parametrize("lost", ["a link", "a truncated link", "all files"])
+def test_what_a_copy_lacks_is_left_to_the_original(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, lost: str
+) -> None:
+    """It was given up in the store for good, although the original could still upload it."""
     trainers.die(folder, remote, 100, 200)
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-a", folder, copy], check=True)
-    (changed,) = (copy / ".ckpt_async/spool").rglob("*100*/rank0.bin")
-    os.utime(changed)
-    _, told = call("drain", copy)
-    assert (steps(told["ranks"][0]["committed"]), steps(told["ranks"][0]["aborted"])) == ([200], [100])
+    (link,) = (copy / ".ckpt_async/spool").rglob("*100*/rank0.bin")
+    match lost:
+        case "a link":
+            link.unlink()
+        case "a truncated link":
+            times = link.stat()
+            os.truncate(link, 10)
+            os.utime(link, ns=(times.st_atime_ns, times.st_mtime_ns))
+        case _:
+            for each in copy.rglob("*.bin"):
+                each.unlink()
+    lacking = [100, 200] if lost == "all files" else [100]
+    for _ in range(2):  # what the first one noted must not mislead the second
+        code, told = call("drain", copy)
+        (rank,) = told["ranks"]
+        assert (code, rank["aborted"], steps(rank["left"])) == (6, [], lacking)
+        assert steps(rank["only_in_original"]) == lacking
+        assert "rank0.bin" in rank["left"][0]["reason"]
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100, 200])
+    code, told = call("drain", copy)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, lacking)
+
+
+def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
+    trainers: Trainers, folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainers.die(folder, remote, 100, 200, 300, sealed=(100, 200))
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-a", folder, copy], check=True)
+    (link,) = (copy / ".ckpt_async/spool").rglob("*100*/rank0.bin")
+    link.unlink()
+    assert cli.main(["drain", str(copy)]) == 6
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "rank 0: step 200 is committed"
+    assert [each.partition(": shard ")[0] for each in told[1:2]] == ["rank 0: step 100 is not uploaded"]
+    assert "before it sealed" in told[2]
+    assert "is a copy, and its original may still have what is missing here" in told[3]
+    assert "--original-is-lost" in told[3]
+    assert cli.main(["drain", str(copy), "--original-is-lost"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [each.partition(":")[2].partition(":")[0] for each in told] == [
+        " step 100 was given up",
+        " step 300 was given up",
+    ]
+
+
+def test_an_incomplete_copy_that_is_copied_again_is_finished(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The first drain notes in the copy's journal what it lacks."""
+    trainers.die(folder, remote, 100)
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-a", folder, copy], check=True)
+    (link,) = (copy / ".ckpt_async/spool").rglob("rank0.bin")
+    link.unlink()
+    assert call("drain", copy)[0] == 6
+    subprocess.run(["cp", "-a", f"{folder}/.", copy], check=True)
+    code, told = call("drain", copy)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
+
+
+def test_a_trainer_in_an_incomplete_copy_leaves_the_rest_to_the_original(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    trainers.die(folder, remote, 100)
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-a", folder, copy], check=True)
+    (link,) = (copy / ".ckpt_async/spool").rglob("rank0.bin")
+    link.unlink()
+    with Uploader(copy, remote, rank=0, world_size=1, generation=2) as uploader:
+        assert uploader.wait_for_predecessor(60)
+        (copy / "new.bin").write_bytes(b"new")
+        uploader.enqueue(copy / "new.bin", 200)
+        uploader.seal(200)
+        uploader.wait(200, 60)
+    assert steps(call("ls", remote, "--all")[1]["checkpoints"]) == [200]
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
 
 
 def test_draining_to_s3_needs_only_credentials(
@@ -408,6 +495,57 @@ def test_a_lost_journal_is_rebuilt_with_the_remote_that_the_manifests_name(
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
     (found,) = call("ls", remote, *(("--kind", kind) if kind else ()))[1]["checkpoints"]
     assert found["step"] == 100
+
+
+@pytest.mark.parametrize("command", ["drain", "status"])
+def test_a_remote_given_instead_of_its_folder_is_named_and_unchanged(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, command: str
+) -> None:
+    """`drain` said "nothing to do", with exit code 0, and made a spool in the remote."""
+    trainers.die(folder, remote, 1)
+    there = tmp_path / "store/run"
+    before = sorted(there.rglob("*"))
+    code, told = call(command, there)
+    assert (code, told["error"]["kind"]) == (3, "NoJournalError")
+    assert told["error"]["hint"].startswith(f"it is a remote, {remote}: use the local folder")
+    assert sorted(there.rglob("*")) == before
+    assert call("drain", folder)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["drain", "status"])
+@pytest.mark.parametrize("place", [".", ".ckpt_async"])
+def test_a_folder_of_another_user_is_named_with_what_to_do(folder: Path, command: str, place: str) -> None:
+    (folder / ".ckpt_async").mkdir(parents=True)
+    if subprocess.run(["unshare", "-U", "true"], capture_output=True).returncode:
+        pytest.skip("no user namespaces here")
+    (folder / place).chmod(0)
+    try:  # in a user namespace of its own, root may not read it either
+        done = subprocess.run(
+            ["unshare", "-U", sys.executable, "-m", "ckpt_async", command, folder],
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        (folder / place).chmod(0o755)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ckpt-async: '{folder}/.ckpt_async")
+    assert line.endswith("cannot be used: Permission denied (run this as the user whose trainer created it)")
+
+
+def test_a_tilde_is_the_home_folder(
+    call: Drain, tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In quotes, or from Python, it reaches us as it is; a folder called `~` was made in the working directory."""
+    for name in ("home", "work"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    with Uploader("~/run", remote, rank=0, world_size=1) as uploader:
+        assert uploader.folder == tmp_path.resolve() / "home/run"
+    for command in ("drain", "status"):
+        assert call(command, "~/run")[0] == 0
+    assert not list((tmp_path / "work").iterdir())
 
 
 def test_a_folder_without_a_journal_is_unchanged(tmp_path: Path, call: Drain) -> None:
