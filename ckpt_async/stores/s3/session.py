@@ -29,7 +29,7 @@ from botocore.loaders import Loader, create_loader
 
 from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
+from ckpt_async.stores.http.connections import MAX_IDLE_S, enable_keepalive, has_proxy
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
@@ -176,12 +176,17 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
         "response_checksum_validation": "when_required",
         "s3": {"addressing_style": style, "payload_signing_enabled": False},
     }
+    kept = {"keepalive_timeout": MAX_IDLE_S}
     try:
         config = AioConfig(
-            **settings, connector_args={"socket_factory": _create_socket}, http_session_cls=_HttpSession
+            **settings,
+            connector_args={"socket_factory": _create_socket, **kept},
+            http_session_cls=_HttpSession,
         )
     except (botocore.exceptions.ParamValidationError, TypeError):
-        config = AioConfig(**settings)  # aiobotocore before 2.27 cannot set socket options
+        config = AioConfig(
+            **settings, connector_args=kept
+        )  # aiobotocore before 2.27 cannot set socket options
     return session.create_client(
         "s3", region_name=options.region, endpoint_url=location.endpoint_url, config=config
     )
