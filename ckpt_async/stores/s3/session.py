@@ -100,6 +100,12 @@ class S3Session:
         await self._exit_stack.aclose()
         self.client = None
 
+    def drop_idle(self) -> None:
+        self.pools.drop_idle()
+        http_session = self.client._endpoint.http_session  # noqa: SLF001  there is no other way to it
+        if isinstance(http_session, _HttpSession):
+            http_session.drop_idle()
+
     async def credentials(self) -> Credentials:
         """Return the credentials for requests that bypass the SDK."""
         if (found := await self.signer.credentials()) is None:
@@ -251,6 +257,13 @@ class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
             # Sessions in use close after their requests, and all of them with this object.
             self._sessions.clear()
         return await super().send(request)
+
+    def drop_idle(self) -> None:
+        for session in self._sessions.values():
+            idle = getattr(session.connector, "_conns", {})  # aiohttp itself closes them only by their age
+            for key in list(idle):
+                for protocol, *_ in idle.pop(key):
+                    protocol.close()
 
     def _now_trusted(self) -> tuple[str, int]:
         path: str = botocore.httpsession.get_cert_path(self._verify)
