@@ -28,10 +28,10 @@ from ckpt_async.niceness import BulkThreads
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import result_of
 
-# Shorter than the time for which servers and middleboxes (NAT, load balancers) keep an idle connection. And whoever
-# accepts only few connections from one address refuses other processes as long as this one keeps idle ones. A new
-# connection costs two round trips and a millisecond of CPU, little for what is requested less often than this.
-MAX_IDLE_S = 5.0
+# A proxy that accepts only few connections from one address refuses other processes for as long as this one keeps idle
+# ones. Requests that follow each other closely reuse connections; the others wait two round trips for a new one. (It is
+# also shorter than the time after which middleboxes such as NAT forget an idle connection.)
+MAX_IDLE_S = 2.0
 # Transfers of at least TELLING_BYTES measure how fast a connection is. Once TELLING_REQUESTS of them have shown what is
 # usual, a connection slower than SLOW times that is closed.
 TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8
