@@ -56,10 +56,10 @@ def test_ranks_that_share_few_connections_give_way_to_each_other(
         ]
         for each in ranks:
             each.expect("opened")
-            each.tell("wait 1")
+            each.tell("wait 1 150")
             each.tell("stop")
         for each in ranks:
-            each.expect("done wait 1")
+            each.expect("done wait 1", 160)
             each.expect("closed")
             assert each.finish() == 0
     assert relay.num_reset, "the proxy had nothing to refuse"

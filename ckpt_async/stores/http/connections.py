@@ -32,6 +32,8 @@ from ckpt_async.threads import result_of
 # ones. Requests that follow each other closely reuse connections; the others wait two round trips for a new one. (It is
 # also shorter than the time after which middleboxes such as NAT forget an idle connection.)
 MAX_IDLE_S = 2.0
+# What aiohttp is told: it closes an idle connection within twice this time.
+KEEPALIVE_S = MAX_IDLE_S / 2
 # Transfers of at least TELLING_BYTES measure how fast a connection is. Once TELLING_REQUESTS of them have shown what is
 # usual, a connection slower than SLOW times that is closed.
 TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8

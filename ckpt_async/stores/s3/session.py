@@ -29,7 +29,7 @@ from botocore.loaders import Loader, create_loader
 
 from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import MAX_IDLE_S, enable_keepalive, has_proxy
+from ckpt_async.stores.http.connections import KEEPALIVE_S, enable_keepalive, has_proxy
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
@@ -182,7 +182,7 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
         "response_checksum_validation": "when_required",
         "s3": {"addressing_style": style, "payload_signing_enabled": False},
     }
-    kept = {"keepalive_timeout": MAX_IDLE_S}
+    kept = {"keepalive_timeout": KEEPALIVE_S}
     try:
         config = AioConfig(
             **settings,

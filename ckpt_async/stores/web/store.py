@@ -30,7 +30,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import MAX_IDLE_S, has_proxy
+from ckpt_async.stores.http.connections import KEEPALIVE_S, has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
 from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
@@ -114,7 +114,7 @@ class WebStore(WholeObjects):
             trust_env=True,
             auto_decompress=False,
             connector=aiohttp.TCPConnector(
-                limit=options.max_connections, ssl=context, keepalive_timeout=MAX_IDLE_S
+                limit=options.max_connections, ssl=context, keepalive_timeout=KEEPALIVE_S
             ),
         )
         self._downloads = Downloads(
