@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from ckpt_async import StoreOptions, Uploader, restore
+from tests.faults.processes import Nursery
 from tests.restore.relay import Relay
 from tests.restore.runs import content
 from tests.seaweed import SeaweedServer
@@ -31,3 +34,37 @@ def test_a_proxy_that_takes_few_connections_is_served_by_few(
     assert {name: path.read_bytes() for name, path in report.paths.items()} == shards
     assert up_reset, "the proxy had nothing to refuse"
     assert relay.num_reset, "the proxy had nothing to refuse"
+
+
+@pytest.mark.parametrize(("most", "steps"), [(4, []), (8, [1])])
+def test_ranks_that_share_few_connections_give_way_to_each_other(
+    nursery: Nursery, s3_server: SeaweedServer, s3_url: str, tmp_path: Path, most: int, steps: list[int]
+) -> None:
+    num_ranks = 4
+    with Relay(s3_server.url, most) as relay:
+        ranks = [
+            nursery.start(
+                "saves",
+                {"AWS_ENDPOINT_URL_S3": relay.url, "CKPT_ASYNC_LAUNCH_ID": "one"},
+                folder=str(tmp_path / str(rank)),
+                remote=s3_url,
+                rank=rank,
+                world_size=num_ranks,
+                steps=steps,
+            )
+            for rank in range(num_ranks)
+        ]
+        for each in ranks:
+            each.expect("opened")
+            for step in steps:
+                each.tell(f"wait {step} 150")
+            each.tell("stop")
+        for each in ranks:
+            for step in steps:
+                each.expect(f"done wait {step}", 160)
+            each.expect("closed")
+            assert each.finish() == 0
+    assert relay.num_reset, "the proxy had nothing to refuse"
+    checkpoint = restore.find(s3_url, store_options=StoreOptions(endpoint_url=s3_server.url))
+    found = [] if checkpoint is None else [(checkpoint.step, len(checkpoint.files))]
+    assert found == [(step, 2 * num_ranks) for step in steps]

@@ -256,6 +256,32 @@ def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> Non
     run(main())
 
 
+def test_idle_connections_are_closed_although_nobody_asks_for_another(run: Any, monkeypatch: Any) -> None:
+    """The server, or a proxy, may accept only few connections, and other processes want them."""
+    monkeypatch.setattr(connections, "MAX_IDLE_S", 0.1)
+    closed: list[threading.Event] = []
+    both_asked = threading.Barrier(2)
+
+    def talk(near: socket.socket) -> None:
+        request_of(near)
+        both_asked.wait(PATIENCE_S)
+        near.sendall(_answer(10, b"0123456789"))
+        assert near.recv(1) == b""
+        closed.pop().set()
+
+    async def main() -> None:
+        with Server(talk) as server:
+            async with _downloads() as downloads:
+                for _ in range(2):  # also those that come after a time without any
+                    events = [threading.Event(), threading.Event()]
+                    closed.extend(events)
+                    await asyncio.gather(_get(downloads, server), _get(downloads, server))
+                    for event in events:
+                        assert await asyncio.to_thread(event.wait, PATIENCE_S / 3)
+
+    run(main())
+
+
 def test_idle_connections_use_tcp_keepalive(run: Any) -> None:
     """The kernel sends the probes, even while nobody waits for an answer."""
 

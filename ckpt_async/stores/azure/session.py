@@ -15,7 +15,7 @@ from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import has_proxy, trusted_for
+from ckpt_async.stores.http.connections import KEEPALIVE_S, has_proxy, trusted_for
 from ckpt_async.stores.http.messages import MalformedResponseError, Response
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.interface import Body
@@ -150,5 +150,5 @@ def _client(options: StoreOptions) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
     )
-    connector = aiohttp.TCPConnector(limit=options.max_connections)
+    connector = aiohttp.TCPConnector(limit=options.max_connections, keepalive_timeout=KEEPALIVE_S)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)

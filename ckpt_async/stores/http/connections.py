@@ -8,6 +8,7 @@ import errno
 import fcntl
 import functools
 import http.client
+import math
 import os
 import select
 import socket
@@ -27,8 +28,12 @@ from ckpt_async.niceness import BulkThreads
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import result_of
 
-# Shorter than the time for which servers and middleboxes (NAT, load balancers) keep an idle connection.
-MAX_IDLE_S = 30.0
+# A proxy that accepts only few connections from one address refuses other processes for as long as this one keeps idle
+# ones. Requests that follow each other closely reuse connections; the others wait two round trips for a new one. (It is
+# also shorter than the time after which middleboxes such as NAT forget an idle connection.)
+MAX_IDLE_S = 2.0
+# What aiohttp is told: it closes an idle connection within twice this time.
+KEEPALIVE_S = MAX_IDLE_S / 2
 # Transfers of at least TELLING_BYTES measure how fast a connection is. Once TELLING_REQUESTS of them have shown what is
 # usual, a connection slower than SLOW times that is closed.
 TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8
@@ -101,6 +106,8 @@ class Connections:
         self._lock = threading.Lock()
         # With the time since when each is idle.
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # that of the requests
+        self._is_closing_idle = False  # whether the loop will call _close_old
         self._is_closed = False
         self._usual_bytes_per_s, self._num_told = 0.0, 0
 
@@ -112,18 +119,22 @@ class Connections:
         self._threads.shutdown(wait=False)
 
     def drop_idle(self) -> None:
+        self._drop_silent_since(math.inf)
+
+    def _drop_silent_since(self, latest: float) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
-        for connection, _ in idle:
+            old = [idle for idle, since in self._idle if since <= latest]
+            self._idle = [each for each in self._idle if each[1] > latest]
+        for connection in old:
             connection.close()
 
     async def _in_thread(self, work: Callable[[CancelToken], T]) -> T:
         """Return or raise what `work` does. If cancelled, break its connection, and return only once its thread has let
         go of everything it was given.
         """
-        token = CancelToken()
+        token, self._loop = CancelToken(), asyncio.get_running_loop()
         try:
-            done = asyncio.get_running_loop().run_in_executor(self._threads, work, token)
+            done = self._loop.run_in_executor(self._threads, work, token)
         except RuntimeError as error:
             # An executor that cannot start a thread leaves the work queued for its other threads.
             token.cancel()
@@ -131,6 +142,16 @@ class Connections:
                 raise
             raise OSError(errno.EAGAIN, f"no thread can be started for it: {error}") from error
         return await result_of(done, token.cancel)
+
+    def _close_old(self) -> None:
+        """Close what has been idle for too long, now and whenever the next will have been, until nothing is idle."""
+        self._drop_silent_since(time.monotonic() - MAX_IDLE_S)
+        with self._lock:
+            oldest = min((since for _, since in self._idle), default=None)
+            self._is_closing_idle = oldest is not None
+        if oldest is not None:
+            assert self._loop is not None
+            self._loop.call_later(oldest + MAX_IDLE_S - time.monotonic(), self._close_old)
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
@@ -146,17 +167,12 @@ class Connections:
 
     def _take_idle(self, url: SplitResult) -> http.client.HTTPConnection | None:
         wanted = (url.scheme == "https", url.hostname, url.port or (443 if url.scheme == "https" else 80))
-        found, silent_since = None, time.monotonic() - MAX_IDLE_S
+        self._drop_silent_since(time.monotonic() - MAX_IDLE_S)
         with self._lock:
-            old = [idle for idle, since in self._idle if since < silent_since]
-            self._idle = [each for each in self._idle if each[1] >= silent_since]
             for index, (idle, _) in reversed(list(enumerate(self._idle))):
                 if (isinstance(idle, http.client.HTTPSConnection), idle.host, idle.port) == wanted:
-                    found, _ = self._idle.pop(index)
-                    break
-        for idle in old:
-            idle.close()
-        return found
+                    return self._idle.pop(index)[0]
+        return None
 
     def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
         """Return a connection that is not established yet; `_dial` does that."""
@@ -191,8 +207,16 @@ class Connections:
                 self._usual_bytes_per_s = usual + (rate - usual) / 8 if usual else rate
             if not self._is_closed and connection.sock is not None and not is_slow:
                 self._idle.append((connection, time.monotonic()))
+                self._have_old_closed()
                 return
         connection.close()
+
+    def _have_old_closed(self) -> None:
+        """See to it that the loop calls `_close_old`. The lock is held."""
+        if not self._is_closing_idle and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._close_old)
+                self._is_closing_idle = True
 
 
 def abort(connection: http.client.HTTPConnection) -> None:

@@ -1,15 +1,19 @@
-"""The time limit of the small requests by which a store finds out what its server enforces."""
+"""The small requests by which a store finds out what its server enforces."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.options import StoreOptions
 
 T = TypeVar("T")
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 async def in_time(requests: Awaitable[T], options: StoreOptions, hint: str) -> T:
@@ -28,3 +32,50 @@ async def in_time(requests: Awaitable[T], options: StoreOptions, hint: str) -> T
             operation="open",
             hint=hint,
         ) from error
+
+
+class FirstRequests:
+    """Makes requests at the same time, until one fails although the server has answered another: it may accept only few
+    connections from one address. From then on they are made one after the other, each repeated as long as making a
+    connection may take. A server that has not answered at all is nothing to wait for here.
+    """
+
+    def __init__(self, options: StoreOptions, hint: str, drop_idle: Callable[[], None]) -> None:
+        self._options, self._hint, self._drop_idle = options, hint, drop_idle
+        self._has_answered = self._is_scarce = False
+        self._turn = asyncio.Lock()
+
+    async def outcomes(self, *requests: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Return what each request returned or raised."""
+        if self._is_scarce:
+            return [await self._alone(request) for request in requests]
+        outcomes = await asyncio.gather(*map(self._once, requests))
+        self._has_answered = self._has_answered or not all(map(_may_pass, outcomes))
+        if self._has_answered:
+            for index, request in enumerate(requests):
+                if _may_pass(outcomes[index]):
+                    self._is_scarce = True
+                    outcomes[index] = await self._alone(request)
+        return outcomes
+
+    async def _once(self, request: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        try:
+            return await in_time(request(), self._options, self._hint)
+        except Exception as error:  # noqa: BLE001  the caller judges it
+            return error
+
+    async def _alone(self, request: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        give_up_at = time.monotonic() + self._options.connect_timeout_s
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            async with self._turn:
+                outcome = await self._once(request)
+            if not _may_pass(outcome) or time.monotonic() >= give_up_at:
+                return outcome
+            self._drop_idle()
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _may_pass(outcome: object) -> bool:
+    return isinstance(outcome, StoreError) and outcome.reason is FailureReason.TRANSIENT

@@ -30,7 +30,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.stores.http.connections import KEEPALIVE_S, has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
 from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
@@ -113,7 +113,9 @@ class WebStore(WholeObjects):
             headers=_HEADERS,
             trust_env=True,
             auto_decompress=False,
-            connector=aiohttp.TCPConnector(limit=options.max_connections, ssl=context),
+            connector=aiohttp.TCPConnector(
+                limit=options.max_connections, ssl=context, keepalive_timeout=KEEPALIVE_S
+            ),
         )
         self._downloads = Downloads(
             max_connections=options.max_connections,
