@@ -215,7 +215,7 @@ class Connections:
         """See to it that the loop calls `_close_old`. The lock is held."""
         if not self._is_closing_idle and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._close_old)
+                self._loop.call_soon_threadsafe(self._loop.call_later, MAX_IDLE_S, self._close_old)
                 self._is_closing_idle = True
 
 
