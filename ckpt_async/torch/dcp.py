@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 
 from ckpt_async import StoreOptions, Uploader, restore
@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 Group = dist.ProcessGroup | None
 # How torch's planners report that a checkpoint does not fit the state.
 _NO_KEY = "Missing key in checkpoint state_dict: "
-_TORCH_SAYS = (_NO_KEY, "Size mismatch between saved ")
+_OTHER_SIZE = "Size mismatch between saved "
+_TORCH_SAYS = (_NO_KEY, _OTHER_SIZE)
 # Errors after which an older checkpoint may be loaded instead.
 UNUSABLE = (DamagedCheckpointError, CheckpointGoneError)
 
@@ -266,23 +267,35 @@ def load_latest(
         with reader_of(checkpoint) as reader:
             reader.check_is_dcp()  # the answer is the same on all ranks
             reader.loaded = loaded
-            planning = _IgnoringPlanner(ignore_keys) if planner is None and ignore_keys else planner
+            planning = _Planner(ignore_keys) if planner is None else planner
             _load(state_dict, reader, planning, process_group, may_pass_over=step is None)
 
     found = use_newest(newest, use, may_pass_over=step is None)
     return None if found is None else found[0]
 
 
-class _IgnoringPlanner(DefaultLoadPlanner):
-    """torch's planner, except that it does not ask for ignored keys: the checkpoint need not have them."""
+class _Planner(DefaultLoadPlanner):
+    """torch's planner, except that it does not ask for ignored keys, which the checkpoint need not have, and compares
+    shapes: older versions of torch (2.4) load what two shapes have in common, and say nothing.
+    """
 
     def __init__(self, ignore_keys: Sequence[str]) -> None:
-        super().__init__(allow_partial_load=True)
+        super().__init__(allow_partial_load=bool(ignore_keys))
         self._ignore_keys = ignore_keys
 
     def create_local_plan(self) -> LoadPlan:
-        plan = super().create_local_plan()
         assert self.metadata is not None
+        for name, value in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(name)
+            if (
+                isinstance(saved, TensorStorageMetadata)
+                and hasattr(value, "size")
+                and saved.size != value.size()
+            ):
+                raise ValueError(f"{_OTHER_SIZE}{saved.size} and current: {value.size()} for {name}")
+        plan = super().create_local_plan()
+        if not self._ignore_keys:
+            return plan
         absent = self.state_dict.keys() - self.metadata.state_dict_metadata.keys()
         paths = {name: self.mappings.get(name, (name,)) for name in absent}
         if wanted := absent - matching(paths, self._ignore_keys, warns=False):

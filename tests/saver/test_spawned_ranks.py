@@ -51,7 +51,7 @@ def test_a_rank_that_leaves_ends_at_once_and_the_others_notice(tmp_path: Path, e
             rank.kill()
             rank.wait()
     assert ("by the test" in told[0]) == (end == "raises")
-    assert "Connection closed by peer" in told[1]
+    assert "by peer" in told[1]  # closed or reset
     assert [rank.returncode for rank in ranks] == [1, end == "raises"]
 
 
