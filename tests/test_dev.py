@@ -199,6 +199,7 @@ def test_a_failing_check_does_not_hide_the_others(
     module, calls = load(tree), []
     monkeypatch.setattr(module, "set_up", lambda: None)
     monkeypatch.setattr(module, "has_prometheus", lambda: True)
+    monkeypatch.setattr(module, "PYTHON", Path(sys.executable))
     monkeypatch.setattr(module, "find_chromium", lambda: True)
 
     def call(command: tuple[str, ...], **_options: object) -> int:
