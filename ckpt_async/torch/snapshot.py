@@ -100,7 +100,9 @@ class _Copier:
 
     def _tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
         if hasattr(tensor, "trigger_wait"):
-            tensor = tensor.trigger_wait()  # an AsyncCollectiveTensor, whose elements may not have arrived yet
+            tensor = (
+                tensor.trigger_wait()
+            )  # an AsyncCollectiveTensor, whose elements may not have arrived yet
         if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
             names, context = tensor.__tensor_flatten__()
             inner = {name: self.copied(getattr(tensor, name), f"{key}.{name}") for name in names}
