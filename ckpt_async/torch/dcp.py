@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core import naming
@@ -113,27 +114,40 @@ def async_save(
     only writes files, and this process hands them over.
 
     The copy goes into `buffers`, if given: keep them for all saves, because to allocate memory takes several times as
-    long as to copy (and they hold it between saves). Not with `mode="process"`, for which torch moves the copy.
+    long as to copy (and they hold it between saves). Not with `mode="process"`, for which torch moves the copy. If a
+    rank cannot copy its state, all ranks raise before anything is written, as for a step that is not accepted.
 
     The future is done when this rank's files are enqueued and sealed; it holds what `save` returns or raises. Wait for
     it before the next save and before the uploader is closed.
     """
     if mode == "process" and buffers is not None:
         raise SettingsError("buffers= cannot be kept with mode='process'", hint="leave it out")
-    saving = _Saving(step, uploader, name, metrics, process_group)
-    saving.check()
     options: dict[str, Any] = {}
     if mode == "process":
         if not hasattr(state_dict_saver, "AsyncCheckpointerType"):
             raise SettingsError(f"mode='process' needs a newer torch than {torch.__version__}")
         options["async_checkpointer_type"] = state_dict_saver.AsyncCheckpointerType.PROCESS
+    saving, kept, copied = (
+        _Saving(step, uploader, name, metrics, process_group),
+        buffers or SnapshotBuffers(),
+        {},
+    )
+
+    def copy() -> None:
+        state = {
+            key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
+        }
+        copied.update(kept.take(state, keeps_sharing=False))
+
+    saving.check(then=copy)
     written: Any = state_dict_saver.async_save(
-        state_dict,
-        storage_writer=saving.writer(thread_count, buffers),
+        copied,
+        storage_writer=saving.writer(thread_count),
         planner=planner,
         process_group=process_group,
         **options,
     )
+    kept.reader = written
     handed_over: Future[Metadata] = Future()
     handed_over.set_running_or_notify_cancel()  # torch's collectives cannot be cancelled, so neither can this
 
@@ -172,13 +186,18 @@ class _Saving:
         self._rank = dist.get_rank(process_group) if dist.is_initialized() else 0
         self._before = there(self._path, self._rank)
 
-    def check(self) -> None:
-        """Check that the uploaders of all ranks accept the step.
+    def check(self, then: Callable[[], None] = lambda: None) -> None:
+        """Check that the uploaders of all ranks accept the step, and do what is to be done before torch begins.
 
         A collective, because a rank that raised alone would leave the others waiting.
         """
+
+        def work() -> None:
+            self._uploader.check_takes(self._step, self._name)
+            then()
+
         try:
-            _on_all(lambda: self._uploader.check_takes(self._step, self._name), self._process_group)
+            _on_all(work, self._process_group)
         except CheckpointException as error:
             rank, (failure, _) = min(
                 error.failures.items(), key=lambda each: (each[0] != self._rank, each[0])
@@ -187,8 +206,8 @@ class _Saving:
                 raise failure from None
             raise RankFailedError(f"rank {rank} failed: {type(failure).__name__}: {failure}") from failure
 
-    def writer(self, thread_count: int, buffers: SnapshotBuffers | None = None) -> FolderWriter:
-        return FolderWriter(self._path, thread_count=thread_count, buffers=buffers)
+    def writer(self, thread_count: int) -> FolderWriter:
+        return FolderWriter(self._path, thread_count=thread_count)
 
     def hand_over(self, metadata: Metadata) -> None:
         """Hand over this rank's files. Every rank has succeeded: torch reports success to all ranks or to none."""

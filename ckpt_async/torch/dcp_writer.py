@@ -38,20 +38,10 @@ class FolderWriter(FileSystemWriter):
     first. Each rank also unlinks an old `.metadata` before it writes, so that the folder never looks complete while it
     is a mixture. Nothing is touched before all ranks have a plan. Nothing is fsynced: the uploader's engine does that,
     off the trainer's path.
-
-    For `async_save` the state is copied into `buffers`, or else into memory that is allocated for this save. (torch's
-    own copy of a GPU's memory is much slower, because the memory that it goes to is not page-locked.)
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        thread_count: int = 1,
-        buffers: SnapshotBuffers | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, thread_count: int = 1) -> None:
         super().__init__(path, thread_count=thread_count, sync_files=False)
-        self._buffers = buffers
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
@@ -59,8 +49,7 @@ class FolderWriter(FileSystemWriter):
             metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        buffers = self._buffers or SnapshotBuffers()
-        return cast(dict[str, Any], buffers.take(state_dict, keeps_sharing=False))
+        return state_dict  # a copy already: a rank that failed here would leave the others waiting
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -115,6 +104,10 @@ class CkptAsyncWriter(FolderWriter):
                 hint="give `name`",
             )
         super().reset()
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # torch's own copy of a GPU's memory is much slower, because the memory that it goes to is not page-locked.
+        return cast(dict[str, Any], SnapshotBuffers().take(state_dict, keeps_sharing=False))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._uploader.check_takes(self._step, self._name)

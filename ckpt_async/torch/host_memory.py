@@ -73,8 +73,15 @@ class _Mapped:
         if is_page_locked and _is_page_locked_now(tensor):
             # A fork copies page-locked memory at once and whole; DataLoader's workers have no use for it.
             memory.madvise(mmap.MADV_DONTFORK)
+            _not_in_forks.add(memory)
             # It holds the mapping, which must not go first. At exit, CUDA may be gone already.
             weakref.finalize(self, _unlock, tensor.data_ptr(), memory, os.getpid()).atexit = False
+
+
+# A forked process has nothing at these addresses, or something else, which must not be unmapped there.
+_not_in_forks: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_of_the_parent: list[mmap.mmap] = []
+os.register_at_fork(after_in_child=lambda: _of_the_parent.extend(_not_in_forks))
 
 
 def _is_page_locked_now(tensor: torch.Tensor) -> bool:

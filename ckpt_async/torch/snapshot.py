@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, cast
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from ckpt_async.errors import FormatError
+from ckpt_async.errors import CkptAsyncError, FormatError, SettingsError
 from ckpt_async.torch.host_memory import HostMemory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -24,6 +26,9 @@ class SnapshotBuffers:
 
     def __init__(self) -> None:
         self._memory = HostMemory()
+        self.reader: Future[Any] | None = (
+            None  # done when the last snapshot has been read, if somebody says so
+        )
 
     def take(self, state: Any, *, keeps_sharing: bool = True) -> Any:
         """Return a copy of `state`: tensors in CPU memory, containers and everything else copied as by `copy.deepcopy`.
@@ -32,9 +37,11 @@ class SnapshotBuffers:
         copied, even if no tensor uses some of it. Without `keeps_sharing` the elements of each tensor are copied, which
         is what torch.distributed.checkpoint writes.
 
-        Blocks until everything is copied. The copy is valid until the next `take`. Raises FormatError, with the key,
-        for what cannot be copied.
+        Blocks until everything is copied. The copy is valid until the next `take`, and not in a forked process. Raises
+        FormatError, with the key, for what cannot be copied; SettingsError if the last snapshot is still being read.
         """
+        if self.reader is not None and not self.reader.done():
+            raise SettingsError("the last save still reads these buffers", hint="wait for its future first")
         self._memory.reuse()
         copier = _Copier(self._memory, keeps_sharing=keeps_sharing)
         try:
@@ -73,10 +80,10 @@ class _Copier:
         self._alive.append(value)
         found: Any
         if isinstance(value, torch.Tensor):
-            found = self._tensor(value, key)
+            found = self._named(lambda: self._tensor(value, key), value, key)
             # Attributes, which torch.save writes too. A ShardedTensor has nothing else.
-            if vars(value) and not hasattr(value, "local_shards"):
-                vars(found).update(self.copied(dict(vars(value)), key))
+            if not hasattr(value, "local_shards"):
+                self._copy_attributes(found, value, key)
         elif type(value) in (dict, OrderedDict, defaultdict):
             return self._mapping(value, key)
         elif type(value) in (list, deque):
@@ -87,18 +94,39 @@ class _Copier:
         elif type(value) is tuple:
             found = tuple(self.copied(each, f"{key}/{place}") for place, each in enumerate(value))
         else:
-            found = self._other(value, key)
+            found = self._named(lambda: copy.deepcopy(value), value, key)
         self._done[id(value)] = found
         return found
 
     def _mapping(self, value: Mapping[Any, Any], key: str) -> Any:
-        found: Any = copy.copy(value)  # with its attributes: `_metadata` of a module's state
+        found: Any = copy.copy(value)
         self._done[id(value)] = found
+        found.clear()
         for name, each in value.items():
-            found[name] = self.copied(each, f"{key}/{name}")
+            # A key may be a parameter, as in an optimizer's `state`.
+            found[name if type(name) in _CONSTANT else self.copied(name, key)] = self.copied(
+                each, f"{key}/{name}"
+            )
+        self._copy_attributes(found, value, key)  # `_metadata` of a module's state, for example
         return found
 
+    def _copy_attributes(self, target: Any, source: Any, key: str) -> None:
+        attributes: dict[str, Any] = getattr(source, "__dict__", {})
+        for name, each in attributes.items():
+            if type(each).__name__ != "PyCapsule":  # a cache of nested tensors in torch 2.11
+                vars(target)[name] = self.copied(each, f"{key}.{name}")
+
+    def _special(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.detach().cpu()
+        try:
+            return copy.deepcopy(tensor.detach())
+        except (RuntimeError, NotImplementedError):  # a sparse layout, a nested tensor, some subclasses
+            return tensor.detach().clone()
+
     def _tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
+        if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
+            return copy.deepcopy(tensor)
         if hasattr(tensor, "trigger_wait"):
             tensor = (
                 tensor.trigger_wait()
@@ -117,14 +145,11 @@ class _Copier:
             type(tensor) in _PLAIN
             and tensor.layout is torch.strided
             and not tensor.is_quantized
+            and not tensor.is_nested
             and tensor.device.type != "meta"
         )
         if not is_plain:
-            return (
-                copy.deepcopy(tensor.detach())
-                if tensor.device.type in ("cpu", "meta")
-                else tensor.detach().cpu()
-            )
+            return self._special(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()
         found = self._with_its_storage(plain) if self._keeps_sharing else self._alone(plain)
         if type(tensor) is torch.nn.Parameter:
@@ -186,9 +211,11 @@ class _Copier:
             self.devices.add(source.device)
         target.copy_(source, non_blocking=is_on_gpu)
 
-    def _other(self, value: Any, key: str) -> Any:
+    def _named(self, work: Callable[[], Any], value: Any, key: str) -> Any:
         try:
-            return copy.deepcopy(value)
+            return work()
+        except (CkptAsyncError, OSError, MemoryError):
+            raise
         except Exception as error:
             raise FormatError(
                 f"{key!r} is a {type(value).__module__}.{type(value).__qualname__} that cannot be copied: {error}",

@@ -3,11 +3,14 @@
 import dataclasses
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -17,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 
 import ckpt_async.torch as ckpt
 from ckpt_async import Uploader
+from ckpt_async.errors import FormatError, RankFailedError, SettingsError
 from ckpt_async.torch import dcp_writer, host_memory
 from tests.ranks import become_ranks
 
@@ -99,8 +103,18 @@ with Uploader(root / "local", f"file://{root}/remote", launch_id=ckpt.launch_id(
         assert metadata.storage_data
         uploader.wait(number)
         state_dict_saver.save(each, checkpoint_id=root / "torch" / str(number))
-    metadata = ckpt.save(state, 3, uploader)
+    # What one rank cannot copy, no rank begins to write, and no rank waits for. The next save is not affected.
+    odd = {**state, "lock": threading.Lock() if rank else 0}
+    with pytest.raises(
+        FormatError if rank else RankFailedError, match=r"'state/lock' is a _thread\.lock that cannot"
+    ):
+        ckpt.async_save(odd, 3, uploader, process_group=group, buffers=kept)
+    ckpt.async_save(state, 3, uploader, process_group=group, buffers=kept).result()
+    kept.reader = None if rank else Future()
+    with pytest.raises(RankFailedError if rank else SettingsError, match="still reads"):
+        ckpt.async_save(state, 4, uploader, process_group=group, buffers=kept)
+    metadata = ckpt.save(state, 4, uploader)
     assert dcp_writer.files_of_rank(metadata, rank)
-    uploader.wait(3)
+    uploader.wait(4)
 dist.barrier()
 dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_async.errors import FormatError
+from ckpt_async.errors import FormatError, SettingsError
 from ckpt_async.torch import SnapshotBuffers
 from ckpt_async.torch.host_memory import MAPPED_BYTES
 
@@ -173,6 +174,69 @@ def test_memory_of_any_size_is_kept_and_let_go(size_bytes: int) -> None:
     last = buffers.take([tensor])[0]
     del buffers
     assert torch.equal(last, tensor)  # still mapped
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:Lazy modules")
+@pytest.mark.parametrize("keeps_sharing", [True, False])
+def test_tensors_that_cannot_be_deep_copied_are_copied(keeps_sharing: bool) -> None:
+    state = {
+        "csr": torch.eye(3).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "marked": torch.ones(2).as_subclass(Marked),
+    }
+    parts = {
+        "csr": lambda each: each.to_dense(),
+        "nested": lambda each: torch.cat(each.unbind()),
+        "jagged": lambda each: torch.cat(each.unbind()),
+        "marked": torch.Tensor.clone,
+    }
+    taken = SnapshotBuffers().take(state, keeps_sharing=keeps_sharing)
+    before = {key: parts[key](each).clone() for key, each in state.items()}
+    for each in state.values():
+        each.mul_(2)
+    for key, each in taken.items():
+        assert type(each) is type(state[key])
+        assert torch.equal(parts[key](each), before[key])
+        assert not torch.equal(parts[key](each), parts[key](state[key]))
+    lazy = torch.nn.LazyLinear(3).weight
+    assert type(SnapshotBuffers().take([lazy])[0]) is type(lazy)
+
+
+def test_keys_and_attributes_of_dicts_do_not_follow_the_state() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    ordered: Any = OrderedDict(x=torch.ones(2))
+    ordered.extra = torch.ones(2)
+    taken = SnapshotBuffers().take({"of": {weight: 1}, "weights": [weight], "ordered": ordered})
+    with torch.no_grad():
+        weight.fill_(2)
+        ordered.extra.fill_(2)
+    (key,) = taken["of"]
+    assert key is taken["weights"][0]
+    assert torch.equal(key, torch.ones(2))
+    assert torch.equal(taken["ordered"].extra, torch.ones(2))
+    assert torch.equal(ordered.extra, torch.full((2,), 2.0))
+
+
+def test_what_makes_torch_fail_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_args, **_options: torch.ones(1).nothing)  # type: ignore[attr-defined]
+    with pytest.raises(FormatError, match=r"'state/a/0' is a torch\.Tensor that cannot be copied"):
+        SnapshotBuffers().take({"a": [torch.ones(2)]})
+
+
+def test_buffers_that_are_still_read_are_not_overwritten() -> None:
+    buffers = SnapshotBuffers()
+    taken = buffers.take([torch.ones(2)])
+    buffers.reader = Future()
+    with pytest.raises(SettingsError, match="still reads"):
+        buffers.take([torch.zeros(2)])
+    assert torch.equal(taken[0], torch.ones(2))
+    buffers.reader.set_result(None)
+    assert torch.equal(buffers.take([torch.zeros(2)])[0], torch.zeros(2))
 
 
 def test_memory_of_another_shape_is_let_go() -> None:
