@@ -286,8 +286,9 @@ def _publish(view: View, valid: Mapping[CheckpointId, Decision]) -> Iterable[Pla
 def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> Iterable[Planned]:
     """Plan the pruning, in delete order (R2).
 
-    Only what latest is ahead of is pruned, only after `pruning`, and only when no reader is left. A damaged checkpoint
-    does not count: what the policy would keep without it stays too.
+    Only what latest is ahead of is pruned, only after `pruning`, and only when no reader is left. A checkpoint that is
+    marked as damaged, or of which the store lacks something, does not count: what the policy would keep without it
+    stays too.
     """
     candidates = _candidates(view, valid)
     kept = _kept(view, valid, policy)
@@ -317,8 +318,21 @@ def _candidates(view: View, valid: Mapping[CheckpointId, Decision]) -> list[Cand
 
 def _kept(view: View, valid: Mapping[CheckpointId, Decision], policy: RetentionPolicy) -> retention.Kept:
     candidates = _candidates(view, valid)
-    sound = [each for each in candidates if each.id not in view.damaged]
+    sound = [
+        each
+        for each in candidates
+        if each.id not in view.damaged and _is_all_there(each.id, valid[each.id], view)
+    ]
     return retention.apply(policy, candidates) | retention.apply(policy, sound)
+
+
+def _is_all_there(id_: CheckpointId, decision: Decision, view: View) -> bool:
+    found = view.data.get(id_, ())
+    return (
+        len(found) >= decision.num_shards
+        and sum(each.size_bytes for each in found) >= decision.size_bytes
+        and len(view.receipts.get(id_, {})) >= len(decision.receipts)
+    )
 
 
 def _candidate(id_: CheckpointId, decision: Decision, view: View) -> Candidate:

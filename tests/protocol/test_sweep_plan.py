@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys
-from ckpt_async.core.model import Boundary, CheckpointId, Decision, Lease, Outcome
-from ckpt_async.core.retention import KeepAll
+from ckpt_async.core.model import Boundary, CheckpointId, Checksum, Decision, Latest, Lease, Outcome
+from ckpt_async.core.retention import KeepAll, parse
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages, CollectDecisions, GiveUp, Settle, View, Wait
 from ckpt_async.stores.interface import ObjectInfo
@@ -66,6 +66,36 @@ def test_a_complete_checkpoint_is_left_to_its_engines_at_first(
 ) -> None:
     seen = view(data={NEW: (shard(NEW, 9999.0),)}, receipts={NEW: receipts(NEW, *ages_s)})
     assert [each.checkpoint for each in planned(seen, Settle)] == ([NEW] if is_helped else [])
+
+
+# --- retention -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lacks", ["", "a shard", "a part of a shard", "a receipt"])
+def test_a_checkpoint_of_which_something_is_missing_does_not_count(lacks: str) -> None:
+    """Otherwise the only whole one would be pruned for its sake."""
+    ids = [CheckpointId(2, step) for step in (1, 2, 3)]
+    checksums = (Checksum("crc32c", "AAAAAA=="),) * 2
+    commits = {
+        id_: replace(decision(id_, Outcome.COMMIT), num_shards=2, size_bytes=2, receipts=checksums)
+        for id_ in ids
+    }
+    data = {id_: (shard(id_, 9.0), shard(id_, 9.0, "b.pt")) for id_ in ids}
+    there = {id_: receipts(id_, 9.0, 9.0) for id_ in ids}
+    if lacks == "a shard":
+        data[ids[2]] = data[ids[2]][:1]
+    elif lacks == "a part of a shard":
+        data[ids[2]] = (data[ids[2]][0], replace(data[ids[2]][1], size_bytes=0))
+    elif lacks == "a receipt":
+        there[ids[2]] = receipts(ids[2], 9.0)
+    newest = Latest(ids[2], "step-3", "ckpt/step-3.g2/", 1, "nonce")
+    seen = view(decisions=commits, data=data, receipts=there, latest=newest)
+    pruned = [
+        each.checkpoint
+        for each in sweep_plan.plan(seen, parse("last=1"), AGES)
+        if isinstance(each, sweep_plan.BeginPrune)
+    ]
+    assert pruned == (ids[:1] if lacks else ids[:2])
 
 
 # --- leases --------------------------------------------------------------------------------------------------
