@@ -132,7 +132,7 @@ async def drain(
 
     What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`.
 
-    Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
+    Raises NoJournalError, JournalError if the folder is such a copy without its files' times, SettingsError if the remote is
     not known, StoreError if it cannot be opened.
     """
     path = place_of(folder)
@@ -148,6 +148,8 @@ async def drain(
             await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
             reports += others
             changed = _change_of_kind(change, kind)
+            if not is_original_lost:
+                await asyncio.to_thread(_refuse_copies_without_times, opened, adopted)
             for address, ranks in await asyncio.to_thread(_by_remote, opened, adopted, changed):
                 budgets = shared.setdefault(
                     keys.run_remote(address.url, kind), Budgets(settings or Settings())
@@ -231,6 +233,11 @@ def _owner(error: FolderInUseError) -> str:
     return str(error).rpartition(" is in use by ")[2].removesuffix(f" ({error.hint})")
 
 
+def _refuse_copies_without_times(folder: Folder, adopted: Iterable[_Adopted]) -> None:
+    for each in adopted:
+        recovery.refuse_copy_without_times(folder, each.before)
+
+
 def _by_remote(
     folder: Folder, adopted: Iterable[_Adopted], change: Change | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
@@ -241,7 +248,6 @@ def _by_remote(
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         local = each.before
-        recovery.refuse_copy_without_times(folder, local)
         address = local.remote
         if address is None and (lost := recovery.remote_of_lost(folder, local)):
             address = address_of(lost, None, env=os.environ)
