@@ -37,7 +37,9 @@ from ckpt_async.trainer.handle import LOCK_WAIT_S
 logger = logging.getLogger(__name__)
 
 _locks: weakref.WeakSet[RankLock] = weakref.WeakSet()  # those that savers of this process hold
-_launches: set[tuple[int, str]] = set()  # that have saved in this process: its id, which a fork does not share
+_launches: set[tuple[int, str]] = (
+    set()
+)  # that have saved in this process: its id, which a fork does not share
 
 
 class LocalOnly:

@@ -130,9 +130,10 @@ async def drain(
     `change` returns the remote to use, given the recorded one (None: none was recorded), for a server that has moved or
     a journal that was lost. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
 
-    What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`.
+    What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`. Then
+    one without its files' times is not refused, either.
 
-    Raises NoJournalError, JournalError if the folder is such a copy without its files' times, SettingsError if the remote is
+    Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
     not known, StoreError if it cannot be opened.
     """
     path = place_of(folder)

@@ -89,7 +89,9 @@ def test_a_closed_saver_lets_other_processes_save(tmp_path: Path) -> None:
     assert sorted(files(tmp_path)) == ["ep0-ba100-rank0.pt", "ep0-ba101-rank0.pt"]
 
 
-def test_a_launch_that_looked_before_the_first_one_ended_replaces_nothing_of_what_that_saved(tmp_path: Path) -> None:
+def test_a_launch_that_looked_before_the_first_one_ended_replaces_nothing_of_what_that_saved(
+    tmp_path: Path,
+) -> None:
     """A requeued job got the lock once the first one closed, and replaced its newest checkpoints without an error."""
     with contextlib.ExitStack() as opened:
         other = opened.enter_context(other_launch(tmp_path))
@@ -105,7 +107,7 @@ def test_a_launch_that_looked_before_the_first_one_ended_replaces_nothing_of_wha
         before, latest = files(tmp_path), os.readlink(tmp_path / "latest-rank0.pt")
         assert sorted(before) == ["ep0-ba2-rank0.pt", "ep0-ba3-rank0.pt"]
         for saver in (fresh, resuming, loading, restoring, loading):
-            with pytest.raises(CheckpointConflictError, match="ep0-ba2, ep0-ba3 since .* restart this launch"):
+            with pytest.raises(CheckpointConflictError, match=r"ep0-ba2, ep0-ba3 since .* restart this"):
                 saver.step({"who": "me"}, 2)
     assert (files(tmp_path), os.readlink(tmp_path / "latest-rank0.pt")) == (before, latest)
     with CheckpointSaver(tmp_path, **OPTIONS) as saver:
