@@ -37,9 +37,8 @@ from ckpt_async.trainer.handle import LOCK_WAIT_S
 logger = logging.getLogger(__name__)
 
 _locks: weakref.WeakSet[RankLock] = weakref.WeakSet()  # those that savers of this process hold
-_launches: set[tuple[int, str]] = (
-    set()
-)  # that have saved in this process: its id, which a fork does not share
+# The launches that have saved in this process, with its id: a fork has another one.
+_launches: set[tuple[int, str]] = set()
 
 
 class LocalOnly:

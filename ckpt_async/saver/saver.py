@@ -225,8 +225,7 @@ class CheckpointSaver:
         interval counts something that the timestamp does not give, for example epochs; CheckpointConflictError if an
         earlier launch has saved, without a remote, what this one would save again, and this one does not continue it,
         or if another one has saved since this one looked; SaveFailedError (in strict mode) and whatever
-        `Uploader.enqueue` raises for failures since the last call;
-        FencedError; and whatever `state` raises.
+        `Uploader.enqueue` raises for failures since the last call; FencedError; and whatever `state` raises.
         """
         self._check_process()
         began_s = time.monotonic()
