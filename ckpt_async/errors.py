@@ -125,7 +125,8 @@ class FolderInUseError(JournalError):
 
 class NoSpaceError(JournalError, OSError):
     """The folder's file system is full. Nothing was done (`enqueue` enqueued nothing); call again once space has
-    been freed. What earlier calls have enqueued of an incomplete step is released by `Uploader.give_up`.
+    been freed. What earlier calls have enqueued of an incomplete step is released by `Uploader.give_up`, on the
+    full disk if it has had 64 MiB free before.
     """
 
 

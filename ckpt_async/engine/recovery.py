@@ -81,7 +81,8 @@ def refuse_copy_without_times(folder: Folder, local: Local) -> None:
     raise JournalError(
         f"folder {str(folder.path)!r} is a copy that has not kept the times of its files (of {str(first[0])!r}, for"
         " example): what is still to be uploaded cannot be told from files that were changed",
-        hint="nothing was changed. Copy the folder again with `cp -a` or `rsync -a`, or use the original",
+        hint="nothing was changed. Copy the folder again with `cp -a` or `rsync -a`, or use the original; if that is"
+        " lost, `ckpt-async drain FOLDER --original-is-lost` gives up what is not uploaded",
     )
 
 

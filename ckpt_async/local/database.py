@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
+from ckpt_async.core import keys
 from ckpt_async.errors import JournalDamagedError, JournalError
 from ckpt_async.local.folder import no_space
 
@@ -115,7 +116,8 @@ def translated(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorname", "") or ""
         if code == "SQLITE_FULL":
-            raise no_space(path.parent.parent) from error
+            common = next((each for each in path.parents if each.name == keys.PRIVATE), path.parent)
+            raise no_space(common.parent, common=common) from error
         message = f"journal {str(path)!r}: {error} [{code}]"
         if code.startswith(_DAMAGE):
             raise JournalDamagedError(message, hint=DAMAGE_HINT) from error

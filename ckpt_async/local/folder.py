@@ -31,6 +31,7 @@ from ckpt_async.errors import (
 from ckpt_async.local.filesystems import check_local, filesystem_of
 from ckpt_async.local.host_mark import HostMark
 from ckpt_async.local.links import identity_of, kind_of, link_into
+from ckpt_async.local.reserve import NAME as RESERVE
 from ckpt_async.local.reserve import Reserve
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -303,7 +304,7 @@ class Folder:
                     return self.link(files, spool, num_tries - 1)
                 raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
             if is_disk_full(error):
-                raise no_space(self.path) from error
+                raise no_space(self.path, common=self.common) from error
             raise _source_walk_error(self.path / source, error) from error
 
     def is_same(self, source: str, identity: FileIdentity) -> bool:
@@ -478,12 +479,14 @@ def is_disk_full(error: BaseException) -> bool:
     return isinstance(error, NoSpaceError) or (isinstance(error, OSError) and error.errno in _FULL)
 
 
-def no_space(path: Path) -> NoSpaceError:
-    return NoSpaceError(
-        f"the file system of {str(path)!r} is full",
-        hint="free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again, or release"
-        " an incomplete step with `give_up`",
-    )
+def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
+    """`common`: the private part of an open folder, in which a step may be incomplete."""
+    hint = "free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again"
+    if common is not None:
+        hint += ", or release an incomplete step with `give_up`"
+        if not (common / RESERVE).exists():
+            hint += ": that, too, needs some free space, because there is no reserve here"
+    return NoSpaceError(f"the file system of {str(path)!r} is full", hint=hint)
 
 
 def _folder_error(path: Path, error: OSError) -> JournalError:

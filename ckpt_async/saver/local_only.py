@@ -15,7 +15,13 @@ from typing import Any
 from ckpt_async.core import arguments, keys, launch, naming, retention
 from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
 from ckpt_async.core.retention import Candidate
-from ckpt_async.errors import CommitTimeoutError, InvalidNameError, SealedError, SettingsError
+from ckpt_async.errors import (
+    CheckpointConflictError,
+    CommitTimeoutError,
+    InvalidNameError,
+    SealedError,
+    SettingsError,
+)
 from ckpt_async.local import sealed
 from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
 from ckpt_async.local.folder import Folder
@@ -31,6 +37,8 @@ from ckpt_async.trainer.handle import LOCK_WAIT_S
 logger = logging.getLogger(__name__)
 
 _locks: weakref.WeakSet[RankLock] = weakref.WeakSet()  # those that savers of this process hold
+# The launches that have saved in this process, with its id: a fork has another one.
+_launches: set[tuple[int, str]] = set()
 
 
 class LocalOnly:
@@ -79,9 +87,10 @@ class LocalOnly:
         self._names: dict[int, str] = {}  # the same
         self._sealed: set[int] = set()
         self._kept: dict[CheckpointId, Note] = {}  # what was sealed and is not pruned
-        self._earlier = {each.id: each for each in sealed.read(self._folder.private, run, self.rank)}
-        # Counts launches, so that a step that is saved again is newer than what an earlier launch saved.
-        self.generation = max((each.generation for each in self._earlier), default=0) + 1
+        self._earlier = self._read()
+        self._seen = {each.mark for each in self._earlier.values()}
+        self._continues = False
+        self.generation = self._next_generation()
         self.launch = uuid.uuid4().hex
         self.has_joined = False
         self._lock = RankLock(self._folder, self.rank, run=run)
@@ -105,12 +114,42 @@ class LocalOnly:
             told = "not_locked folder=%s error=%s; nothing stops another launch from saving here at the same time"
             logger.warning(told, self.folder, error)
 
+    def look_again(self) -> None:
+        """Read what other launches have noted in the meantime. Call it only if this one has saved nothing yet."""
+        self._kept, self._earlier = {}, self._read()
+        self._seen = {each.mark for each in self._earlier.values()}
+        self.generation = max(self.generation, self._next_generation())
+        if self._continues:
+            self.continue_run()
+
+    def refuse_if_gone_on(self) -> None:
+        """Raise CheckpointConflictError if another process has saved for this rank of the run since this one looked.
+
+        With the lock held, it stays like this. Savers of this process know of each other.
+        """
+        since = [each for each in self._read().values() if each.mark not in self._seen]
+        others = [each.name for each in since if (os.getpid(), each.launch) not in _launches]
+        if others:
+            raise CheckpointConflictError(
+                f"in {str(self.folder)!r} another launch has saved {', '.join(others[-8:])} since this one looked"
+                " there, so this one would go on from an older state and replace what is newer",
+                hint="nothing was changed. Load again: restart this launch, or call load_latest before the next step",
+            )
+
+    def _read(self) -> dict[CheckpointId, Note]:
+        return {each.id: each for each in sealed.read(self._folder.private, self._run, self.rank)}
+
+    def _next_generation(self) -> int:
+        """Count launches, so that a step that is saved again is newer than what an earlier launch saved."""
+        return max((each.generation for each in self._earlier), default=0) + 1
+
     def join(self, generation: int, launch: str) -> None:
         """From now on this rank counts and notes what it seals as all ranks of this launch do."""
         self.generation, self.launch, self.has_joined = generation, launch, True
 
     def continue_run(self) -> None:
         """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
+        self._continues = True
         self._kept.update(self._earlier)
         self._earlier = {}
 
@@ -174,6 +213,7 @@ class LocalOnly:
             sealed.drop(self._folder, self._run, self.rank, id_)
         self._earlier = {}
         self._kept[note.id] = note
+        _launches.add((os.getpid(), self.launch))
         if note.shards:
             try:
                 sealed.put(self._folder, self._run, self.rank, note)

@@ -59,6 +59,9 @@ class Resuming:
         )
 
     def load_latest(self, **options: Any) -> Any:
+        if isinstance(local := self._uploader, LocalOnly):
+            ckpt.on_all_ranks(lambda: None if self.has_begun else local.look_again())
+            local.has_joined = False  # on all ranks alike, also if only some have read anything new
         self._agree()
         if isinstance(self._uploader, LocalOnly):
             here = ResumingHere(
@@ -93,10 +96,12 @@ class Resuming:
 
         Refuses to save again what an earlier launch has saved without a remote, unless this one goes on from there:
         nothing else would be left of it. Raises CheckpointConflictError, if possible on all ranks. Without a remote, it
-        raises FolderInUseError on the ranks for which another process is saving here.
+        raises FolderInUseError on the ranks for which another process is saving here, and CheckpointConflictError on
+        those for which one has saved since this launch looked, whatever may be replaced.
         """
         if is_local := isinstance(self._uploader, LocalOnly):
             self._uploader.lock()  # not earlier: a saver that only loads may be opened beside another one
+            self._uploader.refuse_if_gone_on()
         if is_local and self._uploader.world_size > 1 and not self._earlier.is_told and not is_alone():
             self._agree(ckpt.own_group())  # the default group may be unable to move CPU tensors
         if not self._may_replace:

@@ -223,9 +223,9 @@ class CheckpointSaver:
 
         Nothing is durable on return: `on_saved` and `uploader.wait(step)` tell when it is. Raises SettingsError if an
         interval counts something that the timestamp does not give, for example epochs; CheckpointConflictError if an
-        earlier launch has saved, without a remote, what this one would save again, and this one does not continue it;
-        SaveFailedError (in strict mode) and whatever `Uploader.enqueue` raises for failures since the last call;
-        FencedError; and whatever `state` raises.
+        earlier launch has saved, without a remote, what this one would save again, and this one does not continue it,
+        or if another one has saved since this one looked; SaveFailedError (in strict mode) and whatever
+        `Uploader.enqueue` raises for failures since the last call; FencedError; and whatever `state` raises.
         """
         self._check_process()
         began_s = time.monotonic()

@@ -366,9 +366,15 @@ class Saving:
 
 
 def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailedError:
+    why, hint = str(error), "training may continue; the next save is not affected"
+    if isinstance(error, NoSpaceError):  # its own hint says to give up the step, as the saver does
+        why = error.without_hint
+        hint = (
+            "training may continue; for the next save free space, lower num_checkpoints_to_keep, or put the folder"
+            " on a larger disk"
+        )
     failure = SaveFailedError(
-        f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {error}",
-        hint="training may continue; the next save is not affected",
+        f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {why}", hint=hint
     )
     failure.__cause__ = error
     return failure

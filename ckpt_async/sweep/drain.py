@@ -130,7 +130,8 @@ async def drain(
     `change` returns the remote to use, given the recorded one (None: none was recorded), for a server that has moved or
     a journal that was lost. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
 
-    What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`.
+    What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`. Then
+    one without its files' times is not refused, either.
 
     Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
     not known, StoreError if it cannot be opened.
@@ -148,6 +149,8 @@ async def drain(
             await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
             reports += others
             changed = _change_of_kind(change, kind)
+            if not is_original_lost:
+                await asyncio.to_thread(_refuse_copies_without_times, opened, adopted)
             for address, ranks in await asyncio.to_thread(_by_remote, opened, adopted, changed):
                 budgets = shared.setdefault(
                     keys.run_remote(address.url, kind), Budgets(settings or Settings())
@@ -231,6 +234,11 @@ def _owner(error: FolderInUseError) -> str:
     return str(error).rpartition(" is in use by ")[2].removesuffix(f" ({error.hint})")
 
 
+def _refuse_copies_without_times(folder: Folder, adopted: Iterable[_Adopted]) -> None:
+    for each in adopted:
+        recovery.refuse_copy_without_times(folder, each.before)
+
+
 def _by_remote(
     folder: Folder, adopted: Iterable[_Adopted], change: Change | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
@@ -241,7 +249,6 @@ def _by_remote(
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         local = each.before
-        recovery.refuse_copy_without_times(folder, local)
         address = local.remote
         if address is None and (lost := recovery.remote_of_lost(folder, local)):
             address = address_of(lost, None, env=os.environ)

@@ -287,7 +287,7 @@ class Uploader:
 
         The checkpoint is aborted, and the other ranks learn the reason instead of waiting for it. What was enqueued
         of it is released, also on a full disk. Raises SealedError if this rank has sealed it; NoSpaceError if the
-        disk cannot take even this record.
+        disk cannot take even this record: then call it again once there is space.
         """
         self._check_process()
         id_ = self._checkpoint(step)

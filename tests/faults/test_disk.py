@@ -368,6 +368,38 @@ def test_a_step_that_did_not_fit_can_be_given_up_while_the_disk_is_full(tmp_path
     assert "the disk is full" in done.stdout
 
 
+def test_where_there_is_no_reserve_the_hint_says_that_giving_up_needs_space(tmp_path: Path) -> None:
+    """It said that `give_up` helps, as the error of `give_up` itself did."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        needs_space = "release an incomplete step with `give_up`: that, too, needs some free space"
+        with Uploader(disk / "folder", remote, kind="weights") as uploader:
+            for name in ("a.pt", "b.pt"):
+                (disk / "folder" / name).write_bytes(b"shard")
+            uploader.enqueue(disk / "folder/a.pt", 1)
+            fill(disk)
+            for call in (lambda: uploader.enqueue(disk / "folder/b.pt", 1), lambda: uploader.give_up(1, "full")):
+                try:
+                    call()
+                except NoSpaceError as error:
+                    assert error.hint.startswith("free space") and needs_space in error.hint, error
+                    assert f"{str(disk / 'folder')!r} is full" in str(error), error
+                    print("refused")
+            os.unlink(disk / "ballast")
+            uploader.give_up(1, "the disk was full")
+            try:
+                uploader.wait(1, 30)
+            except CheckpointAbortedError as error:
+                print(error)
+        """,
+        size="16m",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["refused", "refused"]
+    assert "the disk was full" in done.stdout
+
+
 @pytest.mark.parametrize(("size", "has_reserve"), [("80m", True), ("16m", False)])
 def test_a_saver_gives_up_what_did_not_fit(tmp_path: Path, size: str, has_reserve: bool) -> None:
     """A save that failed between two calls kept its links, and their space, until the end of the process."""
@@ -383,7 +415,8 @@ def test_a_saver_gives_up_what_did_not_fit(tmp_path: Path, size: str, has_reserv
             seal(self, step, **options)
         Uploader.seal = on_a_full_disk
         saver = CheckpointSaver(disk / "folder", remote, save_interval="1ba", filename="ba{{batch}}.pt",
-                                blocking=True, on_error="warn")
+                                blocking=True, on_error="warn",
+                                on_failed=lambda _, error: print(error, getattr(error, "hint", "")))
         saver.step({{"weight": torch.zeros(1 << 18)}}, 1)
         if not {has_reserve}:
             os.unlink(disk / "ballast")
@@ -399,5 +432,7 @@ def test_a_saver_gives_up_what_did_not_fit(tmp_path: Path, size: str, has_reserv
     )
     assert done.returncode == 0, done.stderr
     assert "is full" in done.stdout
+    assert "free space, lower num_checkpoints_to_keep" in done.stdout
+    assert "give_up" not in done.stdout  # it has done that itself
     found = restore.find(f"file://{tmp_path}/remote")
     assert (found and found.step) == (None if has_reserve else 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.errors import FolderInUseError
+from ckpt_async.errors import CheckpointConflictError, FolderInUseError
 from ckpt_async.saver import CheckpointSaver, local_only
 
 OPTIONS: dict[str, Any] = {"remote": None, "save_interval": "1ba", "num_checkpoints_to_keep": 2}
@@ -23,7 +23,10 @@ saver = CheckpointSaver(sys.argv[1], None, save_interval="1ba", num_checkpoints_
 state = saver.load_latest()
 saver.step({"who": "other"}, 1 if state is None else 100)
 print("saved", flush=True)
-if input() == "close":
+while (told := input()).isdecimal():
+    saver.step({"who": "other"}, int(told))
+    print("saved", flush=True)
+if told == "close":
     saver.close()
     print("closed", flush=True)
     input()
@@ -45,6 +48,14 @@ def other_launch(folder: Path) -> Iterator[subprocess.Popen[str]]:
             yield other
         finally:
             other.kill()
+
+
+def tell(other: subprocess.Popen[str], what: str, answer: str) -> None:
+    assert other.stdin is not None
+    assert other.stdout is not None
+    other.stdin.write(f"{what}\n")
+    other.stdin.flush()
+    assert other.stdout.readline() == f"{answer}\n"
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -71,15 +82,69 @@ def test_a_closed_saver_lets_other_processes_save(tmp_path: Path) -> None:
     with CheckpointSaver(tmp_path, **OPTIONS) as saver:
         saver.step({"who": "me"}, 1)
     with other_launch(tmp_path) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        other.stdin.write("close\n")
-        other.stdin.flush()
-        assert other.stdout.readline() == "closed\n"
+        tell(other, "close", "closed")
         with CheckpointSaver(tmp_path, **OPTIONS) as saver:
             saver.load_latest()
             saver.step({"who": "me"}, 101)
     assert sorted(files(tmp_path)) == ["ep0-ba100-rank0.pt", "ep0-ba101-rank0.pt"]
+
+
+def test_a_launch_that_looked_before_the_first_one_ended_replaces_nothing_of_what_that_saved(
+    tmp_path: Path,
+) -> None:
+    """A requeued job got the lock once the first one closed, and replaced its newest checkpoints without an error."""
+    with contextlib.ExitStack() as opened:
+        other = opened.enter_context(other_launch(tmp_path))
+        fresh, resuming, loading, restoring = (
+            opened.enter_context(CheckpointSaver(tmp_path, **OPTIONS, **more))
+            for more in ({"overwrite": True}, {"resume_from": 1}, {}, {})
+        )
+        assert loading.load_latest() == {"who": "other"}
+        restoring.load_state_dict({"timestamp": None, "saved_checkpoints": []})
+        for batch in ("2", "3"):
+            tell(other, batch, "saved")
+        tell(other, "close", "closed")
+        before, latest = files(tmp_path), os.readlink(tmp_path / "latest-rank0.pt")
+        assert sorted(before) == ["ep0-ba2-rank0.pt", "ep0-ba3-rank0.pt"]
+        for saver in (fresh, resuming, loading, restoring, loading):
+            with pytest.raises(CheckpointConflictError, match=r"ep0-ba2, ep0-ba3 since .* restart this"):
+                saver.step({"who": "me"}, 2)
+    assert (files(tmp_path), os.readlink(tmp_path / "latest-rank0.pt")) == (before, latest)
+    with CheckpointSaver(tmp_path, **OPTIONS) as saver:
+        assert saver.load_latest() == {"who": "other"}
+        saver.step({"who": "me"}, 4)
+    assert sorted(files(tmp_path)) == ["ep0-ba3-rank0.pt", "ep0-ba4-rank0.pt"]
+
+
+def test_a_launch_that_loads_again_goes_on(tmp_path: Path) -> None:
+    with other_launch(tmp_path) as other, CheckpointSaver(tmp_path, **OPTIONS) as saver:
+        tell(other, "2", "saved")
+        saver.load_latest()
+        tell(other, "3", "saved")
+        tell(other, "close", "closed")
+        with pytest.raises(CheckpointConflictError, match="saved ep0-ba3 since"):
+            saver.step({"who": "me"}, 3)
+        assert saver.load_latest() == {"who": "other"}
+        saver.step({"who": "me"}, 4)
+    assert sorted(files(tmp_path)) == ["ep0-ba3-rank0.pt", "ep0-ba4-rank0.pt"]
+
+
+def test_savers_of_one_process_go_on_from_each_other(tmp_path: Path) -> None:
+    """Also if the second one was created before the first one saved."""
+    options = OPTIONS | {"blocking": True}
+    first, second = (CheckpointSaver(tmp_path, **options) for _ in range(2))
+    for batch in (1, 2):
+        first.step({"who": "first"}, batch)
+    first.close()
+    assert second.load_latest() == {"who": "first"}
+    second.step({"who": "second"}, 3)
+    third = CheckpointSaver(tmp_path, **options, resume_from=2)
+    second.step({"who": "second"}, 4)
+    third.step({"who": "third"}, 3)
+    second.close()
+    third.close()
+    with CheckpointSaver(tmp_path, **OPTIONS) as saver:
+        assert saver.load_latest() == {"who": "third"}
 
 
 def test_other_runs_ranks_and_kinds_in_the_folder_are_not_locked(tmp_path: Path) -> None:

@@ -85,10 +85,27 @@ def test_a_copy_that_has_not_kept_the_times_is_refused_and_nothing_is_given_up(
     assert (code, told["error"]["kind"]) == (1, "JournalError")
     assert "has not kept the times of its files" in told["error"]["message"]
     assert "cp -a" in told["error"]["hint"]
+    assert "--original-is-lost` gives up what is not uploaded" in told["error"]["hint"]
     with pytest.raises(JournalError, match="has not kept the times"):
         Uploader(copy, remote)
     code, told = call("drain", folder)
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [100, 200])
+
+
+def test_of_a_copy_without_times_nothing_is_committed_if_told_that_the_original_is_lost(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """It was refused all the same, for ever. Its bytes cannot be told from changed ones."""
+    trainers.die(folder, remote, 100, 200)
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", folder, copy], check=True)
+    code, told = call("drain", copy, "--original-is-lost")
+    (rank,) = told["ranks"]
+    assert (code, rank["committed"], steps(rank["aborted"])) == (0, [], [100, 200])
+    assert call("ls", remote)[1]["checkpoints"] == []
+    assert not list(Path(remote.removeprefix("file://")).rglob("rank0.bin"))
+    assert sorted(each.parent.name for each in copy.glob("*/rank0.bin")) == ["step-100", "step-200"]
+    assert call("drain", copy)[0] == 0
 
 
 def test_a_link_that_was_changed_beside_good_ones_gives_up_only_its_own_checkpoint(
