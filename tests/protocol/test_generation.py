@@ -28,7 +28,7 @@ def patient(store: Any) -> PatientStore:
 async def open_(store: Any, rank: int, **more: Any) -> int:
     """Join as a live rank does; the rank that claims the generation also sends a heartbeat."""
     arguments = {"world_size": WORLD_SIZE, "launch_key": "k", "explicit": None, "now": 0.0, **more}
-    return await agree(patient(store), rank=rank, **arguments)
+    return (await agree(patient(store), rank=rank, **arguments)).number
 
 
 async def count_beats(store: MemoryStore, number: int) -> int:
