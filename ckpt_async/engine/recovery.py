@@ -170,8 +170,8 @@ async def why_refused(
     at = f" at {address.endpoint_url}" if address.endpoint_url else ""
     return JournalError(
         f"rank {local.rank} has opened generation {opened.generation} of {address.url!r} (says the journal of"
-        f" {str(folder.path)!r}), but in the store{at} another start has that number or an earlier one: the remote was"
-        " wiped or put back, and was then used from another folder, or this is another store",
+        f" {str(folder.path)!r}), but the store{at} does not know of that, and may have given that number or an earlier"
+        " one to another start: the remote was wiped or put back, or this is another store",
         hint="nothing was changed, because the other start's files would be overwritten. Check the URL and the"
         " endpoint; files that are only in this folder stay there",
     )

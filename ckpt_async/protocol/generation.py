@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from ckpt_async.core import decide, keys, records
-from ckpt_async.core.model import Beat, Generation
+from ckpt_async.core.model import Beat, CheckpointId, Generation
 from ckpt_async.errors import (
     CapabilityError,
     FencedError,
@@ -114,6 +114,17 @@ async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
     listing = await store.list(keys.GENERATIONS, start_after=start)
     numbers = (keys.parse_generation_key(each.key) for each in listing.objects)
     return max((number for number in numbers if number is not None), default=after)
+
+
+async def _newest_decided(store: PatientStore, *, after: int) -> int:
+    """Return the newest generation after `after` that has a decision, or `after` itself if there is none: the store may
+    have lost its record. Costs one listing, which is normally empty.
+    """
+    listing = await store.list(
+        keys.DECISIONS, start_after=keys.decision_key(CheckpointId(after, keys.MAX_STEP))
+    )
+    found = (keys.parse_decision_key(each.key) for each in listing.objects)
+    return max((each.generation for each in found if each is not None), default=after)
 
 
 async def forgotten(store: PatientStore, number: int, rank: int, nonce: str = "") -> int | None:
@@ -249,7 +260,7 @@ class _Agreement:
             if not self._may_claim:
                 number = await self._wait_for_newer(number)
                 continue
-            number += 1
+            number = 1 + await _newest_decided(self._store, after=number)
             if number > keys.MAX_GENERATION:
                 raise CapabilityError(f"this run has had {number - 1} generations; use a new run name")
             # If another process has won, the next round joins its generation if it is of our start, else goes past it.
