@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, FencedError, SettingsError
 from ckpt_async.protocol import generation as generations
@@ -34,6 +35,19 @@ async def open_(store: Any, rank: int, **more: Any) -> int:
 async def count_beats(store: MemoryStore, number: int) -> int:
     found = await read(patient(store), keys.beat_key(number))
     return records.decode_beat(found[0], number).count if found else 0
+
+
+def test_a_number_that_has_decisions_is_not_claimed_again() -> None:
+    """The store had lost the records of generations: a new start wrote under the keys of what was committed."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        for id_ in (CheckpointId(1, 3), CheckpointId(4, 7)):
+            await patient(store).put(keys.decision_key(id_), b"whatever it says")
+        assert await open_(store, 0, world_size=1) == 5
+        assert await open_(store, 0, world_size=1) == 6
+
+    asyncio.run(main())
 
 
 def test_joining_an_older_generation_is_rejected() -> None:
