@@ -23,7 +23,7 @@ from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError, NoJournalError, SettingsError, StoreError
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
-from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.local.journal import Journal
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.sweep.drain import drain
 from tests.seaweed import SeaweedServer
@@ -597,7 +597,7 @@ def test_a_journal_that_does_not_say_whose_its_generation_is_is_drained_as_befor
     opened = journals.read(folder)[0].local().opened
     assert opened is not None
     assert opened.nonce
-    with RankLock(Folder(folder), 0), contextlib.closing(Journal(Folder(folder), 0)) as journal:
+    with contextlib.closing(Journal(Folder(folder), 0)) as journal:
         journal.open_rank(replace(opened, nonce=""))
     code, told = call("drain", folder)
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
