@@ -15,6 +15,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ckpt_async.core import decide, keys, records
 from ckpt_async.core.model import Beat, CheckpointId, Generation
@@ -245,7 +246,8 @@ class _Agreement:
                 f"generation={number} was already used by rank {self._rank}: every start needs a new one",
                 hint="leave it out, or pass the last one plus 1",
             )
-        return generation
+        # Without conditional PUT, another rank may replace the record at the same time.
+        return generation if self._store.capabilities.conditional_put else replace(generation, nonce="")
 
     async def find(self) -> Generation:
         began_with = number = await newest_generation(self._store)

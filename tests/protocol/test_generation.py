@@ -50,6 +50,21 @@ def test_a_number_that_has_decisions_is_not_claimed_again() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("has_conditional_put", [False, True])
+def test_a_nonce_that_another_rank_may_replace_is_not_remembered(has_conditional_put: bool) -> None:
+    """Without conditional PUT, each rank may write the record of a number that all were given."""
+
+    async def main() -> None:
+        capabilities = replace(CAPABILITIES, conditional_put=has_conditional_put)
+        store = patient(MemoryStore(capabilities=capabilities))
+        given: dict[str, Any] = {"world_size": 2, "launch_key": "k", "explicit": 1, "now": 0.0}
+        found = [(await agree(store, rank=rank, **given)).nonce for rank in range(2)]
+        assert len({*found}) == 1
+        assert bool(found[0]) == has_conditional_put
+
+    asyncio.run(main())
+
+
 def test_joining_an_older_generation_is_rejected() -> None:
     """The generation belongs to a start that another has overtaken, so its checkpoints would never be the newest."""
 
