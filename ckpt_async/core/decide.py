@@ -408,9 +408,9 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bo
 def may_be_settled(id_: CheckpointId, generation: int, policy: Policy) -> bool:
     """Return whether a decision may be there before this engine has looked.
 
-    Other ranks, the sweeper or the original of this folder may have made it in the meantime.
+    Other ranks, the sweeper, the original of this folder or a copy of it may have made it in the meantime.
     """
-    return id_.generation < generation or is_of_original(id_, generation, policy)
+    return policy.is_adopted or id_.generation < generation
 
 
 def is_of_original(id_: CheckpointId, generation: int, policy: Policy) -> bool:

@@ -270,6 +270,8 @@ class Opened:
     # The settings listed in `settings.RECORDED`, which `drain` and the sweeper must follow too.
     settings: tuple[tuple[str, str | int], ...] = ()
     boot_id: str = ""  # of the machine's kernel; if it has changed, whatever was not fsynced may be gone
+    # Of the generation's record, as this rank wrote or read it; "": an earlier version did not record it.
+    nonce: str = ""
 
 
 @dataclass(frozen=True, slots=True)

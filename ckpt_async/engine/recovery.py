@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from ckpt_async.core.model import (
     Event,
     Failed,
     FileIdentity,
+    Generation,
     Opened,
     RemoteAddress,
     without_slash,
@@ -30,6 +33,7 @@ from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError
 from ckpt_async.local import kept
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.links import identity_of
+from ckpt_async.protocol import generation as generations
 from ckpt_async.protocol import steps
 from ckpt_async.transfer.patient import PatientStore
 
@@ -145,6 +149,33 @@ async def lost(store: PatientStore, local: Local, address: RemoteAddress) -> lis
         )
         return []
     return found
+
+
+async def why_refused(
+    store: PatientStore, local: Local, folder: Folder, address: RemoteAddress
+) -> JournalError | None:
+    """Return why nothing that this rank has left may be uploaded, or None if it may. Takes its generation again if the
+    store has lost that, but none of this rank's commits.
+    """
+    if gone := await lost(store, local, address):
+        return put_back(gone, local, folder, address)
+    opened = local.opened
+    if opened is None or not opened.nonce:
+        return None
+    mine = Generation(
+        opened.generation, opened.nonce, opened.world_size, socket.gethostname(), opened.nonce, time.time()
+    )
+    oldest = min((each.id.generation for each in backlog.undecided(local)), default=opened.generation)
+    if await generations.reclaim(store, mine, oldest):
+        return None
+    at = f" at {address.endpoint_url}" if address.endpoint_url else ""
+    return JournalError(
+        f"rank {local.rank} has opened generation {opened.generation} of {address.url!r} (says the journal of"
+        f" {str(folder.path)!r}), but the store{at} does not know of that, and may have given that number or an earlier"
+        " one to another start: the remote was wiped or put back, or this is another store",
+        hint="nothing was changed, because the other start's files would be overwritten. Check the URL and the"
+        " endpoint; files that are only in this folder stay there",
+    )
 
 
 def put_back(

@@ -132,8 +132,12 @@ def _fields(value: Any) -> Any:
     """
     if isinstance(value, enum.Enum):
         return value.value
-    # Leave out an empty `expected`: earlier versions, which do not know this field, can then read the row.
-    left_out = "expected" if isinstance(value, Sealed) and not value.expected else ""
+    # Leave out an empty `expected` or `nonce`: earlier versions, which do not know them, can then read the row.
+    left_out = ""
+    if isinstance(value, Sealed) and not value.expected:
+        left_out = "expected"
+    elif isinstance(value, Opened) and not value.nonce:
+        left_out = "nonce"
     return {name: getattr(value, name) for name in value.__slots__ if name != left_out}
 
 

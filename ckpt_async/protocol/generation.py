@@ -15,9 +15,10 @@ import logging
 import socket
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ckpt_async.core import decide, keys, records
-from ckpt_async.core.model import Beat, Generation
+from ckpt_async.core.model import Beat, CheckpointId, Generation
 from ckpt_async.errors import (
     CapabilityError,
     FencedError,
@@ -28,6 +29,7 @@ from ckpt_async.errors import (
 from ckpt_async.protocol.cas import advance, create_once, read, read_record
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.together import both
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +53,8 @@ async def agree(
     explicit: int | None,
     now: float,
     member: str | None = None,
-) -> int:
-    """Join or claim this start's generation and return it.
+) -> Generation:
+    """Join or claim this start's generation and return its record.
 
     Takes a handful of small requests. If there are several ranks, the one that has claimed the generation must `beat`
     from now on.
@@ -115,16 +117,64 @@ async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
     return max((number for number in numbers if number is not None), default=after)
 
 
-async def forgotten(store: PatientStore, number: int, rank: int) -> int | None:
+async def _newest_decided(store: PatientStore, *, after: int) -> int:
+    """Return the newest generation after `after` that has a decision, or `after` itself if there is none: the store may
+    have lost its record. Costs one listing, which is normally empty.
+    """
+    listing = await store.list(
+        keys.DECISIONS, start_after=keys.decision_key(CheckpointId(after, keys.MAX_STEP))
+    )
+    found = (keys.parse_decision_key(each.key) for each in listing.objects)
+    return max((each.generation for each in found if each is not None), default=after)
+
+
+async def forgotten(store: PatientStore, number: int, rank: int, nonce: str = "") -> int | None:
     """Return the newest generation if the store cannot be where this rank took its place in generation `number`: it was
     wiped since, or is another store. None if it may be. Only reads.
 
-    Of generations before the newest, a sweeper has removed the places.
+    Of generations before the newest, a sweeper has removed the places, but not the records, which have a `nonce` ("":
+    not known).
     """
-    newest = await newest_generation(store)
+    newest, there = await both(newest_generation(store), _nonce_of(store, number if nonce else 0))
+    if there and there != nonce:
+        return newest
     if newest == number:
         return None if await read(store, keys.member_key(number, rank)) is not None else newest
     return newest if newest < number else None
+
+
+async def reclaim(store: PatientStore, mine: Generation, oldest: int) -> bool:
+    """Return whether what this rank has left in the generations from `oldest` to `mine` may still be uploaded, because
+    none of them belongs to another start.
+
+    If the store has lost this generation (it was wiped, or put back), it is claimed again, so that later starts take
+    other numbers and never write the same keys. Costs one GET if the generation is there.
+    """
+    there = await _nonce_of(store, mine.number)
+    if there is None:
+        newest = await newest_generation(store, after=oldest - 1)
+        if newest not in (
+            oldest - 1,
+            mine.number,
+        ):  # `mine`: another of its ranks was faster, or another start
+            return False
+        await create_once(store, keys.generation_key(mine.number), records.encode_generation(mine))
+        there = await _nonce_of(store, mine.number)
+    return there in ("", mine.nonce)
+
+
+async def _nonce_of(store: PatientStore, number: int) -> str | None:
+    """Return the nonce in a generation's record; None if there is none, "" if it is unreadable or `number` is 0."""
+    if not number:
+        return ""
+    try:
+        found = await read_record(
+            store, keys.generation_key(number), lambda data: records.decode_generation(data, number)
+        )
+    except InvalidRecordError as error:
+        logger.warning("generation_unreadable error=%s; whose it is remains unknown", error)
+        return ""
+    return found[0].nonce if found else None
 
 
 async def absent_ranks(store: PatientStore, number: int, world_size: int) -> list[int]:
@@ -180,50 +230,52 @@ class _Agreement:
         self._may_claim = store.capabilities.conditional_put or is_first
         self._may_join = world_size > 1 and (store.capabilities.conditional_put or not is_first)
 
-    async def take(self, number: int) -> int:
+    async def take(self, number: int) -> Generation:
         newest = await newest_generation(self._store)
         if newest > number:
             raise FencedError(f"generation {number} was given, but generation {newest} has already started")
-        key, proposal = keys.generation_key(number), self._proposal(number)
-        data = await create_once(self._store, key, proposal)
-        world_size = records.decode_generation(data, number).world_size
-        if world_size != self._world_size:
+        key, proposal = keys.generation_key(number), records.encode_generation(self._proposal(number))
+        generation = records.decode_generation(await create_once(self._store, key, proposal), number)
+        if generation.world_size != self._world_size:
             raise SettingsError(
-                f"generation {number} has world size {world_size}, but this rank has {self._world_size}"
+                f"generation {number} has world size {generation.world_size}, but this rank has"
+                f" {self._world_size}"
             )
         if not await self._join(number):
             raise SettingsError(
                 f"generation={number} was already used by rank {self._rank}: every start needs a new one",
                 hint="leave it out, or pass the last one plus 1",
             )
-        return number
+        # Without conditional PUT, another rank may replace the record at the same time.
+        return generation if self._store.capabilities.conditional_put else replace(generation, nonce="")
 
-    async def find(self) -> int:
+    async def find(self) -> Generation:
         began_with = number = await newest_generation(self._store)
         while True:
-            if await self._has_our_key(number):
+            if (found := await self._of_our_key(number)) is not None:
                 newest = await self._wait_for_sign(number, is_new=number > began_with)
                 if newest is not None and newest > number:
                     number = newest
                     continue
                 if newest is not None and await self._join(number):
-                    return number
+                    return found
             if not self._may_claim:
                 number = await self._wait_for_newer(number)
                 continue
-            number += 1
+            number = 1 + await _newest_decided(self._store, after=number)
             if number > keys.MAX_GENERATION:
                 raise CapabilityError(f"this run has had {number - 1} generations; use a new run name")
             # If another process has won, the next round joins its generation if it is of our start, else goes past it.
-            if await self._claim(number):
+            proposal = self._proposal(number)
+            if await self._claim(proposal):
                 self._store = self._store.pausing_at_most(BEAT_MAX_S)  # as in `beat`
                 if await self._join(number):
                     await self._beat_first(number)
-                    return number
+                    return proposal
 
-    async def _claim(self, number: int) -> bool:
-        key, proposal = keys.generation_key(number), self._proposal(number)
-        return await create_once(self._store, key, proposal) == proposal
+    async def _claim(self, proposal: Generation) -> bool:
+        data = records.encode_generation(proposal)
+        return await create_once(self._store, keys.generation_key(proposal.number), data) == data
 
     async def _beat_first(self, number: int) -> None:
         """Write the first heartbeat, after taking our own place and before any other rank joins.
@@ -234,20 +286,17 @@ class _Agreement:
             first = records.encode_beat(Beat(number, self._rank, 1))
             await create_once(self._store, keys.beat_key(number), first)
 
-    def _proposal(self, number: int) -> bytes:
+    def _proposal(self, number: int) -> Generation:
         host, nonce = socket.gethostname(), uuid.uuid4().hex
-        return records.encode_generation(
-            Generation(number, self._launch_key, self._world_size, host, nonce, self._now)
-        )
+        return Generation(number, self._launch_key, self._world_size, host, nonce, self._now)
 
-    async def _has_our_key(self, number: int) -> bool:
+    async def _of_our_key(self, number: int) -> Generation | None:
+        """Return the generation if it may be that of our start."""
         if not number or not self._may_join:
-            return False
-        generation = await _read_generation(self._store, number)
-        return generation is not None and (generation.launch_key, generation.world_size) == (
-            self._launch_key,
-            self._world_size,
-        )
+            return None
+        found = await _read_generation(self._store, number)
+        ours = (self._launch_key, self._world_size)
+        return found if found is not None and (found.launch_key, found.world_size) == ours else None
 
     async def _wait_for_sign(self, number: int, *, is_new: bool) -> int | None:
         """Return this generation once its creator has shown that it lives.

@@ -216,15 +216,16 @@ class Host:
         start = self._start
         is_of_another = backlog.is_of_another(local, start.address.url)
         if local.generation and not is_of_another:  # first: a refused start must leave the store as it is
+            nonce = local.opened.nonce if local.opened else ""
             newest, lost = await both(
-                generations.forgotten(store, local.generation, start.rank),
+                generations.forgotten(store, local.generation, start.rank, nonce),
                 recovery.lost(store, local, start.address),
             )
             if newest is not None:
                 raise self._wiped(local, newest)
             if lost:
                 raise recovery.put_back(lost, local, self._folder, start.address)
-        generation = await generations.agree(
+        claim = await generations.agree(
             store,
             rank=start.rank,
             world_size=start.world_size,
@@ -233,6 +234,7 @@ class Host:
             now=time.time(),
             member=start.member,
         )
+        generation = claim.number
         if not is_of_another and generation < local.generation + (not start.is_again):
             raise self._wiped(local, generation - 1)
         if is_of_another:  # only once this remote could be opened: its URL may have been a mistake
@@ -240,7 +242,7 @@ class Host:
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
         if start.wants:
             recorded += ((EVENTS, start.wants),)
-        opened = Opened(generation, start.world_size, start.address, recorded, boot_id())
+        opened = Opened(generation, start.world_size, start.address, recorded, boot_id(), claim.nonce)
         self._journal.open_rank(opened, recovery.unproven(local, start.address))
         return generation
 

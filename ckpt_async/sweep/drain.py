@@ -399,13 +399,15 @@ class _Adoption:
             await asyncio.gather(opening, return_exceptions=True)
 
     async def _open_and_look(self, timeout_s: float) -> None:
-        """Open the store, and find out whether it has lost what these ranks have committed there."""
+        """Open the store, and find out whether it is still the one that these ranks have used."""
         await self._store.open(timeout_s)
         looking = self._store.answering_within(max(1.0, timeout_s))
-        found = await all_or_none(recovery.lost(looking, each.before, self.address) for each in self._ranks)
-        for each, lost in zip(self._ranks, found, strict=True):
-            if lost:
-                each.refusal = recovery.put_back(lost, each.before, self._folder, self.address)
+        found = await all_or_none(
+            recovery.why_refused(looking, each.before, self._folder, self.address) for each in self._ranks
+        )
+        for each, refusal in zip(self._ranks, found, strict=True):
+            if refusal is not None:
+                each.refusal = refusal
                 logger.warning("drain_failed rank=%d error=%s", each.before.rank, each.refusal)
 
     async def _start(self, each: _Adopted) -> None:

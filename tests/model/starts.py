@@ -117,7 +117,8 @@ class Starts:
     async def _run(self, rank: Rank) -> None:
         store: Any = ScheduledStore(self)
         same: dict[str, Any] = {"rank": rank.rank, "world_size": self.world_size}
-        number = await generations.agree(store, launch_key="always the same", explicit=None, now=0.0, **same)
+        key = "always the same"
+        number = (await generations.agree(store, launch_key=key, explicit=None, now=0.0, **same)).number
         for each in self.ranks:
             if each.generation == number and each.start != rank.start:
                 raise ViolationError(

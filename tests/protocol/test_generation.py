@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, FencedError, SettingsError
 from ckpt_async.protocol import generation as generations
@@ -28,12 +29,40 @@ def patient(store: Any) -> PatientStore:
 async def open_(store: Any, rank: int, **more: Any) -> int:
     """Join as a live rank does; the rank that claims the generation also sends a heartbeat."""
     arguments = {"world_size": WORLD_SIZE, "launch_key": "k", "explicit": None, "now": 0.0, **more}
-    return await agree(patient(store), rank=rank, **arguments)
+    return (await agree(patient(store), rank=rank, **arguments)).number
 
 
 async def count_beats(store: MemoryStore, number: int) -> int:
     found = await read(patient(store), keys.beat_key(number))
     return records.decode_beat(found[0], number).count if found else 0
+
+
+def test_a_number_that_has_decisions_is_not_claimed_again() -> None:
+    """The store had lost the records of generations: a new start wrote under the keys of what was committed."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        for id_ in (CheckpointId(1, 3), CheckpointId(4, 7)):
+            await patient(store).put(keys.decision_key(id_), b"whatever it says")
+        assert await open_(store, 0, world_size=1) == 5
+        assert await open_(store, 0, world_size=1) == 6
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("has_conditional_put", [False, True])
+def test_a_nonce_that_another_rank_may_replace_is_not_remembered(has_conditional_put: bool) -> None:
+    """Without conditional PUT, each rank may write the record of a number that all were given."""
+
+    async def main() -> None:
+        capabilities = replace(CAPABILITIES, conditional_put=has_conditional_put)
+        store = patient(MemoryStore(capabilities=capabilities))
+        given: dict[str, Any] = {"world_size": 2, "launch_key": "k", "explicit": 1, "now": 0.0}
+        found = [(await agree(store, rank=rank, **given)).nonce for rank in range(2)]
+        assert len({*found}) == 1
+        assert bool(found[0]) == has_conditional_put
+
+    asyncio.run(main())
 
 
 def test_joining_an_older_generation_is_rejected() -> None:

@@ -331,15 +331,17 @@ class Simulation(World):
             local = journal.local()
             store = PatientStore(self.store_of(process), settings)
             now = self.clock_of(process)
-            generation = await generations.agree(
+            claim = await generations.agree(
                 store, rank=rank, world_size=world_size, launch_key=launch, explicit=None, now=now
             )
+            generation = claim.number
             self.world_sizes[generation] = world_size
             beating = asyncio.get_running_loop().create_task(
                 self._guard(partial(generations.beat, store, generation, rank=rank, world_size=world_size))
             )
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
-            journal.open_rank(Opened(generation, world_size, RemoteAddress(URL), inherited, boot_id()))
+            address = RemoteAddress(URL)
+            journal.open_rank(Opened(generation, world_size, address, inherited, boot_id(), claim.nonce))
             known = State(
                 rank=rank,
                 folder=folder,

@@ -268,4 +268,5 @@ def test_an_unreadable_generation_does_not_block_a_start(run: Any, bad: bytes) -
 
 
 async def _agree(world: World, rank: int) -> int:
-    return await agree(world.store, rank=rank, world_size=2, launch_key="new", explicit=None, now=0.0)
+    found = await agree(world.store, rank=rank, world_size=2, launch_key="new", explicit=None, now=0.0)
+    return found.number

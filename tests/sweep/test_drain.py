@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import pytest
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import drain as drain_command
 from ckpt_async.core.model import CheckpointId, RemoteAddress
+from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError, NoJournalError, SettingsError, StoreError
 from ckpt_async.local import journals
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.sweep.drain import drain
 from tests.seaweed import SeaweedServer
@@ -501,6 +506,120 @@ def test_a_drain_says_as_a_start_does_that_the_remote_was_put_back(
     assert sorted(store.rglob("*")) == before
 
 
+def _objects(store: Path) -> dict[Path, tuple[int, bytes]]:
+    """Return what is in a store: a file that was replaced has another inode."""
+    return {each: (each.stat().st_ino, each.read_bytes()) for each in store.rglob("*") if each.is_file()}
+
+
+def _save(folder: Path, remote: str, step: int, **settings: Any) -> int:
+    """Save a step of other content than that of `Trainers`, under the same names. Return the generation."""
+    with Uploader(folder, remote, **settings) as uploader:
+        path = folder / f"step-{step}" / "rank0.bin"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"other" * 1000)
+        uploader.enqueue(path, step)
+        uploader.seal(step)
+        uploader.wait(step, timeout_s=30)
+        return uploader.generation
+
+
+@pytest.mark.parametrize("who", ["drain", "sweep", "trainer"])
+@pytest.mark.parametrize("kind", [None, "weights"])
+def test_what_another_start_saved_in_a_wiped_remote_is_not_overwritten(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, who: str, kind: str | None
+) -> None:
+    """Both starts were the first one there. The drain said that its step was committed, after it had replaced the files
+    of the other one's; a trainer took the other one's commit for its own.
+    """
+    store = Path(remote.removeprefix("file://"))
+    trainers.die(folder, remote, 3, kind=kind)
+    shutil.rmtree(store)
+    assert _save(tmp_path / "other", remote, 3, kind=kind) == 1
+    before = _objects(store)
+    for _ in range(2):
+        match who:
+            case "drain":
+                code, told = call("drain", folder)
+                assert (code, told["is_drained"]) == (1, False)
+                assert "may have given that number" in told["ranks"][0]["error"]
+            case "sweep":
+                cli.main(["sweep", str(folder), "--once"])
+            case _:
+                with pytest.raises(JournalError, match="the remote was wiped"):
+                    Uploader(folder, remote, kind=kind)
+        assert _objects(store) == before
+    (waiting,) = journals.read(folder, kind=kind or "")[0].local().checkpoints.values()
+    assert waiting.decision is None
+
+
+def test_an_earlier_number_of_another_start_is_not_overwritten(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """What the second start had left of the first one was uploaded into the files of the new first one."""
+    store = Path(remote.removeprefix("file://"))
+    trainers.die(folder, remote, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_upload", _never)
+        with Uploader(folder, remote, on_error="warn", upload_timeout_s=1.0, close_grace_s=0) as uploader:
+            assert uploader.generation == 2
+    shutil.rmtree(store)
+    assert _save(tmp_path / "other", remote, 3) == 1
+    before = _objects(store)
+    code, told = call("drain", folder)
+    assert (code, told["is_drained"]) == (1, False)
+    assert "may have given that number or an earlier one to another start" in told["ranks"][0]["error"]
+    assert _objects(store) == before
+
+
+async def _never(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_drain_into_a_wiped_remote_takes_its_number_again(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, num_ranks: int
+) -> None:
+    """The next start in another folder took the same number, and overwrote what was drained."""
+    store = Path(remote.removeprefix("file://"))
+    launch: Json = {"world_size": num_ranks}
+    trainers.kill(*(trainers.start(folder, remote, 3, rank=rank, **launch) for rank in range(num_ranks)))
+    shutil.rmtree(store)
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
+    drained = _objects(store / "ckpt")
+    assert len(drained) == num_ranks
+    assert _save(tmp_path / "other", remote, 3) == 2
+    assert drained.items() <= _objects(store / "ckpt").items()
+
+
+def test_what_a_copy_of_the_folder_has_drained_is_not_sent_again(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """Every object of the committed checkpoint was replaced."""
+    trainers.die(folder, remote, 3)
+    subprocess.run(["cp", "-a", folder, tmp_path / "copy"], check=True)
+    code, told = call("drain", tmp_path / "copy")
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
+    before = _objects(Path(remote.removeprefix("file://")))
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"]), told["uploaded_bytes"]) == (0, [3], 0)
+    assert _objects(Path(remote.removeprefix("file://"))) == before
+
+
+def test_a_journal_that_does_not_say_whose_its_generation_is_is_drained_as_before(
+    trainers: Trainers, call: Drain, folder: Path, remote: str
+) -> None:
+    """It was written by an earlier version."""
+    trainers.die(folder, remote, 3)
+    opened = journals.read(folder)[0].local().opened
+    assert opened is not None
+    assert opened.nonce
+    with contextlib.closing(Journal(Folder(folder), 0)) as journal:
+        journal.open_rank(replace(opened, nonce=""))
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
+
+
 @pytest.mark.parametrize("kind", [None, "weights"])
 def test_a_lost_journal_is_rebuilt_with_the_remote_that_the_manifests_name(
     trainers: Trainers, call: Drain, folder: Path, remote: str, kind: str | None
@@ -622,7 +741,7 @@ def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
         "import sys; from dataclasses import replace; from ckpt_async.local.folder import Folder\n"
         "from ckpt_async.local.journal import Journal\n"
         "journal = Journal(Folder(sys.argv[1]), 0); opened = journal.local().opened\n"
-        "journal.open_rank(replace(opened, generation=2)); journal.close()"
+        "journal.open_rank(replace(opened, generation=2, nonce='')); journal.close()"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
     report = asyncio.run(drain(folder, timeout_s=60, grace_s=0))

@@ -1242,7 +1242,8 @@ def test_the_question_for_the_newest_commit_is_one_request_and_an_error_is_no_an
     store.asked.clear()
     with opened(store):
         asked = [each for each in store.asked if each[1].startswith((keys.DECISIONS, keys.BOUNDARY))]
-        assert asked == [("head", keys.decision_key(CheckpointId(1, 2)))]
+        # The second one is for the number of the start.
+        assert asked == [("head", keys.decision_key(CheckpointId(1, 2))), ("list", keys.DECISIONS)]
     _run(opened, store, 3)
     store.reason = FailureReason.THROTTLED
     with opened(store) as uploader:
