@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.protocol import generation as generations
 from ckpt_async.transfer.patient import PatientStore
 from tests.model import mutants as core
 from tests.model.world import ViolationError
@@ -29,12 +28,12 @@ MUTANTS = [
     (core.commits_before_uploads, "I1|I4", 10),
     (core.mixes_generations, "I1|I6|R5", 10),
     (core.moves_latest_before_commit, "I2", 10),
-    (core.moves_latest_back, "I2", 30),
-    (core.compares_latest_by_step, "R6", 20),
+    (core.moves_latest_back, "I2", 60),
+    (core.compares_latest_by_step, "R6", 70),
     (core.removes_before_commit, "I3", 10),
     (core.releases_before_decision, "I3", 10),
     (core.skips_read_back, "R13", 10),
-    (core.abort_does_not_compete, "R4|I1", 300),
+    (core.abort_does_not_compete, "R4|I1", 500),
     (core.sweeps_without_abort, "R4|I7", 20),
     (core.prunes_what_is_read, "R3", 250),
     (core.prunes_shards_first, "I1", 20),
@@ -46,18 +45,11 @@ MUTANTS = [
     ("mutant", "invariant", "num_seeds"), MUTANTS, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_the_simulation_finds_each_seeded_mistake(
-    mutant: core.Mutant, invariant: str, num_seeds: int, monkeypatch: pytest.MonkeyPatch
+    mutant: core.Mutant, invariant: str, num_seeds: int
 ) -> None:
-    # No records of generations are lost here. Without this request, the mistakes show within fewer seeds.
-    monkeypatch.setattr(generations, "_newest_decided", _as_is)
-
     def play() -> None:
         for seed in range(num_seeds):
             simulate(seed)
 
     with mutant(), pytest.raises(ViolationError, match=f"^({invariant}):"):
         play()
-
-
-async def _as_is(_: PatientStore, *, after: int) -> int:
-    return after
