@@ -153,7 +153,8 @@ async def reclaim(store: PatientStore, mine: Generation, oldest: int) -> bool:
     there = await _nonce_of(store, mine.number)
     if there is None:
         newest = await newest_generation(store, after=oldest - 1)
-        if newest not in (oldest - 1, mine.number):  # `mine`: another of its ranks was faster, or another start
+        # If it is `mine`, another of its ranks was faster, or another start.
+        if newest not in (oldest - 1, mine.number):
             return False
         await create_once(store, keys.generation_key(mine.number), records.encode_generation(mine))
         there = await _nonce_of(store, mine.number)
