@@ -128,9 +128,8 @@ class _Copier:
         if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
             return copy.deepcopy(tensor)
         if hasattr(tensor, "trigger_wait"):
-            tensor = (
-                tensor.trigger_wait()
-            )  # an AsyncCollectiveTensor, whose elements may not have arrived yet
+            # An AsyncCollectiveTensor, whose elements may not have arrived yet.
+            tensor = tensor.trigger_wait()
         if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
             names, context = tensor.__tensor_flatten__()
             inner = {name: self.copied(getattr(tensor, name), f"{key}.{name}") for name in names}

@@ -179,15 +179,20 @@ def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
     ]
 
 
-def test_an_incomplete_copy_that_is_copied_again_is_finished(
-    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
-) -> None:
-    """The first drain notes in the copy's journal what it lacks."""
+def copy_that_lacks_a_link(trainers: Trainers, folder: Path, remote: str, tmp_path: Path) -> Path:
     trainers.die(folder, remote, 100)
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-a", folder, copy], check=True)
     (link,) = (copy / ".ckpt_async/spool").rglob("rank0.bin")
     link.unlink()
+    return copy
+
+
+def test_an_incomplete_copy_that_is_copied_again_is_finished(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The first drain notes in the copy's journal what it lacks."""
+    copy = copy_that_lacks_a_link(trainers, folder, remote, tmp_path)
     assert call("drain", copy)[0] == 6
     subprocess.run(["cp", "-a", f"{folder}/.", copy], check=True)
     code, told = call("drain", copy)
@@ -197,11 +202,7 @@ def test_an_incomplete_copy_that_is_copied_again_is_finished(
 def test_a_trainer_in_an_incomplete_copy_leaves_the_rest_to_the_original(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    trainers.die(folder, remote, 100)
-    copy = tmp_path / "copy"
-    subprocess.run(["cp", "-a", folder, copy], check=True)
-    (link,) = (copy / ".ckpt_async/spool").rglob("rank0.bin")
-    link.unlink()
+    copy = copy_that_lacks_a_link(trainers, folder, remote, tmp_path)
     with Uploader(copy, remote, rank=0, world_size=1, generation=2) as uploader:
         assert uploader.wait_for_predecessor(60)
         (copy / "new.bin").write_bytes(b"new")

@@ -141,7 +141,10 @@ class Probe:
 
     async def _delete(self) -> None:
         """Delete the objects, best effort: credentials without the right to delete are allowed, and keep them."""
-        await self._requests.outcomes(partial(self._store.delete, [self._key, self._spoiled, self._trailed]))
+        keys = [self._key, self._spoiled, self._trailed]
+        [outcome] = await self._requests.outcomes(partial(self._store.delete, keys))
+        if not isinstance(outcome, StoreError):
+            _result(outcome)
 
 
 def _is_verdict(error: BaseException) -> bool:

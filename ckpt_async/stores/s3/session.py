@@ -101,6 +101,8 @@ class S3Session:
         self.client = None
 
     def drop_idle(self) -> None:
+        if self.client is None:
+            return  # not open yet, or no longer
         self.pools.drop_idle()
         http_session = self.client._endpoint.http_session  # noqa: SLF001  there is no other way to it
         if isinstance(http_session, _HttpSession):
