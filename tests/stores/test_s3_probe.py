@@ -85,3 +85,17 @@ def test_a_store_that_never_answers_is_not_asked_again(run: Any, s3_url: str) ->
         assert len(made) == 3
 
     run(body())
+
+
+def test_a_store_that_is_not_open_has_no_idle_connections(run: Any, s3_url: str) -> None:
+    """A request that fails while the store is being closed asks for that."""
+
+    async def body() -> None:
+        store: Any = open_store(s3_url)
+        store.drop_idle()
+        await store.open()
+        store.drop_idle()
+        await store.close()
+        store.drop_idle()
+
+    run(body())
