@@ -80,6 +80,11 @@ def floor_s(path: Path, notes: int) -> float:
     return time.perf_counter() - started
 
 
+def keep_the_gil() -> None:
+    for _ in itertools.count():
+        pass
+
+
 def rank_main(settings: dict[str, Any]) -> None:
     from ckpt_async import Uploader
 
@@ -96,6 +101,8 @@ def rank_main(settings: dict[str, Any]) -> None:
     )
     print("ready", flush=True)
     sys.stdin.readline()
+    if settings["busy"]:
+        threading.Thread(target=keep_the_gil, daemon=True).start()
     block = os.urandom(MIB)
     notes = os.open(folder / f"notes-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     samples = []
@@ -157,6 +164,7 @@ def run(ranks: int, arguments: argparse.Namespace) -> tuple[list[dict[str, float
                 "count": max(1, arguments.total // ranks),
                 "mib": arguments.mib,
                 "real": arguments.real,
+                "busy": arguments.busy,
                 "pause_s": arguments.pause_ms / 1000,
                 "write_bytes": int(arguments.write_gib * 1024 * MIB / ranks),
             }
@@ -216,6 +224,7 @@ def main() -> None:
         "--write-gib", type=float, default=24.0, help="limit of what the writers write in all"
     )
     parser.add_argument("--quiet", action="store_true", help="no writers")
+    parser.add_argument("--busy", action="store_true", help="each rank has a thread that runs only Python")
     parser.add_argument(
         "--link",
         action="store_true",
@@ -234,6 +243,7 @@ def main() -> None:
             raise RuntimeError("nothing was uploaded meanwhile")
         rows |= rows_of(f"{ranks} ranks" if ranks > 1 else "1 rank", samples)
     beside = "nothing" if arguments.quiet else "a writer for each rank"
+    beside += ", and a thread of pure Python in it," if arguments.busy else ""
     kind = "real" if arguments.real else "sparse"
     title = f"ms of an `enqueue` of {arguments.mib} MiB, {kind}, {beside} beside it"
     report(arguments, title, rows, bytes_at_sink=bytes_at_sink)

@@ -486,7 +486,18 @@ def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
         hint += ", or release an incomplete step with `give_up`"
         if not (common / RESERVE).exists():
             hint += ": that, too, needs some free space, because there is no reserve here"
-    return NoSpaceError(f"the file system of {str(path)!r} is full", hint=hint)
+    what = (
+        "is full" if _has_inodes(path) else "is full: it has space, but no inode for another file (`df -i`)"
+    )
+    return NoSpaceError(f"the file system of {str(path)!r} {what}", hint=hint)
+
+
+def _has_inodes(path: Path) -> bool:
+    for existing in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            facts = os.statvfs(existing)
+            return facts.f_favail > 0 or facts.f_files == 0 or facts.f_bavail == 0  # btrfs counts no inodes
+    return True
 
 
 def _folder_error(path: Path, error: OSError) -> JournalError:

@@ -39,9 +39,10 @@ class FileBackend(Backend):
     def locate(self, url: str) -> Location:
         scheme, host, path = self.split(url)
         if host or not path:
-            raise SettingsError(
-                f"{url!r} does not name an absolute folder", hint="write file:///folder, with three slashes"
-            )
+            hint = "write file:///folder, with three slashes"
+            if host == "~":
+                hint = "`~` has no meaning in a URL: write file:// and the whole path, as in file:///home/me/folder"
+            raise SettingsError(f"{url!r} does not name an absolute folder", hint=hint)
         return Location(scheme, "", f"/{path}")
 
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ckpt_async.errors import CkptAsyncError, FormatError, SettingsError
+from ckpt_async.threads import promptly
 from ckpt_async.torch.host_memory import HostMemory
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -30,6 +31,7 @@ class SnapshotBuffers:
             None  # done when the last snapshot has been read, if somebody says so
         )
 
+    @promptly()
     def take(self, state: Any, *, keeps_sharing: bool = True) -> Any:
         """Return a copy of `state`: tensors in CPU memory, containers and everything else copied as by `copy.deepcopy`.
 

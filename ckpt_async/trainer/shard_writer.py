@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ckpt_async.errors import InvalidShardError
+from ckpt_async.threads import promptly
 
 BUFFER_BYTES = 1 << 20
 
@@ -53,6 +54,7 @@ class ShardWriter(io.BufferedWriter):
         super().__init__(raw, BUFFER_BYTES)
         self._has_ended = False
 
+    @promptly()
     def close(self) -> None:
         """Finish the file and enqueue it. If this raises, with the errors of `Uploader.enqueue`, the file stays and
         can be passed to `enqueue`. Idempotent.

@@ -29,6 +29,7 @@ from ckpt_async.monitor import otel
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.runners import EngineView
 from ckpt_async.stores import StoreOptions, check_key_length
+from ckpt_async.threads import promptly
 from ckpt_async.trainer import at_exit, closing
 from ckpt_async.trainer.backlog import make_room
 from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, exact_keys, metric_values
@@ -128,7 +129,7 @@ class Uploader:
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
         # Called before this uploader is closed at exit, if nobody has closed it, with the seconds that are left.
         self.before_exit: Callable[[float], object] = lambda _: None
-        self._undo_sigterm: Callable[[], None] | None = None
+        self._undo_sigterm: Callable[[], None] = lambda: None
         self._engine = EngineHandle(start, self._folder, observer)
         self.generation = self._engine.generation
         with self._engine.released_on_error() as undo:
@@ -154,6 +155,7 @@ class Uploader:
 
     # --- the trainer's calls -------------------------------------------------------------------------------
 
+    @promptly()
     def enqueue(
         self,
         path: str | os.PathLike[str],
@@ -195,8 +197,9 @@ class Uploader:
         root = self._folder.relative(path)
         parts = [root]
         if files is not None:
-            names = naming.several(files, "files")
-            parts = [f"{root}/{naming.check_relative(each, 'file')}" for each in names]
+            parts = [
+                f"{root}/{naming.check_relative(each, 'file')}" for each in naming.several(files, "files")
+            ]
         sources = self._folder.walk(*parts)
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
@@ -252,6 +255,7 @@ class Uploader:
             self._engine.record(Growing(id_, full_name, shard, source))
         return writer
 
+    @promptly()
     def seal(
         self,
         step: int,
@@ -427,8 +431,7 @@ class Uploader:
             at_last.callback(self.exporter.close)
             at_last.callback(self._engine.release)
             at_exit.discard(self)
-            if self._undo_sigterm is not None:
-                self._undo_sigterm()
+            self._undo_sigterm()
             self._engine.end(deadline)
             self._events.close()
             closing.note_what_is_left(self._engine, is_cut_short=self._is_half_closed)

@@ -436,3 +436,33 @@ def test_a_saver_gives_up_what_did_not_fit(tmp_path: Path, size: str, has_reserv
     assert "give_up" not in done.stdout  # it has done that itself
     found = restore.find(f"file://{tmp_path}/remote")
     assert (found and found.step) == (None if has_reserve else 2)
+
+
+def test_a_disk_with_space_but_without_inodes_is_told_as_that(tmp_path: Path) -> None:
+    done = on_small_disk(
+        tmp_path,
+        """
+        with Uploader(disk / "folder", remote) as uploader:
+            (disk / "folder/a.pt").write_bytes(b"shard")
+            try:
+                for number in range(200):
+                    (disk / f"ballast-{number}").touch()
+            except OSError:
+                pass
+            try:
+                uploader.enqueue(disk / "folder/a.pt", 1)
+            except NoSpaceError as error:
+                print(error)
+            for ballast in disk.glob("ballast-*"):
+                ballast.unlink()
+            uploader.enqueue(disk / "folder/a.pt", 1)
+            uploader.seal(1)
+            uploader.wait(1, 30)
+            print("committed")
+        """,
+        size="16m,nr_inodes=100",
+    )
+    assert done.returncode == 0, done.stderr
+    refusal, *_, committed = done.stdout.splitlines()
+    assert "it has space, but no inode for another file (`df -i`)" in refusal
+    assert committed == "committed"

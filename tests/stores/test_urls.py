@@ -122,6 +122,12 @@ def test_credentials_in_a_url_are_not_shown_in_the_message(url):
     assert "secret" not in str(raised.value) + raised.value.hint
 
 
+def test_a_home_folder_in_a_url_is_refused_with_what_to_write():
+    with pytest.raises(SettingsError) as refused:
+        parse_url("file://~/run")
+    assert "file:///home/me/folder" in refused.value.hint
+
+
 def test_a_port_and_an_at_sign_are_no_credentials():
     assert parse_url("https://host:8080/run@1/a").prefix == "run@1/a"
     assert parse_url("sftp://me@host:2222/run@1").prefix == "run@1"
