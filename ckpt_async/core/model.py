@@ -272,6 +272,13 @@ class Opened:
     boot_id: str = ""  # of the machine's kernel; if it has changed, whatever was not fsynced may be gone
     # Of the generation's record, as this rank wrote or read it; "": an earlier version did not record it.
     nonce: str = ""
+    # Generations that this rank has opened before, oldest first, and the nonces of their records.
+    earlier: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def nonces(self) -> dict[int, str]:
+        """The nonces of the records of all generations of which they are known, oldest first."""
+        return dict(self.earlier) | ({self.generation: self.nonce} if self.nonce else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,21 +310,22 @@ def decode_beat(data: bytes, expected: int) -> Beat:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says. `remote` is "" if it does not: earlier versions did not record it. `launch` is recorded by
-    runs without a remote only.
+    """What a manifest says. `remote` and `nonce` (of the generation's record) are "" if it does not: earlier versions
+    did not record them. `launch` is recorded by runs without a remote only.
     """
 
     enqueued: list[Enqueued]
     sealed: Sealed | None
     remote: str = ""
     launch: str = ""
+    nonce: str = ""
 
 
-def manifest_of(checkpoint: LocalCheckpoint, remote: str = "") -> bytes:
+def manifest_of(checkpoint: LocalCheckpoint, remote: str = "", nonce: str = "") -> bytes:
     """Encode what the journal says about a checkpoint's shards and its seal, with the time of the seal."""
     shards = (each.shard for each in checkpoint.shards.values())
     sealed = checkpoint.sealed and replace(checkpoint.sealed, sealed_at=checkpoint.sealed_at)
-    return encode_manifest(checkpoint.id, checkpoint.name, shards, sealed, remote)
+    return encode_manifest(checkpoint.id, checkpoint.name, shards, sealed, remote, nonce=nonce)
 
 
 def encode_manifest(
@@ -334,6 +335,7 @@ def encode_manifest(
     sealed: Sealed | None,
     remote: str = "",
     launch: str = "",
+    nonce: str = "",
 ) -> bytes:
     return _encode(
         "manifest",
@@ -347,6 +349,7 @@ def encode_manifest(
             **({} if sealed is None else _expected_fields(sealed)),
             **({"remote": without_slash(remote)} if remote else {}),
             **({"launch": launch} if launch else {}),
+            **({"nonce": nonce} if nonce else {}),
         },
     )
 
@@ -357,13 +360,13 @@ def decode_manifest(data: bytes, expected: CheckpointId) -> Manifest:
     if checkpoint != expected:
         raise InvalidRecordError(f"manifest of {checkpoint} found under the name of {expected}")
     enqueued = [Enqueued(checkpoint, name, decode_shard(item)) for item in _list(fields, "shards")]
-    remote, launch = (_str(fields, each) if each in fields else "" for each in ("remote", "launch"))
+    added = {each: _str(fields, each) for each in ("remote", "launch", "nonce") if each in fields}
     if fields.get("world_size") is None:
-        return Manifest(enqueued, None, remote, launch)
+        return Manifest(enqueued, None, **added)
     world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
     sealed_at = _float(fields, "sealed_at") if "sealed_at" in fields else None
     sealed = Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at, _expected(fields))
-    return Manifest(enqueued, sealed, remote, launch)
+    return Manifest(enqueued, sealed, **added)
 
 
 def _shard_fields(shard: Shard) -> Json:

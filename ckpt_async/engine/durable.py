@@ -66,4 +66,6 @@ def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[Loc
 def _write_manifest(state: State, checkpoint: LocalCheckpoint) -> None:
     if checkpoint.shards or checkpoint.sealed:
         path = state.folder.private / keys.spool_manifest(checkpoint.id, state.rank)
-        write_durably(path, records.manifest_of(checkpoint, state.store.url))
+        nonces = state.local.opened.nonces if state.local.opened else {}
+        nonce = nonces.get(checkpoint.id.generation, "")
+        write_durably(path, records.manifest_of(checkpoint, state.store.url, nonce))

@@ -46,28 +46,37 @@ def stranded(folder: Folder, local: Local, url: str) -> tuple[CheckpointId, str]
     """
     if local.remote is not None and (left := backlog.stranded(local, url)):
         return left[-1], local.remote.url
-    lost = _remotes_of_lost(folder, local)
-    return next(((id_, there) for id_, there in lost if there != without_slash(url)), None)
+    lost = ((id_, found.remote) for id_, found in _lost(folder, local))
+    return next(((id_, there) for id_, there in lost if there and there != without_slash(url)), None)
 
 
 def remote_of_lost(folder: Folder, local: Local) -> str:
     """Return the URL of the remote that the spool's manifests name, if the journal has lost it; "" if they name none,
     or several. Blocks.
     """
-    found = {there for _, there in _remotes_of_lost(folder, local)}
-    return found.pop() if len(found) == 1 else ""
+    remotes = {found.remote for _, found in _lost(folder, local) if found.remote}
+    return remotes.pop() if len(remotes) == 1 else ""
 
 
-def _remotes_of_lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointId, str]]:
-    """Yield the checkpoints that the journal has lost and a manifest in the spool knows, and their remotes' URLs."""
+def nonces_of_left(folder: Folder, local: Local) -> dict[int, str]:
+    """Return the nonces, as far as they are known, of the generation that this rank has opened last, and of those of
+    which it has something left. Blocks.
+    """
+    lost = {id_.generation: found.nonce for id_, found in _lost(folder, local) if found.nonce}
+    known = lost | (local.opened.nonces if local.opened else {})
+    left = {local.generation, *lost, *(each.id.generation for each in backlog.undecided(local))}
+    return {number: nonce for number, nonce in known.items() if number in left}
+
+
+def _lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointId, records.Manifest]]:
+    """Yield the checkpoints that the journal has lost and a manifest in the spool knows."""
     spool = folder.private / keys.spool_rank(local.rank)
     for entry in sorted(os.listdir(spool)) if spool.exists() else ():
         id_ = keys.parse_checkpoint_tag(entry.removesuffix(".json"))
         if not entry.endswith(".json") or id_ is None or id_ in local.checkpoints:
             continue
         with contextlib.suppress(InvalidRecordError):  # `rebuild` tells of it
-            if there := records.decode_manifest((spool / entry).read_bytes(), id_).remote:
-                yield id_, there
+            yield id_, records.decode_manifest((spool / entry).read_bytes(), id_)
 
 
 def refuse_copy_without_times(folder: Folder, local: Local) -> None:
@@ -160,22 +169,27 @@ async def why_refused(
     if gone := await lost(store, local, address):
         return put_back(gone, local, folder, address)
     opened = local.opened
-    if opened is None or not opened.nonce:
+    left = await asyncio.to_thread(nonces_of_left, folder, local)
+    is_ours = opened is None or not opened.nonce or await _reclaim(store, opened)
+    # Also if this generation is there: another rank may have claimed it again, and this one has older files left.
+    if is_ours and not await generations.is_taken(store, left):
         return None
-    mine = Generation(
-        opened.generation, opened.nonce, opened.world_size, socket.gethostname(), opened.nonce, time.time()
-    )
-    oldest = min((each.id.generation for each in backlog.undecided(local)), default=opened.generation)
-    if await generations.reclaim(store, mine, oldest):
-        return None
+    number = local.generation or max(left)
     at = f" at {address.endpoint_url}" if address.endpoint_url else ""
     return JournalError(
-        f"rank {local.rank} has opened generation {opened.generation} of {address.url!r} (says the journal of"
+        f"rank {local.rank} has opened generation {number} of {address.url!r} (says the journal of"
         f" {str(folder.path)!r}), but the store{at} does not know of that, and may have given that number or an earlier"
         " one to another start: the remote was wiped or put back, or this is another store",
         hint="nothing was changed, because the other start's files would be overwritten. Check the URL and the"
         " endpoint; files that are only in this folder stay there",
     )
+
+
+async def _reclaim(store: PatientStore, opened: Opened) -> bool:
+    mine = Generation(
+        opened.generation, opened.nonce, opened.world_size, socket.gethostname(), opened.nonce, time.time()
+    )
+    return await generations.reclaim(store, mine, opened.nonces)
 
 
 def put_back(

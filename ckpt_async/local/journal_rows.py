@@ -126,19 +126,20 @@ def _stored_items(stored: StoredShard) -> str:
     return f"{names},{stored.size_bytes},{_quoted(checksum.algorithm)},{_quoted(checksum.value)}"
 
 
+# Earlier versions do not know these fields. Where they are empty they are left out, so that those can read the row.
+_NEWER_FIELDS: dict[type, tuple[str, ...]] = {Sealed: ("expected",), Opened: ("nonce", "earlier")}
+
+
 def _fields(value: Any) -> Any:
     """Return the fields of an event or of a value in it: `dataclasses.asdict` without the copies, for which the
     trainer would have to wait.
     """
     if isinstance(value, enum.Enum):
         return value.value
-    # Leave out an empty `expected` or `nonce`: earlier versions, which do not know them, can then read the row.
-    left_out = ""
-    if isinstance(value, Sealed) and not value.expected:
-        left_out = "expected"
-    elif isinstance(value, Opened) and not value.nonce:
-        left_out = "nonce"
-    return {name: getattr(value, name) for name in value.__slots__ if name != left_out}
+    newer = _NEWER_FIELDS.get(type(value), ())
+    return {
+        name: getattr(value, name) for name in value.__slots__ if name not in newer or getattr(value, name)
+    }
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
@@ -185,6 +186,7 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
             remote = fields.get("remote")
             fields["remote"] = RemoteAddress(**remote) if remote else None
             fields["settings"] = tuple((name, value) for name, value in fields.get("settings", ()))
+            fields["earlier"] = tuple((number, nonce) for number, nonce in fields.get("earlier", ()))
         case "Enqueued":  # with an exact key, or written by version 1
             shard = fields["shard"]
             shard["identity"] = FileIdentity(**shard["identity"])

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, records
@@ -29,7 +29,7 @@ from ckpt_async.errors import (
 from ckpt_async.protocol.cas import advance, create_once, read, read_record
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.together import both
+from ckpt_async.transfer.together import all_or_none, both
 
 logger = logging.getLogger(__name__)
 
@@ -128,33 +128,39 @@ async def _newest_decided(store: PatientStore, *, after: int) -> int:
     return max((each.generation for each in found if each is not None), default=after)
 
 
-async def forgotten(store: PatientStore, number: int, rank: int, nonce: str = "") -> int | None:
+async def forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping[int, str]) -> int | None:
     """Return the newest generation if the store cannot be where this rank took its place in generation `number`: it was
     wiped since, or is another store. None if it may be. Only reads.
 
-    Of generations before the newest, a sweeper has removed the places, but not the records, which have a `nonce` ("":
-    not known).
+    Of generations before the newest, a sweeper has removed the places, but not the records: see `is_taken`.
     """
-    newest, there = await both(newest_generation(store), _nonce_of(store, number if nonce else 0))
-    if there and there != nonce:
+    newest, is_others = await both(newest_generation(store), is_taken(store, nonces))
+    if is_others:
         return newest
     if newest == number:
         return None if await read(store, keys.member_key(number, rank)) is not None else newest
     return newest if newest < number else None
 
 
-async def reclaim(store: PatientStore, mine: Generation, oldest: int) -> bool:
-    """Return whether what this rank has left in the generations from `oldest` to `mine` may still be uploaded, because
-    none of them belongs to another start.
+async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:
+    """Return whether the store has given one of these generations to another start, and with it the keys of what was
+    saved in it. `nonces` are those of their records, as this rank has read them. Costs one GET for each.
+    """
+    there = await all_or_none(_nonce_of(store, number) for number in nonces)
+    return any(found not in (None, "", mine) for found, mine in zip(there, nonces.values(), strict=True))
 
-    If the store has lost this generation (it was wiped, or put back), it is claimed again, so that later starts take
-    other numbers and never write the same keys. Costs one GET if the generation is there.
+
+async def reclaim(store: PatientStore, mine: Generation, nonces: Mapping[int, str]) -> bool:
+    """Return whether a generation that this rank has opened is there. If the store has lost it (it was wiped, or put
+    back), it is claimed again, so that later starts take other numbers and never write the same keys.
+
+    But not if another start may have begun there since, which would be fenced: what is there must belong to the history
+    of this rank, of which `nonces` has the newest. Costs one GET if the generation is there.
     """
     there = await _nonce_of(store, mine.number)
     if there is None:
-        newest = await newest_generation(store, after=oldest - 1)
-        # If it is `mine`, another of its ranks was faster, or another start.
-        if newest not in (oldest - 1, mine.number):
+        newest = await newest_generation(store)
+        if newest and await _nonce_of(store, newest) != nonces.get(newest):
             return False
         await create_once(store, keys.generation_key(mine.number), records.encode_generation(mine))
         there = await _nonce_of(store, mine.number)
@@ -162,9 +168,7 @@ async def reclaim(store: PatientStore, mine: Generation, oldest: int) -> bool:
 
 
 async def _nonce_of(store: PatientStore, number: int) -> str | None:
-    """Return the nonce in a generation's record; None if there is none, "" if it is unreadable or `number` is 0."""
-    if not number:
-        return ""
+    """Return the nonce in a generation's record; None if there is none, "" if it is unreadable."""
     try:
         found = await read_record(
             store, keys.generation_key(number), lambda data: records.decode_generation(data, number)

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 # A store may be briefly away when training starts; wrong credentials and a missing bucket fail at once.
 START_TIMEOUT_S = 60.0
 ENGINE_RESTART_S = 1.0
+# How many earlier generations the journal remembers, by their nonces.
+NUM_EARLIER = 100
 
 
 class Backends:
@@ -215,14 +217,15 @@ class Host:
     async def _agree(self, store: PatientStore, local: Local) -> int:
         start = self._start
         is_of_another = backlog.is_of_another(local, start.address.url)
-        if local.generation and not is_of_another:  # first: a refused start must leave the store as it is
-            nonce = local.opened.nonce if local.opened else ""
+        left = await asyncio.to_thread(recovery.nonces_of_left, self._folder, local)
+        before = local.generation or max(left, default=0)
+        if before and not is_of_another:  # first: a refused start must leave the store as it is
             newest, lost = await both(
-                generations.forgotten(store, local.generation, start.rank, nonce),
+                generations.forgotten(store, before, start.rank, left),
                 recovery.lost(store, local, start.address),
             )
             if newest is not None:
-                raise self._wiped(local, newest)
+                raise self._wiped(before, newest)
             if lost:
                 raise recovery.put_back(lost, local, self._folder, start.address)
         claim = await generations.agree(
@@ -235,22 +238,26 @@ class Host:
             member=start.member,
         )
         generation = claim.number
-        if not is_of_another and generation < local.generation + (not start.is_again):
-            raise self._wiped(local, generation - 1)
+        if not is_of_another and generation < before + (not start.is_again):
+            raise self._wiped(before, generation - 1)
         if is_of_another:  # only once this remote could be opened: its URL may have been a mistake
             await asyncio.to_thread(self._forget_all, local)
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
         if start.wants:
             recorded += ((EVENTS, start.wants),)
-        opened = Opened(generation, start.world_size, start.address, recorded, boot_id(), claim.nonce)
+        nonces = {} if is_of_another or local.opened is None else local.opened.nonces
+        earlier = tuple(nonces.items())[-NUM_EARLIER:]
+        opened = Opened(
+            generation, start.world_size, start.address, recorded, boot_id(), claim.nonce, earlier
+        )
         self._journal.open_rank(opened, recovery.unproven(local, start.address))
         return generation
 
-    def _wiped(self, local: Local, newest: int) -> JournalError:
+    def _wiped(self, before: int, newest: int) -> JournalError:
         there = self._start.address
         at = f" at {there.endpoint_url}" if there.endpoint_url else ""
         return JournalError(
-            f"rank {self._start.rank} has opened generation {local.generation} of {there.url!r} (says the journal of"
+            f"rank {self._start.rank} has opened generation {before} of {there.url!r} (says the journal of"
             f" {self._start.folder!r}), but the store{at} does not know of that, and its newest generation is"
             f" {newest}: the remote was wiped, or this is another store",
             hint="nothing was changed. Check the URL and the endpoint. If the remote was emptied on purpose, continue"

@@ -197,9 +197,8 @@ class Uploader:
         root = self._folder.relative(path)
         parts = [root]
         if files is not None:
-            parts = [
-                f"{root}/{naming.check_relative(each, 'file')}" for each in naming.several(files, "files")
-            ]
+            names = naming.several(files, "files")
+            parts = [f"{root}/{naming.check_relative(each, 'file')}" for each in names]
         sources = self._folder.walk(*parts)
         if not sources:
             raise InvalidShardError(f"folder {os.fspath(path)!r} has no files")
@@ -281,8 +280,7 @@ class Uploader:
         whole = tuple(sorted(naming.check_relative(each, "expected shard") for each in wanted))
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
-            sealed = Sealed(id_, checkpoint.name, self.world_size, values, expected=whole)
-            self._engine.journal.append([sealed])
+            self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, values, expected=whole)])
             self._checkpoints.seal(id_.step)
         self._engine.view().wake()
 

@@ -402,6 +402,7 @@ def test_a_manifest_without_a_remote_is_not_taken_up_by_a_start_that_cannot_foll
     (manifest,) = (folder / ".ckpt_async/spool").glob("*/*.json")
     fields = json.loads(manifest.read_text())
     assert fields.pop("remote") == remote
+    assert fields.pop("nonce")
     manifest.write_text(json.dumps(fields))
     kept = folder / ".ckpt_async/kept/rank-00000"
     kept.mkdir(parents=True)
@@ -569,6 +570,101 @@ def test_an_earlier_number_of_another_start_is_not_overwritten(
     code, told = call("drain", folder)
     assert (code, told["is_drained"]) == (1, False)
     assert "may have given that number or an earlier one to another start" in told["ranks"][0]["error"]
+    assert _objects(store) == before
+
+
+def test_what_a_rank_has_left_of_an_earlier_number_is_refused_by_every_drain(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The first drain claimed the second start's number again, for its rank that had nothing older. The next one then
+    replaced the files of the new first start.
+    """
+    store = Path(remote.removeprefix("file://"))
+    trainers.die(folder, remote, 3)
+    launch: Json = {"world_size": 2, "generation": 2}
+    trainers.kill(*(trainers.start(folder, remote, 5, rank=rank, **launch) for rank in range(2)))
+    shutil.rmtree(store)
+    assert _save(tmp_path / "other", remote, 3) == 1
+    before = _objects(store)
+    for _ in range(2):
+        code, told = call("drain", folder)
+        assert (code, told["is_drained"]) == (1, False)
+        assert ["may have given that number" in each["error"] for each in told["ranks"]] == [True, True]
+    assert _objects(store) == before
+
+
+def test_what_was_drained_again_after_another_start_is_refused_too(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The second start's number is back, for whatever reason, and the first one's is another start's."""
+    store = Path(remote.removeprefix("file://"))
+    trainers.die(folder, remote, 3)
+    trainers.die(folder, remote, 5, generation=2)
+    record = store / ".ckpt_async/generations/000002.json"
+    ours = record.read_bytes()
+    shutil.rmtree(store)
+    assert _save(tmp_path / "other", remote, 3) == 1
+    record.write_bytes(ours)
+    before = _objects(store)
+    code, told = call("drain", folder)
+    assert (code, told["is_drained"]) == (1, False)
+    with pytest.raises(JournalError, match="the remote was wiped"):
+        Uploader(folder, remote)
+    assert _objects(store) == before
+
+
+def test_a_start_in_a_wiped_remote_is_not_fenced_by_the_drain_of_an_old_folder(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The drain claimed its number, 2, above the other start's, which ended with FencedError. The old folder's step
+    became `latest`.
+    """
+    store = Path(remote.removeprefix("file://"))
+    assert _save(folder, remote, 1) == 1
+    trainers.die(folder, remote, 500, generation=2)
+    shutil.rmtree(store)
+    with Uploader(tmp_path / "other", remote) as uploader:
+        assert uploader.generation == 1
+        before = _objects(store)
+        code, told = call("drain", folder)
+        assert (code, told["is_drained"]) == (1, False)
+        assert "may have given that number or an earlier one" in told["ranks"][0]["error"]
+        assert _objects(store) == before
+
+
+def test_a_drain_into_a_remote_that_was_put_back_takes_its_number_again(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The newest start that the backup knows is this rank's own."""
+    store = Path(remote.removeprefix("file://"))
+    for step in (1, 2):
+        assert _save(folder, remote, step) == step
+    shutil.copytree(store, tmp_path / "backup")
+    trainers.die(folder, remote, 3, generation=3)
+    shutil.rmtree(store)
+    (tmp_path / "backup").rename(store)
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
+    assert call("ls", remote)[1]["latest"] == {"generation": 3, "step": 3}
+
+
+@pytest.mark.parametrize("who", ["drain", "trainer"])
+def test_a_folder_that_has_lost_its_journal_too_overwrites_nothing_in_a_wiped_remote(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, who: str
+) -> None:
+    store = Path(remote.removeprefix("file://"))
+    trainers.die(folder, remote, 3)
+    lose_journal(folder)
+    shutil.rmtree(store)
+    assert _save(tmp_path / "other", remote, 3) == 1
+    before = _objects(store)
+    if who == "drain":
+        code, told = call("drain", folder)
+        assert (code, told["is_drained"]) == (1, False)
+        assert "may have given that number" in told["ranks"][0]["error"]
+    else:
+        with pytest.raises(JournalError, match="the remote was wiped"):
+            Uploader(folder, remote)
     assert _objects(store) == before
 
 

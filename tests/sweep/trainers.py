@@ -24,6 +24,7 @@ class Trainers:
         sealed: tuple[int, ...] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        generation: int = 1,
         put_args: Json | None = None,
         **settings: Any,
     ) -> subprocess.Popen[str]:
@@ -35,6 +36,7 @@ class Trainers:
             "sealed": steps if sealed is None else sealed,
             "rank": rank,
             "world_size": world_size,
+            "generation": generation,
             "put_args": put_args or {},
             "settings": settings,
         }
@@ -74,8 +76,8 @@ async def never(self, action):
 told = json.loads(sys.argv[1])
 Engine._upload = never
 folder = Path(told["folder"])
-uploader = Uploader(folder, told["remote"], rank=told["rank"], world_size=told["world_size"], generation=1,
-                    store_options=StoreOptions(put_args=told["put_args"]), **told["settings"])
+uploader = Uploader(folder, told["remote"], rank=told["rank"], world_size=told["world_size"],
+                    generation=told["generation"], store_options=StoreOptions(put_args=told["put_args"]), **told["settings"])
 for step in told["steps"]:
     (folder / f"step-{step}").mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step}" / f"rank{told['rank']}.bin"
@@ -86,9 +88,10 @@ for step in told["steps"]:
 
 def is_durable():
     found = uploader._engine.view().local.checkpoints.values()
-    return len(found) == len(told["steps"]) and all(
+    return set(told["steps"]) <= {each.id.step for each in found} and all(
         all(shard.is_durable for shard in each.shards.values())
-        and each.is_seal_durable == (each.id.step in told["sealed"]) for each in found)
+        and each.is_seal_durable == (each.id.step in told["sealed"]) for each in found
+        if each.id.generation == told["generation"])
 
 while not uploader._engine.changed.wait(60, unless=is_durable):
     pass
