@@ -275,12 +275,12 @@ class Uploader:
         """
         self._check_usable()
         id_ = self._checkpoint(step)
-        values = metric_values(metrics or {}, id_.step)
+        kept = metric_values(metrics or {}, id_.step)
         wanted = naming.several(expected, "expected")
         whole = tuple(sorted(naming.check_relative(each, "expected shard") for each in wanted))
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
-            self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, values, expected=whole)])
+            self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, kept, expected=whole)])
             self._checkpoints.seal(id_.step)
         self._engine.view().wake()
 

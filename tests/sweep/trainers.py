@@ -77,7 +77,8 @@ told = json.loads(sys.argv[1])
 Engine._upload = never
 folder = Path(told["folder"])
 uploader = Uploader(folder, told["remote"], rank=told["rank"], world_size=told["world_size"],
-                    generation=told["generation"], store_options=StoreOptions(put_args=told["put_args"]), **told["settings"])
+                    generation=told["generation"], store_options=StoreOptions(put_args=told["put_args"]),
+                    **told["settings"])
 for step in told["steps"]:
     (folder / f"step-{step}").mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step}" / f"rank{told['rank']}.bin"
