@@ -60,10 +60,6 @@ class SnapshotBuffers:
         return self._memory.size_bytes
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 class _Copier:
     """One snapshot being taken. Remembers by identity what was copied already."""
 
@@ -84,7 +80,7 @@ class _Copier:
         if isinstance(value, torch.Tensor):
             found = self._named(lambda: self._tensor(value, key), value, key)
             # Attributes, which torch.save writes too. A ShardedTensor has nothing else.
-            if not hasattr(value, "local_shards"):
+            if type(value) in _PLAIN or not hasattr(value, "local_shards"):
                 self._copy_attributes(found, value, key)
         elif type(value) in (dict, OrderedDict, defaultdict):
             return self._mapping(value, key)
@@ -127,12 +123,14 @@ class _Copier:
             return tensor.detach().clone()
 
     def _tensor(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
+        if type(tensor) in _PLAIN:  # nearly all of them; each `hasattr` below takes as long as a small copy
+            return self._plain(tensor)
         if isinstance(tensor, UninitializedBuffer | UninitializedParameter):
             return copy.deepcopy(tensor)
         if hasattr(tensor, "trigger_wait"):
             # An AsyncCollectiveTensor, whose elements may not have arrived yet.
             tensor = tensor.trigger_wait()
-        if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
+        if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
             names, context = tensor.__tensor_flatten__()
             inner = {name: self.copied(getattr(tensor, name), f"{key}.{name}") for name in names}
             kind: Any = type(tensor)
@@ -142,14 +140,11 @@ class _Copier:
             )
         if hasattr(tensor, "local_shards"):
             return self._sharded(tensor)
-        is_plain = (
-            type(tensor) in _PLAIN
-            and tensor.layout is torch.strided
-            and not tensor.is_quantized
-            and not tensor.is_nested
-            and tensor.device.type != "meta"
-        )
-        if not is_plain:
+        return self._plain(tensor) if type(tensor) in _PLAIN else self._special(tensor)
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+        if not is_dense or tensor.device.type == "meta":
             return self._special(tensor)
         plain = tensor.detach().resolve_conj().resolve_neg()
         found = self._with_its_storage(plain) if self._keeps_sharing else self._alone(plain)
@@ -184,14 +179,14 @@ class _Copier:
             target = self._targets[place] = self._new(storage.nbytes(), storage.device)
             self._alive.append(storage)
             if storage.nbytes():
-                self._copy(_bytes_of(target), _bytes_of(storage))
+                self._copy(target, storage)
         return torch.empty(0, dtype=tensor.dtype).set_(
             target, tensor.storage_offset(), tensor.size(), tensor.stride()
         )
 
     def _alone(self, tensor: torch.Tensor) -> torch.Tensor:
         # The strides of the original if it is dense, so that its bytes can be copied as they are.
-        strides = torch.empty_like(tensor, device="meta").stride()
+        strides = (tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")).stride()
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.size(), tensor.stride())
         target = self._targets.get(place) if place[1] else None
         is_new = target is None
@@ -206,7 +201,8 @@ class _Copier:
     def _new(self, size_bytes: int, source: torch.device) -> torch.UntypedStorage:
         return self._memory.storage(size_bytes, is_page_locked=source.type == "cuda")
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copy(self, target: Any, source: Any) -> None:
+        """Copy a tensor to a tensor, or a storage to a storage."""
         is_on_gpu = source.device.type == "cuda"
         if is_on_gpu:
             self.devices.add(source.device)

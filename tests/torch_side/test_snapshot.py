@@ -223,7 +223,7 @@ def test_keys_and_attributes_of_dicts_do_not_follow_the_state() -> None:
 
 
 def test_what_makes_torch_fail_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_args, **_options: torch.ones(1).nothing)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", lambda *_args, **_options: torch.ones(1).nothing)  # type: ignore[attr-defined]
     with pytest.raises(FormatError, match=r"'state/a/0' is a torch\.Tensor that cannot be copied"):
         SnapshotBuffers().take({"a": [torch.ones(2)]})
 
