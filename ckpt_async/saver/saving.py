@@ -37,6 +37,7 @@ from ckpt_async.saver.schedule import Due, Schedule
 from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint, Writer
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
+from ckpt_async.torch.loadable import LoadCheck
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,7 @@ class Saving:
     ) -> None:
         self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
         self._buffers = ckpt.SnapshotBuffers()
+        self._load_check = LoadCheck()
         self._writer = Writer()
         self._lock = threading.Lock()  # taken directly: Ctrl-C may come within a condition's `__enter__`
         self._changed = threading.Condition(self._lock)
@@ -237,6 +239,7 @@ class Saving:
             ckpt.dump(copied, path, overwrite=os.path.lexists(path))
             self._uploader.enqueue(path, step, checkpoint.name, publish_as=published)
             self._uploader.seal(step, metrics=metrics)
+            self._load_check.warn(copied, path.name)
 
         copied = chosen if what.is_blocking else self._buffers.take(chosen)
         self._writer.start(write, ended)
