@@ -41,6 +41,9 @@ from ckpt_async.torch.loadable import LoadCheck
 
 logger = logging.getLogger(__name__)
 
+# How torch says that what the ranks hold leaves gaps or overlaps.
+_INVALID_PLAN = "Failed to validate global plan"
+
 
 @dataclass(frozen=True, slots=True)
 class What:
@@ -376,6 +379,14 @@ def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailed
             "training may continue; for the next save free space, lower num_checkpoints_to_keep, or put the folder"
             " on a larger disk"
         )
+    elif isinstance(error, CheckpointException):  # its own text has all tracebacks
+        causes = ((number, cause) for number, (cause, _) in error.failures.items())
+        why = "; ".join(f"writer {number}: {type(cause).__name__}: {cause}" for number, cause in causes)
+        if _INVALID_PLAN in why:
+            hint = (
+                "together, the ranks with is_writer=True must hold every part of every tensor: if one is sharded across"
+                " replicas, all of these must write"
+            )
     failure = SaveFailedError(
         f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {why}", hint=hint
     )
