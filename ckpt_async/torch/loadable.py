@@ -41,9 +41,7 @@ class LoadCheck:
         try:
             for place, kind, value in _parts(state):
                 if kind not in self._seen:
-                    self._seen.add(
-                        kind
-                    )  # first, so that one that cannot be looked at holds up the others only once
+                    self._seen.add(kind)  # first: one that cannot be looked at holds up the others only once
                     if (error := _refusal(value)) is not None:
                         _tell(_key(place), name, error)
         except Exception:  # whatever a class does when it is looked at
