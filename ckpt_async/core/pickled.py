@@ -90,11 +90,11 @@ class Rules:
             refuse("it names a global without a name")
         found = self.find(module, name)
         if found is None:
-            self.refuse_global(f"{module[:200]}.{name[:200]}")
+            self.refuse_global(module[:200], name[:200])
         return found
 
-    def refuse_global(self, name: str) -> NoReturn:
-        refuse(f"it names {name}, which is not part of {self.what}; nothing was run")
+    def refuse_global(self, module: str, name: str) -> NoReturn:
+        refuse(f"it names {module}.{name}, which is not part of {self.what}; nothing was run")
 
     def tuple_of(self, items: list[Any]) -> object:
         return tuple(items)

@@ -37,8 +37,12 @@ from ckpt_async.saver.schedule import Due, Schedule
 from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint, Writer
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
+from ckpt_async.torch.loadable import LoadCheck
 
 logger = logging.getLogger(__name__)
+
+# How torch says that what the ranks hold leaves gaps or overlaps.
+_INVALID_PLAN = "Failed to validate global plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +131,7 @@ class Saving:
     ) -> None:
         self._uploader, self._files, self._what, self._hooks = uploader, files, what, hooks
         self._buffers = ckpt.SnapshotBuffers()
+        self._load_check = LoadCheck()
         self._writer = Writer()
         self._lock = threading.Lock()  # taken directly: Ctrl-C may come within a condition's `__enter__`
         self._changed = threading.Condition(self._lock)
@@ -237,6 +242,7 @@ class Saving:
             ckpt.dump(copied, path, overwrite=os.path.lexists(path))
             self._uploader.enqueue(path, step, checkpoint.name, publish_as=published)
             self._uploader.seal(step, metrics=metrics)
+            self._load_check.warn(copied, path.name)
 
         copied = chosen if what.is_blocking else self._buffers.take(chosen)
         self._writer.start(write, ended)
@@ -373,6 +379,14 @@ def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailed
             "training may continue; for the next save free space, lower num_checkpoints_to_keep, or put the folder"
             " on a larger disk"
         )
+    elif isinstance(error, CheckpointException):  # its own text has all tracebacks
+        causes = ((number, cause) for number, (cause, _) in error.failures.items())
+        why = "; ".join(f"writer {number}: {type(cause).__name__}: {cause}" for number, cause in causes)
+        if _INVALID_PLAN in why:
+            hint = (
+                "together, the ranks with is_writer=True must hold every part of every tensor: if one is sharded across"
+                " replicas, all of these must write"
+            )
     failure = SaveFailedError(
         f"checkpoint {checkpoint.name} was not saved: {type(error).__name__}: {why}", hint=hint
     )

@@ -28,17 +28,21 @@ _COUNTED = {"ep": "epoch", "ba": "batch", "sp": "sample", "tok": "token", "iter"
 _PLURAL = {unit: "batches" if unit == "ba" else f"{field}s" for unit, field in _COUNTED.items()}
 # The fields that every batch increases, so that 0 after a batch means the trainer does not count them.
 _GROWS = frozenset({"sample", "token"})
-_SECONDS = {
-    "s": 1,
-    "sec": 1,
-    "second": 1,
-    "m": 60,
-    "min": 60,
-    "h": 3600,
-    "hr": 3600,
-    "hour": 3600,
-    "d": 86400,
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+# Each unit's spellings are listed, because a rule such as "drop the s" would take milliseconds for minutes.
+_SPELLINGS = {
+    "ep": "ep epoch epochs",
+    "ba": "ba batch batches step steps",
+    "sp": "sp sample samples",
+    "tok": "tok toks token tokens",
+    "iter": "iter iters iteration iterations",
+    "dur": "dur",
+    "s": "s sec secs second seconds",
+    "min": "m min mins minute minutes",
+    "h": "h hr hrs hour hours",
+    "d": "d day days",
 }
+_UNITS = {spelling: unit for unit, told in _SPELLINGS.items() for spelling in told.split()}
 _AMOUNT = re.compile(r"([0-9][0-9_]{0,24}(?:\.[0-9]{1,18})?(?:[eE]\+?[0-9]{1,2})?)\s*([a-z]+)")
 _HINT = 'like "1ep", "500ba", "10000sp", "1e9tok", "2iter", "0.1dur" or "30min"'
 
@@ -247,9 +251,8 @@ def amount(given: object, what: str) -> Amount:
     elif isinstance(given, timedelta):
         given = f"{given.total_seconds():f}s"
     match = _AMOUNT.fullmatch(given.strip().lower()) if isinstance(given, str) else None
-    unit = match[2] if match else ""
-    unit = unit if unit in (*_COUNTED, *_SECONDS, "dur") else unit.removesuffix("s")
-    if match is None or unit not in (*_COUNTED, *_SECONDS, "dur"):
+    unit = _UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
         raise SettingsError(f"{what}={arguments.shown(given)} is not an amount of training", hint=_HINT)
     number = Fraction(match[1].replace("_", ""))
     if number <= 0:

@@ -44,7 +44,7 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch import flashpoint
 from ckpt_async.torch.agreement import agree, sendable
 from ckpt_async.torch.batches import BATCHES_AHEAD, LOCAL_BATCHES_AHEAD, Piece, Views, batched, read_ahead
-from ckpt_async.torch.plain import Allow, allowed
+from ckpt_async.torch.plain import Allow, allowed, or_trusted
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.tensors import flashpoint_tensor
 from ckpt_async.torch.torchfile import in_memory, read_state
@@ -431,7 +431,10 @@ class CkptAsyncReader(StorageReader):
         if not self._weights_only:
             return stream.getvalue()
         name = piece.items[0].storage_index.fqn
-        decoded = read_state(stream, f"{self._path(piece.file)}: {name[:200]!r}", allow=self._allow)
+        try:
+            decoded = read_state(stream, f"{self._path(piece.file)}: {name[:200]!r}", allow=self._allow)
+        except UnsafePickleError as error:
+            raise or_trusted(error) from None
         again = io.BytesIO()
         torch.save(decoded, again)
         return again.getvalue()

@@ -39,7 +39,7 @@ from ckpt_async.torch.codecs import (
     unknown,
 )
 from ckpt_async.torch.places import Place, Progress, placed
-from ckpt_async.torch.plain import Allow, allowed
+from ckpt_async.torch.plain import Allow, allowed, or_trusted
 from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop
 from ckpt_async.torch.tensors import (
     flashpoint_tensor,  # noqa: F401  documented under this module
@@ -302,7 +302,12 @@ def _torch_load(path: Path, how: _How) -> Any:
         is_zip = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote other formats
         if is_zip and how.allow is not None:
             mapped = path if how.mmap else None
-            return read_state(file, str(path), map_location=how.map_location, mapped=mapped, allow=how.allow)
+            try:
+                return read_state(
+                    file, str(path), map_location=how.map_location, mapped=mapped, allow=how.allow
+                )
+            except UnsafePickleError as error:
+                raise or_trusted(error) from None
     if how.allow is not None and is_tar(path):
         # torch itself refuses them since 2.6 (CVE-2025-32434).
         raise UnsafePickleError(f"{path} is in torch's legacy tar format, which cannot be read safely")

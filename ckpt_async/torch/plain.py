@@ -13,6 +13,8 @@ import enum
 import math
 import pathlib
 import re
+import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
@@ -21,7 +23,7 @@ from typing import Any, NoReturn
 
 from ckpt_async.core import naming
 from ckpt_async.core.pickled import STATE_VALUES, Class, Function, Rules, refuse
-from ckpt_async.errors import SettingsError
+from ckpt_async.errors import SettingsError, UnsafePickleError
 from ckpt_async.torch import arrays
 
 Allow = Sequence[type | str]
@@ -96,6 +98,17 @@ def _class_named(dotted: str) -> tuple[object, tuple[str, str]]:
     raise SettingsError(f"allow: there is no class {dotted!r}", hint="allow=[my.Class, 'my.module.Class']")
 
 
+def _spelled_today(module: str, name: str) -> tuple[str, str]:
+    """Return Python 3's spelling of a name: protocol 2, in which torch writes, has Python 2's."""
+    return NAME_MAPPING.get((module, name)) or (IMPORT_MAPPING.get(module, module), name)
+
+
+def or_trusted(error: UnsafePickleError) -> UnsafePickleError:
+    """Return the error of a function that has the argument `weights_only`, with that as a way out."""
+    other = "if you wrote the file yourself, pass weights_only=False, which runs whatever the file says"
+    return UnsafePickleError(error.without_hint, hint=f"{error.hint}; or, {other}" if error.hint else other)
+
+
 class PlainRules(Rules):
     """The rules for one pickle of `size_bytes`."""
 
@@ -104,6 +117,9 @@ class PlainRules(Rules):
     has_sets_and_storages = True
     # Types that are not data, and may not become part of it.
     internal: frozenset[type] = frozenset({Class, Function, Arguments})
+    never_allowed: tuple[
+        type, ...
+    ] = ()  # classes, with their subclasses, that load in another way or not at all
 
     def __init__(self, size_bytes: int, allow: Mapping[tuple[str, str], type]) -> None:
         self._left = _BUDGET_BYTES + _BUDGET_FACTOR * size_bytes
@@ -130,7 +146,7 @@ class PlainRules(Rules):
     # --- called by the interpreter ---------------------------------------------------------------------------
 
     def find(self, module: str, name: str) -> object:
-        found = self._names.get((module, name))
+        found = self._names.get((module, name)) or self._names.get(_spelled_today(module, name))
         if found is None and module.split(".", 1)[0] == "numpy" and arrays.is_there(module, name):
             if self._array_rules is None:
                 self._array_rules = arrays.ArrayRules(self)
@@ -138,11 +154,21 @@ class PlainRules(Rules):
             found = self._names.get((module, name))
         return found
 
-    def refuse_global(self, name: str) -> NoReturn:
-        refuse(
-            f"it names {name}, which is not plain data; nothing was run",
-            hint=f"if that is a class whose code you trust with the content of the file, pass allow=[{name!r}]",
-        )
+    def refuse_global(self, module: str, name: str) -> NoReturn:
+        module, name = _spelled_today(module, name)
+        whole, hint = f"{module}.{name}", ""
+        if self._may_be_allowed(module, name):
+            hint = f"if that is a class whose code you trust with the content of the file, pass allow=[{whole!r}]"
+        refuse(f"it names {whole}, which is not plain data; nothing was run", hint)
+
+    def _may_be_allowed(self, module: str, name: str) -> bool:
+        """Return whether it may be a class, as far as the modules that are loaded tell: nothing is imported or run."""
+        found: object = sys.modules.get(module)
+        if found is None:
+            return True
+        for part in name.split("."):
+            found = getattr(found, "__dict__", {}).get(part)
+        return isinstance(found, type) and not issubclass(found, self.never_allowed)
 
     def tuple_of(self, items: list[Any]) -> object:
         return tuple(items) if self.internal.isdisjoint(map(type, items)) else Arguments(items)

@@ -216,5 +216,5 @@ class _Copier:
         except Exception as error:
             raise FormatError(
                 f"{key!r} is a {type(value).__module__}.{type(value).__qualname__} that cannot be copied: {error}",
-                hint="leave it out of the state, or save with blocking=True",
+                hint="leave it out of the state; only if it can be pickled, blocking=True saves it, without a copy",
             ) from error

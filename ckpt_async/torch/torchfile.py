@@ -274,7 +274,7 @@ class Records:
         return bytes(self.read("data.pkl"))
 
 
-class _Storage:
+class Storage:
     """The bytes of one or more tensors."""
 
     __slots__ = ("dtype", "untyped")
@@ -297,7 +297,8 @@ class _Version(str):
 
 class StateRules(PlainRules):
     what = "tensors and plain data"
-    internal = PlainRules.internal | {_Storage}
+    internal = PlainRules.internal | {Storage}
+    never_allowed = (torch.Tensor, torch.UntypedStorage, torch.TypedStorage)
 
     def __init__(
         self,
@@ -311,7 +312,7 @@ class StateRules(PlainRules):
         self._records, self._map_location, self._mapped = records, map_location, mapped
         self._is_meta = isinstance(map_location, str | torch.device) and str(map_location) == "meta"
         self._whole: Any = None
-        self._storages: dict[str, _Storage] = {}
+        self._storages: dict[str, Storage] = {}
         self._places: dict[str, Record] = {}
         order = bytes(records.read("byteorder")) if "byteorder" in records else sys.byteorder.encode()
         self.is_swapped = order.strip() != sys.byteorder.encode()
@@ -377,7 +378,7 @@ class StateRules(PlainRules):
             refuse(f"it has a storage on {location[:100]!r}")
         found = self._storages.get(key)
         if found is None:
-            found = self._storages[key] = _Storage(self._read(key, dtype, location), dtype)
+            found = self._storages[key] = Storage(self._read(key, dtype, location), dtype)
         if found.dtype != dtype or found.untyped.nbytes() != count * dtype.itemsize:
             refuse(f"it has a storage of {count} elements, but its record holds a different number")
         return found
@@ -424,7 +425,7 @@ class StateRules(PlainRules):
     def _view(
         self, storage: object, offset: object, size: object, stride: object, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if type(storage) is not _Storage or type(offset) is not int or not 0 <= offset < 1 << 63:
+        if type(storage) is not Storage or type(offset) is not int or not 0 <= offset < 1 << 63:
             refuse("it has a tensor without a storage")
         if type(size) not in (tuple, torch.Size) or type(stride) is not tuple:
             refuse("it has a tensor without a shape")

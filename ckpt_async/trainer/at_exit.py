@@ -109,7 +109,11 @@ def _close_all() -> None:
     for uploader in list(_open):
         if uploader.pid != os.getpid():  # this is a dataloader worker, which must not close it
             continue
-        logger.warning("not_closed folder=%s: closing at exit; use `with Uploader(...)`", uploader.folder)
+        logger.warning(
+            "not_closed folder=%s: closing at exit, where an error can no longer change the exit code;"
+            " use `with CheckpointSaver(...)` or `with Uploader(...)`",
+            uploader.folder,
+        )
         try:
             uploader.before_exit(max(0.0, deadline - time.monotonic()))
             left_s = max(0.0, deadline - time.monotonic())

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt_async.torch as ckpt
-from ckpt_async.errors import FormatError, SettingsError
+from ckpt_async.errors import FormatError, SaveFailedError, SettingsError
 from ckpt_async.saver import CheckpointSaver
 from tests.ranks import become_ranks
 
@@ -85,6 +86,23 @@ def refuse(name: str, told: str, **options: Any) -> None:
         CheckpointSaver(root / name / "local", f"file://{root}/{name}/remote", sharded=True, **options)
 
 
+def fail_across_replicas() -> None:
+    """A tensor of which the replica that does not write holds a part."""
+    of_all = init_device_mesh("cpu", (world_size,))
+    state = {"whole": distribute_tensor(torch.arange(8.0), of_all, [Shard(0)])}
+    with CheckpointSaver(
+        root / "across", None, save_interval="1ba", sharded=True, blocking=True, is_writer=is_first
+    ) as saver:
+        if not is_first:
+            saver.step(state, 1)
+            return
+        with pytest.raises(
+            SaveFailedError, match=r"key:whole .*is_writer=True must hold every part"
+        ) as caught:
+            saver.step(state, 1)
+        assert "Traceback" not in str(caught.value)
+
+
 def remote(name: str) -> str:
     return f"file://{root}/{name}/remote"
 
@@ -100,5 +118,6 @@ for name, options in {
 save_and_load("no_remote", None, is_writer=is_first)
 refuse("nobody", "no rank", is_writer=False)
 refuse("two_groups", "process_group", process_group=of_training)
+fail_across_replicas()
 dist.barrier()
 dist.destroy_process_group()

@@ -51,6 +51,22 @@ def test_what_was_taken_is_written_and_uploaded_before_the_interpreter_exits(
     assert list(found.files) == ["ep0-ba1-rank0.pt"]
 
 
+def test_without_close_a_failed_save_is_logged_and_the_log_says_that_the_exit_code_stays(
+    tmp_path: Path,
+) -> None:
+    script = (
+        "timeout_s = 60\nlogging.basicConfig()\n"
+        "saver = CheckpointSaver(*sys.argv[1:3], save_interval=None, fixed_steps=[1])\n"
+        'saver.step({"a": Slow(), "b": lambda: 0}, 1)\n'
+    )
+    done = run(script, tmp_path)
+    assert done.returncode == 0
+    assert "save_failed checkpoint=ep0-ba1" in done.stderr
+    (line,) = [each for each in done.stderr.splitlines() if "not_closed" in each]
+    assert "with CheckpointSaver(...)" in line
+    assert "no longer change the exit code" in line
+
+
 def test_sigterm_saves_once_more_though_an_earlier_save_is_still_being_written(tmp_path: Path) -> None:
     script = """
 timeout_s = 1

@@ -45,6 +45,11 @@ def batches(count: int, *, per_epoch: int = 10**9, start: int = 1) -> list[Times
         ("30sp", [4, 8, 12, 15]),  # samples come by eight: at the first batch that has passed a multiple
         ("4e4tok", [5, 10, 15]),
         ("40_000tok", [5, 10, 15]),
+        ("4 batches", [4, 8, 12]),
+        ("4 Steps", [4, 8, 12]),
+        ("1 epoch", [5, 10, 15]),
+        ("32 samples", [4, 8, 12]),
+        ("40000 tokens", [5, 10, 15]),
         (["7ba", "1ep"], [5, 7, 10, 14, 15]),
         ({"7ba"}, [7, 14]),
         (None, []),
@@ -139,11 +144,15 @@ def test_what_is_asked_for_is_due_whatever_the_schedule() -> None:
 
 
 def test_wall_clock_intervals_are_left_to_the_clock() -> None:
-    for given_as in ("30min", "1800s", "0.5h", timedelta(minutes=30)):
+    for given_as in (
+        *("30min", "30 mins", "30 minutes", "1800s", "1800 seconds", "0.5h", "0.5 hours"),
+        timedelta(minutes=30),
+    ):
         schedule = parse(given_as)
         assert schedule.needs_clock
         assert schedule.rules.clock_s == 1800
         assert saved_at(schedule, batches(100)) == []
+    assert parse("1 day").rules.clock_s == parse("2 days").rules.clock_s / 2 == 86400  # type: ignore[operator]
     assert parse(Auto()).needs_clock
     assert not parse("5ba").needs_clock
 
@@ -163,6 +172,9 @@ def test_composers_time_is_understood() -> None:
         ("500", "not an amount"),
         ("ba", "not an amount"),
         ("5 parsecs", "not an amount"),
+        ("500ms", "not an amount"),
+        ("1Ms", "not an amount"),
+        ("10ss", "not an amount"),
         ("-5ba", "not an amount"),
         ("0ba", "more than 0"),
         (0, "more than 0"),

@@ -253,3 +253,4 @@ def test_objects_are_copied_and_what_cannot_be_is_named() -> None:
     with pytest.raises(FormatError, match=r"'state/a/1' is a builtins\.generator") as caught:
         SnapshotBuffers().take({"a": [0, (each for each in ())]})
     assert "leave it out" in str(caught.value)
+    assert "only if it can be pickled, blocking=True" in str(caught.value)  # which a generator cannot
