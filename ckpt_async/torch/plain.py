@@ -117,9 +117,8 @@ class PlainRules(Rules):
     has_sets_and_storages = True
     # Types that are not data, and may not become part of it.
     internal: frozenset[type] = frozenset({Class, Function, Arguments})
-    never_allowed: tuple[
-        type, ...
-    ] = ()  # classes, with their subclasses, that load in another way or not at all
+    # Classes, with their subclasses, that are loaded in another way or not at all.
+    never_allowed: tuple[type, ...] = ()
 
     def __init__(self, size_bytes: int, allow: Mapping[tuple[str, str], type]) -> None:
         self._left = _BUDGET_BYTES + _BUDGET_FACTOR * size_bytes
