@@ -26,6 +26,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http.opening import while_answering
+from ckpt_async.stores.http.turns import Turns
 from ckpt_async.stores.interface import (
     BytesBody,
     Capabilities,
@@ -115,7 +116,7 @@ class PatientStore:
         self._is_patient, self._silence_s = is_patient, silence_s
         self._budgets, self._owner = budgets or Budgets(settings), owner
         self._place: Place = functools.partial(self._budgets.bulk.hold, owner)
-        self._health = _Health(store.url)
+        self._health, self._turns = _Health(store.url), Turns(store.drop_idle)
 
     # The same store within the same budgets, used differently.
 
@@ -241,7 +242,8 @@ class PatientStore:
 
         async def once() -> T:
             async with self._budgets.control, asyncio.timeout(self._settings.request_timeout_s):
-                return await attempt()
+                with self._turns.one():
+                    return await attempt()
 
         return await self._persist(operation, once)
 

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores.http.turns import Turns
 from ckpt_async.stores.options import StoreOptions
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class FirstRequests:
     def __init__(self, options: StoreOptions, hint: str, drop_idle: Callable[[], None]) -> None:
         self._options, self._hint, self._drop_idle = options, hint, drop_idle
         self._has_answered = self._is_scarce = False
+        self._turns = Turns(drop_idle)
         self._turn = asyncio.Lock()
 
     async def outcomes(self, *requests: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -93,7 +95,8 @@ class FirstRequests:
 
     async def _once(self, request: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         try:
-            return await in_time(request(), self._options, self._hint)
+            with self._turns.one():
+                return await in_time(request(), self._options, self._hint)
         except Exception as error:  # noqa: BLE001  the caller judges it
             return error
 
