@@ -59,6 +59,8 @@ MAX_SLOW_CONNECTIONS = 2
 QUIET_OUTAGE_S = 5.0
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
+# What a store does at once.
+QUICK = frozenset({"get", "put", "head"})
 
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
@@ -242,7 +244,7 @@ class PatientStore:
 
         async def once() -> T:
             async with self._budgets.control, asyncio.timeout(self._settings.request_timeout_s):
-                with self._turns.one():
+                with self._turns.one(is_quick=operation in QUICK):
                     return await attempt()
 
         return await self._persist(operation, once)
