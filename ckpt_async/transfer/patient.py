@@ -25,6 +25,8 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.http.opening import while_answering
+from ckpt_async.stores.http.turns import Turns
 from ckpt_async.stores.interface import (
     BytesBody,
     Capabilities,
@@ -48,14 +50,17 @@ T = TypeVar("T")
 
 # A wrong checksum comes from a broken network or a broken client; a few attempts tell which.
 MAX_CHECKSUM_ATTEMPTS = 5
-# A probe is a handful of small requests; without a deadline, a peer that falls silent would block them for ever (R14).
-OPEN_ATTEMPT_S = 30.0
+# How long a store may be silent while it is opened, if `request_timeout_s` is not longer: without a limit, a peer that
+# falls silent would block that for ever (R14).
+OPEN_SILENCE_S = 30.0
 # How often one request is begun again because other connections are faster.
 MAX_SLOW_CONNECTIONS = 2
 # Shorter outages of the store are not logged.
 QUIET_OUTAGE_S = 5.0
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
+# What a store does at once.
+QUICK = frozenset({"get", "put", "head"})
 
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
@@ -113,7 +118,7 @@ class PatientStore:
         self._is_patient, self._silence_s = is_patient, silence_s
         self._budgets, self._owner = budgets or Budgets(settings), owner
         self._place: Place = functools.partial(self._budgets.bulk.hold, owner)
-        self._health = _Health(store.url)
+        self._health, self._turns = _Health(store.url), Turns(store.drop_idle)
 
     # The same store within the same budgets, used differently.
 
@@ -163,18 +168,16 @@ class PatientStore:
         if self._store.moved not in self._budgets.bulk.movers:  # it may be opened again after a failure
             self._budgets.bulk.movers.append(self._store.moved)
         patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
+        silence_s = max(OPEN_SILENCE_S, self._settings.request_timeout_s)
         deadline = time.monotonic() + timeout_s
         pause_s, has_warned = 0.2, False
         while True:
             try:
-                async with asyncio.timeout(OPEN_ATTEMPT_S):
+                async with while_answering(silence_s):
                     return await self._store.open(is_read_only=is_read_only)
-            except (StoreError, TimeoutError) as error:
-                if not isinstance(error, StoreError):
-                    message = f"no answer within {OPEN_ATTEMPT_S:.0f} s"
-                    error = StoreError(message, reason=FailureReason.TIMEOUT, operation="open")
+            except StoreError as error:
                 if error.reason not in patient or time.monotonic() + pause_s > deadline:
-                    raise error from None
+                    raise
                 if not has_warned:
                     has_warned = True
                     logger.warning(
@@ -241,7 +244,8 @@ class PatientStore:
 
         async def once() -> T:
             async with self._budgets.control, asyncio.timeout(self._settings.request_timeout_s):
-                return await attempt()
+                with self._turns.one(is_quick=operation in QUICK):
+                    return await attempt()
 
         return await self._persist(operation, once)
 

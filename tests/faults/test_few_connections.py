@@ -1,4 +1,4 @@
-"""A proxy that takes only a few connections from one address, and resets the others."""
+"""A proxy that takes only a few connections from one address, and resets the others or lets them wait."""
 
 from pathlib import Path
 
@@ -36,34 +36,59 @@ def test_a_proxy_that_takes_few_connections_is_served_by_few(
     assert relay.num_reset, "the proxy had nothing to refuse"
 
 
+def save_by_ranks(
+    nursery: Nursery,
+    relay: Relay,
+    remote: str,
+    folder: Path,
+    num_ranks: int,
+    steps: list[int],
+    timeout_s: int,
+) -> None:
+    ranks = [
+        nursery.start(
+            "saves",
+            {"AWS_ENDPOINT_URL_S3": relay.url, "CKPT_ASYNC_LAUNCH_ID": "one"},
+            folder=str(folder / str(rank)),
+            remote=remote,
+            rank=rank,
+            world_size=num_ranks,
+            steps=steps,
+        )
+        for rank in range(num_ranks)
+    ]
+    for each in ranks:
+        each.expect("opened")
+        for step in steps:
+            each.tell(f"wait {step} {timeout_s}")
+        each.tell("stop")
+    for each in ranks:
+        for step in steps:
+            each.expect(f"done wait {step}", timeout_s + 10)
+        each.expect("closed")
+        assert each.finish() == 0
+
+
+def test_ranks_whose_connections_wait_in_a_queue_take_turns(
+    nursery: Nursery, s3_server: SeaweedServer, s3_url: str, tmp_path: Path
+) -> None:
+    """Who polls for the others must not keep them out: its connections are used, and never idle for long."""
+    num_ranks, steps = 4, [1, 2, 3]
+    with Relay(s3_server.url, 2, lets_wait=True) as relay:
+        save_by_ranks(nursery, relay, s3_url, tmp_path, num_ranks, steps, 60)
+    assert relay.num_waited, "nobody had to wait"
+    checkpoint = restore.find(s3_url, store_options=StoreOptions(endpoint_url=s3_server.url))
+    assert checkpoint is not None
+    assert (checkpoint.step, len(checkpoint.files)) == (3, 2 * num_ranks)
+
+
 @pytest.mark.parametrize(("most", "steps"), [(4, []), (8, [1])])
 def test_ranks_that_share_few_connections_give_way_to_each_other(
     nursery: Nursery, s3_server: SeaweedServer, s3_url: str, tmp_path: Path, most: int, steps: list[int]
 ) -> None:
     num_ranks = 4
     with Relay(s3_server.url, most) as relay:
-        ranks = [
-            nursery.start(
-                "saves",
-                {"AWS_ENDPOINT_URL_S3": relay.url, "CKPT_ASYNC_LAUNCH_ID": "one"},
-                folder=str(tmp_path / str(rank)),
-                remote=s3_url,
-                rank=rank,
-                world_size=num_ranks,
-                steps=steps,
-            )
-            for rank in range(num_ranks)
-        ]
-        for each in ranks:
-            each.expect("opened")
-            for step in steps:
-                each.tell(f"wait {step} 150")
-            each.tell("stop")
-        for each in ranks:
-            for step in steps:
-                each.expect(f"done wait {step}", 160)
-            each.expect("closed")
-            assert each.finish() == 0
+        save_by_ranks(nursery, relay, s3_url, tmp_path, num_ranks, steps, 150)
     assert relay.num_reset, "the proxy had nothing to refuse"
     checkpoint = restore.find(s3_url, store_options=StoreOptions(endpoint_url=s3_server.url))
     found = [] if checkpoint is None else [(checkpoint.step, len(checkpoint.files))]

@@ -127,7 +127,7 @@ def test_opening_a_silent_store_is_bounded() -> None:
         assert raised.value.reason is FailureReason.TIMEOUT
         return loop.time()
 
-    assert 50.0 < virtual_time.run(attempt()) <= 100.0 + patient.OPEN_ATTEMPT_S
+    assert 50.0 < virtual_time.run(attempt()) <= 100.0 + patient.OPEN_SILENCE_S
 
 
 @pytest.mark.parametrize("is_soak", [False, pytest.param(True, marks=SOAK)])

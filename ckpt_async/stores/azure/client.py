@@ -96,7 +96,7 @@ class AzureStore:
         return self._session.pools.traffic.read()
 
     def drop_idle(self) -> None:
-        self._session.pools.drop_idle()
+        self._session.drop_idle()
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """Connect, then find out what the store enforces (see `Probe`)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from ckpt_async.core.keys import PROBES, longest_keys
 from ckpt_async.errors import FailureReason, PreconditionFailedError, StoreError
@@ -17,6 +19,8 @@ from ckpt_async.stores.http.failures import reachable_hint
 from ckpt_async.stores.http.opening import in_time
 from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Store
 
+T = TypeVar("T")
+
 _WRONG = {
     Compared.CRC64: answers.crc64_header(checksum_of(b"b", ALGORITHM)),
     Compared.MD5: "kutf/uauL+w61xx3dTFXjw==",
@@ -28,6 +32,7 @@ class Probe:
 
     def __init__(self, store: Store, session: AzureSession, sender: Sender) -> None:
         self._store, self._session, self._sender = store, session, sender
+        self._hint = reachable_hint(session.location.account.endpoint_url)
         # As long as the longest key of a run, to find out here if the store refuses such keys.
         name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
         self._key, self._spoiled = f"{name}-a", f"{name}-b"
@@ -36,23 +41,20 @@ class Probe:
         """Return whether conditions are enforced, and tell the sender which checksum the store compares. Raises
         StoreError if it compares none.
         """
-        hint = reachable_hint(self._session.location.account.endpoint_url)
-        return await in_time(self._find_out(), self._session.options, hint)
-
-    async def _find_out(self) -> bool:
         try:
             self._sender.compared = await self._compared()
             return await self._conditions()
         finally:
             # Best effort: credentials without the right to delete are allowed, and leave the blobs behind.
             with contextlib.suppress(StoreError):
-                await self._store.delete([self._key, self._spoiled])
+                await self._within(self._store.delete([self._key, self._spoiled]))
 
     async def _compared(self) -> Compared:
         for each in Compared:
             headers = {**BLOB, each.value: _WRONG[each]}
             try:
-                await self._session.put("put_blob", self._spoiled, NOTHING, headers, BytesBody(b"a"))
+                body = BytesBody(b"a")
+                await self._within(self._session.put("put_blob", self._spoiled, NOTHING, headers, body))
             except StoreError as error:
                 if error.reason is FailureReason.CHECKSUM:
                     return each
@@ -83,4 +85,8 @@ class Probe:
     async def _put(self, condition: Condition) -> str:
         body = BytesBody(secrets.token_bytes(8))
         checksum = checksum_of(body.data, ALGORITHM)
-        return (await self._store.put(self._key, body, checksum, condition=condition)).etag
+        put = self._store.put(self._key, body, checksum, condition=condition)
+        return (await self._within(put)).etag
+
+    async def _within(self, request: Coroutine[Any, Any, T]) -> T:
+        return await in_time(request, self._session.options, self._hint)

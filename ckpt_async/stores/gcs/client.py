@@ -81,7 +81,7 @@ class GcsStore:
         return self._session.pools.traffic.read()
 
     def drop_idle(self) -> None:
-        self._session.pools.drop_idle()
+        self._session.drop_idle()
 
     async def open(self, *, is_read_only: bool = False) -> None:
         """Find credentials, then find out what the store enforces (see `Probe`)."""

@@ -21,12 +21,15 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.niceness import BulkThreads
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import result_of
+
+if TYPE_CHECKING:
+    import aiohttp
 
 # A proxy that accepts only few connections from one address refuses other processes for as long as this one keeps idle
 # ones. Requests that follow each other closely reuse connections; the others wait two round trips for a new one. (It is
@@ -273,6 +276,14 @@ def trusted_for(url: str, ca_file: str | None) -> ssl.SSLContext | bool:
     certificates that it read first.
     """
     return trusting(ca_file) if url.startswith("https:") else True
+
+
+def drop_idle_of(session: aiohttp.ClientSession) -> None:
+    """Close aiohttp's connections that carry no request now; aiohttp itself closes them only by their age."""
+    idle = getattr(session.connector, "_conns", {})
+    for key in list(idle):
+        for protocol, *_ in idle.pop(key):
+            protocol.close()
 
 
 _making_context = threading.Lock()

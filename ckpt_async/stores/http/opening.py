@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores.http.turns import Turns
 from ckpt_async.stores.options import StoreOptions
 
 T = TypeVar("T")
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
+# Called when the server has answered.
+_answered: ContextVar[Callable[[], None]] = ContextVar("answered", default=lambda: None)
 
-async def in_time(requests: Awaitable[T], options: StoreOptions, hint: str) -> T:
-    """Return the result of `requests`. Raises StoreError (TIMEOUT) if it takes longer than connecting and reading may.
+
+@contextlib.asynccontextmanager
+async def while_answering(silence_s: float) -> AsyncIterator[None]:
+    """Bound the block by `silence_s` since it began or `in_time` last got an answer: a slow server that answers one
+    request after the other is not silent. Raises StoreError (TIMEOUT).
+    """
+    loop = asyncio.get_running_loop()
+
+    def go_on() -> None:
+        if not scope.expired():
+            scope.reschedule(loop.time() + silence_s)
+
+    before = _answered.set(go_on)
+    try:
+        async with asyncio.timeout(silence_s) as scope:
+            yield
+    except TimeoutError:
+        message = f"no answer within {silence_s:g} s"
+        raise StoreError(message, reason=FailureReason.TIMEOUT, operation="open") from None
+    finally:
+        _answered.reset(before)
+
+
+async def in_time(request: Awaitable[T], options: StoreOptions, hint: str) -> T:
+    """Return the result of `request`. Raises StoreError (TIMEOUT) if it takes longer than connecting and reading may.
 
     `hint`: what to do about that.
     """
     limit_s = options.connect_timeout_s + options.read_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            return await requests
+            result = await request
     except TimeoutError as error:
         raise StoreError(
             f"no answer within {limit_s:g} s",
@@ -32,6 +60,12 @@ async def in_time(requests: Awaitable[T], options: StoreOptions, hint: str) -> T
             operation="open",
             hint=hint,
         ) from error
+    except StoreError as error:
+        if error.reason not in (FailureReason.TRANSIENT, FailureReason.TIMEOUT):
+            _answered.get()()
+        raise
+    _answered.get()()
+    return result
 
 
 class FirstRequests:
@@ -43,6 +77,7 @@ class FirstRequests:
     def __init__(self, options: StoreOptions, hint: str, drop_idle: Callable[[], None]) -> None:
         self._options, self._hint, self._drop_idle = options, hint, drop_idle
         self._has_answered = self._is_scarce = False
+        self._turns = Turns(drop_idle)
         self._turn = asyncio.Lock()
 
     async def outcomes(self, *requests: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -60,7 +95,8 @@ class FirstRequests:
 
     async def _once(self, request: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         try:
-            return await in_time(request(), self._options, self._hint)
+            with self._turns.one():
+                return await in_time(request(), self._options, self._hint)
         except Exception as error:  # noqa: BLE001  the caller judges it
             return error
 

@@ -29,7 +29,7 @@ from botocore.loaders import Loader, create_loader
 
 from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import KEEPALIVE_S, enable_keepalive, has_proxy
+from ckpt_async.stores.http.connections import KEEPALIVE_S, drop_idle_of, enable_keepalive, has_proxy
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
@@ -262,10 +262,7 @@ class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
 
     def drop_idle(self) -> None:
         for session in self._sessions.values():
-            idle = getattr(session.connector, "_conns", {})  # aiohttp itself closes them only by their age
-            for key in list(idle):
-                for protocol, *_ in idle.pop(key):
-                    protocol.close()
+            drop_idle_of(session)
 
     def _now_trusted(self) -> tuple[str, int]:
         path: str = botocore.httpsession.get_cert_path(self._verify)
