@@ -320,7 +320,7 @@ class _Agreement:
             if quiet_s >= PATIENCE_S and self._may_claim:
                 logger.warning(
                     "generation_is_dead generation=%d silent_for_s=%.0f; an earlier start used the same"
-                    " launch key",
+                    " launch key, or the requests of its first rank take too long (few connections, a slow store)",
                     number,
                     quiet_s,
                 )
