@@ -310,6 +310,11 @@ def sealed_rank(run: str, rank: int) -> str:
     return f"{sealed_run(run)}/rank-{rank:05d}"
 
 
+def sealed_with_remote(run: str, rank: int) -> str:
+    """Return the name of the sign that a rank of a run has saved here with a remote, relative to `.ckpt_async`."""
+    return f"{sealed_run(run)}/with-remote-{rank:05d}"
+
+
 def sealed_lock(run: str, rank: int) -> str:
     """Return the name of the lock of a rank that saves without a remote, relative to `.ckpt_async`."""
     return f"{sealed_run(run)}/lock-{rank:05d}"

@@ -70,6 +70,17 @@ def has_begun(private: Path, run: str, rank: int) -> bool:
     return (private / keys.sealed_rank(run, rank)).is_dir()
 
 
+def begin_with_remote(private: Path, run: str, rank: int) -> None:
+    """Leave a sign that the journal has what this rank of the run saves here from now on."""
+    sign = private / keys.sealed_with_remote(run, rank)
+    sign.parent.mkdir(parents=True, exist_ok=True)
+    sign.touch()
+
+
+def has_begun_with_remote(private: Path, run: str, rank: int) -> bool:
+    return (private / keys.sealed_with_remote(run, rank)).exists()
+
+
 def ranks(private: Path, run: str) -> list[int]:
     """Return the ranks of the run that have begun to save here."""
     found = private.glob(f"{keys.sealed_run(run)}/rank-*")

@@ -180,14 +180,18 @@ def conflict(files: Files, resumed: Timestamp) -> str:
     """
     rank = cast(int, files.run["rank"])
     was_here = sealed.has_begun(files.private, files.run_id, rank)
-    if is_of_run(files.folder, files.remote, files.kind) if files.remote else was_here:
+    if files.remote:
+        is_ours = is_of_run(files.folder, files.remote, files.kind)
+    else:
+        is_ours = was_here or sealed.has_begun_with_remote(files.private, files.run_id, rank)
+    if is_ours:
         return ""
     notes = sealed.read(files.private, files.run_id, rank)
     path = conflicting(files, resumed, {each.source for note in notes for each in note.shards})
     if path is None:
         return ""
     saved = (
-        "is not among what this run noted when it saved without a remote"
+        "is not among what this run noted when it saved without a remote (if it was killed just then, delete the file)"
         if was_here
         else "was not saved by this run"
     )

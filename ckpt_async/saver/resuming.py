@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Collection
 from dataclasses import replace
@@ -11,6 +12,7 @@ import ckpt_async.torch as ckpt
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointConflictError, FormatError, NoUsableCheckpointError
+from ckpt_async.local import sealed
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
 from ckpt_async.saver.earlier import Earlier
@@ -176,7 +178,12 @@ def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uplo
     if files.pointer:
         options["composer_symlink"] = files.pointer
     if files.remote:
-        return Uploader(files.folder, files.remote, **options)
+        uploader = Uploader(files.folder, files.remote, **options)
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk: a launch without a remote will refuse to go on from here
+            sealed.begin_with_remote(files.private, files.run_id, uploader.rank)
+        return uploader
     logger.warning(
         "local_only folder=%s; remote=None: nothing is uploaded, and nothing outlives this node", files.folder
     )

@@ -1,7 +1,7 @@
 """Resuming without a remote: the ranks tell each other what they have on their nodes, and load the same checkpoint.
 
-A rank goes by the notes of what it has sealed, and by the `latest` symlink where that leads to something else: a note
-could not be written, or a launch with a remote has saved since.
+A rank goes by the notes of what it has sealed; by the journal, for what launches of this run with a remote have sealed;
+and by the `latest` symlink where that leads to something else, because a note could not be written, for example.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -18,8 +18,14 @@ from typing import Any
 
 import ckpt_async.torch as ckpt
 from ckpt_async.core.model import Shard
-from ckpt_async.errors import DamagedCheckpointError, FormatError, NoUsableCheckpointError, SettingsError
-from ckpt_async.local import sealed
+from ckpt_async.errors import (
+    DamagedCheckpointError,
+    FormatError,
+    NoJournalError,
+    NoUsableCheckpointError,
+    SettingsError,
+)
+from ckpt_async.local import journals, sealed
 from ckpt_async.local.zip_records import wrong_record
 from ckpt_async.saver import names
 from ckpt_async.saver.earlier import there
@@ -97,7 +103,7 @@ class ResumingHere:
         if not self._is_writer:
             return []
         linked = self._linked()
-        found: list[tuple[int, _Offer]] = []  # with the time when it was written
+        found: list[tuple[int, _Offer]] = []  # with the time when it was written, newest first
         for note in self._uploader.noted():
             path = self._place(note.shards)
             is_unchanged = all(sealed.identity_now(self._files.folder, each) for each in note.shards)
@@ -106,12 +112,36 @@ class ResumingHere:
                 offer, linked = offer or linked, None
             if offer is not None:
                 found.append((max(each.identity.mtime_ns for each in note.shards), offer))
+        for written_ns, offer in self._with_remote():
+            if linked is not None and offer.path == linked.path:
+                linked = None
+            _insert(found, written_ns, offer)
         if linked is not None and (not found or self._times(linked.path) is not None):
             # Not always first: a launch with a remote lets the link lead to what is newest in the store.
-            written_ns = linked.path.stat().st_mtime_ns
-            place = next((n for n, (ns, _) in enumerate(found) if ns <= written_ns), len(found))
-            found.insert(place, (written_ns, linked))
+            _insert(found, linked.path.stat().st_mtime_ns, linked)
         return [offer for _, offer in found]
+
+    def _with_remote(self) -> Iterator[tuple[int, _Offer]]:
+        """Yield what launches of this run with a remote have sealed, and when it was written: it may never have come
+        into the store.
+        """
+        files, rank = self._files, self._uploader.rank
+        if not sealed.has_begun_with_remote(files.private, files.run_id, rank):
+            return
+        try:
+            local = journals.read(files.folder, kind=files.kind)[rank].local()
+        except (NoJournalError, KeyError):
+            return
+        remote = local.remote.url if local.remote is not None else ""
+        for each in local.checkpoints.values():
+            shards = [known.shard for known in each.shards.values()]
+            is_given_up = each.decision is not None and not each.was_committed
+            if each.sealed is None or is_given_up or not shards:
+                continue
+            if all(sealed.identity_now(files.folder, shard) for shard in shards):
+                path = self._place(shards)
+                mark = f"{remote} {each.id.generation}-{each.id.step}"
+                yield max(shard.identity.mtime_ns for shard in shards), _Offer(mark, each.name, path)
 
     def _linked(self) -> _Offer | None:
         link = self._files.folder / self._files.latest_filename
@@ -198,6 +228,11 @@ def agree_on_launch(uploader: LocalOnly, group: Any = None) -> None:
         return
     told = told_by_all((uploader.generation, uploader.launch), group=group)
     uploader.join(max(generation for generation, _ in told), told[0][1])
+
+
+def _insert(found: list[tuple[int, _Offer]], written_ns: int, offer: _Offer) -> None:
+    place = next((n for n, (ns, _) in enumerate(found) if ns <= written_ns), len(found))
+    found.insert(place, (written_ns, offer))
 
 
 def _missing(told: Sequence[_Told], common: Sequence[str]) -> list[str]:

@@ -156,6 +156,58 @@ def test_from_here_to_a_remote_and_back(tmp_path: Path) -> None:
     assert load(folder) == 4  # the link is newer than all notes
 
 
+def save_to_a_dead_store(folder: Path, remote: Path, batches: range) -> None:
+    """One launch that begins at the first batch, and whose store dies before it takes any of its checkpoints."""
+    options: dict[str, Any] = {"blocking": True, "saves_last": False, "on_error": "warn"}
+    saver = CheckpointSaver(folder, f"file://{remote}", save_interval="1ba", **options)
+    try:
+        remote.rename(remote.with_suffix(".away"))
+        remote.touch()
+        for batch in batches:
+            saver.step(state(batch), batch)
+    finally:
+        saver.close(timeout_s=0)
+
+
+def test_what_a_remote_never_took_is_loaded_without_it(tmp_path: Path) -> None:
+    """A launch without the remote went on from the checkpoint before, without a word, and replaced these; or was told
+    that they are another run's.
+    """
+    folder, remote = tmp_path / "local", tmp_path / "remote"
+    save_to_a_dead_store(folder, remote, range(1, 4))
+    newest = file_of(folder, 3).read_bytes()
+    assert train(folder, range(4, 6)) == 3
+    assert file_of(folder, 3).read_bytes() == newest
+    assert train(folder, range(0)) == 5, "what was saved since is newer"
+
+
+def test_what_a_remote_never_took_after_a_time_without_it_is_loaded(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "local", tmp_path / "remote"
+    train(folder, range(1, 3))
+    save_to_a_dead_store(folder, remote, range(3, 5))
+    assert load(folder) == 4
+    os.truncate(file_of(folder, 4), 100)
+    assert load(folder) == 3, "what was changed since is no checkpoint"
+
+
+def test_what_was_committed_is_loaded_without_the_remote(tmp_path: Path) -> None:
+    """The files were said to be another run's."""
+    folder = tmp_path / "local"
+    train(folder, range(1, 3), remote=f"file://{tmp_path}/remote")
+    assert train(folder, range(3, 4)) == 2
+
+
+def test_what_another_run_saved_with_a_remote_is_a_conflict(tmp_path: Path) -> None:
+    folder = tmp_path / "local"
+    train(folder, range(1, 3), remote=f"file://{tmp_path}/remote")
+    before = file_of(folder, 2).read_bytes()
+    with pytest.raises(CheckpointConflictError, match="was not saved by this run"):
+        train(folder, range(1, 3), run_name="other")
+    with pytest.raises(CheckpointConflictError, match="was not saved by this run"):
+        train(folder, range(1, 3), remote=f"file://{tmp_path}/other")
+    assert file_of(folder, 2).read_bytes() == before
+
+
 def move(folder: Path, remote: str) -> None:
     """Save batch 1 here, and then batch 2 with a remote."""
     train(folder, range(1, 2))
