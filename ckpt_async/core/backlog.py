@@ -50,12 +50,16 @@ def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
     return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]
 
 
-def is_predecessor_over(local: Local, generation: int) -> bool:
-    """Return whether nothing that earlier generations left may still be committed from here."""
-    return all(
-        each.id.generation >= generation or why_hopeless(each, generation) is not None
+def left_by_predecessors(local: Local, generation: int) -> list[CheckpointId]:
+    """Return what earlier generations left, may still be committed from here, and would then be the newest."""
+    newest = local.newest_committed
+    return [
+        each.id
         for each in undecided(local)
-    )
+        if each.id.generation < generation
+        and (newest is None or each.id > newest)
+        and why_hopeless(each, generation) is None
+    ]
 
 
 def unsent_bytes(checkpoint: LocalCheckpoint) -> int:

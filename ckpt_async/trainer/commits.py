@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
+from ckpt_async.core import backlog
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.units import few
 from ckpt_async.errors import CheckpointAbortedError, CommitTimeoutError, UploadFailedError
 from ckpt_async.runners import EngineView
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
+
+logger = logging.getLogger(__name__)
 
 
 def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | None) -> None:
@@ -38,6 +42,25 @@ def _wait(engine: EngineHandle, id_: CheckpointId, timeout_s: float | None, dead
 
     while not engine.changed.wait(left_s(), unless=has_come):
         pass
+
+
+def wait_for_predecessor(engine: EngineHandle, generation: int, timeout_s: float) -> bool:
+    """See `Uploader.wait_for_predecessor`."""
+
+    def left(view: EngineView) -> list[int]:
+        return [each.step for each in backlog.left_by_predecessors(view.fresh_local(), generation)]
+
+    if steps := left(engine.view()):
+        logger.info("waits_for_predecessor steps=%s timeout_s=%g", few(steps), timeout_s)
+        engine.hurried(lambda: engine.wait_until(lambda view: not left(view), deadline_in(timeout_s)))
+        steps = left(engine.view())
+    if steps:
+        logger.warning(
+            "predecessor_is_not_over steps=%s waited_s=%g; some rank was killed before it saved them, or its node has"
+            " not started again",
+            *(few(steps), timeout_s),
+        )
+    return not steps
 
 
 def is_committed(engine: EngineHandle, id_: CheckpointId) -> bool:

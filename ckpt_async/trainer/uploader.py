@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from ckpt_async.core import arguments, backlog, keys, naming
+from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
 from ckpt_async.core.observe import Observers
 from ckpt_async.errors import (
@@ -27,14 +27,13 @@ from ckpt_async.events import Event
 from ckpt_async.local.folder import Folder
 from ckpt_async.monitor import otel
 from ckpt_async.monitor.metrics import Metrics
-from ckpt_async.runners import EngineView
 from ckpt_async.stores import StoreOptions, check_key_length
 from ckpt_async.threads import promptly
 from ckpt_async.trainer import at_exit, closing
 from ckpt_async.trainer.backlog import make_room
 from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, exact_keys, metric_values
 from ckpt_async.trainer.closing import FlushReport
-from ckpt_async.trainer.commits import is_committed, wait_for_commit
+from ckpt_async.trainer.commits import is_committed, wait_for_commit, wait_for_predecessor
 from ckpt_async.trainer.events import Events
 from ckpt_async.trainer.exporting import Exporter
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
@@ -333,17 +332,12 @@ class Uploader:
         return self._engine.view().missing_ranks(self._checkpoint(step))
 
     def wait_for_predecessor(self, timeout_s: float) -> bool:
-        """Block until everything that an earlier start of the run had sealed on this rank is decided, for at most
-        `timeout_s`. Returns whether it is. Call it before choosing what to resume from: the newest checkpoint is
-        often the one that was still uploading when the trainer was killed.
+        """Block until everything that an earlier start of the run had sealed on this rank is decided, or older than
+        a commit that this rank knows, for at most `timeout_s`. Returns whether it is. Call it before choosing what to
+        resume from: the newest checkpoint is often the one that was still uploading when the trainer was killed.
         """
         self._check_process()
-
-        def is_over(engine: EngineView) -> bool:
-            return backlog.is_predecessor_over(engine.fresh_local(), self.generation)
-
-        self._engine.hurried(lambda: self._engine.wait_until(is_over, deadline_in(timeout_s)))
-        return is_over(self._engine.view())
+        return wait_for_predecessor(self._engine, self.generation, timeout_s)
 
     def raise_failures(self) -> None:
         """Raise UploadFailedError for final failures since the last call, in strict mode; else do nothing.

@@ -14,6 +14,8 @@ from ckpt_async.core import backlog
 from ckpt_async.core.decide import Receipts
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Sealed
+from tests.stores.misbehaving import Meddled
+from tests.trainer.uploads import Open, save
 
 FAST = {"decision_poll_s": 0.05, "decision_poll_max_s": 0.1, "close_grace_s": 0.0, "launch_id": "one"}
 
@@ -104,3 +106,22 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
         uploader.wait(300, timeout_s=20)
         uploader.close()
     assert len(list((tmp_path / "run/.ckpt_async/decisions").iterdir())) == 1
+
+
+def test_a_step_that_a_rank_never_saved_is_waited_for_only_until_a_newer_one_is_committed(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every later start waited for the whole time, without a word."""
+    store = Meddled()
+    with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
+        save(uploader, 4)
+        uploader.close(timeout_s=0)
+    with opened(store, generation=2) as uploader:
+        assert not uploader.wait_for_predecessor(0.1)
+        assert "predecessor_is_not_over steps=4 " in caplog.text
+        save(uploader, 6)
+        uploader.wait(6, timeout_s=30)
+    caplog.clear()
+    with opened(store, generation=3) as uploader:
+        assert uploader.wait_for_predecessor(0)
+    assert "predecessor" not in caplog.text
