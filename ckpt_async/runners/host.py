@@ -245,8 +245,8 @@ class Host:
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
         if start.wants:
             recorded += ((EVENTS, start.wants),)
-        nonces = {} if is_of_another or local.opened is None else local.opened.nonces
-        earlier = tuple(nonces.items())[-NUM_EARLIER:]
+        nonces = {} if is_of_another else left | (local.opened.nonces if local.opened else {})
+        earlier = tuple(sorted(nonces.items()))[-NUM_EARLIER:]
         opened = Opened(
             generation, start.world_size, start.address, recorded, boot_id(), claim.nonce, earlier
         )

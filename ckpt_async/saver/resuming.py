@@ -179,9 +179,8 @@ def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uplo
         options["composer_symlink"] = files.pointer
     if files.remote:
         uploader = Uploader(files.folder, files.remote, **options)
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk: a launch without a remote will refuse to go on from here
+        # On a full disk, a launch without a remote will refuse to go on from here.
+        with contextlib.suppress(OSError):
             sealed.begin_with_remote(files.private, files.run_id, uploader.rank)
         return uploader
     logger.warning(
