@@ -17,7 +17,7 @@ from ckpt_async.torch.agreement import is_alone, told_by_all
 class _Told:
     """What a rank tells the others."""
 
-    is_writer: bool
+    takes_part: bool  # writes, and has begun to save here without a remote
     noted: Mapping[str, tuple[int, str]]  # step and name, by mark
 
 
@@ -26,7 +26,8 @@ class Earlier:
 
     def __init__(self, files: Files, rank: int, *, is_writer: bool) -> None:
         notes = there(files, sealed.read(files.private, files.run_id, rank))
-        self._told = [_Told(is_writer, {each.mark: (each.id.step, each.name) for each in notes})]
+        takes_part = is_writer and sealed.has_begun(files.private, files.run_id, rank)
+        self._told = [_Told(takes_part, {each.mark: (each.id.step, each.name) for each in notes})]
         self.is_told = False
 
     def tell(self, group: Any = None) -> None:
@@ -40,7 +41,7 @@ class Earlier:
 
     def complete(self, since: int) -> list[str]:
         """The same, without what was saved on some ranks only, because others were killed before."""
-        every = [each.noted for each in self._told if each.is_writer and each.noted]
+        every = [each.noted for each in self._told if each.takes_part]
         common = set.intersection(*map(set, every)) if every else set()
         return _names({every[0][mark] for mark in common}, since)
 

@@ -50,9 +50,10 @@ def wait_for_predecessor(engine: EngineHandle, generation: int, timeout_s: float
     def left(view: EngineView) -> list[int]:
         return [each.step for each in backlog.left_by_predecessors(view.fresh_local(), generation)]
 
+    deadline = deadline_in(timeout_s)
     if steps := left(engine.view()):
         logger.info("waits_for_predecessor steps=%s timeout_s=%g", few(steps), timeout_s)
-        engine.hurried(lambda: engine.wait_until(lambda view: not left(view), deadline_in(timeout_s)))
+        engine.hurried(lambda: engine.wait_until(lambda view: not left(view), deadline))
         steps = left(engine.view())
     if steps:
         logger.warning(
