@@ -100,12 +100,17 @@ class LocalOnly:
     def lock(self) -> None:
         """From now on, until `close`, no other process may save for this rank of the run here.
 
-        Raises FolderInUseError, which names the other one, if it has not ended within 15 s. Savers of this process
-        share the lock: nobody may have closed the one before, in a notebook for example.
+        Raises FolderInUseError, which names the other one, if it has not ended within 15 s; also if that has a remote.
+        Savers of this process share the lock: nobody may have closed the one before, in a notebook for example.
         """
         if self._lock.is_held:
             return
+        uploads = RankLock(self._folder, self.rank)
         try:
+            if uploads.path.exists():
+                # Not held: `drain` and the sweeper go on uploading what a dead launch with a remote has left.
+                uploads.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
+                uploads.release()
             same = [each for each in list(_locks) if each.path == self._lock.path]
             if not any(self._lock.share(each) for each in same):
                 self._lock.acquire(wait_s=LOCK_WAIT_S)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_async import torch as ckpt
-from ckpt_async.errors import CheckpointConflictError, NoUsableCheckpointError
-from ckpt_async.saver import CheckpointSaver, Timestamp
+from ckpt_async.errors import CheckpointConflictError, FolderInUseError, NoUsableCheckpointError
+from ckpt_async.saver import CheckpointSaver, Timestamp, local_only
 
 Damage = Callable[[Path], object]
 
@@ -195,6 +195,22 @@ def test_what_was_committed_is_loaded_without_the_remote(tmp_path: Path) -> None
     folder = tmp_path / "local"
     train(folder, range(1, 3), remote=f"file://{tmp_path}/remote")
     assert train(folder, range(3, 4)) == 2
+
+
+def test_beside_a_launch_with_the_remote_nothing_is_saved_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both would replace each other's files."""
+    monkeypatch.setattr(local_only, "LOCK_WAIT_S", 0.1)
+    folder = tmp_path / "local"
+    with CheckpointSaver(folder, f"file://{tmp_path}/remote", save_interval="1ba", blocking=True) as live:
+        live.step(state(1), 1)
+        with CheckpointSaver(folder, None, save_interval="1ba", saves_last=False) as saver:
+            assert saver.load_latest()["batch"] == 1
+            with pytest.raises(FolderInUseError):
+                saver.step(state(2), 2)
+        assert not file_of(folder, 2).exists()
+    assert train(folder, range(2, 3)) == 1
 
 
 def test_what_another_run_saved_with_a_remote_is_a_conflict(tmp_path: Path) -> None:
