@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import fcntl
-import functools
 import http.client
 import math
 import os
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.niceness import BulkThreads
+from ckpt_async.stores.http.tls import BLOCK_S, BLOCKED, trusting
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import result_of
 
@@ -40,10 +40,6 @@ KEEPALIVE_S = MAX_IDLE_S / 2
 # Transfers of at least TELLING_BYTES measure how fast a connection is. Once TELLING_REQUESTS of them have shown what is
 # usual, a connection slower than SLOW times that is closed.
 TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8
-# A call on a blocking socket returns after this long at the latest, so that its caller can check the clock.
-BLOCK_S = 1.0
-# What such a call raises then: the first on a plain socket, the last two on TLS.
-BLOCKED = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 T = TypeVar("T")
 
@@ -89,8 +85,6 @@ class Connections:
     Threads of bulk connections are as nice as other threads that carry bytes (see `niceness`). `traffic` counts the
     bytes moved.
     """
-
-    _OVER_TLS: type[http.client.HTTPSConnection] = http.client.HTTPSConnection
 
     def __init__(
         self,
@@ -180,11 +174,13 @@ class Connections:
     def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
         """Return a connection that is not established yet; `_dial` does that."""
         assert url.hostname is not None
-        if url.scheme != "https":
-            return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
-        return self._OVER_TLS(
-            url.hostname, url.port or 443, timeout=self._connect_timeout_s, context=trusting(self._ca_file)
-        )
+        if url.scheme == "https":
+            return self._over_tls(url.hostname, url.port or 443)
+        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
+
+    def _over_tls(self, host: str, port: int) -> http.client.HTTPSConnection:
+        context = trusting(self._ca_file)
+        return http.client.HTTPSConnection(host, port, timeout=self._connect_timeout_s, context=context)
 
     def _dial(self, connection: http.client.HTTPConnection) -> socket.socket:
         connection.connect()
@@ -262,15 +258,6 @@ def has_unread(connected: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def trusting(ca_file: str | None) -> ssl.SSLContext:
-    """Return a TLS context that all connections share, because reading the certificates takes 10 ms of CPU. They are
-    read again when the file changes.
-    """
-    changed_ns = os.stat(ca_file).st_mtime_ns if ca_file else 0
-    with _making_context:
-        return _context(ca_file, changed_ns)
-
-
 def trusted_for(url: str, ca_file: str | None) -> ssl.SSLContext | bool:
     """Return the TLS context for a request that aiohttp makes to `url`. On its own, aiohttp would keep using the
     certificates that it read first.
@@ -284,14 +271,6 @@ def drop_idle_of(session: aiohttp.ClientSession) -> None:
     for key in list(idle):
         for protocol, *_ in idle.pop(key):
             protocol.close()
-
-
-_making_context = threading.Lock()
-
-
-@functools.lru_cache(maxsize=4)
-def _context(ca_file: str | None, _changed_ns: int) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=ca_file)
 
 
 def let_block(connected: socket.socket, timeout_s: float) -> None:
@@ -326,14 +305,19 @@ def without_blocking(connected: socket.socket) -> Iterator[None]:
 
 
 def receive_into(connected: socket.socket, buffer: memoryview, timeout_s: float, flags: int = 0) -> int:
-    """Wait for bytes and return how many came, 0 at the end of the stream. Raises TimeoutError after `timeout_s`
-    without any. The server cannot answer a request that is still in transit, so the time starts anew whenever the
-    amount of unacknowledged data changes.
+    """Wait for bytes and return how many came, 0 at the end of the stream. Raises TimeoutError as `in_time` does."""
+    return in_time(connected, lambda: connected.recv_into(buffer, 0, flags), timeout_s)
+
+
+def in_time(connected: socket.socket, receive: Callable[[], int], timeout_s: float) -> int:
+    """Return what `receive` does as soon as it is not BLOCKED. Raises TimeoutError after `timeout_s` in which it was.
+    The server cannot answer a request that is still in transit, so the time starts anew whenever the amount of
+    unacknowledged data changes.
     """
     give_up_at, queued_bytes = time.monotonic() + timeout_s, 0
     while True:
         try:
-            return connected.recv_into(buffer, 0, flags)
+            return receive()
         except BLOCKED:
             before, queued_bytes = queued_bytes, unacknowledged_bytes(connected)
             if queued_bytes != before:

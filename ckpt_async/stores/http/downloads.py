@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.client
+import mmap
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 from urllib.parse import urlsplit
 
-from ckpt_async.stores.http.connections import CancelToken, Connections, receive_into
+from ckpt_async.stores.http.connections import CancelToken, Connections, in_time, receive_into
 from ckpt_async.stores.http.messages import (
     HEAD_BYTES,
     Response,
@@ -29,7 +31,8 @@ from ckpt_async.stores.http.messages import (
     parsed,
     read_by_library,
 )
-from ckpt_async.stores.http.tls import TlsConnection
+from ckpt_async.stores.http.offload import Offload, OffloadedConnection, OffloadedSocket
+from ckpt_async.stores.http.tls import TlsSocket, trusting
 from ckpt_async.stores.interface import Sink
 
 # Large enough that threads writing to one file seldom wait for each other (half as often as with 256 KiB), small enough
@@ -38,13 +41,35 @@ BUFFER_BYTES = 512 << 10
 
 Check = Callable[[Response], None]
 END = b"\r\n\r\n"
+# What one connection needs.
+MEMORY_BYTES = HEAD_BYTES + len(END) + BUFFER_BYTES
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Downloads(Connections):
     """Downloads of ranges of objects into reused buffers."""
 
-    _OVER_TLS = TlsConnection
+    def __init__(self, *, offload: Offload | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._offload = offload or Offload()
+
+    def close(self) -> None:
+        super().close()
+        self._offload.close()
+
+    def _over_tls(self, host: str, port: int) -> http.client.HTTPSConnection:
+        timeout_s = self._connect_timeout_s
+        if (process := self._offload.process()) is not None:
+            return OffloadedConnection(host, port, timeout_s, process, self._ca_file, MEMORY_BYTES)
+        return TlsConnection(host, port, timeout=timeout_s, context=trusting(self._ca_file))
+
+    def _put_back(
+        self, connection: http.client.HTTPConnection, moved_bytes: int = 0, took_s: float = 1.0
+    ) -> None:
+        if isinstance(connection, TlsConnection) and self._offload.is_due(moved_bytes):
+            connection.close()  # the next one is handed to a process
+        else:
+            super()._put_back(connection, moved_bytes, took_s)
 
     async def get_range(
         self,
@@ -124,15 +149,28 @@ class Downloads(Connections):
         return buffer.receive_head(connected)
 
 
+class TlsConnection(http.client.HTTPSConnection):
+    """An HTTPS connection over a TlsSocket."""
+
+    def __init__(self, host: str, port: int, *, timeout: float, context: ssl.SSLContext) -> None:
+        super().__init__(host, port, timeout=timeout, context=context)
+        self._tls_context = context
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = TlsSocket(self.sock, self._tls_context, self.host)
+
+
 class _Buffer:
     """The bytes of one answer at a time, received in place: its head, and then up to `room_bytes` of its body."""
 
     def __init__(self, room_bytes: int, timeout_s: float) -> None:
         self._room_bytes, self._timeout_s = room_bytes, timeout_s
-        self._data = bytearray(HEAD_BYTES + len(END) + room_bytes)
-        self._view = memoryview(self._data)
-        self._start = self._end = 0
+        self._size_bytes = HEAD_BYTES + len(END) + room_bytes
         self._connected: socket.socket
+        self._data: bytearray | mmap.mmap  # the connection's own, if another process receives into it
+        self._view = memoryview(b"")
+        self._start = self._end = 0
 
     @property
     def received(self) -> memoryview:
@@ -142,12 +180,17 @@ class _Buffer:
     def receive_head(self, connected: socket.socket) -> bytes:
         """Receive the next answer's head, and return it without the empty line at its end."""
         self._connected, self._start, self._end = connected, 0, 0
+        if isinstance(connected, OffloadedSocket):
+            self._data = connected.memory
+        else:
+            self._data = bytearray(self._size_bytes)
+        self._view = memoryview(self._data)[: self._size_bytes]
         while True:
-            count = receive_into(connected, self._view[self._end :], self._timeout_s)
+            count = self._receive(self._end, self._size_bytes)
             if not count:
                 raise http.client.RemoteDisconnected("the server closed the connection without an answer")
             self._end += count
-            self._start = end_of_interim(self._data, self._start, self._end)
+            self._start = end_of_interim(self._view, self._start, self._end)
             end = self._data.find(END, self._start, self._end)
             if (self._end if end < 0 else end) > HEAD_BYTES:
                 raise http.client.LineTooLong("answer")
@@ -166,16 +209,20 @@ class _Buffer:
             piece = self._view[self._start :][: min(self._room_bytes, left)]
             filled = min(self._end - self._start, len(piece))
             if filled < len(piece):
-                filled += self._receive_into(piece[filled:], left)
+                end = self._start + len(piece)
+                if not (count := self._receive(self._start + filled, end, socket.MSG_WAITALL)):
+                    raise http.client.IncompleteRead(b"", left)
+                filled += count
                 self._end = self._start + filled
             self._start, left = self._start + filled, left - filled
             yield piece[:filled]
 
-    def _receive_into(self, room: memoryview, left_bytes: int) -> int:
-        count = receive_into(self._connected, room, self._timeout_s, socket.MSG_WAITALL)
-        if not count:
-            raise http.client.IncompleteRead(b"", left_bytes)
-        return count
+    def _receive(self, start: int, end: int, flags: int = 0) -> int:
+        """Receive into this part of the buffer."""
+        connected = self._connected
+        if isinstance(connected, OffloadedSocket):
+            return in_time(connected, lambda: connected.receive_at(start, end, flags), self._timeout_s)
+        return receive_into(connected, self._view[start:end], self._timeout_s, flags)
 
     def rest_of_refusal(self) -> bytes:
         return rest_of_refusal(self._connected, self._view, self._timeout_s)

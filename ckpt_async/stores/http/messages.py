@@ -99,7 +99,7 @@ def without_interim(received: bytes) -> bytes:
     return received[end_of_interim(received, 0, len(received)) :]
 
 
-def end_of_interim(received: bytes | bytearray, start: int, end: int) -> int:
+def end_of_interim(received: bytes | bytearray | memoryview, start: int, end: int) -> int:
     """Return where the answer itself begins, behind the complete interim ones from `start` on."""
     while interim := _INTERIM.match(received, start, end):
         start = interim.end()

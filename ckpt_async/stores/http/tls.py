@@ -7,15 +7,19 @@ asked for sixteen records at once; measured, this saves a quarter of the CPU of 
 from __future__ import annotations
 
 import contextlib
-import http.client
+import functools
+import os
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from ckpt_async.stores.http.connections import BLOCK_S, BLOCKED
-
+# A call on a blocking socket returns after this long at the latest, so that its caller can check the clock.
+BLOCK_S = 1.0
+# What such a call raises then: the first on a plain socket, the last two on TLS.
+BLOCKED = (BlockingIOError, TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 # The most that is read from the kernel at once. It waits in OpenSSL's memory until it is decrypted.
 TAKE_BYTES = 256 << 10
 # The largest record, with the overhead of TLS. Up to this much of the bytes still expected may have arrived already.
@@ -114,13 +118,18 @@ class TlsSocket(socket.socket):
         return self._tls.pending() + self._arrived.pending
 
 
-class TlsConnection(http.client.HTTPSConnection):
-    """An HTTPS connection over a TlsSocket."""
+_making_context = threading.Lock()
 
-    def __init__(self, host: str, port: int, *, timeout: float, context: ssl.SSLContext) -> None:
-        super().__init__(host, port, timeout=timeout, context=context)
-        self._tls_context = context
 
-    def connect(self) -> None:
-        http.client.HTTPConnection.connect(self)
-        self.sock = TlsSocket(self.sock, self._tls_context, self.host)
+def trusting(ca_file: str | None) -> ssl.SSLContext:
+    """Return a TLS context that all connections share, because reading the certificates takes 10 ms of CPU. They are
+    read again when the file changes.
+    """
+    changed_ns = os.stat(ca_file).st_mtime_ns if ca_file else 0
+    with _making_context:
+        return _context(ca_file, changed_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _context(ca_file: str | None, _changed_ns: int) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=ca_file)

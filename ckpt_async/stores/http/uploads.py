@@ -22,7 +22,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.stores.bodies import check_complete
 from ckpt_async.stores.http.connections import (
-    BLOCKED,
     CancelToken,
     Connections,
     abort,
@@ -41,6 +40,7 @@ from ckpt_async.stores.http.messages import (
     read_by_library,
     without_interim,
 )
+from ckpt_async.stores.http.tls import BLOCKED
 from ckpt_async.stores.http.traffic import acknowledged_bytes
 from ckpt_async.stores.interface import Body
 

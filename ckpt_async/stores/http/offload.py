@@ -1,0 +1,264 @@
+"""TLS in processes of its own: what is downloaded is decrypted beside the interpreter, not in it.
+
+OpenSSL decrypts one record of 16 KiB per call, and Python takes the GIL after each: 65,000 times per GiB, for which the
+threads of all connections compete. Here new connections are handed to processes, once that is worth it, which decrypt
+into memory that they share with this one. They know nothing but TLS: this process opens the TCP connections, writes the
+requests and reads the answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import mmap
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from ckpt_async.stores.http.offload_process import (
+    CAME,
+    FAILED,
+    MESSAGE_BYTES,
+    RECEIVE,
+    SEND,
+    WHERE,
+)
+
+logger = logging.getLogger(__name__)
+
+# Starting a process takes some 50 ms of CPU. Most restarts that load less than this are over sooner without.
+DUE_BYTES = 128 << 20
+# With fewer cores, the interpreter keeps up with them. With more processes, it would be the limit itself.
+CORES_PER_PROCESS, MAX_PROCESSES = 4, 4
+# The longest time that a process takes for what it does at once, or limits to BLOCK_S.
+PATIENCE_S = 60.0
+START_TIMEOUT_S = 10.0
+# The packages are only named: their own imports would take 150 ms. The process belongs to nobody who would have to
+# wait for it.
+_BOOTSTRAP = """\
+import os, sys, types
+descriptor, folder = sys.argv[1:]
+for name, above in (("ckpt_async", "../.."), ("ckpt_async.stores", ".."), ("ckpt_async.stores.http", ".")):
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = [os.path.join(folder, above)]
+from ckpt_async.stores.http.offload_process import main
+if os.fork():
+    os._exit(0)
+main(int(descriptor))
+"""
+
+
+class ProcessLostError(ConnectionAbortedError):
+    """The process that decrypts a connection has died, or hangs."""
+
+
+class OffloadedSocket(socket.socket):
+    """A TLS connection that a process decrypts. It has only what downloads need: `sendall`, `receive_at` and `memory`,
+    `recv_into`, `pending`. Its errors are those of a TlsSocket, and ProcessLostError.
+    """
+
+    def __init__(
+        self, raw: socket.socket, process: Process, host: str, ca_file: str | None, memory_bytes: int
+    ) -> None:
+        timeout_s = raw.gettimeout()
+        super().__init__(raw.family, raw.type, raw.proto, fileno=raw.detach())
+        self._process, self._pending = process, 0
+        self._control, theirs = _pair()
+        try:
+            with theirs:
+                about = {"host": host, "ca_file": ca_file, "timeout_s": timeout_s}
+                self.memory = process.hand_over(self, theirs, memory_bytes, about)
+            self._reply()  # the handshake is over
+        except BaseException:
+            self.close()
+            raise
+
+    def sendall(self, data: bytes, /) -> None:  # type: ignore[override]
+        """Have it sent; an error is raised by the next call that receives."""
+        for start in range(0, len(data), MESSAGE_BYTES - 1):
+            self._tell(SEND + data[start : start + MESSAGE_BYTES - 1])
+
+    def receive_at(self, start: int, end: int, flags: int = 0) -> int:
+        """Receive into this part of the memory as `TlsSocket.recv_into` does."""
+        self._tell(RECEIVE + WHERE.pack(start, end, flags))
+        return self._reply()
+
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
+        count = self.receive_at(0, min(nbytes or len(buffer), len(self.memory)), flags)
+        buffer[:count] = memoryview(self.memory)[:count]
+        return count
+
+    def pending(self) -> int:
+        """Return how many bytes have arrived that nobody has read."""
+        return self._pending
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.shutdown(socket.SHUT_RDWR)  # the process may be waiting for the server
+        self._control.close()
+        super().close()
+
+    def _tell(self, message: bytes) -> None:
+        try:
+            self._control.send(message)
+        except OSError as error:
+            raise self._process.lost(error) from error
+
+    def _reply(self) -> int:
+        try:
+            message = self._control.recv(MESSAGE_BYTES)
+        except OSError as error:
+            raise self._process.lost(error) from error
+        if not message:
+            raise self._process.lost("it has ended")
+        if message[:1] == FAILED:
+            raise pickle.loads(message[1:])  # noqa: S301  from our own process
+        count, self._pending = CAME.unpack_from(message, 1)
+        return int(count)
+
+
+class OffloadedConnection(http.client.HTTPSConnection):
+    """An HTTPS connection over an OffloadedSocket."""
+
+    def __init__(
+        self, host: str, port: int, timeout_s: float, process: Process, ca_file: str | None, memory_bytes: int
+    ) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._about = process, self.host, ca_file, memory_bytes
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = OffloadedSocket(self.sock, *self._about)
+
+
+class Process:
+    """One process that decrypts connections. Thread-safe. Raises OSError or SubprocessError if it cannot be started."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self._socket, theirs = _pair()
+        try:
+            with theirs:
+                started = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(theirs.fileno()), str(_FOLDER)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            with started:
+                try:
+                    if code := started.wait(START_TIMEOUT_S):
+                        raise OSError(f"{sys.executable} exited with {code}")
+                finally:
+                    started.kill()
+        except BaseException:
+            self.close()
+            raise
+
+    def hand_over(
+        self, connected: socket.socket, control: socket.socket, memory_bytes: int, about: Mapping[str, object]
+    ) -> mmap.mmap:
+        """Have a connection decrypted into the memory that is returned, as `control` asks for it."""
+        memory = os.memfd_create("ckpt-async-tls")
+        try:
+            os.truncate(memory, memory_bytes)
+            shared = mmap.mmap(memory, memory_bytes)
+            descriptors = [connected.fileno(), control.fileno(), memory]
+            try:
+                socket.send_fds(self._socket, [json.dumps(about).encode()], descriptors)
+            except OSError as error:
+                raise self.lost(error) from error
+            return shared
+        finally:
+            os.close(memory)
+
+    def lost(self, why: object) -> ProcessLostError:
+        """Note that the process cannot be used any more; return the error to raise."""
+        if not self.is_lost:
+            self.is_lost = True
+            logger.warning("tls_process_lost error=%s; going on without it", why)
+        return ProcessLostError(f"the process that decrypts the connection is lost: {why}")
+
+    def close(self) -> None:
+        """End the process, and with it the connections that it decrypts."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # also for the copies that forked processes have
+        self._socket.close()
+
+
+class Offload:
+    """The processes of one pool of connections. There are none at first. Thread-safe."""
+
+    def __init__(self, num_processes: int | None = None, due_bytes: int = DUE_BYTES) -> None:
+        self._num_left = possible_processes() if num_processes is None else num_processes
+        self._due_bytes, self._moved_bytes = due_bytes, 0
+        self._lock = threading.Lock()
+        self._processes: list[Process] = []
+
+    def is_due(self, moved_bytes: int) -> bool:
+        """Note that this much more was downloaded; return whether `process` would return one."""
+        with self._lock:
+            self._moved_bytes += moved_bytes
+            return self._moved_bytes >= self._due_bytes and bool(self._num_left or self._processes)
+
+    def process(self) -> Process | None:
+        """Return the process to hand the next connection to. The first call that returns one starts all of them, which
+        takes 0.1 s. None: there are none yet, or none any more.
+        """
+        with self._lock:
+            if self._moved_bytes < self._due_bytes:
+                return None
+            num_new, self._num_left = self._num_left, 0
+            try:
+                for _ in range(num_new):
+                    self._processes.append(Process())
+            except (OSError, subprocess.SubprocessError) as error:
+                logger.warning("tls_process_failed error=%s; going on with %d", error, len(self._processes))
+            self._processes = [each for each in self._processes if not each.is_lost]
+            if not self._processes:
+                return None
+            self._processes.append(self._processes.pop(0))  # they take turns
+            return self._processes[-1]
+
+    def close(self) -> None:
+        with self._lock:
+            ended, self._processes, self._num_left = self._processes, [], 0
+        for each in ended:
+            each.close()
+
+
+def possible_processes() -> int:
+    """Return how many processes this one could use: none where it cannot share memory or start a Python."""
+    # Elsewhere (a frozen program, an embedded interpreter) it may be anything.
+    is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
+    if not (is_python and hasattr(os, "memfd_create") and _FOLDER.is_dir()):
+        return 0
+    return num_of_processes(len(os.sched_getaffinity(0)), os.environ.get("LOCAL_WORLD_SIZE", ""))
+
+
+def num_of_processes(num_cores: int, local_world_size: str) -> int:
+    """Return how many processes pay off in one of so many ranks on a node (as torchrun states them). Pure."""
+    num_ranks = int(local_world_size) if local_world_size.isdecimal() else 1
+    return min(num_cores // max(num_ranks, 1) // CORES_PER_PROCESS, MAX_PROCESSES)
+
+
+_FOLDER = Path(__file__).parent
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a connection that carries whole messages. Ours does not wait for ever."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    limit = struct.pack("ll", int(PATIENCE_S), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, limit)
+    return ours, theirs

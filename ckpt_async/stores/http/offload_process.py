@@ -1,0 +1,83 @@
+"""The process of `offload`: it decrypts the connections that it is handed, each in a thread, into shared memory.
+
+It imports nothing but the standard library and `tls`, so that it runs within some 40 ms of CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import threading
+from typing import Any, NoReturn
+
+from ckpt_async.stores.http.tls import TlsSocket, trusting
+
+# What a control socket carries: a letter, and what it is about.
+SEND, RECEIVE, RECEIVED, FAILED = b"S", b"R", b"r", b"f"
+# Where to receive to, from and to which byte of the shared memory, and how (recv(2)).
+WHERE = struct.Struct("=III")
+# How many bytes came, and how many have arrived and are still unread.
+CAME = struct.Struct("=II")
+# The largest message; a request is sent in several if it is longer.
+MESSAGE_BYTES = 32 << 10
+
+
+def main(descriptor: int) -> NoReturn:
+    """Serve connections until the other end of this socket is closed, that is, at the latest when its process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other process, which closes the socket then
+    with socket.socket(fileno=descriptor) as incoming:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(incoming, MESSAGE_BYTES, 3)
+            if not message:
+                os._exit(0)  # whatever the threads are doing: nobody waits for it
+            threading.Thread(target=_serve, args=(*descriptors, json.loads(message)), daemon=True).start()
+
+
+def _serve(connected: int, control: int, memory: int, about: dict[str, Any]) -> None:
+    with socket.socket(fileno=control) as asked, mmap.mmap(memory, 0) as shared, memoryview(shared) as room:
+        os.close(memory)
+        with contextlib.suppress(OSError):  # the other process has closed the connection
+            try:
+                opened = _opened(socket.socket(fileno=connected), **about)
+            except Exception as error:  # noqa: BLE001  raised by the other process
+                asked.send(FAILED + pickle.dumps(error))
+                return
+            with opened:
+                asked.send(RECEIVED + CAME.pack(0, 0))
+                _answer(asked, opened, room)
+
+
+def _opened(raw: socket.socket, host: str, ca_file: str | None, timeout_s: float | None) -> TlsSocket:
+    with raw:  # until the TlsSocket takes it over
+        raw.settimeout(timeout_s)
+        opened = TlsSocket(raw, trusting(ca_file), host)
+    opened.settimeout(None)
+    return opened
+
+
+def _answer(asked: socket.socket, connected: TlsSocket, room: memoryview) -> None:
+    failed: Exception | None = None
+    while message := asked.recv(MESSAGE_BYTES):
+        is_to_send = message[:1] == SEND
+        try:
+            if failed is not None:
+                raise failed
+            if is_to_send:
+                connected.sendall(message[1:])
+                continue
+            start, end, flags = WHERE.unpack_from(message, 1)
+            with room[start:end] as part:
+                count = connected.recv_into(part, 0, flags)
+        except Exception as error:  # noqa: BLE001  raised by the other process
+            if is_to_send:
+                failed = error  # told to whoever waits for the answer
+            else:
+                asked.send(FAILED + pickle.dumps(error))
+        else:
+            asked.send(RECEIVED + CAME.pack(count, connected.pending()))
