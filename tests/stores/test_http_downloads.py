@@ -8,7 +8,7 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,28 @@ from ckpt_async.stores.http import connections
 from ckpt_async.stores.http import downloads as http_ranges
 from ckpt_async.stores.http.downloads import BUFFER_BYTES, Check, Downloads
 from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.http.offload import Offload
 from ckpt_async.stores.http.tls import TlsSocket
 from tests.restore.runs import content
 from tests.stores.ambiguous import AMBIGUOUS
 from tests.stores.http_server import PATIENCE_S, Server, Talk, request_of
+
+
+@pytest.fixture(params=["http", "https", "offloaded"])
+def tls(
+    request: pytest.FixtureRequest, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> ssl.SSLContext | None:
+    """With "offloaded", a process decrypts."""
+    if request.param == "http":
+        return None
+    if request.param == "offloaded":
+        monkeypatch.setattr(http_ranges, "Offload", lambda: Offload(1, due_bytes=0))
+        monkeypatch.delattr(http_ranges, "TlsSocket")  # nothing is decrypted here
+    return _serving(certificate)
+
+
+# For the tests that plain HTTP would make no sense for.
+ENCRYPTED = pytest.mark.parametrize("tls", ["https", "offloaded"], indirect=True)
 
 
 def _answer(size_bytes: int, body: bytes, status: int = 206) -> bytes:
@@ -218,11 +236,13 @@ def test_unsolicited_bytes_are_not_read_as_the_next_response(
     run(main())
 
 
-def test_unsolicited_bytes_already_decrypted_are_detected(run: Any, certificate: Path) -> None:
+@ENCRYPTED
+def test_unsolicited_bytes_already_decrypted_are_detected(
+    run: Any, tls: ssl.SSLContext, certificate: Path
+) -> None:
     """If the end of the body and the extra bytes share a TLS record, the socket itself has nothing left to read."""
     size_bytes = 3 * BUFFER_BYTES
     is_first = True
-    context = _serving(certificate)
 
     def talk(near: socket.socket) -> None:
         nonlocal is_first
@@ -232,7 +252,7 @@ def test_unsolicited_bytes_already_decrypted_are_detected(run: Any, certificate:
             is_first = False
 
     async def main() -> None:
-        with Server(talk, context) as server:
+        with Server(talk, tls) as server:
             async with _downloads(ca_file=str(certificate.with_name("c.pem"))) as downloads:
                 for _ in range(2):
                     assert await _get(downloads, server, "https", size_bytes) == bytes(size_bytes)
@@ -498,12 +518,13 @@ def _half_a_record(near: socket.socket, context: ssl.SSLContext) -> bytes:
     return leaving.read()[:500]
 
 
-def test_half_a_record_that_trickles_is_no_answer(run: Any, certificate: Path) -> None:
+@ENCRYPTED
+def test_half_a_record_that_trickles_is_no_answer(run: Any, tls: ssl.SSLContext, certificate: Path) -> None:
     """Half a record cannot be decrypted, however long its bytes keep coming."""
     is_over = threading.Event()
 
     def talk(near: socket.socket) -> None:
-        for byte in _half_a_record(near, _serving(certificate)):
+        for byte in _half_a_record(near, tls):
             near.sendall(bytes([byte]))
             if is_over.wait(0.02):
                 return
@@ -519,11 +540,12 @@ def test_half_a_record_that_trickles_is_no_answer(run: Any, certificate: Path) -
     run(main())
 
 
+@ENCRYPTED
 @pytest.mark.parametrize(
     ("first", "error"), [(b"", TimeoutError), (b"HTTP/1.1 400 plain\r\n\r\n", ssl.SSLError)]
 )
 def test_a_server_that_speaks_no_tls_is_an_error(
-    run: Any, certificate: Path, first: bytes, error: type[Exception]
+    run: Any, tls: ssl.SSLContext, certificate: Path, first: bytes, error: type[Exception]
 ) -> None:
     """If the server says nothing, the error comes within the connect timeout."""
 
@@ -542,7 +564,10 @@ def test_a_server_that_speaks_no_tls_is_an_error(
     run(main())
 
 
-def test_a_server_that_closes_amid_the_handshake_is_an_error(run: Any, certificate: Path) -> None:
+@ENCRYPTED
+def test_a_server_that_closes_amid_the_handshake_is_an_error(
+    run: Any, tls: ssl.SSLContext, certificate: Path
+) -> None:
     def talk(near: socket.socket) -> None:
         near.recv(10)
 
@@ -637,21 +662,13 @@ def test_ca_certificates_are_loaded_once_until_they_change(
     assert len(made) == 4
 
 
-@pytest.fixture(params=["http", "https"])
-def tls(request: pytest.FixtureRequest, certificate: Path) -> Iterator[ssl.SSLContext | None]:
-    if request.param == "http":
-        yield None
-        return
-    yield _serving(certificate)
-
-
-def test_ranges_over_tls(run: Any, certificate: Path) -> None:
+@ENCRYPTED
+def test_ranges_over_tls(run: Any, tls: ssl.SSLContext, certificate: Path) -> None:
     """Certificates are verified against the configured CA and no other."""
-    context = _serving(certificate)
     ca_file = str(certificate.with_name("c.pem"))
 
     async def main() -> None:
-        with Server(_answers(2), context) as server:
+        with Server(_answers(2), tls) as server:
             async with _downloads(ca_file=ca_file) as downloads:
                 for _ in range(4):
                     assert await _get(downloads, server, "https") == b"0123456789"

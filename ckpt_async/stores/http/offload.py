@@ -68,7 +68,7 @@ class OffloadedSocket(socket.socket):
     def __init__(
         self, raw: socket.socket, process: Process, host: str, ca_file: str | None, memory_bytes: int
     ) -> None:
-        timeout_s = raw.gettimeout()
+        timeout_s = min(raw.gettimeout() or PATIENCE_S, PATIENCE_S / 2)
         super().__init__(raw.family, raw.type, raw.proto, fileno=raw.detach())
         self._process, self._pending = process, 0
         self._control, theirs = _pair()
@@ -103,6 +103,8 @@ class OffloadedSocket(socket.socket):
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)  # the process may be waiting for the server
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # also for the copies that forked processes have
         self._control.close()
         super().close()
 
@@ -160,7 +162,7 @@ class Process:
                     if code := started.wait(START_TIMEOUT_S):
                         raise OSError(f"{sys.executable} exited with {code}")
                 finally:
-                    started.kill()
+                    started.kill()  # if it has not
         except BaseException:
             self.close()
             raise
@@ -190,9 +192,9 @@ class Process:
         return ProcessLostError(f"the process that decrypts the connection is lost: {why}")
 
     def close(self) -> None:
-        """End the process, and with it the connections that it decrypts."""
+        """Have the process end with the last of its connections."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # also for the copies that forked processes have
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

@@ -10,11 +10,10 @@ import json
 import mmap
 import os
 import pickle
-import signal
 import socket
 import struct
 import threading
-from typing import Any, NoReturn
+from typing import Any
 
 from ckpt_async.stores.http.tls import TlsSocket, trusting
 
@@ -28,15 +27,16 @@ CAME = struct.Struct("=II")
 MESSAGE_BYTES = 32 << 10
 
 
-def main(descriptor: int) -> NoReturn:
-    """Serve connections until the other end of this socket is closed, that is, at the latest when its process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other process, which closes the socket then
+def main(descriptor: int) -> None:
+    """Take connections until the other end of this socket is closed, that is, at the latest when its process ends.
+    Those that are there are served until they are closed in the same way.
+    """
     with socket.socket(fileno=descriptor) as incoming:
         while True:
             message, descriptors, _, _ = socket.recv_fds(incoming, MESSAGE_BYTES, 3)
             if not message:
-                os._exit(0)  # whatever the threads are doing: nobody waits for it
-            threading.Thread(target=_serve, args=(*descriptors, json.loads(message)), daemon=True).start()
+                return
+            threading.Thread(target=_serve, args=(*descriptors, json.loads(message))).start()
 
 
 def _serve(connected: int, control: int, memory: int, about: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ def _serve(connected: int, control: int, memory: int, about: dict[str, Any]) -> 
                 _answer(asked, opened, room)
 
 
-def _opened(raw: socket.socket, host: str, ca_file: str | None, timeout_s: float | None) -> TlsSocket:
+def _opened(raw: socket.socket, host: str, ca_file: str | None, timeout_s: float) -> TlsSocket:
     with raw:  # until the TlsSocket takes it over
         raw.settimeout(timeout_s)
         opened = TlsSocket(raw, trusting(ca_file), host)
@@ -76,7 +76,7 @@ def _answer(asked: socket.socket, connected: TlsSocket, room: memoryview) -> Non
                 count = connected.recv_into(part, 0, flags)
         except Exception as error:  # noqa: BLE001  raised by the other process
             if is_to_send:
-                failed = error  # told to whoever waits for the answer
+                failed = ConnectionAbortedError(f"the request could not be sent: {error}")
             else:
                 asked.send(FAILED + pickle.dumps(error))
         else:

@@ -1,0 +1,317 @@
+"""TLS decrypted by processes: when they start, what they take over, and that losing them costs one attempt."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async.stores.http import offload as offload_module
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.offload import Offload, OffloadedConnection, num_of_processes, possible_processes
+from tests.stores.http_server import PATIENCE_S, Server, Talk, request_of
+
+BODY = b"0123456789"
+LOST = "going on without it"
+
+
+def _answering(near: socket.socket) -> None:
+    while True:
+        request_of(near)
+        near.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 10\r\n\r\n" + BODY)
+
+
+def _stalling(reached: threading.Event) -> Talk:
+    """Send half a body, and the rest never."""
+
+    def talk(near: socket.socket) -> None:
+        request_of(near)
+        near.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 10\r\n\r\n01234")
+        reached.set()
+        near.recv(1)
+
+    return talk
+
+
+@contextlib.asynccontextmanager
+async def _downloads(offload: Offload, ca_file: str) -> AsyncIterator[Downloads]:
+    downloads = Downloads(
+        max_connections=4, connect_timeout_s=5.0, read_timeout_s=20.0, ca_file=ca_file, offload=offload
+    )
+    try:
+        yield downloads
+    finally:
+        downloads.close()
+
+
+async def _get(downloads: Downloads, server: Server) -> bytes:
+    found: list[bytes] = []
+    url = f"https://localhost:{server.port}/key"
+    async with asyncio.timeout(PATIENCE_S):
+        await downloads.get_range(url, 0, 10, lambda piece: found.append(bytes(piece)), lambda _: None)
+    return b"".join(found)
+
+
+def _is_offloaded(downloads: Downloads) -> bool:
+    """Return whether a process decrypts the idle connection."""
+    [(idle, _)] = downloads._idle
+    return isinstance(idle, OffloadedConnection)
+
+
+def _processes_of(pid: int | str = "self") -> set[int]:
+    """Return the processes that share memory with this one for decrypting."""
+    mapped = re.compile(r" (\d+) +/memfd:ckpt-async-tls")
+    ours = set(mapped.findall(Path(f"/proc/{pid}/maps").read_text()))
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if ours & set(mapped.findall(maps.read_text())):
+                found.add(int(maps.parent.name))
+    return found - {os.getpid(), pid}
+
+
+def _wait_for_end_of(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        ended, _, _ = select.select([process], [], [], PATIENCE_S)
+        os.close(process)
+        assert ended
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "local_world_size", "num_processes"),
+    [
+        (1, "", 0),
+        (3, "", 0),
+        (4, "", 1),
+        (11, "", 2),
+        (200, "", 4),
+        (16, "8", 0),
+        (64, "8", 2),
+        (200, "8", 4),
+        (16, "0", 4),
+        (16, "many", 4),
+    ],
+)
+def test_the_cores_of_a_rank_determine_the_number(
+    num_cores: int, local_world_size: str, num_processes: int
+) -> None:
+    assert num_of_processes(num_cores, local_world_size) == num_processes
+
+
+def test_only_a_python_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen program would start itself, and an embedding one whatever it is."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert possible_processes() == 4
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert possible_processes() == 0
+    monkeypatch.delattr(sys, "frozen")
+    for executable in ("", None, "/usr/sbin/uwsgi"):
+        monkeypatch.setattr(sys, "executable", executable)
+        assert possible_processes() == 0
+
+
+def test_a_process_takes_over_when_it_is_due(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+    """Few bytes are not worth a process. Later ones come over new connections, and only these."""
+
+    async def main() -> None:
+        with Server(_answering, tls) as server:
+            async with _downloads(Offload(1, due_bytes=25), ca_file) as downloads:
+                for num_before in range(6):
+                    assert await _get(downloads, server) == BODY
+                    if num_before == 2:
+                        assert not downloads._idle
+                    else:
+                        assert _is_offloaded(downloads) == (num_before > 2)
+                assert len(_processes_of()) == 1
+            assert server.num_connections == 2
+
+    run(main())
+
+
+def test_without_processes_connections_are_kept(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+    async def main() -> None:
+        with Server(_answering, tls) as server:
+            async with _downloads(Offload(0, due_bytes=0), ca_file) as downloads:
+                for _ in range(3):
+                    assert await _get(downloads, server) == BODY
+            assert server.num_connections == 1
+
+    run(main())
+
+
+def test_processes_take_turns(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+    both_asked = threading.Barrier(2)
+
+    def talk(near: socket.socket) -> None:
+        request_of(near)
+        both_asked.wait(PATIENCE_S)
+        near.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 10\r\n\r\n" + BODY)
+        near.recv(1)
+
+    async def main() -> None:
+        with Server(talk, tls) as server:
+            async with _downloads(Offload(2, due_bytes=0), ca_file) as downloads:
+                assert await asyncio.gather(_get(downloads, server), _get(downloads, server)) == [BODY, BODY]
+                assert len(_processes_of()) == 2
+
+    run(main())
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("harm", [_kill, _stop])
+def test_a_lost_process_costs_one_attempt(
+    run: Any,
+    tls: ssl.SSLContext,
+    ca_file: str,
+    harm: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connections fail at once (if it hangs: soon), with one warning, and the next are decrypted here."""
+    monkeypatch.setattr(offload_module, "PATIENCE_S", 2.0)
+    reached = threading.Event()
+    is_first = True
+
+    def talk(near: socket.socket) -> None:
+        nonlocal is_first
+        was_first, is_first = is_first, False
+        (_stalling(reached) if was_first else _answering)(near)
+
+    async def main() -> None:
+        with Server(talk, tls) as server:
+            async with _downloads(Offload(1, due_bytes=0), ca_file) as downloads:
+                getting = asyncio.ensure_future(_get(downloads, server))
+                assert await asyncio.to_thread(reached.wait, PATIENCE_S)
+                [pid] = _processes_of()
+                harm(pid)
+                try:
+                    with pytest.raises(ConnectionAbortedError, match="the process that decrypts"):
+                        await getting
+                    for _ in range(2):
+                        assert await _get(downloads, server) == BODY
+                        assert not _is_offloaded(downloads)
+                finally:
+                    with contextlib.suppress(ProcessLookupError):
+                        _kill(pid)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert [LOST in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_process_that_cannot_be_started_is_done_without(
+    run: Any,
+    tls: ssl.SSLContext,
+    ca_file: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    async def main() -> None:
+        with Server(_answering, tls) as server:
+            async with _downloads(Offload(2, due_bytes=0), ca_file) as downloads:
+                for _ in range(3):
+                    assert await _get(downloads, server) == BODY
+                    assert not _is_offloaded(downloads)
+            assert server.num_connections == 1
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    [told] = caplog.messages
+    assert told.startswith("tls_process_failed")
+
+
+def test_closing_ends_the_process_with_its_last_request(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+    """This holds although a forked process has copies of its sockets."""
+    has_head, is_closed = threading.Event(), threading.Event()
+
+    def talk(near: socket.socket) -> None:
+        request_of(near)
+        near.sendall(b"HTTP/1.1 206 X\r\nContent-Length: 10\r\n\r\n01234")
+        has_head.set()
+        assert is_closed.wait(PATIENCE_S)
+        near.sendall(b"56789")
+        near.recv(1)
+
+    async def main() -> None:
+        with Server(talk, tls) as server:
+            offload = Offload(1, due_bytes=0)
+            async with _downloads(offload, ca_file) as downloads:
+                getting = asyncio.ensure_future(_get(downloads, server))
+                assert await asyncio.to_thread(has_head.wait, PATIENCE_S)
+                [pid] = _processes_of()
+                copy = offload._processes[0]._socket.dup()
+            is_closed.set()
+            assert await getting == BODY
+            _wait_for_end_of(pid)
+            copy.close()
+
+    run(main())
+
+
+TRAINER = """
+import asyncio, sys
+from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.offload import Offload
+
+async def main():
+    downloads = Downloads(
+        max_connections=1, connect_timeout_s=5.0, read_timeout_s=60.0, ca_file=sys.argv[2],
+        offload=Offload(1, due_bytes=0),
+    )
+    await downloads.get_range(f"https://localhost:{sys.argv[1]}/x", 0, 10, lambda _: None, lambda _: None)
+
+asyncio.run(main())
+"""
+
+
+def test_the_process_ends_with_a_trainer_that_is_killed(tls: ssl.SSLContext, ca_file: str) -> None:
+    reached = threading.Event()
+    with (
+        Server(_stalling(reached), tls) as server,
+        subprocess.Popen([sys.executable, "-c", TRAINER, str(server.port), ca_file]) as trainer,
+    ):
+        assert reached.wait(PATIENCE_S)
+        [pid] = _processes_of(trainer.pid)
+        trainer.kill()
+        trainer.wait()
+        _wait_for_end_of(pid)
+
+
+def test_the_process_starts_quickly() -> None:
+    """It imports only the standard library and two modules of this package."""
+    before_its_main = offload_module._BOOTSTRAP.partition("if os.fork")[0]
+    folder = str(offload_module._FOLDER)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", before_its_main + "print(*sys.modules)", "3", folder],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert loaded - sys.stdlib_module_names == {"__main__", "ckpt_async"}
+    ours = {name for name in done.stdout.split() if name.startswith("ckpt_async.stores.http.")}
+    assert ours == {"ckpt_async.stores.http.offload_process", "ckpt_async.stores.http.tls"}
+    assert not loaded & {"asyncio", "http", "urllib", "subprocess"}
