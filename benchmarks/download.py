@@ -2,7 +2,8 @@
 
 Every client fetches the same object to a file of its own and ends with an fsync (free on tmpfs, the default; `--to
 disk` writes to a disk). Each run is a whole process, and the clients take turns. "ours" is `restore.fetch` of a
-committed checkpoint: lease, ranges, every byte compared with the receipt's checksum, fsync, rename. Of the others
+committed checkpoint: lease, ranges, every byte compared with the receipt's checksum, fsync, rename. "offloaded" is the
+same with two processes that decrypt, which machines with few cores do not start by themselves. Of the others
 only boto3 and CRT can verify a checksum, and neither does so for a multipart object that is read by ranges. The sink
 stores no large bodies and answers with zeros, so the shard consists of zeros: its checksum is correct and really
 compared.
@@ -45,6 +46,14 @@ def prepare_fetch(work: Work) -> Callable[[], None]:
     return run
 
 
+def prepare_offloaded(work: Work) -> Callable[[], None]:
+    """As many processes decrypt as on a machine with eight cores."""
+    from ckpt_async.stores.http import offload
+
+    offload.possible_processes = lambda: 2
+    return prepare_fetch(work)
+
+
 def prepare_recv(work: Work) -> Callable[[], None]:
     host = urlsplit(work.endpoint_url).netloc
     offsets = iter(range(0, work.size_bytes, work.part_bytes))
@@ -77,7 +86,7 @@ def prepare_recv(work: Work) -> Callable[[], None]:
     return run
 
 
-OURS = {"ours": prepare_fetch, "recv": prepare_recv}
+OURS = {"ours": prepare_fetch, "offloaded": prepare_offloaded, "recv": prepare_recv}
 DEFAULT = ["ours", *peers.DOWNLOADS, "recv"]
 
 
@@ -105,7 +114,7 @@ def main() -> None:
     parser.add_argument("--to", choices=("tmpfs", "disk"), default="tmpfs")
     arguments = parser.parse_args()
     # `recv` does not sign requests, and s3torchconnector does not trust our certificate.
-    only = {"recv": {"sink"}, "s3torchconnector": {"sink", "seaweed"}}
+    only = {"offloaded": {"tls"}, "recv": {"sink"}, "s3torchconnector": {"sink", "seaweed"}}
     wanted = [name for name in arguments.clients if arguments.server in only.get(name, {arguments.server})]
     clients = Clients(wanted, peers.DOWNLOADS)
     runs: dict[str, list[Measured]] = {name: [] for name in clients.names}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from ckpt_async.stores.http import offload as offload_module
 from ckpt_async.stores.http.downloads import Downloads
@@ -149,6 +150,20 @@ def test_without_processes_connections_are_kept(run: Any, tls: ssl.SSLContext, c
                 for _ in range(3):
                     assert await _get(downloads, server) == BODY
             assert server.num_connections == 1
+
+    run(main())
+
+
+def test_a_certificate_of_another_host_is_rejected(run: Any, authority: trustme.CA, ca_file: str) -> None:
+    """The process verifies it, and the error is the one that this process would raise."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("elsewhere.example").configure_cert(context)
+
+    async def main() -> None:
+        with Server(_answering, context) as server:
+            async with _downloads(Offload(1, due_bytes=0), ca_file) as downloads:
+                with pytest.raises(ssl.SSLCertVerificationError, match="not valid for 'localhost'"):
+                    await _get(downloads, server)
 
     run(main())
 

@@ -226,7 +226,9 @@ class Offload:
                     self._processes.append(Process())
             except (OSError, subprocess.SubprocessError) as error:
                 logger.warning("tls_process_failed error=%s; going on with %d", error, len(self._processes))
-            self._processes = [each for each in self._processes if not each.is_lost]
+            for lost in [each for each in self._processes if each.is_lost]:
+                self._processes.remove(lost)
+                lost.close()
             if not self._processes:
                 return None
             self._processes.append(self._processes.pop(0))  # they take turns
