@@ -258,9 +258,20 @@ def test_a_process_that_cannot_be_started_is_done_without(
     assert told.startswith("tls_process_failed")
 
 
-def test_closing_ends_the_process_with_its_last_request(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+def test_closing_ends_the_process_with_its_last_request(
+    run: Any, tls: ssl.SSLContext, ca_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This holds although a forked process has copies of its sockets."""
     has_head, is_closed = threading.Event(), threading.Event()
+    copies: list[socket.socket] = []
+    pair = offload_module._pair
+
+    def copied() -> tuple[socket.socket, socket.socket]:
+        ours, theirs = pair()
+        copies.append(ours.dup())
+        return ours, theirs
+
+    monkeypatch.setattr(offload_module, "_pair", copied)
 
     def talk(near: socket.socket) -> None:
         request_of(near)
@@ -272,16 +283,16 @@ def test_closing_ends_the_process_with_its_last_request(run: Any, tls: ssl.SSLCo
 
     async def main() -> None:
         with Server(talk, tls) as server:
-            offload = Offload(1, due_bytes=0)
-            async with _downloads(offload, ca_file) as downloads:
+            async with _downloads(Offload(1, due_bytes=0), ca_file) as downloads:
                 getting = asyncio.ensure_future(_get(downloads, server))
                 assert await asyncio.to_thread(has_head.wait, PATIENCE_S)
                 [pid] = _processes_of()
-                copy = offload._processes[0]._socket.dup()
             is_closed.set()
             assert await getting == BODY
-            _wait_for_end_of(pid)
-            copy.close()
+            await asyncio.to_thread(_wait_for_end_of, pid)
+            assert len(copies) == 2
+            for each in copies:
+                each.close()
 
     run(main())
 

@@ -82,14 +82,12 @@ class OffloadedSocket(socket.socket):
             raise
 
     def sendall(self, data: bytes, /) -> None:  # type: ignore[override]
-        """Have it sent; an error is raised by the next call that receives."""
         for start in range(0, len(data), MESSAGE_BYTES - 1):
-            self._tell(SEND + data[start : start + MESSAGE_BYTES - 1])
+            self._ask(SEND + data[start : start + MESSAGE_BYTES - 1])
 
     def receive_at(self, start: int, end: int, flags: int = 0) -> int:
         """Receive into this part of the memory as `TlsSocket.recv_into` does."""
-        self._tell(RECEIVE + WHERE.pack(start, end, flags))
-        return self._reply()
+        return self._ask(RECEIVE + WHERE.pack(start, end, flags))
 
     def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # type: ignore[override]
         count = self.receive_at(0, min(nbytes or len(buffer), len(self.memory)), flags)
@@ -102,17 +100,17 @@ class OffloadedSocket(socket.socket):
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.shutdown(socket.SHUT_RDWR)  # the process may be waiting for the server
-        with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)  # also for the copies that forked processes have
         self._control.close()
         super().close()
 
-    def _tell(self, message: bytes) -> None:
+    def _ask(self, message: bytes) -> int:
+        """Return how many bytes came."""
         try:
             self._control.send(message)
         except OSError as error:
             raise self._process.lost(error) from error
+        return self._reply()
 
     def _reply(self) -> int:
         try:

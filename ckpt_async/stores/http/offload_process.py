@@ -17,8 +17,8 @@ from typing import Any
 
 from ckpt_async.stores.http.tls import TlsSocket, trusting
 
-# What a control socket carries: a letter, and what it is about.
-SEND, RECEIVE, RECEIVED, FAILED = b"S", b"R", b"r", b"f"
+# What a control socket carries: a letter and what it is about. Every message gets one answer.
+SEND, RECEIVE, DONE, FAILED = b"S", b"R", b"d", b"f"
 # Where to receive to, from and to which byte of the shared memory, and how (recv(2)).
 WHERE = struct.Struct("=III")
 # How many bytes came, and how many have arrived and are still unread.
@@ -49,7 +49,7 @@ def _serve(connected: int, control: int, memory: int, about: dict[str, Any]) -> 
                 asked.send(FAILED + pickle.dumps(error))
                 return
             with opened:
-                asked.send(RECEIVED + CAME.pack(0, 0))
+                asked.send(DONE + CAME.pack(0, 0))
                 _answer(asked, opened, room)
 
 
@@ -57,27 +57,21 @@ def _opened(raw: socket.socket, host: str, ca_file: str | None, timeout_s: float
     with raw:  # until the TlsSocket takes it over
         raw.settimeout(timeout_s)
         opened = TlsSocket(raw, trusting(ca_file), host)
-    opened.settimeout(None)
+    opened.settimeout(None)  # from now on, the kernel limits the waiting, as the other process tells it
     return opened
 
 
 def _answer(asked: socket.socket, connected: TlsSocket, room: memoryview) -> None:
-    failed: Exception | None = None
     while message := asked.recv(MESSAGE_BYTES):
-        is_to_send = message[:1] == SEND
+        count = 0
         try:
-            if failed is not None:
-                raise failed
-            if is_to_send:
+            if message[:1] == SEND:
                 connected.sendall(message[1:])
-                continue
-            start, end, flags = WHERE.unpack_from(message, 1)
-            with room[start:end] as part:
-                count = connected.recv_into(part, 0, flags)
-        except Exception as error:  # noqa: BLE001  raised by the other process
-            if is_to_send:
-                failed = ConnectionAbortedError(f"the request could not be sent: {error}")
             else:
-                asked.send(FAILED + pickle.dumps(error))
+                start, end, flags = WHERE.unpack_from(message, 1)
+                with room[start:end] as part:
+                    count = connected.recv_into(part, 0, flags)
+        except Exception as error:  # noqa: BLE001  raised by the other process
+            asked.send(FAILED + pickle.dumps(error))
         else:
-            asked.send(RECEIVED + CAME.pack(count, connected.pending()))
+            asked.send(DONE + CAME.pack(count, connected.pending()))
