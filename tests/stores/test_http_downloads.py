@@ -27,6 +27,12 @@ from tests.stores.ambiguous import AMBIGUOUS
 from tests.stores.http_server import PATIENCE_S, Server, Talk, request_of
 
 
+def _started_offload() -> Offload:
+    offload = Offload(1)
+    offload.start()
+    return offload
+
+
 @pytest.fixture(params=["http", "https", "offloaded"])
 def tls(
     request: pytest.FixtureRequest, certificate: Path, monkeypatch: pytest.MonkeyPatch
@@ -35,7 +41,7 @@ def tls(
     if request.param == "http":
         return None
     if request.param == "offloaded":
-        monkeypatch.setattr(http_ranges, "Offload", lambda: Offload(1, due_bytes=0))
+        monkeypatch.setattr(http_ranges, "Offload", _started_offload)
         monkeypatch.delattr(http_ranges, "TlsSocket")  # nothing is decrypted here
     return _serving(certificate)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ from ckpt_async.stores.http.offload import Offload, OffloadedConnection, num_of_
 from tests.stores.http_server import PATIENCE_S, Server, Talk, request_of
 
 BODY = b"0123456789"
-LOST = "going on without it"
+LOST = "tls_process_lost"
 
 
 def _answering(near: socket.socket) -> None:
@@ -44,6 +45,12 @@ def _stalling(reached: threading.Event) -> Talk:
         near.recv(1)
 
     return talk
+
+
+def _started(num_processes: int) -> Offload:
+    offload = Offload(num_processes)
+    offload.start()
+    return offload
 
 
 @contextlib.asynccontextmanager
@@ -125,18 +132,25 @@ def test_only_a_python_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
         assert possible_processes() == 0
 
 
-def test_a_process_takes_over_when_it_is_due(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
-    """Few bytes are not worth a process. Later ones come over new connections, and only these."""
+def test_processes_take_over_when_they_are_due(run: Any, tls: ssl.SSLContext, ca_file: str) -> None:
+    """Few bytes are not worth a process. Later ones come over new connections; nobody waits for the processes."""
 
     async def main() -> None:
         with Server(_answering, tls) as server:
-            async with _downloads(Offload(1, due_bytes=25), ca_file) as downloads:
-                for num_before in range(6):
+            offload = Offload(2, due_bytes=25)
+            async with _downloads(offload, ca_file) as downloads:
+                for _ in range(2):
                     assert await _get(downloads, server) == BODY
-                    if num_before == 2:
-                        assert not downloads._idle
-                    else:
-                        assert _is_offloaded(downloads) == (num_before > 2)
+                assert "ckpt-async-offload" not in {thread.name for thread in threading.enumerate()}
+                assert await _get(downloads, server) == BODY  # 30 bytes: due
+                [starting] = [each for each in threading.enumerate() if each.name == "ckpt-async-offload"]
+                await asyncio.to_thread(starting.join, PATIENCE_S)
+                assert offload.is_running
+                assert await _get(downloads, server) == BODY
+                assert not downloads._idle  # it was closed for the sake of a process
+                for _ in range(3):
+                    assert await _get(downloads, server) == BODY
+                    assert _is_offloaded(downloads)
                 assert len(_processes_of()) == 1
             assert server.num_connections == 2
 
@@ -155,15 +169,18 @@ def test_without_processes_connections_are_kept(run: Any, tls: ssl.SSLContext, c
 
 
 def test_a_certificate_of_another_host_is_rejected(run: Any, authority: trustme.CA, ca_file: str) -> None:
-    """The process verifies it, and the error is the one that this process would raise."""
+    """The process verifies it, and the error is the one that this process would raise. The next attempt is made here:
+    an application may trust more than what the environment says.
+    """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("elsewhere.example").configure_cert(context)
 
     async def main() -> None:
         with Server(_answering, context) as server:
-            async with _downloads(Offload(1, due_bytes=0), ca_file) as downloads:
+            async with _downloads(_started(1), ca_file) as downloads:
                 with pytest.raises(ssl.SSLCertVerificationError, match="not valid for 'localhost'"):
                     await _get(downloads, server)
+                assert not downloads._offload.is_running
 
     run(main())
 
@@ -179,7 +196,7 @@ def test_processes_take_turns(run: Any, tls: ssl.SSLContext, ca_file: str) -> No
 
     async def main() -> None:
         with Server(talk, tls) as server:
-            async with _downloads(Offload(2, due_bytes=0), ca_file) as downloads:
+            async with _downloads(_started(2), ca_file) as downloads:
                 assert await asyncio.gather(_get(downloads, server), _get(downloads, server)) == [BODY, BODY]
                 assert len(_processes_of()) == 2
 
@@ -215,7 +232,7 @@ def test_a_lost_process_costs_one_attempt(
 
     async def main() -> None:
         with Server(talk, tls) as server:
-            async with _downloads(Offload(1, due_bytes=0), ca_file) as downloads:
+            async with _downloads(_started(1), ca_file) as downloads:
                 getting = asyncio.ensure_future(_get(downloads, server))
                 assert await asyncio.to_thread(reached.wait, PATIENCE_S)
                 [pid] = _processes_of()
@@ -246,7 +263,7 @@ def test_a_process_that_cannot_be_started_is_done_without(
 
     async def main() -> None:
         with Server(_answering, tls) as server:
-            async with _downloads(Offload(2, due_bytes=0), ca_file) as downloads:
+            async with _downloads(_started(2), ca_file) as downloads:
                 for _ in range(3):
                     assert await _get(downloads, server) == BODY
                     assert not _is_offloaded(downloads)
@@ -254,8 +271,48 @@ def test_a_process_that_cannot_be_started_is_done_without(
 
     with caplog.at_level(logging.WARNING):
         run(main())
-    [told] = caplog.messages
-    assert told.startswith("tls_process_failed")
+    assert [LOST in each for each in caplog.messages] == [True]
+
+
+def test_memory_that_cannot_be_shared_costs_one_attempt(
+    run: Any,
+    tls: ssl.SSLContext,
+    ca_file: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(errno.ENOSYS, name)
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+
+    async def main() -> None:
+        with Server(_answering, tls) as server:
+            async with _downloads(_started(2), ca_file) as downloads:
+                with pytest.raises(ConnectionAbortedError, match="cannot be handed to a process"):
+                    await _get(downloads, server)
+                assert await _get(downloads, server) == BODY
+                assert not _is_offloaded(downloads)
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert [LOST in each for each in caplog.messages] == [True]
+
+
+def test_processes_that_start_too_late_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[offload_module.Process] = []
+    make = offload_module.Process
+
+    def noted(*arguments: Any) -> offload_module.Process:
+        made.append(make(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(offload_module, "Process", noted)
+    offload = Offload(2)
+    offload.close()
+    offload.start()
+    assert not offload.is_running
+    assert [each._socket.fileno() for each in made] == [-1, -1]
 
 
 def test_closing_ends_the_process_with_its_last_request(
@@ -283,7 +340,7 @@ def test_closing_ends_the_process_with_its_last_request(
 
     async def main() -> None:
         with Server(talk, tls) as server:
-            async with _downloads(Offload(1, due_bytes=0), ca_file) as downloads:
+            async with _downloads(_started(1), ca_file) as downloads:
                 getting = asyncio.ensure_future(_get(downloads, server))
                 assert await asyncio.to_thread(has_head.wait, PATIENCE_S)
                 [pid] = _processes_of()
@@ -303,9 +360,10 @@ from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.offload import Offload
 
 async def main():
+    offload = Offload(1)
+    offload.start()
     downloads = Downloads(
-        max_connections=1, connect_timeout_s=5.0, read_timeout_s=60.0, ca_file=sys.argv[2],
-        offload=Offload(1, due_bytes=0),
+        max_connections=1, connect_timeout_s=5.0, read_timeout_s=60.0, ca_file=sys.argv[2], offload=offload
     )
     await downloads.get_range(f"https://localhost:{sys.argv[1]}/x", 0, 10, lambda _: None, lambda _: None)
 

@@ -66,10 +66,12 @@ class Downloads(Connections):
     def _put_back(
         self, connection: http.client.HTTPConnection, moved_bytes: int = 0, took_s: float = 1.0
     ) -> None:
-        if isinstance(connection, TlsConnection) and self._offload.is_due(moved_bytes):
-            connection.close()  # the next one is handed to a process
-        else:
-            super()._put_back(connection, moved_bytes, took_s)
+        if isinstance(connection, TlsConnection):
+            self._offload.moved(moved_bytes)
+            if self._offload.is_running:
+                connection.close()  # the next one is handed to a process
+                return
+        super()._put_back(connection, moved_bytes, took_s)
 
     async def get_range(
         self,

@@ -16,11 +16,12 @@ import mmap
 import os
 import pickle
 import socket
+import ssl
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckpt_async.stores.http.offload_process import (
@@ -71,12 +72,23 @@ class OffloadedSocket(socket.socket):
         timeout_s = min(raw.gettimeout() or PATIENCE_S, PATIENCE_S / 2)
         super().__init__(raw.family, raw.type, raw.proto, fileno=raw.detach())
         self._process, self._pending = process, 0
-        self._control, theirs = _pair()
         try:
-            with theirs:
-                about = {"host": host, "ca_file": ca_file, "timeout_s": timeout_s}
-                self.memory = process.hand_over(self, theirs, memory_bytes, about)
+            self._control, self.memory = process.take_over(
+                self,
+                memory_bytes,
+                host=host,
+                ca_file=ca_file and os.path.abspath(ca_file),
+                timeout_s=timeout_s,
+            )
+        except BaseException:
+            super().close()
+            raise
+        try:
             self._reply()  # the handshake is over
+        except ssl.SSLError as error:
+            process.give_up(error)  # this process may trust what that one does not
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise
@@ -99,9 +111,7 @@ class OffloadedSocket(socket.socket):
         return self._pending
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # also for the copies that forked processes have
-        self._control.close()
+        _hang_up(self._control)
         super().close()
 
     def _ask(self, message: bytes) -> int:
@@ -109,20 +119,24 @@ class OffloadedSocket(socket.socket):
         try:
             self._control.send(message)
         except OSError as error:
-            raise self._process.lost(error) from error
+            raise self._lost(error) from error
         return self._reply()
 
     def _reply(self) -> int:
         try:
             message = self._control.recv(MESSAGE_BYTES)
         except OSError as error:
-            raise self._process.lost(error) from error
+            raise self._lost(error) from error
         if not message:
-            raise self._process.lost("it has ended")
+            raise self._lost("it has ended")
         if message[:1] == FAILED:
             raise pickle.loads(message[1:])  # noqa: S301  from our own process
         count, self._pending = CAME.unpack_from(message, 1)
         return int(count)
+
+    def _lost(self, why: object) -> ProcessLostError:
+        self._process.give_up(why)
+        return ProcessLostError(f"the process that decrypts the connection is lost: {why}")
 
 
 class OffloadedConnection(http.client.HTTPSConnection):
@@ -140,14 +154,15 @@ class OffloadedConnection(http.client.HTTPSConnection):
 
 
 class Process:
-    """One process that decrypts connections. Thread-safe. Raises OSError or SubprocessError if it cannot be started."""
+    """One process that decrypts connections. Thread-safe. `give_up` is called when it turns out to be of no use."""
 
-    def __init__(self) -> None:
-        self.is_lost = False
+    def __init__(self, give_up: Callable[[object], None]) -> None:
+        """Start it without waiting until it runs. Raises OSError."""
+        self.give_up = give_up
         self._socket, theirs = _pair()
         try:
             with theirs:
-                started = subprocess.Popen(
+                self._started = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(theirs.fileno()), str(_FOLDER)],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -155,86 +170,115 @@ class Process:
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            with started:
-                try:
-                    if code := started.wait(START_TIMEOUT_S):
-                        raise OSError(f"{sys.executable} exited with {code}")
-                finally:
-                    started.kill()  # if it has not
         except BaseException:
             self.close()
             raise
 
-    def hand_over(
-        self, connected: socket.socket, control: socket.socket, memory_bytes: int, about: Mapping[str, object]
-    ) -> mmap.mmap:
-        """Have a connection decrypted into the memory that is returned, as `control` asks for it."""
-        memory = os.memfd_create("ckpt-async-tls")
-        try:
-            os.truncate(memory, memory_bytes)
-            shared = mmap.mmap(memory, memory_bytes)
-            descriptors = [connected.fileno(), control.fileno(), memory]
+    def wait_until_started(self) -> None:
+        """Raises OSError or SubprocessError if it did not start."""
+        with self._started as started:
             try:
-                socket.send_fds(self._socket, [json.dumps(about).encode()], descriptors)
-            except OSError as error:
-                raise self.lost(error) from error
-            return shared
-        finally:
-            os.close(memory)
+                if code := started.wait(START_TIMEOUT_S):
+                    raise OSError(f"{sys.executable} exited with {code}")
+            finally:
+                started.kill()  # if it has not
 
-    def lost(self, why: object) -> ProcessLostError:
-        """Note that the process cannot be used any more; return the error to raise."""
-        if not self.is_lost:
-            self.is_lost = True
-            logger.warning("tls_process_lost error=%s; going on without it", why)
-        return ProcessLostError(f"the process that decrypts the connection is lost: {why}")
+    def take_over(
+        self, connected: socket.socket, memory_bytes: int, **about: object
+    ) -> tuple[socket.socket, mmap.mmap]:
+        """Have the process make `connected` a TLS connection; return the socket by which to ask for what it decrypts,
+        and the memory into which it does.
+        """
+        try:
+            with contextlib.ExitStack() as ours:
+                control, theirs = _pair()
+                ours.callback(control.close)
+                with theirs, _shared_memory(memory_bytes) as descriptor:
+                    memory = mmap.mmap(descriptor, memory_bytes)
+                    handed = [connected.fileno(), theirs.fileno(), descriptor]
+                    socket.send_fds(self._socket, [json.dumps(about).encode()], handed)
+                ours.pop_all()
+                return control, memory
+        except OSError as error:
+            self.give_up(error)
+            raise ProcessLostError(f"the connection cannot be handed to a process: {error}") from error
 
     def close(self) -> None:
         """Have the process end with the last of its connections."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        _hang_up(self._socket)
 
 
 class Offload:
-    """The processes of one pool of connections. There are none at first. Thread-safe."""
+    """The processes of one pool of connections. They start when they are due, all at once; the first trouble with one
+    of them is the end of all, and new connections are decrypted in this process again. Thread-safe.
+    """
 
     def __init__(self, num_processes: int | None = None, due_bytes: int = DUE_BYTES) -> None:
-        self._num_left = possible_processes() if num_processes is None else num_processes
+        self._num_processes = possible_processes() if num_processes is None else num_processes
         self._due_bytes, self._moved_bytes = due_bytes, 0
         self._lock = threading.Lock()
         self._processes: list[Process] = []
+        self._num_taken = 0
+        self._has_begun = self._is_over = not self._num_processes
 
-    def is_due(self, moved_bytes: int) -> bool:
-        """Note that this much more was downloaded; return whether `process` would return one."""
+    def moved(self, size_bytes: int) -> None:
+        """Note that this much more was downloaded over TLS. Does not block."""
         with self._lock:
-            self._moved_bytes += moved_bytes
-            return self._moved_bytes >= self._due_bytes and bool(self._num_left or self._processes)
+            self._moved_bytes += size_bytes
+            if self._has_begun or self._moved_bytes < self._due_bytes:
+                return
+            self._has_begun = True
+        try:
+            threading.Thread(target=self.start, name="ckpt-async-offload", daemon=True).start()
+        except RuntimeError as error:
+            self._give_up(error)
+
+    def start(self) -> None:
+        """Start the processes, and return when they run."""
+        self._has_begun = True
+        started: list[Process] = []
+        try:
+            started.extend(Process(self._give_up) for _ in range(self._num_processes))
+        except OSError as error:
+            self._give_up(error)
+        for each in started:
+            try:
+                each.wait_until_started()
+            except (OSError, subprocess.SubprocessError) as error:
+                self._give_up(error)
+        with self._lock:
+            if not self._is_over:
+                self._processes = started
+                return
+        for each in started:
+            each.close()
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._processes)
 
     def process(self) -> Process | None:
-        """Return the process to hand the next connection to. The first call that returns one starts all of them, which
-        takes 0.1 s. None: there are none yet, or none any more.
+        """Return the process to hand the next connection to. Does not block. None: there are none yet, or none any
+        more.
         """
         with self._lock:
-            if self._moved_bytes < self._due_bytes:
-                return None
-            num_new, self._num_left = self._num_left, 0
-            try:
-                for _ in range(num_new):
-                    self._processes.append(Process())
-            except (OSError, subprocess.SubprocessError) as error:
-                logger.warning("tls_process_failed error=%s; going on with %d", error, len(self._processes))
-            for lost in [each for each in self._processes if each.is_lost]:
-                self._processes.remove(lost)
-                lost.close()
             if not self._processes:
                 return None
-            self._processes.append(self._processes.pop(0))  # they take turns
-            return self._processes[-1]
+            self._num_taken += 1
+            return self._processes[self._num_taken % len(self._processes)]
+
+    def _give_up(self, why: object) -> None:
+        with self._lock:
+            is_new, self._is_over = not self._is_over, True
+        if is_new:
+            logger.warning("tls_process_lost error=%s; decrypting in this process", why)
+        self.close()
 
     def close(self) -> None:
+        """Have the processes end with their last connections."""
         with self._lock:
-            ended, self._processes, self._num_left = self._processes, [], 0
+            self._is_over = True
+            ended, self._processes = self._processes, []
         for each in ended:
             each.close()
 
@@ -257,6 +301,17 @@ def num_of_processes(num_cores: int, local_world_size: str) -> int:
 _FOLDER = Path(__file__).parent
 
 
+@contextlib.contextmanager
+def _shared_memory(size_bytes: int) -> Iterator[int]:
+    """Yield a descriptor of new memory that other processes can map; it remains as long as one has it mapped."""
+    descriptor = os.memfd_create("ckpt-async-tls")
+    try:
+        os.truncate(descriptor, size_bytes)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _pair() -> tuple[socket.socket, socket.socket]:
     """Return both ends of a connection that carries whole messages. Ours does not wait for ever."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -264,3 +319,9 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, limit)
     return ours, theirs
+
+
+def _hang_up(ours: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        ours.shutdown(socket.SHUT_RDWR)  # also for the copies that forked processes have
+    ours.close()
