@@ -132,11 +132,12 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     the others evenly spread before it. An engine whose upload is done looks at once (fencing, receipts), then
     periodically at the decision and, while there is none, at the receipts.
     """
-    if num_writers == 1:  # looks for nobody, and knows what its receipt says
-        return Commit(writes=3, lists=1, gets=2, to_commit_s=2 * latency_s)
+    if num_writers == 1:  # looks for nobody, and knows what its receipt says; but it lists its shard
+        return Commit(writes=3, lists=2, gets=2, to_commit_s=3 * latency_s)
     waits = [spread_s * (number + 0.5) / num_writers for number in range(num_writers)]
     waves = math.ceil(num_writers / CONTROL_REQUESTS)
     pages = math.ceil((num_writers + 1) / PAGE)
+    data_pages = math.ceil((num_writers + 1) / PAGE)  # are listed while the receipts are read
     to_commit_s = latency_s * (1 + pages + waves + 1)  # PUT receipt, LIST, GETs 16 at a time, PUT decision
     period_s = max(decide.SUCCESSOR_POLL_S, num_writers / decide.SUCCESSOR_LOOKS_PER_S)
     # Each engine looks for a successor periodically during its own upload, and then until the commit.
@@ -146,9 +147,9 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     looks, listings = zip(*(looks_until(wait + to_commit_s, num_writers) for wait in waits), strict=True)
     return Commit(
         writes=num_writers + num_committers + 1,  # 1 for latest
-        # A listing ends at the first page that lacks a rank. Only a committer reads all pages, and it looks
-        # for a successor once more.
-        lists=num_writers + looks_for_successor + sum(listings) + num_committers * (pages - 1 + 1),
+        # A listing ends at the first page that lacks a rank. Only a committer reads all pages, lists the shards, and
+        # looks for a successor once more.
+        lists=num_writers + looks_for_successor + sum(listings) + num_committers * (pages - 1 + data_pages + 1),
         # Each look but the first reads the decision and the boundary. Engines other than the committers read
         # both once more when the decision is there.
         gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,
@@ -210,6 +211,12 @@ class DistantStore:
         self._latency_s, self._random = latency_s, random_
         self._objects: dict[str, tuple[bytes, float]] = {}
         self._keys: list[str] = []
+        self._shards: dict[str, int] = {}  # sizes
+
+    def add_shard(self, key: str, size_bytes: int) -> None:
+        self._shards[key] = size_bytes
+        self._objects[key] = b"", asyncio.get_running_loop().time()
+        bisect.insort(self._keys, key)
 
     def drop_idle(self) -> None:
         """Do nothing: there are no connections."""
@@ -264,7 +271,9 @@ class DistantStore:
             page = self._keys[begin : begin + PAGE]
             mine = [key for key in page if key.startswith(prefix)]
             # Times are in whole seconds, as S3 reports them.
-            found += [ObjectInfo(key, 1, "", None, int(self._objects[key][1])) for key in mine]
+            found += [
+                ObjectInfo(key, self._shards.get(key, 1), "", None, int(self._objects[key][1])) for key in mine
+            ]
             await self._answer()
             is_whole = len(mine) < PAGE
             if is_whole or (enough is not None and enough(found)):
@@ -304,6 +313,7 @@ class ModelEngine(Engine):
     """The real engine, except that an upload is a sleep and nothing is on disk."""
 
     upload_s = 0.0
+    add_shard: Callable[[str, int], None]
     committed = 0  # by all engines
 
     async def _carry_out(self, action: decide.Action) -> None:
@@ -318,6 +328,7 @@ class ModelEngine(Engine):
         await asyncio.sleep(self.upload_s)
         key = keys.data_key(NAME, 1, action.shard)
         stored = StoredShard(action.shard, key, GIB, checksum_of(action.shard.encode(), "crc64nvme"))
+        self.add_shard(key, GIB)
         self.state.record(Verified(action.checkpoint, stored))
 
 
@@ -373,7 +384,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
             clock=loop.time,
         )
         engine = ModelEngine(state)
-        engine.upload_s = 1 + random_.uniform(0, spread_s)
+        engine.upload_s, engine.add_shard = 1 + random_.uniform(0, spread_s), store.add_shard
         engines.append(engine)
     last_s = max(each.upload_s for each in engines)
     running = [asyncio.ensure_future(each.run()) for each in engines]

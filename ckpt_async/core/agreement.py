@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from ckpt_async.core.model import CheckpointId, Receipt
-from ckpt_async.core.units import few
+from ckpt_async.core.model import CheckpointId, Receipt, StoredShard
+from ckpt_async.core.units import few, named
 
 
 def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | None:
@@ -46,6 +46,18 @@ def _lacking(receipts: Iterable[Receipt]) -> str | None:
         if lacking := sorted({*receipt.expected} - there):
             return f"rank {receipt.rank} expects {few(lacking)}, which no rank has"
     return None
+
+
+def lost(gone: Collection[StoredShard], receipts: Iterable[Receipt]) -> str | None:
+    """Return why a checkpoint is given up of whose uploaded shards these are gone, or None if none is."""
+    if not gone:
+        return None
+    gone_keys = {each.key for each in gone}
+    of_ranks = [
+        each.rank for each in receipts if not gone_keys.isdisjoint(shard.key for shard in each.shards)
+    ]
+    names = few([each.name for each in gone])
+    return f"{names} of {named('rank', of_ranks)} had been uploaded, but the store does not have it any more"
 
 
 def name_of(receipts: Iterable[Receipt]) -> str:

@@ -39,6 +39,9 @@ from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
+# So many shards are asked for one by one; more are listed, with those of all ranks.
+FEW = 16
+
 
 def stranded(folder: Folder, local: Local, url: str) -> tuple[CheckpointId, str] | None:
     """Return a checkpoint that may be unfinished and was begun at another remote than `url`, and that remote's URL;
@@ -130,8 +133,10 @@ def is_copy(folder: Folder, local: Local) -> bool:
     return has_links and not any(folder.is_same(each.source, each.identity) for each in shards)
 
 
-def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
-    """Return what `backlog.unproven` does, and log it."""
+async def unproven(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
+    """Return the unfinished checkpoints of which the store may lack what was uploaded: those that `backlog.unproven`
+    knows, and those of which it does lack something. Logs them.
+    """
     found = backlog.unproven(local, address)
     if found and local.remote is not None:
         there, here = local.remote.endpoint_url or "the default", address.endpoint_url or "the default"
@@ -139,7 +144,35 @@ def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
             "endpoint_changed url=%s from=%s to=%s checkpoints=%d; what was uploaded of these is looked up again",
             *(address.url, there, here, len(found)),
         )
-    return found
+    return found or await with_lost_uploads(store, local)
+
+
+async def with_lost_uploads(store: PatientStore, local: Local) -> list[CheckpointId]:
+    """Return the unfinished checkpoints of which the store has lost what this rank had uploaded, and log them. The
+    store was wiped or put back since, or somebody deletes there.
+    """
+    found = [each for each in backlog.undecided(local) if await _has_lost_uploads(store, each, local.rank)]
+    for each in found:
+        logger.error(
+            "uploads_lost %s; the store does not have all that was uploaded: uploading it again", each.id
+        )
+    return [each.id for each in found]
+
+
+async def _has_lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, rank: int) -> bool:
+    id_, stored = checkpoint.id, [each.stored for each in checkpoint.shards.values() if each.stored]
+    prefix = keys.data_prefix(checkpoint.name, id_.generation)
+    listing = await store.list(prefix) if len(stored) > FEW else None
+    is_receipt_lost = checkpoint.has_receipt and not await steps.has_receipt(store, id_, rank)
+    if not is_receipt_lost and not await steps.missing(store, stored, listing):
+        return False
+    try:
+        return (
+            await steps.read_settled(store, id_, only_reads=True) is None
+        )  # else it was pruned, or given up
+    except InvalidRecordError as error:
+        logger.warning("decision_unreadable error=%s", error)
+        return False
 
 
 async def lost(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
@@ -170,7 +203,7 @@ async def why_refused(
         return put_back(gone, local, folder, address)
     opened = local.opened
     left = await asyncio.to_thread(nonces_of_left, folder, local)
-    is_ours = opened is None or not opened.nonce or await _reclaim(store, opened)
+    is_ours = opened is None or not opened.nonce or await reclaim(store, opened)
     # Also if this generation is there: another rank may have claimed it again, and this one has older files left.
     if is_ours and not await generations.is_taken(store, left):
         return None
@@ -185,7 +218,8 @@ async def why_refused(
     )
 
 
-async def _reclaim(store: PatientStore, opened: Opened) -> bool:
+async def reclaim(store: PatientStore, opened: Opened) -> bool:
+    """Do what `generation.reclaim` does, for the generation that this rank has opened last."""
     mine = Generation(
         opened.generation, opened.nonce, opened.world_size, socket.gethostname(), opened.nonce, time.time()
     )

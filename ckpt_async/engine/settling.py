@@ -15,10 +15,11 @@ from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Decision, Outcome, Receipt, ReceiptStored
 from ckpt_async.core.units import one_line
+from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.protocol import cas, steps
-from ckpt_async.protocol.generation import absent_ranks, newest_generation
+from ckpt_async.protocol.generation import absent_ranks, look_from
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
 
@@ -129,13 +130,34 @@ async def look_for_successor(state: State) -> None:
     """Look for a newer generation, which means that this trainer is superseded (rule R11)."""
     own = state.local.generation
     if state.is_trainer and state.fenced_by is None:
-        newest = await newest_generation(state.store, after=own)
-        if newest > own:
+        newest, record = await look_from(state.store, own)
+        if newest > own or not await _is_still_ours(state, record):
             state.fenced_by = newest
             state.observer.fenced()
             state.record(notices=state.teller.fenced(own, newest))
             logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, newest)
     state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
+
+
+async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
+    """Return whether no other start has taken our generation. If the store has lost its record since (it was wiped or
+    put back), or another rank has written it again, take it again, and upload again what is lost with it.
+    """
+    mark = (record.etag or str(record.last_modified)) if record else ""
+    before, state.generation_mark = state.generation_mark, mark
+    opened = state.local.opened
+    if opened is None or not opened.nonce or before == mark or (before is None and record is not None):
+        return True
+    logger.error(
+        "remote_was_wiped generation=%d; the store has lost our generation: it was wiped or put back to an older"
+        " state. What was committed there may be lost; going on with what this rank still has",
+        opened.generation,
+    )
+    if not await recovery.reclaim(state.store, opened):
+        return record is None  # without a proof, it is not written again: the next start will be refused
+    state.generation_mark = None
+    state.distrust(await recovery.with_lost_uploads(state.store, state.local))
+    return True
 
 
 async def look_for_members(state: State) -> None:
@@ -171,6 +193,7 @@ async def commit(state: State, action: decide.Commit) -> None:
         world_size=checkpoint.sealed.world_size,
         by=f"rank {state.rank}",
         now=state.clock(),
+        name=checkpoint.name,
         known={} if own is None else {state.rank: own},
         # A newer start may have begun since the first look, however long ago that was.
         alongside=lambda: look_for_successor(state),

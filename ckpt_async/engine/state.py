@@ -70,6 +70,8 @@ class State:
         self.failing: frozenset[Failing] = frozenset()
         self.fenced_by: int | None = None
         self.absent_ranks: list[int] | None = None
+        # By which a listing tells the record of our generation from one that was written later; "": none is there.
+        self.generation_mark: str | None = None
         self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # begun before they were enqueued
         self.sent_bytes: dict[decide.Upload, int] = {}
         # Receipts, as they are in the store, of checkpoints that this rank commits next because it is the only one.
@@ -112,6 +114,13 @@ class State:
 
     def refresh(self) -> None:
         self.local = self.fresh_local()
+
+    def distrust(self, ids: Sequence[CheckpointId]) -> None:
+        """Forget what was uploaded of these checkpoints."""
+        if ids:
+            self.journal.forget_uploads(ids)
+            self.local = Local(self.rank)
+            self.refresh()
 
     def record(self, *events: Event, notices: Sequence[Notice] = ()) -> None:
         """Append events and their notices to the journal; the engine's next round sees them."""

@@ -117,6 +117,17 @@ async def newest_generation(store: PatientStore, *, after: int = 0) -> int:
     return max((number for number in numbers if number is not None), default=after)
 
 
+async def look_from(store: PatientStore, number: int) -> tuple[int, ObjectInfo | None]:
+    """Return the newest generation from `number` on (`number` itself if there is none), and what a listing says of the
+    record of `number`. Costs one listing.
+    """
+    listing = await store.list(
+        keys.GENERATIONS, start_after=keys.generation_key(number - 1) if number > 1 else ""
+    )
+    found = {keys.parse_generation_key(each.key): each for each in listing.objects}
+    return max((each for each in found if each is not None), default=number), found.get(number)
+
+
 async def _newest_decided(store: PatientStore, *, after: int) -> int:
     """Return the newest generation after `after` that has a decision, or `after` itself if there is none: the store may
     have lost its record. Costs one listing, which is normally empty.
@@ -138,7 +149,9 @@ async def forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping
     if is_others:
         return newest
     if newest == number:
-        return None if await read(store, keys.member_key(number, rank)) is not None else newest
+        # Whoever has claimed it again for this rank has not taken its place; the nonce tells all the better.
+        is_ours = nonces.get(number) or await read(store, keys.member_key(number, rank)) is not None
+        return None if is_ours else newest
     return newest if newest < number else None
 
 

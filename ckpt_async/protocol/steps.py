@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,19 +69,33 @@ async def settle(
     world_size: int,
     by: str,
     now: float,
+    name: str = "",
     known: Mapping[int, bytes] = _NONE_KNOWN,
     alongside: Alongside | None = None,
 ) -> tuple[Decision, bool] | None:
-    """Read every rank's receipt, check them against each other, and decide: commit, or abort if they contradict.
+    """Read every rank's receipt, check them against each other and against what is in the store, and decide: commit, or
+    abort if they contradict, or if the store has lost a shard that a rank had uploaded.
 
+    `name` is the checkpoint's, as far as the caller knows; then the shards are listed while the receipts are read.
     `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
     was decided, by us or by another, and whether it was us; None if a receipt is missing.
     """
-    raw = await read_receipts(store, checkpoint, world_size, known)
+    reading = read_receipts(store, checkpoint, world_size, known)
+    listing: Listing | None = None
+    if name:
+        raw, listing = await both(reading, store.list(keys.data_prefix(name, checkpoint.generation)))
+    else:
+        raw = await reading
     if raw is None:
         return None
     receipts = [_receipt(data, checkpoint, rank) for rank, data in enumerate(raw)]
     obstacle = agreement.obstacle(checkpoint, receipts)
+    if obstacle is None:
+        if listing is None:
+            name = agreement.name_of(receipts)
+            listing = await store.list(keys.data_prefix(name, checkpoint.generation))
+        shards = [shard for receipt in receipts for shard in receipt.shards]
+        obstacle = agreement.lost(await missing(store, shards, listing), receipts)
     outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
     wanted = new_decision(
         checkpoint,
@@ -101,6 +115,33 @@ async def settle(
             metrics=agreement.merged_metrics(receipts),
         )
     return await decide_once(store, wanted, alongside)
+
+
+async def missing(
+    store: PatientStore, shards: Iterable[StoredShard], listing: Listing | None = None
+) -> list[StoredShard]:
+    """Return which of these shards are not in the store (any more), or have another size. Costs one HEAD for each that
+    the listing lacks, which may be out of date.
+    """
+    there = {each.key: each.size_bytes for each in listing.objects} if listing else {}
+    doubtful = [shard for shard in shards if there.get(shard.key) != shard.size_bytes]
+    are_there = await all_or_none(_is_there(store, shard) for shard in doubtful)
+    return [shard for shard, is_there in zip(doubtful, are_there, strict=True) if not is_there]
+
+
+async def has_receipt(store: PatientStore, checkpoint: CheckpointId, rank: int) -> bool:
+    try:
+        await store.head(keys.receipt_key(checkpoint, rank))
+        return True
+    except ObjectNotFoundError:
+        return False
+
+
+async def _is_there(store: PatientStore, shard: StoredShard) -> bool:
+    try:
+        return (await store.head(shard.key)).size_bytes == shard.size_bytes
+    except ObjectNotFoundError:
+        return False
 
 
 async def read_receipts(

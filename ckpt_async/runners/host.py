@@ -250,7 +250,7 @@ class Host:
         opened = Opened(
             generation, start.world_size, start.address, recorded, boot_id(), claim.nonce, earlier
         )
-        self._journal.open_rank(opened, recovery.unproven(local, start.address))
+        self._journal.open_rank(opened, await recovery.unproven(store, local, start.address))
         return generation
 
     def _wiped(self, before: int, newest: int) -> JournalError:

@@ -412,8 +412,8 @@ class _Adoption:
 
     async def _start(self, each: _Adopted) -> None:
         opened = each.before.opened or Opened(0, 1)
-        if opened.remote != self.address:  # so that the next start can tell whose this is
-            unproven = recovery.unproven(each.before, self.address)
+        unproven = await recovery.unproven(self._store, each.before, self.address)
+        if unproven or opened.remote != self.address:  # so that the next start can tell whose this is
             opened = replace(opened, remote=self.address)
             await asyncio.to_thread(each.journal.open_rank, opened, unproven)
         recorded = each.before.opened.settings if each.before.opened else ()
