@@ -149,7 +149,10 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
         writes=num_writers + num_committers + 1,  # 1 for latest
         # A listing ends at the first page that lacks a rank. Only a committer reads all pages, lists the shards, and
         # looks for a successor once more.
-        lists=num_writers + looks_for_successor + sum(listings) + num_committers * (pages - 1 + data_pages + 1),
+        lists=num_writers
+        + looks_for_successor
+        + sum(listings)
+        + num_committers * (pages - 1 + data_pages + 1),
         # Each look but the first reads the decision and the boundary. Engines other than the committers read
         # both once more when the decision is there.
         gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,
@@ -272,7 +275,8 @@ class DistantStore:
             mine = [key for key in page if key.startswith(prefix)]
             # Times are in whole seconds, as S3 reports them.
             found += [
-                ObjectInfo(key, self._shards.get(key, 1), "", None, int(self._objects[key][1])) for key in mine
+                ObjectInfo(key, self._shards.get(key, 1), "", None, int(self._objects[key][1]))
+                for key in mine
             ]
             await self._answer()
             is_whole = len(mine) < PAGE

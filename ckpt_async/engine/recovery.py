@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,19 +144,25 @@ async def unproven(store: PatientStore, local: Local, address: RemoteAddress) ->
             "endpoint_changed url=%s from=%s to=%s checkpoints=%d; what was uploaded of these is looked up again",
             *(address.url, there, here, len(found)),
         )
-    return found or await with_lost_uploads(store, local)
+    if not found:
+        found = await with_lost_uploads(store, local)
+        tell_lost(found)
+    return found
 
 
 async def with_lost_uploads(store: PatientStore, local: Local) -> list[CheckpointId]:
-    """Return the unfinished checkpoints of which the store has lost what this rank had uploaded, and log them. The
-    store was wiped or put back since, or somebody deletes there.
+    """Return the unfinished checkpoints of which the store has lost what this rank had uploaded: it was wiped or put
+    back since, or somebody deletes there.
     """
-    found = [each for each in backlog.undecided(local) if await _has_lost_uploads(store, each, local.rank)]
-    for each in found:
+    left = backlog.undecided(local)
+    return [each.id for each in left if await _has_lost_uploads(store, each, local.rank)]
+
+
+def tell_lost(ids: Iterable[CheckpointId]) -> None:
+    for id_ in ids:
         logger.error(
-            "uploads_lost %s; the store does not have all that was uploaded: uploading it again", each.id
+            "uploads_lost %s; the store does not have all that was uploaded: uploading it again", id_
         )
-    return [each.id for each in found]
 
 
 async def _has_lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, rank: int) -> bool:

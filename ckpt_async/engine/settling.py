@@ -156,8 +156,16 @@ async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
     if not await recovery.reclaim(state.store, opened):
         return record is None  # without a proof, it is not written again: the next start will be refused
     state.generation_mark = None
-    state.distrust(await recovery.with_lost_uploads(state.store, state.local))
+    _upload_again(state, await recovery.with_lost_uploads(state.store, state.local))
     return True
+
+
+def _upload_again(state: State, ids: Sequence[CheckpointId]) -> None:
+    recovery.tell_lost(ids)
+    for id_ in ids:
+        state.receipts.pop(id_, None)
+        _watch(state, id_, decide.Watch())
+    state.distrust(ids)
 
 
 async def look_for_members(state: State) -> None:
@@ -187,17 +195,22 @@ async def commit(state: State, action: decide.Commit) -> None:
     checkpoint = state.checkpoint(action.checkpoint)
     assert checkpoint.sealed is not None
     own = state.receipts.get(checkpoint.id)
-    settled = await steps.settle(
-        state.store,
-        checkpoint.id,
-        world_size=checkpoint.sealed.world_size,
-        by=f"rank {state.rank}",
-        now=state.clock(),
-        name=checkpoint.name,
-        known={} if own is None else {state.rank: own},
-        # A newer start may have begun since the first look, however long ago that was.
-        alongside=lambda: look_for_successor(state),
-    )
+    try:
+        settled = await steps.settle(
+            state.store,
+            checkpoint.id,
+            world_size=checkpoint.sealed.world_size,
+            by=f"rank {state.rank}",
+            now=state.clock(),
+            name=checkpoint.name,
+            rank=state.rank,
+            known={} if own is None else {state.rank: own},
+            # A newer start may have begun since the first look, however long ago that was.
+            alongside=lambda: look_for_successor(state),
+        )
+    except steps.UploadsLostError:
+        _upload_again(state, [checkpoint.id])
+        return
     if settled is None:
         # Receipts vanish only after an abort: look again, and the decision will say so.
         look_at = state.now() + state.settings.decision_poll_s

@@ -62,6 +62,10 @@ def new_decision(
     )
 
 
+class UploadsLostError(Exception):
+    """The store has lost what the caller's own rank had uploaded."""
+
+
 async def settle(
     store: PatientStore,
     checkpoint: CheckpointId,
@@ -70,6 +74,7 @@ async def settle(
     by: str,
     now: float,
     name: str = "",
+    rank: int | None = None,
     known: Mapping[int, bytes] = _NONE_KNOWN,
     alongside: Alongside | None = None,
 ) -> tuple[Decision, bool] | None:
@@ -77,6 +82,7 @@ async def settle(
     abort if they contradict, or if the store has lost a shard that a rank had uploaded.
 
     `name` is the checkpoint's, as far as the caller knows; then the shards are listed while the receipts are read.
+    `rank` is the caller's own: raises UploadsLostError if it can upload again what is lost, and nothing is decided.
     `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
     was decided, by us or by another, and whether it was us; None if a receipt is missing.
     """
@@ -94,8 +100,10 @@ async def settle(
         if listing is None:
             name = agreement.name_of(receipts)
             listing = await store.list(keys.data_prefix(name, checkpoint.generation))
-        shards = [shard for receipt in receipts for shard in receipt.shards]
-        obstacle = agreement.lost(await missing(store, shards, listing), receipts)
+        gone = await missing(store, [shard for receipt in receipts for shard in receipt.shards], listing)
+        if rank is not None and not set(gone).isdisjoint(receipts[rank].shards):
+            raise UploadsLostError
+        obstacle = agreement.lost(gone, receipts)
     outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
     wanted = new_decision(
         checkpoint,

@@ -114,6 +114,12 @@ class EngineHandle:
 
     def check_not_fenced(self) -> None:
         fenced_by = self.view().fenced_by
+        if fenced_by is not None and fenced_by <= self.generation:
+            raise FencedError(
+                f"another start has taken generation {self.generation} of this run, which is this trainer's: the"
+                " remote was wiped or put back to an older state",
+                hint="stop this process; its files stay in its folder. Use another remote or run for one of them",
+            )
         if fenced_by is not None:
             raise FencedError(
                 f"generation {fenced_by} of this run has started; this trainer is generation {self.generation}",

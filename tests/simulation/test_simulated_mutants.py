@@ -33,7 +33,6 @@ MUTANTS = [
     (core.removes_before_commit, "I3", 10),
     (core.releases_before_decision, "I3", 10),
     (core.skips_read_back, "R13", 10),
-    (core.abort_does_not_compete, "R4|I1", 500),
     (core.sweeps_without_abort, "R4|I7", 20),
     (core.prunes_what_is_read, "R3", 250),
     (core.prunes_shards_first, "I1", 20),

@@ -18,6 +18,7 @@ import pytest
 
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import drain as drain_command
+from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError, NoJournalError, SettingsError, StoreError
@@ -28,6 +29,7 @@ from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.sweep.drain import drain
 from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Json, Trainers
+from tests.trainer.uploads import wait_until
 
 Drain = Callable[..., tuple[int, Json]]
 
@@ -685,6 +687,36 @@ def test_a_drain_into_a_wiped_remote_takes_its_number_again(
     assert len(drained) == num_ranks
     assert _save(tmp_path / "other", remote, 3) == 2
     assert drained.items() <= _objects(store / "ckpt").items()
+
+
+def test_what_a_wiped_remote_had_confirmed_is_uploaded_again(call: Drain, folder: Path, remote: str) -> None:
+    """A drain committed it without the shards of rank 0, and deleted the only copies. The next start of the folder was
+    refused, because the generation that the drain had taken again had no members.
+    """
+    store, launch = Path(remote.removeprefix("file://")), {"world_size": 2, "launch_id": "1"}
+    settings: Json = {"num_checkpoints_to_keep": 0, "close_grace_s": 0.0}
+
+    def save(uploader: Uploader) -> None:
+        path = folder / "step-3" / f"rank{uploader.rank}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"%d" % uploader.rank * 100_000)
+        uploader.enqueue(path, 3)
+        uploader.seal(3)
+
+    with Uploader(folder, remote, rank=0, **launch, **settings) as zero:
+        save(zero)
+        wait_until(lambda: bool(list((store / keys.receipts_prefix(CheckpointId(1, 3))).glob("*"))), zero)
+        assert list((store / "ckpt").rglob("rank0.bin"))
+        one = Uploader(folder, remote, rank=1, **launch, **settings, max_bytes_per_s=1000)
+        save(one)
+        one.close(timeout_s=0)
+    shutil.rmtree(store)
+    code, told = call("drain", folder)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
+    there = {path.name: path.read_bytes() for path in (store / "ckpt").rglob("*.bin")}
+    assert there == {f"rank{rank}.bin": b"%d" % rank * 100_000 for rank in range(2)}
+    with Uploader(folder, remote, rank=0, **launch | {"launch_id": "3"}) as uploader:
+        assert uploader.generation == 2
 
 
 def test_what_a_copy_of_the_folder_has_drained_is_not_sent_again(

@@ -1,0 +1,239 @@
+"""A store that loses what it had confirmed: it was wiped, put back to an older state, or somebody deletes there."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckpt_async import CheckpointAbortedError, FencedError, Uploader
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Generation, Outcome
+from ckpt_async.errors import FailureReason
+from ckpt_async.protocol import steps
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
+from ckpt_async.stores.memory import MemoryBucket
+from tests.stores.misbehaving import Meddled, trouble
+from tests.trainer.uploads import Open, decisions, save, wait_until
+
+FIRST, DATA = CheckpointId(1, 1), "ckpt/step-1.g1/"
+RECEIPTS, GENERATION = keys.receipts_prefix(FIRST), keys.generation_key(1)
+
+
+class _StopError(Exception):
+    """Stands for SIGKILL."""
+
+
+class Undecided(Meddled):
+    """A store in which nothing is decided until `may_decide`: nobody gets to compare the shards."""
+
+    def __init__(self, bucket: MemoryBucket | None = None) -> None:
+        super().__init__(bucket)
+        self.may_decide = False
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "list" and key.startswith(keys.DATA) and not self.may_decide:
+            raise trouble(FailureReason.TRANSIENT)
+
+    def lose(self, *starts: str) -> None:
+        for start in starts:
+            for key in self.keys(start):
+                del self.bucket.objects[key]
+
+
+def _killed_before_the_decision(opened: Open, store: Undecided, *names: str) -> None:
+    def die() -> None:
+        with opened(store) as uploader:
+            save(uploader, 1, *names)
+            wait_until(lambda: bool(store.keys(RECEIPTS)), uploader)
+            raise _StopError
+
+    with pytest.raises(_StopError):
+        die()
+    assert len(store.keys(DATA)) == len(names or ("a.pt", "b.pt"))
+    assert not decisions(store)
+
+
+def _told_of_losses(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each for each in caplog.messages if each.startswith("uploads_lost")]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [(DATA, RECEIPTS), (DATA,), (RECEIPTS,), (f"{DATA}a.pt",), (f"{DATA}a.pt", RECEIPTS)],
+    ids=" and ".join,
+)
+def test_a_start_uploads_again_what_the_store_has_lost(
+    opened: Open, caplog: pytest.LogCaptureFixture, lost: tuple[str, ...]
+) -> None:
+    """The remote was put back to just after the start that died: its generation is there, its shards are not."""
+    store = Undecided()
+    _killed_before_the_decision(opened, store)
+    store.lose(*lost)
+    store.may_decide = True
+    with caplog.at_level(logging.ERROR), opened(store) as uploader:
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=10)
+        wait_until(lambda: FIRST in decisions(store), uploader)
+    assert decisions(store) == {FIRST: "commit", CheckpointId(2, 2): "commit"}
+    found = {key: store.bucket.objects[key].data for key in store.keys(DATA)}
+    assert found == {f"{DATA}a.pt": b"1 a.pt", f"{DATA}b.pt": b"1 b.pt"}
+    assert len(_told_of_losses(caplog)) == 1
+
+
+@pytest.mark.parametrize("num_shards", [2, 40])
+def test_what_is_still_there_is_not_uploaded_again(
+    opened: Open, caplog: pytest.LogCaptureFixture, num_shards: int
+) -> None:
+    """A few shards are asked for one by one, many are listed."""
+    store = Undecided()
+    names = [f"{number}.pt" for number in range(num_shards)]
+    _killed_before_the_decision(opened, store, *names)
+    store.asked.clear()
+    store.may_decide = True
+    with caplog.at_level(logging.ERROR), opened(store) as uploader:
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=10)
+        wait_until(lambda: FIRST in decisions(store), uploader)
+    asked = {operation for operation, key in store.asked if key.startswith(DATA) and key != DATA}
+    assert asked == ({"head"} if num_shards == 2 else set())
+    assert not _told_of_losses(caplog)
+
+
+def _put_record(store: Meddled, key: str, data: bytes) -> None:
+    asyncio.run(store._store.put(key, BytesBody(data), checksum_of(data, "crc64nvme")))
+
+
+def test_what_was_pruned_meanwhile_is_not_uploaded_again(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another rank committed it, and it was pruned; this one died before it knew."""
+    store = Undecided()
+    _killed_before_the_decision(opened, store)
+    pruned = steps.new_decision(FIRST, Outcome.PRUNED, name="step-1", world_size=1, by="a test", now=1.0)
+    pruned = replace(pruned, receipts=(checksum_of(b"x", "crc64nvme"),), num_shards=2, size_bytes=10)
+    _put_record(store, keys.decision_key(FIRST), records.encode_decision(pruned))
+    store.lose(DATA, RECEIPTS)
+    store.may_decide = True
+    with caplog.at_level(logging.ERROR), opened(store) as uploader:
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=10)
+    assert not store.keys(DATA)
+    assert not _told_of_losses(caplog)
+
+
+@pytest.mark.parametrize("lost", ["a.pt", "b.pt"])
+def test_a_checkpoint_of_which_the_store_has_lost_a_shard_is_not_committed(opened: Open, lost: str) -> None:
+    """All ranks had delivered, and rank 1 has died. Rank 0 uploads its own shard again. For that of rank 1, the
+    checkpoint is given up, and the files stay where they are.
+    """
+    store, launch = Undecided(), {"world_size": 2, "launch_id": "1", "num_checkpoints_to_keep": 0}
+    with opened(store, rank=0, **launch) as zero:
+
+        def live_and_die() -> None:
+            with opened(store, rank=1, **launch) as one:
+                save(one, 1, "b.pt")
+                wait_until(lambda: bool(store.keys(RECEIPTS)), one)
+                raise _StopError
+
+        with pytest.raises(_StopError):
+            live_and_die()
+        save(zero, 1, "a.pt")
+        wait_until(lambda: len(store.keys(RECEIPTS)) == 2, zero)
+        store.lose(f"{DATA}{lost}")
+        store.may_decide = True
+        if lost == "a.pt":
+            zero.wait(1, timeout_s=10)
+        else:
+            reason = r"b\.pt of rank 1 had been uploaded, but the store does not have it"
+            with pytest.raises(CheckpointAbortedError, match=reason):
+                zero.wait(1, timeout_s=10)
+            assert (zero.folder / "step-1/a.pt").exists()
+            assert (zero.folder / "step-1/b.pt").exists()
+        assert (len(store.keys(DATA)), decisions(store)[FIRST]) in [(2, "commit"), (1, "abort")]
+
+
+class Forgetful(Meddled):
+    """A store whose listings lag behind."""
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        request = super().__getattr__(operation)
+        if operation != "list":
+            return request
+
+        async def lagging(*args: Any, **kwargs: Any) -> Any:
+            listing = await request(*args, **kwargs)
+            return replace(listing, objects=tuple(each for each in listing.objects if "a.pt" not in each.key))
+
+        return lagging
+
+
+def test_a_listing_alone_proves_no_loss(opened: Open) -> None:
+    store = Forgetful()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+    assert decisions(store) == {FIRST: "commit"}
+    assert store.asked["head", f"{DATA}a.pt"] == 1
+    assert store.asked["head", f"{DATA}b.pt"] == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_launch_whose_remote_is_wiped_goes_on_with_what_it_has(
+    opened: Open, caplog: pytest.LogCaptureFixture, world_size: int
+) -> None:
+    """What was in flight is uploaded again, the generation is taken again, and the next start is not refused."""
+    store = Undecided()
+    store.may_decide = True
+    names = ["a.pt", "b.pt"]
+    with contextlib.ExitStack() as launch:
+        ranks: list[Uploader] = [
+            launch.enter_context(opened(store, rank=rank, world_size=world_size, launch_id="1"))
+            for rank in range(world_size)
+        ]
+
+        def save_all(step: int) -> None:
+            for rank, each in enumerate(ranks):
+                save(each, step, names[rank])
+
+        save_all(1)
+        for each in ranks:
+            each.wait(1, timeout_s=10)
+        store.may_decide = False
+        save_all(2)
+        wait_until(lambda: len(store.keys(keys.receipts_prefix(CheckpointId(1, 2)))) == world_size, ranks[0])
+        with caplog.at_level(logging.ERROR):
+            store.lose("")
+            store.may_decide = True
+            save_all(3)
+            for each in ranks:
+                each.wait(3, timeout_s=10)
+        assert [each for each in caplog.messages if each.startswith("remote_was_wiped generation=1")]
+        assert store.keys(GENERATION)
+        for id_, outcome in decisions(store).items():
+            there = store.keys(keys.data_prefix(f"step-{id_.step}", 1))
+            assert outcome == "abort" or len(there) == world_size
+    with opened(store, world_size=1, rank=0) as uploader:
+        assert uploader.generation == 2
+
+
+def test_a_launch_is_fenced_by_another_start_in_its_wiped_remote(opened: Open) -> None:
+    """That has taken the same number, and so the same keys."""
+    store = Undecided()
+    store.may_decide = True
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        store.lose("")
+        other = Generation(1, "other", 1, "host", "nonce", 1.0)
+        _put_record(store, GENERATION, records.encode_generation(other))
+        save(uploader, 2)
+        wait_until(lambda: uploader._engine.view().fenced_by is not None, uploader)
+        with pytest.raises(FencedError, match="another start has taken generation 1"):
+            save(uploader, 3)
+    assert json.loads(store.bucket.objects[GENERATION].data)["nonce"] == "nonce"
