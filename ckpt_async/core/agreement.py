@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_async.core.model import CheckpointId, Receipt, StoredShard
 from ckpt_async.core.units import few, named
@@ -48,16 +48,18 @@ def _lacking(receipts: Iterable[Receipt]) -> str | None:
     return None
 
 
-def lost(gone: Collection[StoredShard], receipts: Iterable[Receipt]) -> str | None:
+def losers(gone: Collection[StoredShard], receipts: Iterable[Receipt]) -> list[int]:
+    """Return the ranks that had uploaded these shards."""
+    gone_keys = {each.key for each in gone}
+    return [each.rank for each in receipts if not gone_keys.isdisjoint(shard.key for shard in each.shards)]
+
+
+def lost(gone: Sequence[StoredShard], losers: Sequence[int]) -> str | None:
     """Return why a checkpoint is given up of whose uploaded shards these are gone, or None if none is."""
     if not gone:
         return None
-    gone_keys = {each.key for each in gone}
-    of_ranks = [
-        each.rank for each in receipts if not gone_keys.isdisjoint(shard.key for shard in each.shards)
-    ]
     names = few([each.name for each in gone])
-    return f"{names} of {named('rank', of_ranks)} had been uploaded, but the store does not have it any more"
+    return f"{names} of {named('rank', losers)} had been uploaded, but the store does not have it any more"
 
 
 def name_of(receipts: Iterable[Receipt]) -> str:

@@ -103,7 +103,10 @@ async def settle(
         gone = await missing(store, [shard for receipt in receipts for shard in receipt.shards], listing)
         if rank is not None and not set(gone).isdisjoint(receipts[rank].shards):
             raise UploadsLostError
-        obstacle = agreement.lost(gone, receipts)
+        losers = agreement.losers(gone, receipts)
+        if not all(await all_or_none(has_receipt(store, checkpoint, each) for each in losers)):
+            return None  # a rank that has lost its receipt, too, uploads everything again
+        obstacle = agreement.lost(gone, losers)
     outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
     wanted = new_decision(
         checkpoint,

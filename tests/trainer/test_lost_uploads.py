@@ -213,6 +213,7 @@ def test_a_launch_whose_remote_is_wiped_goes_on_with_what_it_has(
             save_all(3)
             for each in ranks:
                 each.wait(3, timeout_s=10)
+            wait_until(lambda: CheckpointId(1, 2) in decisions(store), ranks[0])
         assert [each for each in caplog.messages if each.startswith("remote_was_wiped generation=1")]
         assert store.keys(GENERATION)
         for id_, outcome in decisions(store).items():
