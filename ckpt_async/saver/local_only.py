@@ -37,7 +37,7 @@ from ckpt_async.trainer.handle import LOCK_WAIT_S
 logger = logging.getLogger(__name__)
 
 _locks: weakref.WeakSet[RankLock] = weakref.WeakSet()  # those that savers of this process hold
-# The launches that have saved in this process, with its id: a fork has another one.
+# The launches of this process, with its id: a fork has another one.
 _launches: set[tuple[int, str]] = set()
 
 
@@ -151,6 +151,20 @@ class LocalOnly:
     def join(self, generation: int, launch: str) -> None:
         """From now on this rank counts and notes what it seals as all ranks of this launch do."""
         self.generation, self.launch, self.has_joined = generation, launch, True
+        _launches.add((os.getpid(), launch))
+
+    def take_part(self) -> None:
+        """This rank is to save in this launch, and nothing that was saved before can be complete."""
+        with contextlib.suppress(OSError):  # a full disk: the next launch will refuse to start from scratch
+            sealed.take_part(self._folder, self._run, self.rank, self.launch)
+
+    def unsealed(self) -> frozenset[str]:
+        """The launches of other processes in which this rank was to save, and has sealed nothing: none of their
+        checkpoints is complete, and none was there when they began.
+        """
+        sealed_in = {each.launch for each in self.noted()}
+        here = {launch for pid, launch in _launches if pid == os.getpid()}  # may still seal something
+        return sealed.not_yet(self._folder.private, self._run, self.rank) - sealed_in - here
 
     def continue_run(self) -> None:
         """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
@@ -219,12 +233,15 @@ class LocalOnly:
         self._earlier = {}
         self._kept[note.id] = note
         _launches.add((os.getpid(), self.launch))
-        if note.shards:
+        try:
             try:
-                sealed.put(self._folder, self._run, self.rank, note)
-            except OSError as error:
-                told = "not_noted name=%s error=%s; no later launch will prune it"
-                logger.warning(told, note.name, error)
+                if note.shards:
+                    sealed.put(self._folder, self._run, self.rank, note)
+            finally:
+                sealed.has_sealed(self._folder, self._run, self.rank, self.launch)
+        except OSError as error:
+            told = "not_noted name=%s error=%s; no later launch will prune it"
+            logger.warning(told, note.name, error)
 
     def _link(self, paths: list[Path]) -> bool:
         """Point the local symlink at a checkpoint. If that fails, the checkpoint is good all the same. Returns whether

@@ -73,9 +73,7 @@ class Resuming:
                 is_sharded=self._what.is_sharded,
             )
             state = here.load_latest(**options)
-            self._may_replace = True
-            if state is not None:
-                self.continue_run()
+            self.continue_run()  # also if nothing was complete: what is left of that is pruned
             return state
 
         def load(checkpoint: Checkpoint) -> Any:
@@ -116,7 +114,7 @@ class Resuming:
         torch.distributed was not initialized then, of a later call.
         """
         if isinstance(self._uploader, LocalOnly):
-            agree_on_launch(self._uploader, group)
+            agree_on_launch(self._uploader, group, is_writer=self._what.is_writer)
         self._earlier.tell(group)
 
     def _check_launch(self, now: Timestamp) -> None:
