@@ -126,7 +126,7 @@ def the_other_rank_has_lost_what_it_had(root: Path) -> list[Told]:
     more: dict[str, Any] = {"folder": "node-{rank}", "keep": 1}
     first = launch(root, 10, **more)
     (root / "node-1").rename(root / "lost")
-    launches = [launch(root, **more), launch(root, 20, loads=False, resume_from=10, dies=(1, 20), **more)]
+    launches = [launch(root, **more), launch(root, 20, loads=False, resume_from=10, dies=(1, 10), **more)]
     return [first, *launches, launch(root, **more)]
 
 
