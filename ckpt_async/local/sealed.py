@@ -89,6 +89,23 @@ def not_yet(private: Path, run: str, rank: int) -> frozenset[str]:
     return frozenset(each.name.partition("-")[2] for each in found)
 
 
+def begin_file(folder: Folder, run: str, rank: int, source: str) -> None:
+    """Note, before a file is written, that it is this run's, until `end_file`: a kill may come before `put`."""
+    (folder.private / keys.sealed_writing(run, rank)).write_text(source)
+
+
+def end_file(folder: Folder, run: str, rank: int) -> None:
+    folder.unlink(keys.sealed_writing(run, rank))
+
+
+def unfinished_file(private: Path, run: str, rank: int) -> str | None:
+    """Return the file that a rank was writing, whole or not, when it was killed."""
+    try:
+        return (private / keys.sealed_writing(run, rank)).read_text() or None
+    except OSError:
+        return None
+
+
 def begin_with_remote(private: Path, run: str, rank: int) -> None:
     """Leave a sign that the journal has what this rank of the run saves here from now on."""
     sign = private / keys.sealed_with_remote(run, rank)

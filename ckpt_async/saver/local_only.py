@@ -185,6 +185,11 @@ class LocalOnly:
         if step in self._sealed:
             raise SealedError(f"step {step} was already saved")
 
+    def begin_file(self, path: Path) -> None:
+        """Called before a checkpoint's file is written."""
+        with contextlib.suppress(OSError):  # a full disk
+            sealed.begin_file(self._folder, self._run, self.rank, self._folder.relative(path))
+
     def enqueue(
         self,
         path: str | os.PathLike[str],
@@ -241,6 +246,7 @@ class LocalOnly:
                 if note.shards:
                     sealed.put(self._folder, self._run, self.rank, note)
             finally:
+                sealed.end_file(self._folder, self._run, self.rank)
                 sealed.has_sealed(self._folder, self._run, self.rank, self.launch)
         except OSError as error:
             told = "not_noted name=%s error=%s; no later launch will prune it"

@@ -191,7 +191,6 @@ def _begin_with_remote(files: Files, uploader: Uploader) -> None:
     is_trusted = uploader.settings.allow_unknown_filesystem
     folder = Folder(files.folder, kind=files.kind, allows_unknown_filesystem=is_trusted)
     refuse_beside_local(folder, files.run_id, uploader.rank)
-    with contextlib.suppress(
-        OSError
-    ):  # a full disk: a launch without a remote will refuse to go on from here
+    sealed.end_file(folder, files.run_id, uploader.rank)  # from now on, this launch may write it
+    with contextlib.suppress(OSError):  # a full disk: one without a remote will refuse to go on from here
         sealed.begin_with_remote(files.private, files.run_id, uploader.rank)
