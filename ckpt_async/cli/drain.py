@@ -118,12 +118,15 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
 def _drain_code(report: DrainReport) -> Exit:
     """Return the exit code for the worst of the ranks.
 
-    From worst to best: an error, not all uploaded, a live owner that has work, waiting for ranks elsewhere.
+    From worst to best: an error, not all uploaded, an event that was dropped, a live owner that has work, waiting for
+    ranks elsewhere.
     """
     if any(each.error for each in report.ranks):
         return Exit.ERROR
     if any(each.left for each in report.ranks):
         return Exit.NOT_DRAINED
+    if any(each.events.num_dropped for each in report.ranks):
+        return Exit.ERROR
     if any(each.in_use_by for each in report.ranks):
         return Exit.TEMPORARY
     return Exit.INCOMPLETE if any(each.waiting for each in report.ranks) else Exit.OK
@@ -147,7 +150,9 @@ def _drain_json(report: DrainReport, code: Exit) -> Json:
                 "left": [_fate_json(fate) for fate in each.left],
                 "only_in_original": [id_json(id_) for id_ in each.only_in_original],
                 "uploaded_bytes": each.uploaded_bytes,
-                "num_untold_events": each.num_untold_events,
+                "num_delivered_events": each.events.num_delivered,
+                "num_dropped_events": each.events.num_dropped,
+                "num_untold_events": each.events.num_waiting,
                 "error": each.error or None,
             }
             for each in report.ranks
@@ -177,8 +182,16 @@ def _rank_lines(each: RankReport) -> Iterator[str]:
         yield f"{rank} step {fate.checkpoint.step} is uploaded and waits for {missing}"
     for fate in each.left:
         yield f"{rank} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
-    if each.num_untold_events:
-        events = "event is" if each.num_untold_events == 1 else "events are"
-        yield f"{rank} {each.num_untold_events} {events} not delivered yet: drain again, with the same receivers"
+    for num, (one, many), what in (
+        (each.events.num_delivered, ("was", "were"), "delivered"),
+        (
+            each.events.num_dropped,
+            ("was", "were"),
+            "dropped after the last attempt and will not be sent again",
+        ),
+        (each.events.num_waiting, ("is", "are"), "not delivered yet: drain again, with the same receivers"),
+    ):
+        if num:
+            yield f"{rank} 1 event {one} {what}" if num == 1 else f"{rank} {num} events {many} {what}"
     if each.error:
         yield f"{rank} failed: {each.error}"

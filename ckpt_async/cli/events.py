@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt_async.cli.parsing import as_path
 from ckpt_async.core.settings import Settings
+from ckpt_async.events.command import warn_if_missing
 from ckpt_async.events.sinks import check
 
 # Option -> setting.
@@ -71,4 +72,6 @@ def event_settings(options: argparse.Namespace, settings: Settings) -> Settings:
     settings = replace(settings, **said)
     options_of = {setting: f"--{option.replace('_', '-')}" for option, setting in OPTIONS.items()}
     check(settings, {setting: options_of[setting] for setting in said})
+    if settings.event_exec:
+        warn_if_missing(settings.event_exec)  # now, and not only when there is an event
     return settings

@@ -30,7 +30,7 @@ from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.telling import Report, Told
+from ckpt_async.watch.telling import CHANGED_SINCE, Report, Told
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
@@ -359,7 +359,7 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
         "there": "is already in the store",
         "refused": f"REFUSED: {told.reason}",
         "changed": f"CHANGED: {told.reason}",
-        "incomplete": f"is not complete: {told.reason}",
+        "incomplete": _incomplete(told.reason),
     }[told.event]
     # With `run`, stdout belongs to the command.
     is_ours = options.command == "watch" and not is_problem
@@ -369,6 +369,10 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
         return
     level = logging.WARNING if is_problem else logging.INFO
     say(line, f"watch_{told.event}", level=level, path=str(told.path), step=told.step)
+
+
+def _incomplete(reason: str) -> str:
+    return reason if reason.startswith(CHANGED_SINCE) else f"is not complete: {reason}"
 
 
 def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
@@ -385,7 +389,7 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
         return code
     if is_once or not report.stood_by:
         for path, reason in report.incomplete.items():
-            _say_at_the_end(options, f"{path}: is not complete: {reason}")
+            _say_at_the_end(options, f"{path}: {_incomplete(reason)}")
         for path in report.unfinished:
             _say_at_the_end(options, f"{path}: is not committed yet; the next start will finish it")
         there = f", {report.num_there} already in the store" if report.num_there else ""

@@ -31,6 +31,8 @@ Local, relative to the folder:
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
     .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
     .ckpt_async/sealed/<run>/rank-<rank:05d>/<g:06d>-<step:012d>.json   what a run without a remote has saved
+    .ckpt_async/sealed/<run>/rank-<rank:05d>/unsealed-<launch>          it has not sealed anything in this launch yet
+    .ckpt_async/sealed/<run>/rank-<rank:05d>/writing                    names the file that it is writing
     .ckpt_async/kinds/<kind>/                                the same layout again
 """
 
@@ -313,6 +315,16 @@ def sealed_rank(run: str, rank: int) -> str:
 def sealed_with_remote(run: str, rank: int) -> str:
     """Return the name of the sign that a rank of a run has saved here with a remote, relative to `.ckpt_async`."""
     return f"{sealed_run(run)}/with-remote-{rank:05d}"
+
+
+def sealed_not_yet(run: str, rank: int, launch: str) -> str:
+    """Return the name of the sign that a rank has sealed nothing yet in a launch, relative to `.ckpt_async`."""
+    return f"{sealed_rank(run, rank)}/unsealed-{launch}"
+
+
+def sealed_writing(run: str, rank: int) -> str:
+    """Return the name of the file that names the file which a rank is writing, relative to `.ckpt_async`."""
+    return f"{sealed_rank(run, rank)}/writing"
 
 
 def sealed_lock(run: str, rank: int) -> str:

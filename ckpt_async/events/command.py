@@ -6,11 +6,13 @@ No shell is involved: the template is split once, and each value stays within it
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -55,6 +57,16 @@ def parse(template: str, where: str) -> list[str]:
     if _PLACE.search(parts[0]):
         raise SettingsError(f"{where} begins with a field of the event; the command itself must be fixed")
     return parts
+
+
+@functools.cache  # once is enough for a process
+def warn_if_missing(template: str) -> None:
+    """Log a warning if the command is not there. It may come later, so it is no reason not to start."""
+    command = shlex.split(template)[0]
+    if shutil.which(command) is None:
+        what = "an executable file" if "/" in command else "a command in PATH"
+        told = "event_command_missing command=%s; this is not %s, so no event can be delivered until it is"
+        logger.warning(told, command, what)
 
 
 def arguments(parts: list[str], event: Event) -> list[str]:

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
@@ -31,6 +32,18 @@ TIDY_EVERY = 500
 JOURNAL_RETRY_S = 1.0
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Deliveries:
+    """What became of events. Those that are dropped are never delivered; those that wait will be tried again."""
+
+    num_delivered: int = 0
+    num_dropped: int = 0
+    num_waiting: int = 0  # not for functions, which end with their process: the next one calls its own
+
+
+NO_EVENTS = Deliveries()
 
 
 class DeliveryError(Exception):
@@ -70,6 +83,7 @@ class Courier:
         self._over = threading.Event()
         self._stuck: set[int] = set()  # threads that wait for the journal
         self._num_taken = 0
+        self.num_delivered = self.num_dropped = 0  # so far, without those that nobody wants any more
         self._threads = [
             threading.Thread(target=self._work, name=f"ckpt-async-{sink.name}-{number}", daemon=True)
             for number in range(sink.num_parallel)
@@ -194,6 +208,7 @@ class Courier:
             self._num_taken += 1
             is_due = self._num_taken % TIDY_EVERY == 1
         if is_due and (num := self._patiently(lambda: self._outbox.tidy(self._sink.name))):
+            self._count(num_dropped=num)
             logger.error(
                 "events_dropped sink=%s num=%d: too many were waiting to be delivered", self._sink.name, num
             )
@@ -203,7 +218,8 @@ class Courier:
             event = Event.from_json(waiting.body)
         except ValueError:
             logger.exception("event_unreadable sink=%s", self._sink.name)
-            return self._patiently(lambda: self._outbox.dropped(waiting.sequence))
+            self._patiently(lambda: self._outbox.dropped(waiting.sequence))
+            return self._count(num_dropped=1)
         told = f"sink={self._sink.name} kind={event.kind} id={event.id}"
         if self._kinds is not None and event.kind not in self._kinds:
             logger.info("event_not_wanted %s", told)
@@ -219,7 +235,12 @@ class Courier:
             return self._failed(waiting, told, repr(error))
         self._patiently(lambda: self._outbox.delivered(waiting.sequence))
         logger.info("event_delivered %s", told)
-        return None
+        return self._count(num_delivered=1)
+
+    def _count(self, *, num_delivered: int = 0, num_dropped: int = 0) -> None:
+        with self._lock:
+            self.num_delivered += num_delivered
+            self.num_dropped += num_dropped
 
     def _failed(self, waiting: Waiting, told: str, why: str) -> None:
         num_attempts, now = waiting.num_attempts + 1, time.time()
@@ -227,11 +248,12 @@ class Courier:
         if is_last or now - waiting.made_at > MAX_AGE_S:
             self._patiently(lambda: self._outbox.dropped(waiting.sequence))
             logger.error("event_dropped %s attempts=%d error=%s", told, num_attempts, why)
-            return
+            return self._count(num_dropped=1)
         pause_s = min(RETRY_MAX_S, 2.0 ** min(waiting.num_attempts, 20)) * random.uniform(0.5, 1.0)
         self._patiently(lambda: self._outbox.failed(waiting.sequence, now + pause_s))
         log = logger.warning if num_attempts in (1, 5) or num_attempts % 25 == 0 else logger.info
         log("event_not_delivered %s attempts=%d retry_in_s=%.1f error=%s", told, num_attempts, pause_s, why)
+        return None
 
 
 class Couriers:
@@ -248,6 +270,12 @@ class Couriers:
     def notify(self) -> None:
         for each in self._couriers:
             each.notify()
+
+    @property
+    def done(self) -> Deliveries:
+        """What became of events so far; those that wait are not counted."""
+        delivered = sum(each.num_delivered for each in self._couriers)
+        return Deliveries(delivered, sum(each.num_dropped for each in self._couriers))
 
     def close(self, grace_s: float) -> None:
         """Close all couriers at once; see `Courier.close`. Blocks for at most `grace_s` and a few seconds more."""

@@ -10,7 +10,7 @@ from ckpt_async.core.local_state import Local
 from ckpt_async.core.notices import Teller
 from ckpt_async.core.settings import Settings
 from ckpt_async.events.backlog import View, Watch
-from ckpt_async.events.couriers import Couriers, Sink
+from ckpt_async.events.couriers import NO_EVENTS, Couriers, Deliveries, Sink
 from ckpt_async.events.sinks import sinks_of
 from ckpt_async.events.telling import RunTeller, Wants
 from ckpt_async.local.journal import Journal
@@ -82,6 +82,11 @@ class RunEvents:
         """Signal that new notices may have been written. May be called from any thread; never blocks."""
         if self._couriers is not None:
             self._couriers.notify()
+
+    @property
+    def done(self) -> Deliveries:
+        """See `Couriers.done`."""
+        return NO_EVENTS if self._couriers is None else self._couriers.done
 
     def close(self, grace_s: float = CLOSE_S) -> None:
         """Close the couriers. Blocks for at most `grace_s` and a few seconds more."""

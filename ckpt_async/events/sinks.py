@@ -52,10 +52,12 @@ def check(settings: Settings, names: Mapping[str, str] = MappingProxyType({})) -
 def sinks_of(settings: Settings, environment: Mapping[str, str], *, warns: bool = True) -> list[Sink]:
     """Return the sinks that any process can serve. Raises SettingsError.
 
-    `warns`: whether to warn about a webhook without a secret.
+    `warns`: whether to warn about a command that is not there, and a webhook without a secret.
     """
     sinks: list[Sink] = []
     if settings.event_exec:
+        if warns:
+            command.warn_if_missing(settings.event_exec)
         sinks.append(command.Command(settings.event_exec, settings.event_exec_timeout_s))
     if settings.event_webhook:
         secret = _secret(settings, environment)

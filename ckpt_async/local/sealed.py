@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
-from ckpt_async.local.durable import write_durably
+from ckpt_async.local.durable import fsync_path, write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.kept import manifests
 from ckpt_async.local.links import identity_of
@@ -68,6 +68,42 @@ def begin(folder: Folder, run: str, rank: int) -> None:
 
 def has_begun(private: Path, run: str, rank: int) -> bool:
     return (private / keys.sealed_rank(run, rank)).is_dir()
+
+
+def take_part(folder: Folder, run: str, rank: int, launch: str) -> None:
+    """Leave a sign that a rank is to save in this launch, until `has_sealed`."""
+    (folder.private / keys.sealed_not_yet(run, rank, launch)).touch()
+
+
+def has_sealed(folder: Folder, run: str, rank: int, launch: str) -> None:
+    """Remove the sign; durable on return."""
+    sign = folder.private / keys.sealed_not_yet(run, rank, launch)
+    if sign.exists():
+        sign.unlink()
+        fsync_path(sign.parent)
+
+
+def not_yet(private: Path, run: str, rank: int) -> frozenset[str]:
+    """Return the launches of which the sign is there: in these, the rank was to save and has sealed nothing."""
+    found = private.glob(keys.sealed_not_yet(run, rank, "*"))
+    return frozenset(each.name.partition("-")[2] for each in found)
+
+
+def begin_file(folder: Folder, run: str, rank: int, source: str) -> None:
+    """Note, before a file is written, that it is this run's, until `end_file`: a kill may come before `put`."""
+    (folder.private / keys.sealed_writing(run, rank)).write_text(source)
+
+
+def end_file(folder: Folder, run: str, rank: int) -> None:
+    folder.unlink(keys.sealed_writing(run, rank))
+
+
+def unfinished_file(private: Path, run: str, rank: int) -> str | None:
+    """Return the file that a rank was writing, whole or not, when it was killed."""
+    try:
+        return (private / keys.sealed_writing(run, rank)).read_text() or None
+    except OSError:
+        return None
 
 
 def begin_with_remote(private: Path, run: str, rank: int) -> None:

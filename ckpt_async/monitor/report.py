@@ -174,11 +174,14 @@ def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str
     """Return what to do about a checkpoint with a failure. There is no command to retry one: shards that can still
     be sent are retried anyway, and an abort is never taken back (rule R4).
     """
+    again = "to keep it, save it again as another step or after a restart"
     match each.state:
-        case "lost" | "aborted":
+        case "aborted":
+            return f"given up for good, on all ranks; {again}"
+        case "lost":  # undecided; a copy leaves it to its original
             return (
-                "given up for good, on all ranks; to keep it, save it again as another step or after a"
-                " restart"
+                f"will be given up for good, on all ranks: {again}; only if this folder is a copy, the original may"
+                " still have it: drain that, or copy it again"
             )
         case "uploading" | "open" if each.failure and {*owned}.intersection(each.ranks):
             return "failed uploads are retried every half minute"

@@ -200,7 +200,7 @@ def _newest(checkpoint: CheckpointStatus, ranks_here: tuple[int, ...]) -> str:
     step, percent = f"step {checkpoint.id.step}", f"{checkpoint.percent} % uploaded"
     match checkpoint.state:
         case "lost":
-            return f"{step} can never be committed: {checkpoint.failure}"
+            return f"{step} cannot be committed from this folder: {checkpoint.failure}"
         case "superseded":
             return f"{step} was given up for a newer one"
         case "waiting" if checkpoint.world_size == len(checkpoint.ranks):

@@ -176,7 +176,8 @@ def conflict(files: Files, resumed: Timestamp) -> str:
     or "".
 
     What earlier starts of this run left is no conflict: a step that is saved again belongs to another generation, and
-    its file is replaced atomically. Nor is what this run has noted before it had a remote, which is told apart later.
+    its file is replaced atomically. Nor is what this run has noted before it had a remote, which is told apart later,
+    or was writing when it was killed, which is no checkpoint.
     """
     rank = cast(int, files.run["rank"])
     was_here = sealed.has_begun(files.private, files.run_id, rank)
@@ -187,7 +188,10 @@ def conflict(files: Files, resumed: Timestamp) -> str:
     if is_ours:
         return ""
     notes = sealed.read(files.private, files.run_id, rank)
-    path = conflicting(files, resumed, {each.source for note in notes for each in note.shards})
+    known = {each.source for note in notes for each in note.shards}
+    if unfinished := sealed.unfinished_file(files.private, files.run_id, rank):
+        known.add(unfinished)
+    path = conflicting(files, resumed, known)
     if path is None:
         return ""
     saved = (

@@ -32,12 +32,13 @@ from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.trainer.checkpoints import metric_values
 from ckpt_async.trainer.closing import FlushReport
-from ckpt_async.trainer.handle import LOCK_WAIT_S
+from ckpt_async.trainer.handle import LOCK_WAIT_S, deadline_in
 
 logger = logging.getLogger(__name__)
 
 _locks: weakref.WeakSet[RankLock] = weakref.WeakSet()  # those that savers of this process hold
-# The launches that have saved in this process, with its id: a fork has another one.
+_savers: weakref.WeakSet[LocalOnly] = weakref.WeakSet()  # those of this process that have begun to save
+# The launches of this process, with its id: a fork has another one.
 _launches: set[tuple[int, str]] = set()
 
 
@@ -78,7 +79,7 @@ class LocalOnly:
         self.checkpoints_folder = self.folder / self.kind
         self.metrics = Metrics("", self._folder)
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
-        self.before_exit: Callable[[float], object] = lambda _: None
+        self.before_exit: Callable[[float], bool] = lambda _: True  # whether all that was begun is written
         self._clock, self._run = clock, run
         self._policy = retention.keep_local(
             self.settings.num_checkpoints_to_keep, self.settings.local_retention
@@ -105,19 +106,21 @@ class LocalOnly:
         """
         if self._lock.is_held:
             return
-        uploads = RankLock(self._folder, self.rank)
         try:
-            if uploads.path.exists():
-                # Not held: `drain` and the sweeper go on uploading what a dead launch with a remote has left.
-                uploads.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
-                uploads.release()
             same = [each for each in list(_locks) if each.path == self._lock.path]
             if not any(self._lock.share(each) for each in same):
                 self._lock.acquire(wait_s=LOCK_WAIT_S)
             _locks.add(self._lock)
+            # A launch with a remote does the same, in the other order: see `refuse_beside_local`. This lock is not
+            # held: `drain` and the sweeper go on uploading what a dead launch has left.
+            _refuse_if_held(RankLock(self._folder, self.rank), is_trainer=True)
         except OSError as error:  # a full disk: saving fails by itself, or not
             told = "not_locked folder=%s error=%s; nothing stops another launch from saving here at the same time"
             logger.warning(told, self.folder, error)
+        except BaseException:
+            self._lock.release()
+            raise
+        _savers.add(self)
 
     def look_again(self) -> None:
         """Read what other launches have noted in the meantime. Call it only if this one has saved nothing yet."""
@@ -151,6 +154,20 @@ class LocalOnly:
     def join(self, generation: int, launch: str) -> None:
         """From now on this rank counts and notes what it seals as all ranks of this launch do."""
         self.generation, self.launch, self.has_joined = generation, launch, True
+        _launches.add((os.getpid(), launch))
+
+    def take_part(self) -> None:
+        """This rank is to save in this launch, and nothing that was saved before can be complete."""
+        with contextlib.suppress(OSError):  # a full disk: the next launch will refuse to start from scratch
+            sealed.take_part(self._folder, self._run, self.rank, self.launch)
+
+    def unsealed(self) -> frozenset[str]:
+        """The launches of other processes in which this rank was to save, and has sealed nothing: none of their
+        checkpoints is complete, and none was there when they began.
+        """
+        sealed_in = {each.launch for each in self.noted()}
+        here = {launch for pid, launch in _launches if pid == os.getpid()}  # may still seal something
+        return sealed.not_yet(self._folder.private, self._run, self.rank) - sealed_in - here
 
     def continue_run(self) -> None:
         """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
@@ -167,6 +184,11 @@ class LocalOnly:
         naming.checkpoint_name(name, step)
         if step in self._sealed:
             raise SealedError(f"step {step} was already saved")
+
+    def begin_file(self, path: Path) -> None:
+        """Called before a checkpoint's file is written."""
+        with contextlib.suppress(OSError):  # a full disk
+            sealed.begin_file(self._folder, self._run, self.rank, self._folder.relative(path))
 
     def enqueue(
         self,
@@ -219,12 +241,16 @@ class LocalOnly:
         self._earlier = {}
         self._kept[note.id] = note
         _launches.add((os.getpid(), self.launch))
-        if note.shards:
+        try:
             try:
-                sealed.put(self._folder, self._run, self.rank, note)
-            except OSError as error:
-                told = "not_noted name=%s error=%s; no later launch will prune it"
-                logger.warning(told, note.name, error)
+                if note.shards:
+                    sealed.put(self._folder, self._run, self.rank, note)
+            finally:
+                sealed.end_file(self._folder, self._run, self.rank)
+                sealed.has_sealed(self._folder, self._run, self.rank, self.launch)
+        except OSError as error:
+            told = "not_noted name=%s error=%s; no later launch will prune it"
+            logger.warning(told, note.name, error)
 
     def _link(self, paths: list[Path]) -> bool:
         """Point the local symlink at a checkpoint. If that fails, the checkpoint is good all the same. Returns whether
@@ -274,8 +300,21 @@ class LocalOnly:
         if step not in self._sealed:
             raise CommitTimeoutError(f"step {step} was not saved within {timeout_s} s")
 
-    def wait_for_predecessor(self, timeout_s: float) -> bool:  # noqa: ARG002  nothing is ever under way
-        return True
+    def wait_for_predecessor(self, timeout_s: float) -> bool:
+        """Wait until other savers of this process, in a notebook for example, have written what they have begun."""
+        deadline = deadline_in(timeout_s)
+        others = [each for each in list(_savers) if each is not self and each.saves_as(self)]
+        if all(each.before_exit(0.0) for each in others):
+            return True
+        logger.info("waits_for_predecessor folder=%s timeout_s=%g", self.folder, timeout_s)
+        is_over = all(each.before_exit(max(0.0, deadline - time.monotonic())) for each in others)
+        if not is_over:
+            logger.warning("predecessor_is_not_over folder=%s waited_s=%g", self.folder, timeout_s)
+        return is_over
+
+    def saves_as(self, other: LocalOnly) -> bool:
+        """Return whether this one saves for the same rank and run as another one."""
+        return self._lock.is_held and self._lock.path == other._lock.path
 
     def flush(self, timeout_s: float) -> FlushReport:  # noqa: ARG002  nothing is ever under way
         return FlushReport(True, 0, 0, 0, ())
@@ -283,6 +322,20 @@ class LocalOnly:
     def close(self, timeout_s: float | None = None) -> None:  # noqa: ARG002  nothing is ever under way
         """Let others save here."""
         self._lock.release()
+
+
+def refuse_beside_local(folder: Folder, run: str, rank: int) -> None:
+    """Raise FolderInUseError if another process saves for the rank of the run without a remote, and has not ended
+    within 15 s. Called by a launch with a remote, when it has the rank's other lock.
+    """
+    with contextlib.suppress(OSError):  # a full disk
+        _refuse_if_held(RankLock(folder, rank, run=run), is_trainer=False)
+
+
+def _refuse_if_held(lock: RankLock, *, is_trainer: bool) -> None:
+    if lock.path.exists():
+        lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=is_trainer)
+        lock.release()
 
 
 def _candidate(checkpoint: Sealed) -> Candidate:

@@ -13,11 +13,12 @@ from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointConflictError, FormatError, NoUsableCheckpointError
 from ckpt_async.local import sealed
+from ckpt_async.local.folder import Folder
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
 from ckpt_async.saver.earlier import Earlier
 from ckpt_async.saver.files import Files, conflicting
-from ckpt_async.saver.local_only import LocalOnly
+from ckpt_async.saver.local_only import LocalOnly, refuse_beside_local
 from ckpt_async.saver.resuming_here import ResumingHere, agree_on_launch
 from ckpt_async.saver.saving import What
 from ckpt_async.saver.timestamp import Timestamp
@@ -39,6 +40,8 @@ class Resuming:
     ) -> None:
         self._files, self._uploader, self._store_options = files, uploader, store_options
         self._what = what
+        if not isinstance(uploader, LocalOnly):
+            ckpt.on_all_ranks(lambda: _begin_with_remote(files, uploader))
         self._earlier = ckpt.on_all_ranks(lambda: Earlier(files, uploader.rank, is_writer=what.is_writer))
         self._agree()
         self._may_replace = what.overwrite  # what earlier launches have saved without a remote
@@ -73,9 +76,7 @@ class Resuming:
                 is_sharded=self._what.is_sharded,
             )
             state = here.load_latest(**options)
-            self._may_replace = True
-            if state is not None:
-                self.continue_run()
+            self.continue_run()  # also if nothing was complete: what is left of that is pruned
             return state
 
         def load(checkpoint: Checkpoint) -> Any:
@@ -116,7 +117,7 @@ class Resuming:
         torch.distributed was not initialized then, of a later call.
         """
         if isinstance(self._uploader, LocalOnly):
-            agree_on_launch(self._uploader, group)
+            agree_on_launch(self._uploader, group, is_writer=self._what.is_writer)
         self._earlier.tell(group)
 
     def _check_launch(self, now: Timestamp) -> None:
@@ -178,12 +179,18 @@ def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uplo
     if files.pointer:
         options["composer_symlink"] = files.pointer
     if files.remote:
-        uploader = Uploader(files.folder, files.remote, **options)
-        # On a full disk, a launch without a remote will refuse to go on from here.
-        with contextlib.suppress(OSError):
-            sealed.begin_with_remote(files.private, files.run_id, uploader.rank)
-        return uploader
+        return Uploader(files.folder, files.remote, **options)
     logger.warning(
         "local_only folder=%s; remote=None: nothing is uploaded, and nothing outlives this node", files.folder
     )
     return ckpt.on_all_ranks(lambda: LocalOnly(files.folder, run=files.run_id, **options))
+
+
+def _begin_with_remote(files: Files, uploader: Uploader) -> None:
+    """Raise FolderInUseError if a launch without a remote is saving here: both would replace each other's files."""
+    is_trusted = uploader.settings.allow_unknown_filesystem
+    folder = Folder(files.folder, kind=files.kind, allows_unknown_filesystem=is_trusted)
+    refuse_beside_local(folder, files.run_id, uploader.rank)
+    sealed.end_file(folder, files.run_id, uploader.rank)  # from now on, this launch may write it
+    with contextlib.suppress(OSError):  # a full disk: one without a remote will refuse to go on from here
+        sealed.begin_with_remote(files.private, files.run_id, uploader.rank)

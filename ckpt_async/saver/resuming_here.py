@@ -46,6 +46,7 @@ class _Offer:
     mark: str
     name: str
     path: Path
+    launch: str = ""  # without a remote, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class _Told:
     is_writer: bool
     names: Mapping[str, str]  # by mark
     seen: tuple[int, ...]
+    launches: frozenset[str]  # of what it can load
+    unsealed: frozenset[str]  # see `LocalOnly.unsealed`
 
 
 class ResumingHere:
@@ -77,7 +80,9 @@ class ResumingHere:
             )
         own = ckpt.on_all_ranks(self._offers)
         seen = ckpt.on_all_ranks(self._seen)
-        told = told_by_all(_Told(self._is_writer, {each.mark: each.name for each in own}, seen))
+        launches = frozenset(each.launch for each in own)
+        can_load = {each.mark: each.name for each in own}
+        told = told_by_all(_Told(self._is_writer, can_load, seen, launches, self._uploader.unsealed()))
         writers = [rank for rank, each in enumerate(told) if each.is_writer]
         if not any(told[rank].names for rank in writers):
             self._refuse_unless_new(told)
@@ -107,7 +112,7 @@ class ResumingHere:
         for note in self._uploader.noted():
             path = self._place(note.shards)
             is_unchanged = all(sealed.identity_now(self._files.folder, each) for each in note.shards)
-            offer = _Offer(note.mark, note.name, path) if is_unchanged else None
+            offer = _Offer(note.mark, note.name, path, note.launch) if is_unchanged else None
             if linked is not None and path == linked.path:
                 offer, linked = offer or linked, None
             if offer is not None:
@@ -204,6 +209,9 @@ class ResumingHere:
     def _load_common(
         self, told: Sequence[_Told], own: Mapping[str, _Offer], options: Mapping[str, Any]
     ) -> Any:
+        if killed := _never_complete(told):
+            _tell_incomplete(told, own, killed)
+            return None
         common = [mark for mark in told[0].names if all(mark in each.names for each in told)]
         reasons = _missing(told, common)
         for mark in common:
@@ -218,7 +226,7 @@ class ResumingHere:
         )
 
 
-def agree_on_launch(uploader: LocalOnly, group: Any = None) -> None:
+def agree_on_launch(uploader: LocalOnly, group: Any = None, *, is_writer: bool) -> None:
     """Let all ranks note the same launch, and a generation that is newer than all that they have noted before.
 
     A collective when torch.distributed is initialized and the ranks have not agreed yet; until then, each counts as a
@@ -226,13 +234,38 @@ def agree_on_launch(uploader: LocalOnly, group: Any = None) -> None:
     """
     if uploader.has_joined or is_alone():
         return
-    told = told_by_all((uploader.generation, uploader.launch), group=group)
-    uploader.join(max(generation for generation, _ in told), told[0][1])
+    noted = {each.launch for each in uploader.noted()}
+    told = told_by_all((uploader.generation, uploader.launch, noted, uploader.unsealed()), group=group)
+    generations, launches, all_noted, all_unsealed = zip(*told, strict=True)
+    uploader.join(max(generations), launches[0])
+    if is_writer and set().union(*all_noted) <= set().union(*all_unsealed):
+        uploader.take_part()
 
 
 def _insert(found: list[tuple[int, _Offer]], written_ns: int, offer: _Offer) -> None:
     place = next((n for n, (ns, _) in enumerate(found) if ns <= written_ns), len(found))
     found.insert(place, (written_ns, offer))
+
+
+def _never_complete(told: Sequence[_Told]) -> list[int]:
+    """Return the ranks that have ended before their part of what others have saved; [] if anything of the run may be,
+    or may have been, complete.
+    """
+    launches = set().union(*(each.launches for each in told))
+    if not launches <= set().union(*(each.unsealed for each in told)):
+        return []
+    return [rank for rank, each in enumerate(told) if launches & each.unsealed]
+
+
+def _tell_incomplete(told: Sequence[_Told], own: Mapping[str, _Offer], killed: Sequence[int]) -> None:
+    names = (f"{', '.join(each.names.values())} of rank {n}" for n, each in enumerate(told) if each.names)
+    logger.warning(
+        "starts_from_scratch incomplete=%s files=%s; no checkpoint was ever complete, because %s had not saved anything"
+        " when the launch ended; the files are replaced when their step is saved again, or pruned",
+        "; ".join(names),
+        [str(each.path) for each in own.values()],
+        spell(killed),
+    )
 
 
 def _missing(told: Sequence[_Told], common: Sequence[str]) -> list[str]:

@@ -274,9 +274,10 @@ class CheckpointSaver:
         """Return the state stored in the newest complete checkpoint, or None if there is none (a fresh start).
 
         Reads this rank's file of the checkpoint, or its only file. A checkpoint that turns out to be damaged on any
-        rank is skipped by all. `wait_s` is how long to wait for uploads that a killed start left unfinished. `options`
-        are those of `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there
-        are several ranks.
+        rank is skipped by all. `wait_s` is how long to wait for uploads that a killed start left unfinished or, without
+        a remote, for what an earlier saver of this process is writing. `options` are those of
+        `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there are several
+        ranks.
 
         Raises what `restore.find` and `load_remote` raise; NoUsableCheckpointError, too, if the newest were saved
         without a remote, which this saver has, or if this one has none either and not all ranks can use them. For

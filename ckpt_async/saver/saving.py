@@ -238,6 +238,8 @@ class Saving:
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(self._uploader, LocalOnly):
+                self._uploader.begin_file(path)
             # `dump` fsyncs a file first if it replaces another; the engine fsyncs this one in any case.
             ckpt.dump(copied, path, overwrite=os.path.lexists(path))
             self._uploader.enqueue(path, step, checkpoint.name, publish_as=published)

@@ -31,7 +31,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.events.callback import Callback, OnEvent
-from ckpt_async.events.couriers import close_on_thread
+from ckpt_async.events.couriers import NO_EVENTS, Deliveries, close_on_thread
 from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import Wants, parse_wants
@@ -92,7 +92,7 @@ class RankReport:
     uploaded_shards: int = 0
     uploaded_bytes: int = 0
     error: str = ""  # the engine itself failed, or nothing was done
-    num_untold_events: int = 0  # for commands and webhooks; another `drain` with the same ones retries them
+    events: Deliveries = NO_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ async def _adopt(
         else:
             await each.tell_what_waits(settings)
             each.release()  # other ranks may take long, and this one's trainer must not wait for them
-            reports.append(RankReport(rank, folder.kind, num_untold_events=each.num_untold))
+            reports.append(RankReport(rank, folder.kind, events=each.deliveries))
     return adopted, reports
 
 
@@ -285,7 +285,7 @@ class _Adopted:
         self.engine: Engine | None = None
         self.task: asyncio.Task[None] | None = None
         self.events: RunEvents | None = None
-        self.num_untold = 0  # set by `release`
+        self.deliveries = NO_EVENTS  # set by `release`
         self.refusal: JournalError | None = None  # then nothing is done for this rank
         self._on_event = on_event
 
@@ -315,9 +315,9 @@ class _Adopted:
             with contextlib.suppress(JournalError):
                 if self.engine is not None:
                     self.after = self.engine.fresh_local()
-                # Not counting functions, which end with their process: the next process calls its own.
-                functions = (Callback.of_trainer, Callback.of_sweeper)
-                self.num_untold = self.journal.outbox().num_waiting(but=functions)
+                done = self.events.done if self.events is not None else NO_EVENTS
+                waiting = self.journal.outbox().num_waiting(but=(Callback.of_trainer, Callback.of_sweeper))
+                self.deliveries = replace(done, num_waiting=waiting)
         self.journal.close()
         self.lock.release()
 
@@ -522,7 +522,7 @@ def _report(adopted: _Adopted) -> RankReport:
         only_in_original=only_in_original,
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
-        num_untold_events=adopted.num_untold,
+        events=adopted.deliveries,
         error=repr(crash) if crash is not None else "",
     )
 

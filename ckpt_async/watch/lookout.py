@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from ckpt_async.watch.meanwhile import attend, begin
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.past import Past
 from ckpt_async.watch.room import Room, held_only_by
-from ckpt_async.watch.telling import Teller
+from ckpt_async.watch.telling import CHANGED_SINCE, Teller
 from ckpt_async.watch.tree import Identity, Tree, files_of
 from ckpt_async.watch.unwhole import Unwhole
 from ckpt_async.watch.wake import News, Waker
@@ -159,12 +159,13 @@ class Lookout:
         self._make_room()
 
     def _tell_of_incomplete(self, found: Found, verdict: plan.Verdict) -> None:
-        self._teller.incomplete[found.path or "."] = verdict.reason
+        reason = _why_incomplete(found, verdict, self._entries.of_path(found.path), self.tree)
+        self._teller.incomplete[found.path or "."] = reason
         if found.mark in self.tree.files and not verdict.is_waiting:
-            self._lacking[found.path] = found, self.tree.files[found.mark], verdict.reason
+            self._lacking[found.path] = found, self.tree.files[found.mark], reason
         if _is_stale(found, self.tree):
             is_finished = found.path in self._lacking
-            self._teller.tell_incomplete(found, verdict.reason, is_finished=is_finished)
+            self._teller.tell_incomplete(found, reason, is_finished=is_finished)
 
     def _is_known_by_less(self, path: str) -> bool:
         """Return whether a smaller version of it was complete and has been staged or handed in."""
@@ -464,6 +465,14 @@ class Lookout:
         self.num_left += 1
         if found.mark in self.tree.files:
             self._lacking[found.path] = found, self.tree.files[found.mark], reason
+
+
+def _why_incomplete(found: Found, verdict: plan.Verdict, known: Iterable[Entry], tree: Tree) -> str:
+    """Return why it is not complete here; the store may have it, if some files are still as they were then."""
+    committed = (each for each in known if each.state is State.COMMITTED and each.step == found.step)
+    if any(tree.files.get(path) == was for each in committed for path, was in each.files.items()):
+        return f"{CHANGED_SINCE}: {verdict.reason}"
+    return verdict.reason
 
 
 def _is_stale(found: Found, tree: Tree) -> bool:

@@ -23,6 +23,8 @@ UNREADABLE_S = 30.0
 MANY_STARTS, MANY_STARTS_S = 5, 60.0
 # How long a complete checkpoint may wait for earlier ones to be decided before that is reported.
 HELD_UP_S = 60.0
+# How the reason begins for which a checkpoint that is in the store does not look complete here.
+CHANGED_SINCE = "is committed, and what has changed since is not uploaded"
 
 
 @dataclass(frozen=True, slots=True)

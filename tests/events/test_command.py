@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_async import Uploader
 from ckpt_async.cli import main
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.events.command import Command, environment
+from ckpt_async.events.command import Command, environment, warn_if_missing
 from ckpt_async.events.event import Event, of_checkpoint
 from tests.descriptors import many_open
+from tests.events.saves import save
 
 
 def test_a_command_is_run_in_a_trainer_with_thousands_of_open_files(tmp_path: Path) -> None:
@@ -55,3 +57,30 @@ def test_what_is_wrong_is_called_as_it_was_typed(
     told = capsys.readouterr().err
     assert f"{option} " in told or f"{option}=" in told
     assert "event_" not in told
+
+
+@pytest.mark.parametrize("name", ["ckpt-async-evalaute", "./evaluate"])
+def test_a_missing_command_is_told_at_start_and_is_run_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """It was told only when an event came, perhaps hours later."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "kept").mkdir()
+    sweep = ["sweep", str(tmp_path / "kept"), "--exec", f"{name} {{step}}"]
+    assert main(sweep) == 0
+    missing = f"event_command_missing command={name}; this is not "
+    assert caplog.text.count(missing) == 1
+    caplog.clear()
+    warn_if_missing.cache_clear()  # as in another process
+    with Uploader("folder", f"file://{tmp_path}/run", event_exec=f"{name} {{step}}") as uploader:
+        assert missing in caplog.text
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\necho $1 > {tmp_path}/told\n")
+        command.chmod(0o755)
+        save(uploader, 7)
+    assert (tmp_path / "told").read_text() == "7\n"
+    caplog.clear()
+    warn_if_missing.cache_clear()
+    assert main(sweep) == 0
+    assert "event_command_missing" not in caplog.text

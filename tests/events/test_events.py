@@ -19,6 +19,7 @@ from ckpt_async.cli import main
 from ckpt_async.core import keys
 from ckpt_async.errors import SettingsError
 from ckpt_async.events import is_signed
+from ckpt_async.events.command import Command
 from tests.events.receiver import free_port, receiving, wait_until
 from tests.events.saves import QUICK, save
 from tests.sweep.trainers import Trainers
@@ -307,10 +308,27 @@ def test_drain_tells_in_the_place_of_a_dead_trainer(
         assert "rank 0: 4 events are not delivered yet" in capsys.readouterr().out
         hook = ["--webhook", receiver.url]
         assert main(["drain", str(folder), *hook]) == 0
+        assert capsys.readouterr().out == "rank 0: 4 events were delivered\n"  # it said "nothing to do"
         told = sorted(receiver.kinds())
         assert told == [("committed", 1), ("committed", 2), ("pruned", 1), ("pruned", 2)]
         assert main(["drain", str(folder), *hook]) == 0
+        assert capsys.readouterr().out == "nothing to do\n"
     assert len(receiver.bodies) == 4
+
+
+def test_a_drain_that_drops_an_event_is_no_success(
+    tmp_path: Path, trainers: Trainers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "nothing to do", with exit code 0."""
+    folder = tmp_path / "folder"
+    # No checkpoint is kept, so that in the end the journal holds only undelivered events.
+    trainers.die(folder, f"file://{tmp_path}/run", 1, event_exec="true", num_checkpoints_to_keep=0)
+    assert main(["drain", str(folder)]) == 0
+    assert "rank 0: 1 event is not delivered yet" in capsys.readouterr().out
+    monkeypatch.setattr(Command, "max_attempts", 1)  # five take a quarter of a minute
+    assert main(["drain", str(folder), "--exec", "false"]) == 1
+    told = "rank 0: 1 event was dropped after the last attempt and will not be sent again\n"
+    assert capsys.readouterr().out == told
 
 
 def test_one_event_for_a_checkpoint_of_two_ranks_whoever_commits(tmp_path: Path) -> None:

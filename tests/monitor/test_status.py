@@ -107,7 +107,7 @@ def test_summary_names_the_last_commit_and_the_progress_of_the_next() -> None:
         ),
         (
             [enqueued(1, 9), sealed(1), Failed(id_(1), "f0", FailureReason.SOURCE_MISSING, "f0 is gone")],
-            "nothing committed yet; step 1 can never be committed: f0 is gone; 1 shard failed",
+            "nothing committed yet; step 1 cannot be committed from this folder: f0 is gone; 1 shard failed",
         ),
         (
             [enqueued(1, 9), sealed(1), Superseded(id_(1), "behind")],

@@ -5,6 +5,7 @@ error.
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -33,11 +34,13 @@ def train(
     loads: bool = True,
     world_size: int = WORLD_SIZE,
     has_remote: bool = False,
+    keep: int = 3,
     **options: Any,
 ) -> str:
     """One rank of a launch. Rank `dies[0]` ends while it saves at batch `dies[1]`. `writer`: None if all write.
     torch.distributed is initialized `first`, `late` (after the saver was created) or `never`.
     """
+    logging.basicConfig(filename=root / "log", format="%(message)s", force=True)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
 
     def initialize() -> None:
@@ -50,7 +53,7 @@ def train(
         f"file://{root}/remote" if has_remote else None,
         save_interval="10ba",
         blocking=True,
-        num_checkpoints_to_keep=3,
+        num_checkpoints_to_keep=keep,
         is_writer=writer is None or rank == writer,
         **{"overwrite": True, **options},
     )
@@ -106,6 +109,31 @@ def flip_a_bit(path: Path, value: float) -> None:
 
 def killed_in_a_save(root: Path) -> list[Told]:
     return [launch(root, 40, dies=(1, 30)), launch(root, 30, dies=(0, 30)), launch(root)]
+
+
+def killed_in_the_first_save(root: Path) -> list[Told]:
+    """Three launches, one after the other; then one saves. In the end, the files that are left, and the warnings."""
+    more: dict[str, Any] = {"overwrite": False}
+    launches = [launch(root, 20, dies=dies, **more) for dies in ((1, 10), (0, 10), (1, 10))]
+    launches += [launch(root, 50, **more), launch(root, **more)]
+    log = (root / "log").read_text().replace(str(root), "").splitlines()
+    told = [line for line in log if line.startswith("starts_from_scratch")]
+    return [*launches, sorted(each.name for each in (root / "local").glob("ep*.pt")), sorted(told)]
+
+
+def the_other_rank_has_lost_what_it_had(root: Path) -> list[Told]:
+    """Its node came back empty. Then it is killed in its first save there, when the other rank has pruned."""
+    more: dict[str, Any] = {"folder": "node-{rank}", "keep": 1}
+    first = launch(root, 10, **more)
+    (root / "node-1").rename(root / "lost")
+    launches = [launch(root, **more), launch(root, 20, loads=False, resume_from=10, dies=(1, 10), **more)]
+    return [first, *launches, launch(root, **more)]
+
+
+def pruned_on_one_rank(root: Path) -> list[Told]:
+    """A complete checkpoint was there before."""
+    launches = [launch(root, 10, keep=1), launch(root, 20, keep=1, dies=(1, 20))]
+    return [*launches, launch(root, keep=1)]
 
 
 def fewer_ranks_in_between(root: Path) -> list[Told]:
@@ -188,6 +216,9 @@ def saved_later_by_one_rank(root: Path) -> list[Told]:
 
 SCENARIOS: tuple[Callable[[Path], list[Told]], ...] = (
     killed_in_a_save,
+    killed_in_the_first_save,
+    the_other_rank_has_lost_what_it_had,
+    pruned_on_one_rank,
     fewer_ranks_in_between,
     initialized_late,
     noted_by_an_earlier_version,

@@ -30,6 +30,28 @@ def test_ranks_resume_from_the_newest_that_all_of_them_have(told: Told) -> None:
     assert told("killed_in_a_save") == [["fresh", "fresh"], ["20", "20"], ["20", "20"]]
 
 
+def test_a_run_whose_first_save_was_killed_on_one_rank_starts_from_scratch(told: Told) -> None:
+    """Every relaunch raised NoUsableCheckpointError, because some ranks had a file and others had none."""
+    *launches, files, warnings = told("killed_in_the_first_save")
+    assert launches == [["fresh", "fresh"]] * 4 + [["50", "50"]]
+    assert files == [f"ep0-ba{batch}-rank{rank}.pt" for batch in (30, 40, 50) for rank in (0, 1)]
+    assert len(warnings) == 6  # 2 ranks of 3 launches
+    assert warnings[0].startswith(
+        "starts_from_scratch incomplete=ep0-ba20, ep0-ba10 of rank 0 files=['/local/ep0-ba20-rank0.pt',"
+        " '/local/ep0-ba10-rank0.pt']; no checkpoint was ever complete, because rank 1 had not saved anything"
+    )
+
+
+def test_a_run_that_has_lost_a_complete_checkpoint_does_not_start_from_scratch(told: Told) -> None:
+    """What is left looks like a first save in which one rank was killed."""
+    first, lost, no_load, last = told("the_other_rank_has_lost_what_it_had")
+    assert (first, no_load) == (["fresh"] * 2, ["fresh"] * 2)
+    before, torn, after = told("pruned_on_one_rank")
+    assert (before, torn) == (["fresh"] * 2, ["10", "10"])
+    for each in (*lost, *last, *after):
+        assert each.startswith("NoUsableCheckpointError: no checkpoint can be loaded on all ranks: ep0-ba")
+
+
 def test_ranks_do_not_mix_launches_of_different_sizes(told: Told) -> None:
     """Each rank counted the launches that it had seen, so that two launches had the same number: all loaded batch 30,
     rank 0 from the third launch and rank 1 from the second.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +197,35 @@ def test_what_was_committed_is_loaded_without_the_remote(tmp_path: Path) -> None
     folder = tmp_path / "local"
     train(folder, range(1, 3), remote=f"file://{tmp_path}/remote")
     assert train(folder, range(3, 4)) == 2
+
+
+KILLED = """
+import os, sys
+from ckpt_async.local import sealed
+from ckpt_async.saver import CheckpointSaver
+saver = CheckpointSaver(sys.argv[1], None, save_interval="1ba", blocking=True)
+saver.step({"batch": 1}, 1)
+sealed.put = lambda *_: os._exit(0)  # the file is there, its note is not
+saver.step({"batch": 2}, 2)
+"""
+
+
+def test_a_file_whose_launch_was_killed_before_it_noted_it_does_not_keep_a_launch_with_the_remote_out(
+    tmp_path: Path,
+) -> None:
+    """The constructor took it for another run's, until the user had deleted it."""
+    folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
+    subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=True)
+    assert file_of(folder, 2).exists()
+    with CheckpointSaver(folder, remote, save_interval="1ba") as saver:
+        with CheckpointSaver(folder, None, save_interval=None) as before:
+            assert before.load_latest() == {"batch": 1}
+        saver.step(state(2), 2)
+    assert ckpt.load(file_of(folder, 2))["weight"][0] == 2
+    with pytest.raises(
+        CheckpointConflictError, match=r"ba2-rank0\.pt exists and is not among what this run noted"
+    ):
+        CheckpointSaver(folder, f"{remote}-2")
 
 
 def test_beside_a_launch_with_the_remote_nothing_is_saved_without_it(

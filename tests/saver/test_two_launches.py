@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckpt_async import torch as ckpt
 from ckpt_async.errors import CheckpointConflictError, FolderInUseError
 from ckpt_async.saver import CheckpointSaver, local_only
 
@@ -76,6 +79,49 @@ def test_the_second_launch_is_refused_and_changes_nothing_until_the_first_is_kil
             other.wait()
             saver.step({"who": "me"}, 2)
     assert sorted(files(tmp_path)) == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt"]
+
+
+def test_beside_a_launch_without_the_remote_none_with_it_begins(tmp_path: Path) -> None:
+    """Both replaced each other's files."""
+    folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
+    with other_launch(folder) as other:
+        before = files(folder)
+        with pytest.raises(FolderInUseError, match=f"rank 0 .* in use by process {other.pid}"):
+            CheckpointSaver(folder, remote, save_interval="1ba", overwrite=True)
+        tell(other, "2", "saved")
+        assert before.items() <= files(folder).items()
+        tell(other, "close", "closed")
+        with CheckpointSaver(folder, remote, save_interval="1ba") as saver:
+            saver.step({"who": "me"}, 3)
+    assert sorted(files(folder)) == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt", "ep0-ba3-rank0.pt"]
+
+
+def test_a_save_of_an_earlier_saver_of_this_process_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a notebook, the next saver started from scratch or went on from an older checkpoint."""
+    may_write, dump = threading.Event(), ckpt.dump
+
+    def dump_later(*args: Any, **options: Any) -> None:
+        may_write.wait()
+        dump(*args, **options)
+
+    class OnceWaiting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("waits_for_predecessor"):
+                may_write.set()
+
+    monkeypatch.setattr(ckpt, "dump", dump_later)
+    first = CheckpointSaver(tmp_path, **OPTIONS)
+    first.step({"who": "first"}, 1)
+    with CheckpointSaver(tmp_path, **OPTIONS) as second:
+        assert second.load_latest(wait_s=0.01) is None
+        assert "predecessor_is_not_over" in caplog.text
+        monkeypatch.setattr(local_only.logger, "handlers", [OnceWaiting()])
+        caplog.set_level(logging.INFO, local_only.logger.name)
+        assert second.load_latest(wait_s=60) == {"who": "first"}
+        second.step({"who": "second"}, 2)
+    first.close()
 
 
 def test_a_closed_saver_lets_other_processes_save(tmp_path: Path) -> None:

@@ -152,6 +152,13 @@ def test_what_a_copy_lacks_is_left_to_the_original(
         assert (code, rank["aborted"], steps(rank["left"])) == (6, [], lacking)
         assert steps(rank["only_in_original"]) == lacking
         assert "rank0.bin" in rank["left"][0]["reason"]
+        told = call("status", copy)[1]
+        lost = [each for each in told["checkpoints"] if each["state"] == "lost"]
+        assert steps(lost) == lacking
+        assert all(
+            "if this folder is a copy, the original may still have it" in each["hint"] for each in lost
+        )
+        assert "never" not in told["summary"]
     code, told = call("drain", folder)
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [100, 200])
     code, told = call("drain", copy)

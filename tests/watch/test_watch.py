@@ -90,6 +90,23 @@ def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(
     )
 
 
+@pytest.mark.parametrize("changed", ["model.safetensors", "trainer_state.json", "everything"])
+def test_what_has_changed_since_the_commit_is_said_to_be_not_uploaded(
+    place: Place, capsys: pytest.CaptureFixture[str], changed: str
+) -> None:
+    """A checkpoint in the store was said to be not complete. A new save in its place is not complete."""
+    saved = save(place, 10)
+    assert place.once()[1]["committed"] == 1
+    for name in saved if changed == "everything" else [changed]:
+        os.truncate(place.out / "checkpoint-10" / name, 20)
+    capsys.readouterr()
+    assert cli.main(["watch", str(place.out), place.remote, "--once", "--settle-s", "0.2"]) == 0
+    [line] = [each for each in capsys.readouterr().out.splitlines() if each.startswith("checkpoint-10: ")]
+    committed = "checkpoint-10: is committed, and what has changed since is not uploaded: "
+    assert line.startswith("checkpoint-10: is not complete: " if changed == "everything" else committed)
+    assert place.committed(10) == saved
+
+
 def test_where_nothing_can_be_locked_beside_the_folder_a_warning_says_so(place: Place) -> None:
     save(place, 10)
     (place.here / ".out.ckpt_async.lock").mkdir()
