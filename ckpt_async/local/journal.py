@@ -271,6 +271,15 @@ class Journal:
             if os.fstat(self._wal).st_size >= CHECKPOINT_PAGES * 4096:
                 self._checkpoint("PASSIVE")
 
+    def compact_on_full_disk(self, room: contextlib.AbstractContextManager[None]) -> None:
+        """Move all of the WAL into the main file, whose pages it repeats many times, and truncate it. `room` frees the
+        space for this; appends wait, because they would take that.
+        """
+        self._refuse_fork()
+        with self._disk_lock, self._lock, room:
+            self._check_open()
+            self._checkpoint("TRUNCATE")
+
     def _renew(self) -> None:
         """Move all of the WAL, which memory still has, into the main file and start it anew, because the disk has
         refused some unknown part of it. Appends wait.
