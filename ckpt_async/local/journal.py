@@ -71,7 +71,7 @@ class Journal:
     """One process's handle on the journal of one rank, whose lock it holds.
 
     All methods may be called from any thread and block for well under a millisecond, except `sync` and `compact`,
-    which wait for the disk without blocking any other method.
+    which wait for the disk without blocking any other method. (On a full disk, `compact_on_full_disk` does block them.)
 
     A damaged journal is moved aside, loudly, and started anew, unless somebody else may have it open
     (`may_replace=False`); then JournalDamagedError is raised.
