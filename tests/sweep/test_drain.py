@@ -174,8 +174,8 @@ def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
     assert cli.main(["drain", str(copy), "--original-is-lost"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [each.partition(":")[2].partition(":")[0] for each in told] == [
-        " step 100 was given up",
-        " step 300 was given up",
+        " step 100@g1 was given up",
+        " step 300@g1 was given up",
     ]
 
 
