@@ -366,6 +366,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
         remove_spool=lambda _: None,
         unlink=lambda _: None,
         tend=lambda: None,
+        is_disk_full=lambda: False,
     )
     ModelEngine.committed = 0
     engines = []

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from ckpt_async import threads
@@ -176,6 +176,7 @@ def verify(options: argparse.Namespace) -> Exit:
             generation=generation,
             read_percent=options.read_data,
             seed=options.seed,
+            connect=lambda: _opened(options),
         )
 
     result = with_store(options, work, is_read_only=True)
@@ -183,28 +184,15 @@ def verify(options: argparse.Namespace) -> Exit:
     if is_for_some and not result.num_committed and not result.findings:
         step = f" has step {options.step.text}" if options.step.text else f" is of generation {generation}"
         raise ObjectNotFoundError(f"no committed checkpoint{step}: nothing to verify")
-    code = Exit.INCOMPLETE if result.violations else Exit.OK
+    code = Exit.INCOMPLETE if result.violations else Exit.UNRELIABLE if result.unread else Exit.OK
     tally = tally_of(options)
     tally.checkpoints["checked"] = result.num_committed
     tally.size_bytes, tally.violations = result.size_bytes, len(result.violations)
     if options.json:
-        fields = {
-            "committed": result.num_committed,
-            "shards": result.num_shards,
-            "shards_read": result.num_shards_read,
-            "size_bytes": result.size_bytes,
-            "violations": [finding_json(each) for each in result.violations],
-            "leftovers": [finding_json(each) for each in result.findings if each.is_leftover],
-            "marked": [
-                {**id_json(each.checkpoint), "reason": each.reason, "is_sound": each.is_sound}
-                for each in result.marks
-            ],
-            "not_looked_at": result.not_looked_at,
-        }
-        print(json.dumps(fields))
+        print(json.dumps(_verification_json(result)))
         return code
     for each in result.findings:
-        print_line(f"{'leftover' if each.is_leftover else 'VIOLATION'} {each}")
+        print_line(f"{each.kind if each.is_leftover or each in result.unread else 'VIOLATION'} {each}")
     for what in result.not_looked_at:
         print_line(f"not checked: {what}")
     for mark in result.marks:
@@ -225,6 +213,23 @@ def verify(options: argparse.Namespace) -> Exit:
         f" {counted(len(result.violations), 'violation')}"
     )
     return code
+
+
+def _verification_json(result: verification.Verification) -> Json:
+    return {
+        "committed": result.num_committed,
+        "shards": result.num_shards,
+        "shards_read": result.num_shards_read,
+        "size_bytes": result.size_bytes,
+        "violations": [finding_json(each) for each in result.violations],
+        "unread": [finding_json(each) for each in result.unread],
+        "leftovers": [finding_json(each) for each in result.findings if each.is_leftover],
+        "marked": [
+            {**id_json(each.checkpoint), "reason": each.reason, "is_sound": each.is_sound}
+            for each in result.marks
+        ],
+        "not_looked_at": result.not_looked_at,
+    }
 
 
 def _percent(text: str) -> float:
@@ -259,6 +264,19 @@ def with_store(
             await store.close()
 
     return threads.run(main())
+
+
+@contextlib.asynccontextmanager
+async def _opened(options: argparse.Namespace) -> AsyncIterator[PatientStore]:
+    """Open the store once more, over connections of its own."""
+    url = keys.kind_remote(options.url, options.kind or "")
+    settings = Settings(upload_timeout_s=COMMAND_TIMEOUT_S)
+    store = connect(url, store_options(options), settings, is_patient=False)
+    try:
+        await store.open(is_read_only=True)
+        yield store
+    finally:
+        await store.close()
 
 
 async def _check_kind(options: argparse.Namespace, settings: Settings) -> None:

@@ -332,7 +332,8 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
     newest = max(loadable, default=None)
     publish = remote.to_publish
     if publish is not None and is_ahead(publish, remote.latest):
-        yield MoveLatest(publish)
+        if publish in decided:  # on a full disk, the commit may not be recorded yet
+            yield MoveLatest(publish)
     else:
         publish = None
     yield from (Copy(id_) for id_, each in decided.items() if each.to_copy)

@@ -305,9 +305,15 @@ class Engine:
             logger.debug("housekeeping_skipped error=%s", error)
 
     def _keep_house(self) -> None:
-        self.state.folder.tend()
-        self.state.note_link()
-        self.state.journal.compact()
+        state = self.state
+        try:
+            if state.folder.is_disk_full():
+                state.journal.compact_on_full_disk(state.folder.reserve_lent())
+            else:
+                state.journal.compact()
+        finally:
+            state.folder.tend()
+        state.note_link()  # last, because it may lack space
 
     # --- actions -------------------------------------------------------------------------------------------
 

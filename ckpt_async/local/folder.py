@@ -94,16 +94,23 @@ class Folder:
             raise _folder_error(self.path, error) from error
         self._reserve = Reserve(self.common)
         self._reserve.adjust()
-        self.can_link = self._probe()
+        with self._reserve.lent():
+            self.can_link = self._probe()
         self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
 
     def tend(self) -> None:
         """Called once a second by the running engine: renew the mark that tells other machines about it, and
-        release the reserved space if the disk is full.
+        release reserved space if the disk is full.
         """
         self._host_mark.renew(self._trusted)
         self._reserve.adjust()
+
+    def is_disk_full(self) -> bool:
+        return self._reserve.is_disk_full()
+
+    def reserve_lent(self) -> contextlib.AbstractContextManager[None]:
+        return self._reserve.lent()
 
     def _probe(self) -> bool:
         """Write, link and remove one small file, so that problems are reported clearly now and not during the first

@@ -71,7 +71,7 @@ class Journal:
     """One process's handle on the journal of one rank, whose lock it holds.
 
     All methods may be called from any thread and block for well under a millisecond, except `sync` and `compact`,
-    which wait for the disk without blocking any other method.
+    which wait for the disk without blocking any other method. (On a full disk, `compact_on_full_disk` does block them.)
 
     A damaged journal is moved aside, loudly, and started anew, unless somebody else may have it open
     (`may_replace=False`); then JournalDamagedError is raised.
@@ -279,6 +279,15 @@ class Journal:
             self._check_open()
             if os.fstat(self._wal).st_size >= CHECKPOINT_PAGES * 4096:
                 self._checkpoint("PASSIVE")
+
+    def compact_on_full_disk(self, room: contextlib.AbstractContextManager[None]) -> None:
+        """Move all of the WAL into the main file, whose pages it repeats many times, and truncate it. `room` frees the
+        space for this; appends wait, because they would take that.
+        """
+        self._refuse_fork()
+        with self._disk_lock, self._lock, room:
+            self._check_open()
+            self._checkpoint("TRUNCATE")
 
     def _renew(self) -> None:
         """Move all of the WAL, which memory still has, into the main file and start it anew, because the disk has

@@ -3,6 +3,9 @@
 Only a commit frees space, and a commit itself needs some: for journal rows, manifests and the symlink. Without the
 reserve, a disk full of checkpoints that are waiting for upload would stay full, and no restart could help (table
 row F5).
+
+Whoever writes next gets the space that is released, often the trainer, to whose checkpoint it is nothing. So only half
+of what is left is released at a time, and only when hardly anything is free. The last part is only lent.
 """
 
 from __future__ import annotations
@@ -10,12 +13,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 NAME = "reserve"
 SIZE_BYTES = 1 << 20  # a few thousand journal rows
+FULL_BYTES = SIZE_BYTES // 8  # with less free space, the disk counts as full
+LAST_BYTES = SIZE_BYTES // 8  # this much is only lent
+BLOCK_BYTES = 4096
 ROOMY_BYTES = 64 * SIZE_BYTES  # with less free space, taking the reserve would itself fill the disk
 
 
@@ -26,33 +33,68 @@ class Reserve:
         self._path = private / NAME
 
     def adjust(self) -> None:
-        """Release the reserve if the file system is full, and take it again once there is room. Best effort, never
-        raises.
+        """Release half of the reserve if the file system is full, and take all of it again once there is room. Best
+        effort, never raises.
         """
         with contextlib.suppress(OSError):
-            facts = os.statvfs(self._path.parent)
-            free_bytes = facts.f_bavail * facts.f_frsize
-            if free_bytes < SIZE_BYTES:
-                self._give_up()
+            free_bytes = self._free_bytes()
+            if free_bytes < FULL_BYTES:
+                self._give_up_half()
             elif free_bytes >= ROOMY_BYTES:
                 self._take()
 
-    def _give_up(self) -> None:
+    def is_disk_full(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._free_bytes() < FULL_BYTES
+        return False
+
+    def _free_bytes(self) -> int:
+        facts = os.statvfs(self._path.parent)
+        return facts.f_bavail * facts.f_frsize
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """If the disk is full, release everything for the duration of the block, and take again what it has left. Best
+        effort, never raises.
+        """
+        size_bytes = 0
+        with contextlib.suppress(OSError):
+            if self.is_disk_full():
+                size_bytes = self._path.stat().st_size
+                os.truncate(self._path, 0)
         try:
-            self._path.unlink()
-        except FileNotFoundError:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._take_most(size_bytes)
+
+    def _give_up_half(self) -> None:
+        size_bytes = self._path.stat().st_size
+        if size_bytes <= LAST_BYTES:
             return
+        os.truncate(self._path, size_bytes // 2)
         logger.warning(
-            "disk_reserve_given_up size_bytes=%d folder=%s: the disk is full; commits continue with these"
-            " reserved bytes",
-            SIZE_BYTES,
+            "disk_reserve_given_up size_bytes=%d left_bytes=%d folder=%s: the disk is full; commits continue with"
+            " these reserved bytes",
+            size_bytes - size_bytes // 2,
+            size_bytes // 2,
             self._path.parent.parent,
         )
 
-    def _take(self) -> None:
+    def _take_most(self, size_bytes: int) -> None:
+        while size_bytes > 0:
+            try:
+                self._take(size_bytes)
+            except OSError:
+                os.truncate(self._path, 0)
+                size_bytes -= BLOCK_BYTES
+            else:
+                return
+
+    def _take(self, size_bytes: int = SIZE_BYTES) -> None:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(descriptor).st_size < SIZE_BYTES:
-                os.posix_fallocate(descriptor, 0, SIZE_BYTES)
+            if os.fstat(descriptor).st_size < size_bytes:
+                os.posix_fallocate(descriptor, 0, size_bytes)
         finally:
             os.close(descriptor)

@@ -240,6 +240,9 @@ class _Agreement:
         self._rank, self._world_size, self._launch_key, self._now = rank, world_size, launch_key, now
         self._member = member
         self._has_told_of_wait = False
+        self._waited_in = (
+            0  # the newest generation of our launch key in which this rank has waited for a sign
+        )
         is_first = rank == 0
         # Without conditional PUT, two ranks could claim one generation. So only rank 0 claims, and it joins no other's.
         self._may_claim = store.capabilities.conditional_put or is_first
@@ -306,12 +309,25 @@ class _Agreement:
         return Generation(number, self._launch_key, self._world_size, host, nonce, self._now)
 
     async def _of_our_key(self, number: int) -> Generation | None:
-        """Return the generation if it may be that of our start."""
+        """Return the generation if it may be that of our start. Raises FencedError if our start is over."""
         if not number or not self._may_join:
             return None
         found = await _read_generation(self._store, number)
+        if found is not None:
+            self._reject_if_superseded(found)
         ours = (self._launch_key, self._world_size)
         return found if found is not None and (found.launch_key, found.world_size) == ours else None
+
+    def _reject_if_superseded(self, found: Generation) -> None:
+        """Raise FencedError if another launch has begun since this rank waits for the others of its own. A claim of the
+        next generation would fence the newer launch.
+        """
+        if self._waited_in and found.launch_key != self._launch_key:
+            raise FencedError(
+                f"generation {found.number} of another launch began while this rank waited for the others of its own"
+                f" launch in generation {self._waited_in}",
+                hint="if this is the launch that you want, start it again",
+            )
 
     async def _wait_for_sign(self, number: int, *, is_new: bool) -> int | None:
         """Return this generation once its creator has shown that it lives.
@@ -327,6 +343,7 @@ class _Agreement:
                 return number
             if place is not None:
                 return None  # taken by a process of an earlier start
+        self._waited_in = number
         seen = await self._count_beats(number)
         proven_by, quiet_s = (-1 if is_new else seen) + NUM_SIGNS, 0.0
         while seen < proven_by:

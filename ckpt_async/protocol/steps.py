@@ -101,9 +101,9 @@ async def settle(
             name = agreement.name_of(receipts)
             listing = await store.list(keys.data_prefix(name, checkpoint.generation))
         gone = await missing(store, [shard for receipt in receipts for shard in receipt.shards], listing)
-        if rank is not None and not set(gone).isdisjoint(receipts[rank].shards):
-            raise UploadsLostError
         losers = agreement.losers(gone, receipts)
+        if rank in losers:
+            raise UploadsLostError
         if not all(await all_or_none(has_receipt(store, checkpoint, each) for each in losers)):
             return None  # a rank that has lost its receipt, too, uploads everything again
         obstacle = agreement.lost(gone, losers)

@@ -7,6 +7,7 @@ to it, and the sweeper removes it). Used by `ckpt-async verify`, and as the orac
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from ckpt_async.core import keys, records
 from ckpt_async.core.agreement import obstacle
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt, StoredShard
+from ckpt_async.core.readings import MAX_READINGS, is_proven
 from ckpt_async.errors import FailureReason, InvalidRecordError, ObjectNotFoundError, StoreError
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
@@ -22,7 +24,13 @@ from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.transfer.upload import read_back
 
+UNREAD = "unread"
+
 _SHARDS_AT_ONCE = 16
+# If more shards than this cannot be read, the store is at fault, or the way to it.
+_MAX_UNREAD = 16
+
+Connect = Callable[[], contextlib.AbstractAsyncContextManager[PatientStore]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +38,8 @@ class Finding:
     """One thing that is not as it must be. `rule` is the invariant's number in docs/design.md.
 
     `kind` is a metric label: missing | size | checksum (what is wrong with a shard), record (a record is missing,
-    unreadable or contradicts another), leftover.
+    unreadable or contradicts another), leftover, unread (nobody knows: the shard could not be read, or only
+    differently each time).
     """
 
     rule: str
@@ -72,7 +81,11 @@ class Verification:
 
     @property
     def violations(self) -> list[Finding]:
-        return [each for each in self.findings if not each.is_leftover]
+        return [each for each in self.findings if not each.is_leftover and each.kind != UNREAD]
+
+    @property
+    def unread(self) -> list[Finding]:
+        return [each for each in self.findings if each.kind == UNREAD]
 
 
 async def verify(
@@ -82,14 +95,24 @@ async def verify(
     generation: int | None = None,
     read_percent: float = 0.0,
     seed: int = 0,
+    connect: Connect | None = None,
 ) -> Verification:
     """Check every committed checkpoint, or only those of one step or generation.
 
     Receipts are compared with the decision, and shards with the receipts, by the store's own sizes and checksums;
-    `read_percent` of the shards are also read in full. A checkpoint that is pruned during the verification is not
+    `read_percent` of the shards are also read in full. A shard is damaged if the store says the same wrong thing twice,
+    the second time to a store that `connect` opens. A checkpoint that is pruned during the verification is not
     reported. Read-only; safe beside trainers and sweepers.
     """
-    result = Verification()
+    async with contextlib.AsyncExitStack() as opened:
+        stores = _Stores(store, connect, opened)
+        return await _verify(stores, step=step, generation=generation, read_percent=read_percent, seed=seed)
+
+
+async def _verify(
+    stores: _Stores, *, step: int | None, generation: int | None, read_percent: float, seed: int
+) -> Verification:
+    store, result = stores.first, Verification()
     rng = random.Random(seed)
     decisions = await _read_decisions(store, result)
     boundary = None
@@ -112,7 +135,9 @@ async def verify(
     for decision in chosen:
         if decision.outcome is Outcome.COMMIT:
             before = result.num_shards - result.num_shards_read
-            findings, shards, is_complete = await _check_committed(store, decision, read_percent, rng, result)
+            findings, shards, is_complete = await _check_committed(
+                stores, decision, read_percent, rng, result
+            )
             referenced |= {shard.key for shard in shards}
             if is_complete:
                 complete.add(decision.checkpoint)
@@ -142,14 +167,14 @@ async def _read_decisions(store: PatientStore, result: Verification) -> dict[Che
 
 
 async def _check_committed(
-    store: PatientStore, decision: Decision, read_percent: float, rng: random.Random, result: Verification
+    stores: _Stores, decision: Decision, read_percent: float, rng: random.Random, result: Verification
 ) -> tuple[list[Finding], list[StoredShard], bool]:
     """Check I1: every receipt is there and is the one that was decided on; every shard is there and complete.
 
     Returns also the shards, and whether they are all, because every receipt could be read.
     """
     id_, key = decision.checkpoint, keys.decision_key(decision.checkpoint)
-    found = await all_or_none(_receipt(store, decision, rank) for rank in range(decision.world_size))
+    found = await all_or_none(_receipt(stores.first, decision, rank) for rank in range(decision.world_size))
     receipts = [each for each in found if isinstance(each, Receipt)]
     findings = [each for each in found if isinstance(each, Finding)]
     if not findings:
@@ -166,7 +191,7 @@ async def _check_committed(
     to_read = [rng.random() * 100 < read_percent for _ in shards]
     at_once = asyncio.Semaphore(_SHARDS_AT_ONCE)
     checked = await all_or_none(
-        _check_shard(store, shard, is_read, at_once) for shard, is_read in zip(shards, to_read, strict=True)
+        _judge_shard(stores, shard, is_read, at_once) for shard, is_read in zip(shards, to_read, strict=True)
     )
     findings += [each for each in checked if each is not None]
     result.num_shards += len(shards)
@@ -180,6 +205,53 @@ async def _receipt(store: PatientStore, decision: Decision, rank: int) -> Receip
         return await steps.bound_receipt(store, decision, rank)
     except InvalidRecordError as error:
         return _unreadable("I1", error)
+
+
+async def _judge_shard(
+    stores: _Stores, shard: StoredShard, is_read: bool, at_once: asyncio.Semaphore
+) -> Finding | None:
+    """Check a shard until it is right, or wrong beyond doubt."""
+    wrong: list[Finding] = []
+    while len(wrong) < MAX_READINGS:
+        try:
+            found = await _check_shard(await stores.get(len(wrong)), shard, is_read, at_once)
+        except StoreError as error:
+            return stores.unread(shard, error)
+        if found is None:
+            return None
+        wrong.append(found)
+        if is_proven(wrong):
+            return found
+    return Finding("I6", shard.key, "was read differently each time: it is corrupted on its way here", UNREAD)
+
+
+class _Stores:
+    """The same store several times, over connections that share nothing. Those after the first are opened when they are
+    needed.
+    """
+
+    def __init__(
+        self, first: PatientStore, connect: Connect | None, opened: contextlib.AsyncExitStack
+    ) -> None:
+        self.first = first
+        self._all, self._connect, self._opened = [first], connect, opened
+        self._lock = asyncio.Lock()
+        self._num_unread = 0
+
+    async def get(self, number: int) -> PatientStore:
+        if self._connect is None:
+            return self.first
+        async with self._lock:
+            while len(self._all) <= number:
+                self._all.append(await self._opened.enter_async_context(self._connect()))
+        return self._all[number]
+
+    def unread(self, shard: StoredShard, error: StoreError) -> Finding:
+        """Return a finding if the error may concern this shard alone, else raise it."""
+        self._num_unread += 1
+        if error.reason is FailureReason.AUTH or self._num_unread > _MAX_UNREAD:
+            raise error
+        return Finding("I1", shard.key, f"could not be read: {error}", UNREAD)
 
 
 async def _check_shard(

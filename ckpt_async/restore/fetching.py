@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ckpt_async import threads
 from ckpt_async.core.model import CheckpointId, Checksum
+from ckpt_async.core.readings import MAX_READINGS, is_proven
 from ckpt_async.errors import (
     CapabilityError,
     CheckpointGoneError,
@@ -49,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 # Below this many small files, sharing connections does not pay.
 FEW_FILES = 8
-# How often a file is read from the store before we report that its readings disagree.
-MAX_READINGS = 3
 
 T = TypeVar("T")
 
@@ -404,7 +403,7 @@ class _Fetching:
             there = await self._opened.store.head(file.key)
             if there.checksum is not None and there.checksum != wanted:
                 raise await damaged(self._opened, checkpoint, f"{reason}, according to the store itself")
-            if len(seen) != len(set(seen)):
+            if is_proven(seen):
                 raise await damaged(self._opened, checkpoint, f"{reason}, identically over two connections")
             if len(seen) >= MAX_READINGS:
                 raise unreliable(f"{reason}, and was read differently each time")

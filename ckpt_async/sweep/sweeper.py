@@ -257,7 +257,10 @@ class Sweeper:
                     sweep.on_done = partial(told.done, store)
                 report = await sweep.run(is_dry_run=is_dry_run)
                 if self._verifies:
-                    found = (await verify(store)).violations
+                    checked = await verify(store)
+                    for each in checked.unread:
+                        logger.warning("shard_not_verified url=%s %s", address.url, each)
+                    found = checked.violations
                     known = {each.key for each in found}
                     report.violations = [each for each in report.violations if each.key not in known] + found
                 if told is not None:

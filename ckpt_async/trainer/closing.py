@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt_async.core import backlog
 from ckpt_async.core.failures import in_vain, not_sent, why_in_vain
 from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import named
 from ckpt_async.errors import CkptAsyncError, JournalError, UploadFailedError
@@ -41,7 +42,7 @@ def report_of(local: Local, num_committed: int) -> FlushReport:
         num_committed=num_committed,
         num_shards_left=len(shards),
         size_bytes_left=sum(each.shard.size_bytes for each in shards),
-        steps_left=tuple(sorted(each.id.step for each in left)),
+        steps_left=tuple(sorted({each.id.step for each in left})),
     )
 
 
@@ -97,23 +98,31 @@ def finish(
 
 def log_what_is_left(local: Local) -> None:
     report = report_of(local, 0)
-    unsealed = sorted(
-        each.id.step for each in local.checkpoints.values() if each.decision is None and each.sealed is None
-    )
+    left = sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
+    unsealed = [id_ for id_ in left if local.checkpoints[id_].sealed is None]
     if unsealed:
         logger.warning(
             "closed_without_seal steps=%s: unsealed steps are never committed; call seal(step) after the last"
             " enqueue of a step, on every rank",
-            unsealed,
+            _named(unsealed, local.generation),
         )
-    if set(report.steps_left) - set(unsealed):
+    if left != unsealed:
         logger.warning(
             "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d;"
             " the next start, `ckpt-async drain` or the sweeper will finish what was sealed",
-            list(report.steps_left),
+            _named(left, local.generation),
             report.num_shards_left,
             report.size_bytes_left,
         )
+
+
+def _named(checkpoints: Sequence[CheckpointId], own: int) -> str:
+    """Name steps of this start by their numbers alone: [3@g1, 3, 4]."""
+    names = [
+        str(each.step) if each.generation == own else f"{each.step}@g{each.generation}"
+        for each in checkpoints
+    ]
+    return f"[{', '.join(names)}]"
 
 
 def note_what_is_left(engine: EngineHandle, *, is_cut_short: bool) -> None:

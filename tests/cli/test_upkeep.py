@@ -456,6 +456,7 @@ def test_verify_reports_a_sound_run(
         "shards_read": 0,
         "size_bytes": 2000,
         "violations": [],
+        "unread": [],
         "leftovers": [],
         "marked": [],
         "not_looked_at": [],

@@ -1,5 +1,5 @@
-"""Starts of a run that all have one launch key, in every order: ranks that die before, while and after they open;
-single ranks that are restarted; whole restarts; writes that arrive long after their writer's death.
+"""Starts of a run that all have one launch key, unless told otherwise, in every order: ranks that die before, while and
+after they open; single ranks that are restarted; whole restarts; writes that arrive long after their writer's death.
 
 What is real: `generation.agree` and `beat`, `conditional`, records, `MemoryStore`. A request is carried out when the
 schedule says so, whether or not its sender is still alive.
@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ckpt_async.core import keys
 from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FencedError
 from ckpt_async.protocol import generation as generations
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
@@ -62,6 +64,8 @@ class Rank:
     goes_on_at: float = 0.0
     gives_up_at: float = 0.0  # waiting for the reply
     generation: int = 0  # the one that it has agreed on
+    launch_key: str = "always the same"
+    has_looked: bool = False  # at the generations that there are
 
 
 class ScheduledStore(PatientStore):
@@ -94,13 +98,13 @@ class Starts:
 
     def __post_init__(self) -> None:
         capabilities = replace(CAPABILITIES, conditional_put=self.has_conditional_put)
-        bucket = MemoryBucket(clock=lambda: self.now)
-        self.store = MemoryStore(bucket, capabilities=capabilities)
+        self.bucket = MemoryBucket(clock=lambda: self.now)
+        self.store = MemoryStore(self.bucket, capabilities=capabilities)
 
     # --- processes -----------------------------------------------------------------------------------------
 
-    def launch(self, start: int, rank: int, *, at: float = 0.0) -> Rank:
-        made = Rank(start, rank, goes_on_at=at)
+    def launch(self, start: int, rank: int, *, at: float = 0.0, **more: Any) -> Rank:
+        made = Rank(start, rank, goes_on_at=at, **more)
         made.work = self._run(made)
         self.ranks.append(made)
         return made
@@ -117,8 +121,11 @@ class Starts:
     async def _run(self, rank: Rank) -> None:
         store: Any = ScheduledStore(self)
         same: dict[str, Any] = {"rank": rank.rank, "world_size": self.world_size}
-        key = "always the same"
-        number = (await generations.agree(store, launch_key=key, explicit=None, now=0.0, **same)).number
+        key = rank.launch_key
+        try:
+            number = (await generations.agree(store, launch_key=key, explicit=None, now=0.0, **same)).number
+        except FencedError:
+            return
         for each in self.ranks:
             if each.generation == number and each.start != rank.start:
                 raise ViolationError(
@@ -178,6 +185,7 @@ class Starts:
         except StopIteration:
             rank.work = None
             return
+        rank.has_looked |= rank.waits_for is not None and rank.waits_for.is_done
         rank.waits_for = waits_for if isinstance(waits_for, Wire) else None
         if rank.waits_for is None:
             rank.goes_on_at = self.now + waits_for + self.rng.uniform(0.0, 0.3)
@@ -210,8 +218,11 @@ class Starts:
     def converge(self, start: int, *, spread_s: float, within_s: float) -> None:
         """Play a last, complete start in which no rank dies, and require that it ends in one generation, in time."""
         self.close()
+        self._complete(start, "always the same", spread_s=spread_s, within_s=within_s)
+
+    def _complete(self, start: int, key: str, *, spread_s: float, within_s: float) -> int:
         whole = [
-            self.launch(start, rank, at=self.now + self.rng.uniform(0.0, spread_s))
+            self.launch(start, rank, at=self.now + self.rng.uniform(0.0, spread_s), launch_key=key)
             for rank in range(self.world_size)
         ]
         deadline = self.now + spread_s + within_s
@@ -220,3 +231,29 @@ class Starts:
         found = [each.generation for each in whole]
         if len(set(found)) != 1 or not found[0]:
             raise ViolationError(f"I8: start {start} is split over generations {found} at {self.now:.1f} s")
+        return found[0]
+
+    def supersede(self, old: int, new: int) -> None:
+        """Play a launch whose first rank dies once it has opened, and a complete one with another key that begins while
+        other ranks of the old one still open. Require that none of these fences it.
+        """
+        lingering = [
+            self.launch(old, rank, at=self.now + self.rng.uniform(0.0, 1.0))
+            for rank in range(self.world_size)
+        ]
+        while not all(each.has_looked for each in lingering) or not any(
+            each.generation for each in lingering
+        ):
+            self.step()
+        for each in self.alive():
+            if each.generation:
+                self.kill(each)
+        for _ in range(self.rng.choice([0, 10, 100])):
+            self.step()
+        agreed = self._complete(new, "another", spread_s=self.rng.choice([0.0, 1.0, 8.0]), within_s=60.0)
+        deadline = self.now + 60.0
+        while self.now < deadline and self.step():
+            pass
+        newest = max(filter(None, map(keys.parse_generation_key, self.bucket.objects)))
+        if newest != agreed:
+            raise ViolationError(f"I8: generation {newest} of an older launch fences generation {agreed}")

@@ -50,6 +50,15 @@ def in_time(seed: int) -> None:
         starts.close()
 
 
+def superseded(seed: int) -> None:
+    rng = random.Random(seed)
+    starts = Starts(rng.randint(2, 4), rng, is_timed=True)
+    try:
+        starts.supersede(1, 2)
+    finally:
+        starts.close()
+
+
 def explore(play: Callable[[int], None], seeds: range = range(NUM_SEEDS)) -> None:
     for seed in seeds:
         try:
@@ -67,6 +76,11 @@ def test_no_generation_has_ranks_of_two_starts() -> None:
 def test_a_complete_start_ends_in_one_generation() -> None:
     """Launchers do this: they kill all ranks and restart all of them with the same key."""
     explore(in_time)
+
+
+def test_no_rank_that_lingers_fences_the_launch_that_superseded_its_own() -> None:
+    """A launcher may begin the next launch while ranks of the last one wait for one that is dead."""
+    explore(superseded)
 
 
 # --- each rule is needed ---------------------------------------------------------------------------------------
@@ -104,6 +118,10 @@ def _no_patience(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(generations, "PATIENCE_S", 0.3)
 
 
+def _never_superseded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(generations._Agreement, "_reject_if_superseded", lambda *_: None)
+
+
 def _endless_patience(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(generations, "PATIENCE_S", 1e9)
 
@@ -116,6 +134,7 @@ MISTAKES = {
     "a place need not be taken": (in_any_order, _joins_without_a_place, 0),
     "whoever claims does not beat": (in_time, _no_beats, 0),
     "a slow beat is no beat": (in_time, _no_patience, 0),
+    "a newer launch is ignored": (superseded, _never_superseded, 0),
     "the dead are waited for": (in_time, _endless_patience, 0),
 }
 

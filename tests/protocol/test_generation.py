@@ -127,6 +127,38 @@ def test_waiting_for_a_silent_creator_is_bounded(monkeypatch: pytest.MonkeyPatch
     asyncio.run(main())
 
 
+def test_a_straggler_of_an_older_launch_does_not_fence_a_newer_one() -> None:
+    """The launcher took its time to end a rank that waited for a dead creator; its claim split the next launch."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 0) == 1  # sends no more heartbeats: it dies
+        straggler = asyncio.ensure_future(open_(store, 1))
+        await asyncio.sleep(1.0)
+        newer = {"launch_key": "another"}
+        assert await open_(store, 2, **newer) == 2
+        beating = asyncio.ensure_future(beat(patient(store), 2, rank=2, world_size=WORLD_SIZE))
+        with pytest.raises(FencedError, match="generation 2 of another launch"):
+            await straggler
+        assert await asyncio.gather(*(open_(store, rank, **newer) for rank in range(2))) == [2, 2]
+        await beating
+        assert await newest_generation(patient(store)) == 2
+
+    virtual_time.run(main())
+
+
+def test_a_launch_key_may_recur_after_another_launch() -> None:
+    """Places in older generations are removed by sweeps, so that a free one is no sign of a straggler."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 0) == 1
+        assert await open_(store, 0, launch_key="another") == 2
+        assert await open_(store, 1) == 3
+
+    asyncio.run(main())
+
+
 def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -108,6 +108,33 @@ def test_the_same_wrong_bytes_twice_are_proof_of_damage(
     assert len(connections) == 2
 
 
+def test_verify_blames_the_store_only_for_what_it_says_twice(
+    proxy: FaultProxy, spoilt_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`verify` called an intact checkpoint damaged because of one flipped bit in one answer."""
+
+    def verify() -> tuple[int, dict[str, Any]]:
+        code = cli.main(["verify", spoilt_run.url, "--read-data", "100", "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    once = proxy.add(Fault("flip_reply", "GET", DATA, times=1))
+    code, told = verify()
+    assert (code, told["violations"], told["unread"], once.num_hits) == (0, [], [], 1)
+
+    proxy.add(Fault("flip_reply", "GET", r"large\.pt$"))  # each time another bit
+    code, told = verify()
+    assert (code, told["violations"]) == (Exit.UNRELIABLE, [])
+    [unread] = told["unread"]
+    assert unread["key"] == shard_key(10, "large.pt")
+    assert "differently" in unread["message"]
+
+    proxy.heal()
+    proxy.add(Fault("flip_reply", "GET", r"large\.pt$", after_bytes=1000))
+    code, told = verify()
+    assert (code, told["unread"]) == (Exit.INCOMPLETE, [])
+    assert [each["key"] for each in told["violations"]] == [shard_key(10, "large.pt")]
+
+
 def test_the_stores_own_checksum_is_proof_of_damage(spoilt_run: Run, tmp_path: Path) -> None:
     """The store is asked for its checksum before any more bytes are read."""
     spoilt_run.flip(shard_key(10, "large.pt"))

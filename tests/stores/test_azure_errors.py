@@ -1,6 +1,9 @@
 """How AzureStore handles answers that a healthy server does not give, over real sockets."""
 
 import contextlib
+import email.utils
+import re
+import time
 
 import pytest
 
@@ -14,6 +17,7 @@ from ckpt_async.errors import (
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.azure.blocks import block_id
 from ckpt_async.stores.azure.sending import Compared
+from ckpt_async.stores.http.failures import SOMEBODY_ELSE
 from ckpt_async.stores.interface import BytesBody, Create, Match, StoredPart
 from tests.stores.bodies import crc
 from tests.stores.peer import RESET, SILENCE, Peer, answer
@@ -145,6 +149,40 @@ def test_refusals_of_a_conditional_put(run, status, code, error, condition):
         assert isinstance(raised.value, PreconditionFailedError) == (error is PreconditionFailedError)
 
     run(body())
+
+
+@pytest.mark.parametrize(
+    ("off_by_s", "hint"),
+    [(7200, "clock is wrong: .* GMT here and .* GMT at the store"), (60, "key or SAS does not belong")],
+)
+def test_a_refused_signature_may_be_the_clocks_fault(run, off_by_s, hint):
+    """Azure says the same about a wrong key and about a wrong time."""
+    body = b"<Error><Code>AuthenticationFailed</Code><Message>the Authorization header, the signature"
+    date = email.utils.formatdate(time.time() + off_by_s, usegmt=True)
+    headers = {"Date": date, "x-ms-error-code": "AuthenticationFailed"}
+
+    async def main():
+        async with connected(Peer(lambda _: said(403, "", headers, body))) as store:
+            for call in ("put", "list", "get_range", "put_part"):
+                with pytest.raises(StoreError) as raised:
+                    await CALLS[call](store)
+                assert raised.value.reason is FailureReason.AUTH
+                assert re.search(hint, raised.value.hint)
+
+    run(main())
+
+
+def test_a_login_page_is_not_azures_refusal(run):
+    """The credentials were blamed for what a proxy forbids."""
+
+    async def main():
+        async with connected(Peer(lambda _: answer(403, body=b"<html>Log in</html>"))) as store:
+            for call in CALLS.values():
+                with pytest.raises(StoreError, match="does not look like one of Azure") as raised:
+                    await call(store)
+                assert (raised.value.reason, raised.value.hint) == (FailureReason.AUTH, SOMEBODY_ELSE)
+
+    run(main())
 
 
 def test_what_arrived_with_another_crc64_is_refused(run):

@@ -24,6 +24,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.stores import StoreOptions, address_of, open_store, options_of
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.http.failures import SOMEBODY_ELSE
 from ckpt_async.stores.interface import BytesBody, Create, Match, SmallGet, SmallPut, StoredPart
 from tests.stores.bodies import put
 from tests.stores.gcs_peer import Answer, GcsPeer, Request, as_json, json_error, xml_error
@@ -120,6 +121,20 @@ def test_each_call_makes_one_attempt_and_says_why_it_failed(run, peer, call, rep
         # One more request distinguishes a missing object from somebody else's 404.
         num_attempts += reply.status == 404 and call in ("get", "get_range", "get_many")
         assert len(peer.requests) == num_attempts
+
+    run(body())
+
+
+def test_a_login_page_is_not_the_stores_refusal(run, peer):
+    """The credentials were blamed for what a proxy forbids."""
+
+    async def body():
+        async with opened(peer) as store:
+            peer.meddle = lambda *_: Answer(403, b"<html>Log in</html>")
+            for call in CALLS.values():
+                with pytest.raises(StoreError, match="does not look like one of a store") as raised:
+                    await call(store)
+                assert (raised.value.reason, raised.value.hint) == (FailureReason.AUTH, SOMEBODY_ELSE)
 
     run(body())
 

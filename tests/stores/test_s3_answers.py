@@ -321,8 +321,17 @@ def test_a_missing_or_invalid_field_is_reported():
     check_refused(calls)
 
 
-RANGES = ("bytes */5", "bytes 0-4/*", "zero", "bytes 0-4/", "bytes 0-4/" + "9" * 5000, None)
-OTHER_RANGES = ("bytes 0-4/4", "bytes 4-0/5", "bytes 1-5/6")
+RANGES = (
+    "bytes */5",
+    "bytes 4-0/5",
+    "bytes 0-6/9",
+    "bytes 0-4/*",
+    "zero",
+    "bytes 0-4/",
+    "bytes 0-4/" + "9" * 5000,
+    None,
+)
+OTHER_RANGES = ("bytes 0-4/4", "bytes 1-5/6")
 
 
 def test_an_invalid_content_range_is_reported(run):

@@ -175,16 +175,16 @@ def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
     link.unlink()
     assert cli.main(["drain", str(copy)]) == 6
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "rank 0: step 200 is committed"
-    assert [each.partition(": shard ")[0] for each in told[1:2]] == ["rank 0: step 100 is not uploaded"]
+    assert told[0] == "rank 0: step 200@g1 is committed"
+    assert [each.partition(": shard ")[0] for each in told[1:2]] == ["rank 0: step 100@g1 is not uploaded"]
     assert "before it sealed" in told[2]
     assert "is a copy, and its original may still have what is missing here" in told[3]
     assert "--original-is-lost" in told[3]
     assert cli.main(["drain", str(copy), "--original-is-lost"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [each.partition(":")[2].partition(":")[0] for each in told] == [
-        " step 100 was given up",
-        " step 300 was given up",
+        " step 100@g1 was given up",
+        " step 300@g1 was given up",
     ]
 
 

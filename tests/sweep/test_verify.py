@@ -11,6 +11,7 @@ from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol import steps
+from ckpt_async.protocol import verify as verifying
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
@@ -233,6 +234,44 @@ def test_a_store_that_reads_a_large_shard_to_report_its_checksum_has_time_for_it
         assert (result.findings, result.num_shards) == ([], 4)
 
     virtual_time.run(main())
+
+
+class _CannotRead(Meddled):
+    """A store that cannot read some objects."""
+
+    reason, start = FailureReason.OTHER, SHARD
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "get_range" and key.startswith(self.start):
+            raise trouble(self.reason)
+
+
+def test_a_shard_that_cannot_be_read_is_named_and_does_not_end_the_rest(run: Any) -> None:
+    async def main() -> None:
+        world = await _world()
+        store = _CannotRead(world.bucket)
+        patient = PatientStore(store, Settings(), is_patient=False)
+        result = await verify(patient, read_percent=100)
+        assert (result.violations, result.num_committed, result.num_shards_read) == ([], 2, 4)
+        assert [(each.key, each.kind) for each in result.unread] == [(SHARD, "unread")]
+        store.reason = FailureReason.AUTH  # concerns every shard
+        with pytest.raises(StoreError):
+            await verify(patient, read_percent=100)
+
+    run(main())
+
+
+def test_a_store_that_cannot_be_read_ends_the_verification(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard would be waited for in turn."""
+    monkeypatch.setattr(verifying, "_MAX_UNREAD", 2)
+
+    async def main() -> None:
+        store = _CannotRead((await _world()).bucket)
+        store.start = keys.DATA
+        with pytest.raises(StoreError):
+            await verify(PatientStore(store, Settings(), is_patient=False), read_percent=100)
+
+    run(main())
 
 
 class _ForbidsUploads(Meddled):

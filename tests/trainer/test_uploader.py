@@ -346,6 +346,22 @@ def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close
     assert "closed_in_vain" in caplog.text
 
 
+def test_steps_that_two_starts_have_left_are_told_apart(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were listed as `steps=[1, 1, 2]`."""
+    bucket = MemoryBucket()
+    for generation, steps in ((1, [1]), (2, [1, 2])):
+        caplog.clear()
+        with opened(
+            Meddled(bucket), rank=0, world_size=2, generation=generation, on_error="warn"
+        ) as uploader:
+            for step in steps:
+                save(uploader, step)
+            uploader.close(1.0)
+    assert "closed_with_unfinished steps=[1@g1, 1, 2] " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "timeout_s", "raises"),
     [({}, None, True), ({"on_error": "warn"}, None, False), ({}, 1.0, False)],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +13,11 @@ from ckpt_async.stores.azure.account import Account
 from ckpt_async.stores.http.failures import (
     SOMEBODY_ELSE,
     UNTRUSTED,
+    clock_hint,
     failure_of,
+    is_clock_wrong,
     is_of_somebody_else,
+    reason_of_somebody_else,
     reason_of_status,
 )
 from ckpt_async.stores.http.location import BucketLocation, legible
@@ -70,7 +72,7 @@ def refusal(
     if is_of_somebody_else(status) and not code and "x-ms-request-id" not in answer.headers:
         return location.error(
             f"{status}, but the answer does not look like one of Azure",
-            reason=FailureReason.TRANSIENT,
+            reason=reason_of_somebody_else(status),
             operation=operation,
             key=key,
             hint=SOMEBODY_ELSE,
@@ -102,11 +104,10 @@ def _said(answer: Response) -> str:
 
 def _hint_for_auth(answer: Response, operation: str, location: AzureLocation) -> str:
     detail = answer.error.decode("utf-8", "replace")
+    if is_clock_wrong(date := answer.headers.get("date", "")):
+        return clock_hint(date)
     if "time frame" in detail or "expired" in detail.lower():
-        here, there = email.utils.formatdate(usegmt=True), answer.headers.get("date", "?")
-        return (
-            f"the SAS or token has expired, or a clock is wrong: it is {here} here and {there} at the store"
-        )
+        return f"the SAS or token has expired: it is {date or '?'} at the store"
     if "ignature" in detail:
         return f"the key or SAS does not belong to the account {location.account.name}: is that the right account?"
     return f"the credentials lack permission for {operation} in {location.bucket} of {location.account.name}"

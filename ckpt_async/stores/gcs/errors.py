@@ -11,7 +11,13 @@ import google.auth.exceptions
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.gcs.credentials import NO_CREDENTIALS
-from ckpt_async.stores.http.failures import SOMEBODY_ELSE, failure_of, is_of_somebody_else, reason_of_status
+from ckpt_async.stores.http.failures import (
+    SOMEBODY_ELSE,
+    failure_of,
+    is_of_somebody_else,
+    reason_of_somebody_else,
+    reason_of_status,
+)
 from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
 
@@ -57,9 +63,8 @@ def refusal(answer: Response, operation: str, key: str, location: GcsLocation) -
     is_unknown = not code and reason is not FailureReason.CHECKSUM
     if answer.status < 400 or (is_unknown and is_of_somebody_else(answer.status)):
         message = f"{answer.status}, but the answer does not look like one of a store"
-        return location.error(
-            message, reason=FailureReason.TRANSIENT, operation=operation, key=key, hint=SOMEBODY_ELSE
-        )
+        reason = reason_of_somebody_else(answer.status)
+        return location.error(message, reason=reason, operation=operation, key=key, hint=SOMEBODY_ELSE)
     if answer.status == 404:
         return _missing(code, said, message, operation, key, location)
     if reason is FailureReason.PRECONDITION:

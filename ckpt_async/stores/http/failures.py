@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 import errno
 import http.client
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
@@ -15,12 +17,14 @@ import aiohttp
 
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.stores.http.connections import proxy_of
-from ckpt_async.stores.http.messages import MalformedResponseError
+from ckpt_async.stores.http.messages import MalformedResponseError, http_date
 
 P = ParamSpec("P")
 
 UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE"
 SOMEBODY_ELSE = "did something other than the store respond: a proxy, a cache, a login page?"
+# S3 and Azure refuse what was signed earlier, or will be later, than this.
+MAX_SKEW_S = 15 * 60
 _BROKEN_CONNECTIONS = (aiohttp.ClientError, http.client.HTTPException, asyncio.IncompleteReadError, OSError)
 
 
@@ -46,10 +50,14 @@ def reason_of_status(status: int) -> FailureReason:
 
 def is_of_somebody_else(status: int) -> bool:
     """Return whether an answer with this status, and without a store's error code, comes from a middlebox such as a
-    proxy, a load balancer or a login page. The next attempt may get past it. (A 404 of this kind says nothing about our
-    objects.)
+    proxy, a load balancer or a login page. (A 404 of this kind says nothing about our objects.)
     """
-    return 300 <= status < 400 or status in (400, 404, 407)
+    return 300 <= status < 400 or status in (400, 403, 404, 407)
+
+
+def reason_of_somebody_else(status: int) -> FailureReason:
+    """Return the reason for such an answer: the next attempt may get past it, unless it forbids the request."""
+    return FailureReason.AUTH if status == 403 else FailureReason.TRANSIENT
 
 
 def somebody_else_hint(endpoint: str) -> str:
@@ -59,6 +67,19 @@ def somebody_else_hint(endpoint: str) -> str:
         if proxy
         else SOMEBODY_ELSE
     )
+
+
+def is_clock_wrong(date: str) -> bool:
+    """Return whether our clock is so far from the store's, by the Date of its answer, that it refuses our requests."""
+    try:
+        return abs(time.time() - http_date("Date", date)) > MAX_SKEW_S
+    except MalformedResponseError:
+        return False
+
+
+def clock_hint(date: str) -> str:
+    here = email.utils.formatdate(usegmt=True)
+    return f"this machine's clock is wrong: it is {here} here and {date or '?'} at the store"
 
 
 def reachable_hint(endpoint: str) -> str:

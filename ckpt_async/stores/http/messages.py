@@ -187,6 +187,10 @@ def range_total(
         if match is None:
             raise MalformedResponseError(f"the Content-Range of the answer is {(content_range or '')[:80]!r}")
         start, end, total = map(int, match.groups())
+        if end - start + 1 != content_length:
+            raise MalformedResponseError(
+                f"the answer has {content_length} bytes, but calls them {start}-{end}/{total}"
+            )
     if (start, end, content_length) != (offset, offset + size_bytes - 1, size_bytes) or total <= end:
         raise OtherRangeError(
             f"asked for bytes {offset}+{size_bytes}, but got {content_length} of {start}-{end}/{total}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,9 +13,11 @@ from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.failures import (
     UNTRUSTED,
+    clock_hint,
     failure_of,
     is_of_somebody_else,
     reachable_hint,
+    reason_of_somebody_else,
     reason_of_status,
     somebody_else_hint,
 )
@@ -89,7 +90,7 @@ def refusal(
     if status == 407 or (is_of_somebody_else(status) and has_no_code):
         return location.error(
             f"{status}, but the answer does not look like one of a store",
-            reason=FailureReason.TRANSIENT,
+            reason=reason_of_somebody_else(status),
             operation=operation,
             key=key,
             hint=somebody_else_hint(location.endpoint_url or _AWS),
@@ -102,8 +103,7 @@ def refusal(
         return location.not_found(message, operation=operation, key=key)
     hint = hint_for(code, operation, location)
     if code == "RequestTimeTooSkewed":
-        here, there = email.utils.formatdate(usegmt=True), metadata.get("HTTPHeaders", {}).get("date", "?")
-        hint = f"this machine's clock is wrong: it is {here} here and {there} at the store"
+        hint = clock_hint(metadata.get("HTTPHeaders", {}).get("date", ""))
     elif reason is FailureReason.AUTH and not hint:
         hint = f"the credentials lack permission for {operation} in {location}"
     return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
