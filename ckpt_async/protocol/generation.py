@@ -240,9 +240,7 @@ class _Agreement:
         self._rank, self._world_size, self._launch_key, self._now = rank, world_size, launch_key, now
         self._member = member
         self._has_told_of_wait = False
-        self._waited_in = (
-            0  # the newest generation of our launch key in which this rank has waited for a sign
-        )
+        self._waited_in = 0  # the newest generation of our launch key in which this rank waited for a sign
         is_first = rank == 0
         # Without conditional PUT, two ranks could claim one generation. So only rank 0 claims, and it joins no other's.
         self._may_claim = store.capabilities.conditional_put or is_first
