@@ -132,8 +132,10 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     the others evenly spread before it. An engine whose upload is done looks at once (fencing, receipts), then
     periodically at the decision and, while there is none, at the receipts.
     """
-    if num_writers == 1:  # looks for nobody, and knows what its receipt says; but it lists its shard
-        return Commit(writes=3, lists=2, gets=2, to_commit_s=3 * latency_s)
+    if (
+        num_writers == 1
+    ):  # looks for nobody, and knows what its receipt says; but asks for it and lists its shard
+        return Commit(writes=3, lists=2, gets=3, to_commit_s=3 * latency_s)
     waits = [spread_s * (number + 0.5) / num_writers for number in range(num_writers)]
     waves = math.ceil(num_writers / CONTROL_REQUESTS)
     pages = math.ceil((num_writers + 1) / PAGE)
@@ -265,6 +267,13 @@ class DistantStore:
             raise ObjectNotFoundError(operation="get", key=key)
         assert len(found[0]) <= max_size_bytes
         return found
+
+    async def head(self, key: str) -> ObjectInfo:
+        await self._request("HEAD", key, is_write=False)
+        await self._answer()
+        if key not in self._objects:
+            raise ObjectNotFoundError(operation="head", key=key)
+        return self._info(key)
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         found: list[ObjectInfo] = []
@@ -426,7 +435,7 @@ def check(simulated: Simulated, paper: Commit, num_writers: int) -> None:
     pairs = {
         "writes": (simulated.total("PUT"), paper.writes),
         "lists": (simulated.total("LIST"), paper.lists),
-        "gets": (simulated.total("GET"), paper.gets),
+        "gets": (simulated.total("GET", "HEAD"), paper.gets),
         "seconds to the commit": (simulated.to_commit_s, paper.to_commit_s),
     }
     for name, (there, expected) in pairs.items():

@@ -451,6 +451,11 @@ def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
     return 0 < num_ranks <= len(receipts.ranks) and {*receipts.ranks} >= {*range(num_ranks)}
 
 
+def lacks_own(receipts: Receipts, rank: int) -> bool:
+    """Return whether a listing that goes as far lacks this rank's receipt."""
+    return rank not in receipts.ranks and (receipts.is_whole or rank < max(receipts.ranks, default=-1))
+
+
 def has_gap(ranks: Collection[int]) -> bool:
     """Return whether a rank below the highest of `ranks` is missing.
 

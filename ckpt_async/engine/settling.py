@@ -19,7 +19,7 @@ from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.protocol import cas, steps
-from ckpt_async.protocol.generation import absent_ranks, look_from
+from ckpt_async.protocol.generation import absent_ranks, is_known, look_from, take_place
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
 
@@ -71,6 +71,11 @@ async def look(state: State, action: decide.Look) -> None:
         if checkpoint.has_receipt and state.now() >= next_listing_at:
             receipts = await list_receipts(state, id_)
     if receipts is not None and receipts is not watch.receipts:
+        if decide.lacks_own(receipts, state.rank) and not await steps.has_receipt(
+            state.store, id_, state.rank
+        ):
+            await _upload_unless_settled(state, checkpoint)
+            return
         num_looks, now = watch.num_looks + 1, state.now()
         next_listing_at = decide.next_listing(checkpoint, receipts, state.rank, num_looks, now)
     longest_s = state.settings.decision_poll_s if state.is_hurried else state.settings.decision_poll_max_s
@@ -148,16 +153,27 @@ async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
     opened = state.local.opened
     if opened is None or not opened.nonce or before == mark or (before is None and record is not None):
         return True
-    logger.error(
-        "remote_was_wiped generation=%d; the store has lost our generation: it was wiped or put back to an older"
-        " state. What was committed there may be lost; going on with what this rank still has",
-        opened.generation,
-    )
+    if not await is_known(state.store, opened.generation):  # the listing may have lagged
+        logger.error(
+            "remote_was_wiped generation=%d; the store has lost our generation: it was wiped or put back to an older"
+            " state. What was committed there may be lost; going on with what this rank still has",
+            opened.generation,
+        )
     if not await recovery.reclaim(state.store, opened):
         return record is None  # without a proof, it is not written again: the next start will be refused
+    await take_place(state.store, opened.generation, state.rank)
     state.generation_mark = None
     _upload_again(state, await recovery.with_lost_uploads(state.store, state.local))
     return True
+
+
+async def _upload_unless_settled(state: State, checkpoint: LocalCheckpoint) -> None:
+    """Upload again what the store has lost; but what was given up is removed there, and what is pruned, too."""
+    decision = await steps.read_settled(state.store, checkpoint.id)
+    if decision is not None:
+        _learn(state, checkpoint, decision)
+    else:
+        _upload_again(state, [checkpoint.id])
 
 
 def _upload_again(state: State, ids: Sequence[CheckpointId]) -> None:
@@ -209,7 +225,7 @@ async def commit(state: State, action: decide.Commit) -> None:
             alongside=lambda: look_for_successor(state),
         )
     except steps.UploadsLostError:
-        _upload_again(state, [checkpoint.id])
+        await _upload_unless_settled(state, checkpoint)
         return
     if settled is None:
         # Receipts vanish only after an abort: look again, and the decision will say so.

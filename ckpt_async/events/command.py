@@ -163,7 +163,10 @@ class Command:
         output, reading = b"", process.stdout.fileno()
         os.set_blocking(reading, False)
         deadline = time.monotonic() + self._timeout_s
-        pidfd = os.pidfd_open(process.pid)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return self._ended_unseen(reading), True
         try:
             poll = select.poll()  # select() takes no descriptor from 1,024 on, and a trainer may have as many
             for each in (reading, pidfd, self._stopping):
@@ -182,6 +185,15 @@ class Command:
                     return output, False
         finally:
             os.close(pidfd)
+
+    def _ended_unseen(self, reading: int) -> bytes:
+        """Return the output of a command that has ended and was reaped by somebody else."""
+        logger.warning(
+            "event_exec_unseen command=%s; whether it failed is unknown, because SIGCHLD is ignored, or something in"
+            " this process waits for all its children",
+            self._parts[0],
+        )
+        return _rest(reading)
 
     def stop(self) -> None:
         """End the running commands, each with its whole process group."""

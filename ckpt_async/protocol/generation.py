@@ -180,6 +180,16 @@ async def reclaim(store: PatientStore, mine: Generation, nonces: Mapping[int, st
     return there in ("", mine.nonce)
 
 
+async def is_known(store: PatientStore, number: int) -> bool:
+    """Return whether the store has the record of a generation, whoever wrote it."""
+    return await _nonce_of(store, number) is not None
+
+
+async def take_place(store: PatientStore, number: int, rank: int) -> None:
+    """Take this rank's place in its own generation again, if the store has lost that."""
+    await create_once(store, keys.member_key(number, rank), records.encode_member(uuid.uuid4().hex, rank))
+
+
 async def _nonce_of(store: PatientStore, number: int) -> str | None:
     """Return the nonce in a generation's record; None if there is none, "" if it is unreadable."""
     try:

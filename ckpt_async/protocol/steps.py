@@ -86,20 +86,44 @@ async def settle(
     `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
     was decided, by us or by another, and whether it was us; None if a receipt is missing.
     """
-    reading = read_receipts(store, checkpoint, world_size, known)
-    listing: Listing | None = None
-    if name:
-        raw, listing = await both(reading, store.list(keys.data_prefix(name, checkpoint.generation)))
-    else:
-        raw = await reading
+    wanted = await _find_out(
+        store, checkpoint, world_size=world_size, by=by, now=now, name=name, rank=rank, known=known
+    )
+    return None if wanted is None else await decide_once(store, wanted, alongside)
+
+
+async def _find_out(
+    store: PatientStore,
+    checkpoint: CheckpointId,
+    *,
+    world_size: int,
+    by: str,
+    now: float,
+    name: str,
+    rank: int | None,
+    known: Mapping[int, bytes],
+) -> Decision | None:
+    """Return what is to be decided, or None if a receipt is missing."""
+
+    async def listed() -> Listing | None:
+        return await store.list(keys.data_prefix(name, checkpoint.generation)) if name else None
+
+    async def are_known_there() -> bool:
+        return all(await all_or_none(has_receipt(store, checkpoint, each) for each in known))
+
+    async def seen() -> tuple[Listing | None, bool]:
+        return await both(listed(), are_known_there())
+
+    raw, (listing, are_there) = await both(read_receipts(store, checkpoint, world_size, known), seen())
+    if not are_there:
+        raise UploadsLostError
     if raw is None:
         return None
-    receipts = [_receipt(data, checkpoint, rank) for rank, data in enumerate(raw)]
-    obstacle = agreement.obstacle(checkpoint, receipts)
+    receipts = [_receipt(data, checkpoint, each) for each, data in enumerate(raw)]
+    obstacle, agreed_name = agreement.obstacle(checkpoint, receipts), agreement.name_of(receipts)
     if obstacle is None:
         if listing is None:
-            name = agreement.name_of(receipts)
-            listing = await store.list(keys.data_prefix(name, checkpoint.generation))
+            listing = await store.list(keys.data_prefix(agreed_name, checkpoint.generation))
         gone = await missing(store, [shard for receipt in receipts for shard in receipt.shards], listing)
         losers = agreement.losers(gone, receipts)
         if rank in losers:
@@ -109,23 +133,17 @@ async def settle(
         obstacle = agreement.lost(gone, losers)
     outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
     wanted = new_decision(
-        checkpoint,
-        outcome,
-        name=agreement.name_of(receipts),
-        world_size=world_size,
-        by=by,
-        now=now,
-        reason=obstacle or "",
+        checkpoint, outcome, name=agreed_name, world_size=world_size, by=by, now=now, reason=obstacle or ""
     )
-    if obstacle is None:
-        wanted = replace(
-            wanted,
-            receipts=tuple(_checksum(store, data) for data in raw),
-            num_shards=sum(len(receipt.shards) for receipt in receipts),
-            size_bytes=sum(receipt.size_bytes for receipt in receipts),
-            metrics=agreement.merged_metrics(receipts),
-        )
-    return await decide_once(store, wanted, alongside)
+    if obstacle is not None:
+        return wanted
+    return replace(
+        wanted,
+        receipts=tuple(_checksum(store, data) for data in raw),
+        num_shards=sum(len(receipt.shards) for receipt in receipts),
+        size_bytes=sum(receipt.size_bytes for receipt in receipts),
+        metrics=agreement.merged_metrics(receipts),
+    )
 
 
 async def missing(

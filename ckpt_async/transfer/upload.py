@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,6 +18,8 @@ from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress, Series
 from ckpt_async.transfer.source import FileBody, Source
 from ckpt_async.transfer.together import all_or_none
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -103,7 +106,11 @@ async def upload(
         info, checksum = await _put(store, source, key)
         sent(source.size_bytes)
     else:
-        info, checksum = await _multipart(store, source, key, smallest_part_bytes, resume, opened, sent)
+        try:
+            info, checksum = await _multipart(store, source, key, smallest_part_bytes, resume, opened, sent)
+        except ObjectNotFoundError as error:  # somebody, or a lifecycle rule, has aborted the upload
+            logger.warning("upload_gone key=%s error=%s; sending it again", key, error)
+            info, checksum = await _multipart(store, source, key, smallest_part_bytes, None, opened, sent)
     await asyncio.to_thread(source.check)
     await verify_stored(store, info, key, source.size_bytes, checksum)
     return source.size_bytes, checksum

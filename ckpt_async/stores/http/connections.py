@@ -77,6 +77,8 @@ class CancelToken:
                 _forget_queued(self._socket)
                 # Not SSLSocket.shutdown: after that, the thread would take bytes that are still encrypted for the body.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            if (hang_up := getattr(self._socket, "hang_up", None)) is not None:
+                hang_up()  # another process may not answer
             return True
 
 

@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -110,8 +111,14 @@ class OffloadedSocket(socket.socket):
         """Return how many bytes have arrived that nobody has read."""
         return self._pending
 
+    def hang_up(self) -> None:
+        """Let a call that waits for the process return. Any thread."""
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        _hang_up(self._control)
+        self.hang_up()
+        self._control.close()
         super().close()
 
     def _ask(self, message: bytes) -> int:
@@ -125,6 +132,8 @@ class OffloadedSocket(socket.socket):
     def _reply(self) -> int:
         try:
             message = self._control.recv(MESSAGE_BYTES)
+        except BlockingIOError:
+            raise self._lost(f"it has not answered for {PATIENCE_S:.0f} s") from None
         except OSError as error:
             raise self._lost(error) from error
         if not message:
@@ -205,7 +214,9 @@ class Process:
 
     def close(self) -> None:
         """Have the process end with the last of its connections."""
-        _hang_up(self._socket)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
 
 class Offload:
@@ -318,10 +329,17 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     limit = struct.pack("ll", int(PATIENCE_S), 0)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, limit)
+    _ours.add(ours)
     return ours, theirs
 
 
-def _hang_up(ours: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        ours.shutdown(socket.SHUT_RDWR)  # also for the copies that forked processes have
-    ours.close()
+# Copies in forked processes would keep our processes alive when this one is dead.
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for each in list(_ours):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
