@@ -34,7 +34,7 @@ from ckpt_async.local import kept
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.links import identity_of
 from ckpt_async.protocol import generation as generations
-from ckpt_async.protocol import steps
+from ckpt_async.protocol import presence, steps
 from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
@@ -169,8 +169,8 @@ async def _has_lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, ra
     id_, stored = checkpoint.id, [each.stored for each in checkpoint.shards.values() if each.stored]
     prefix = keys.data_prefix(checkpoint.name, id_.generation)
     listing = await store.list(prefix) if len(stored) > FEW else None
-    is_receipt_lost = checkpoint.has_receipt and not await steps.has_receipt(store, id_, rank)
-    if not is_receipt_lost and not await steps.missing(store, stored, listing):
+    is_receipt_lost = checkpoint.has_receipt and not await presence.has_receipt(store, id_, rank)
+    if not is_receipt_lost and not await presence.missing(store, stored, listing):
         return False
     try:
         return (

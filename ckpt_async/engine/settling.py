@@ -18,7 +18,7 @@ from ckpt_async.core.units import one_line
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError
-from ckpt_async.protocol import cas, steps
+from ckpt_async.protocol import cas, presence, steps
 from ckpt_async.protocol.generation import absent_ranks, is_known, look_from, take_place
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
@@ -71,7 +71,7 @@ async def look(state: State, action: decide.Look) -> None:
         if checkpoint.has_receipt and state.now() >= next_listing_at:
             receipts = await list_receipts(state, id_)
     if receipts is not None and receipts is not watch.receipts:
-        if decide.lacks_own(receipts, state.rank) and not await steps.has_receipt(
+        if decide.lacks_own(receipts, state.rank) and not await presence.has_receipt(
             state.store, id_, state.rank
         ):
             await _upload_unless_settled(state, checkpoint)

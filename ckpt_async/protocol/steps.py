@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import copies, sweep_plan
 from ckpt_async.protocol.cas import advance, create_once, if_readable, read, read_record
 from ckpt_async.protocol.generation import newest_generation
+from ckpt_async.protocol.presence import has_receipt, missing
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Listing
 from ckpt_async.transfer.patient import PatientStore
@@ -144,33 +145,6 @@ async def _find_out(
         size_bytes=sum(receipt.size_bytes for receipt in receipts),
         metrics=agreement.merged_metrics(receipts),
     )
-
-
-async def missing(
-    store: PatientStore, shards: Iterable[StoredShard], listing: Listing | None = None
-) -> list[StoredShard]:
-    """Return which of these shards are not in the store (any more), or have another size. Costs one HEAD for each that
-    the listing lacks, which may be out of date.
-    """
-    there = {each.key: each.size_bytes for each in listing.objects} if listing else {}
-    doubtful = [shard for shard in shards if there.get(shard.key) != shard.size_bytes]
-    are_there = await all_or_none(_is_there(store, shard) for shard in doubtful)
-    return [shard for shard, is_there in zip(doubtful, are_there, strict=True) if not is_there]
-
-
-async def has_receipt(store: PatientStore, checkpoint: CheckpointId, rank: int) -> bool:
-    try:
-        await store.head(keys.receipt_key(checkpoint, rank))
-        return True
-    except ObjectNotFoundError:
-        return False
-
-
-async def _is_there(store: PatientStore, shard: StoredShard) -> bool:
-    try:
-        return (await store.head(shard.key)).size_bytes == shard.size_bytes
-    except ObjectNotFoundError:
-        return False
 
 
 async def read_receipts(

@@ -53,7 +53,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.local import kept
-from ckpt_async.protocol import cas, steps, sweep_plan
+from ckpt_async.protocol import cas, presence, steps, sweep_plan
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
@@ -540,7 +540,7 @@ class World:
         )
         patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(sending, "Source", Source))
-        for module in (steps, settling, publishing, remote_sweep):
+        for module in (steps, presence, settling, publishing, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
         patch(mock.patch.object(steps, "both", lambda *both: in_turn(both)))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
