@@ -354,6 +354,44 @@ def test_closing_ends_the_process_with_its_last_request(
     run(main())
 
 
+def test_a_cancelled_call_does_not_wait_for_a_process_that_hangs(
+    run: Any, tls: ssl.SSLContext, ca_file: str
+) -> None:
+    reached = threading.Event()
+
+    async def main() -> None:
+        with Server(_stalling(reached), tls) as server:
+            async with _downloads(_started(1), ca_file) as downloads:
+                getting = asyncio.ensure_future(_get(downloads, server))
+                assert await asyncio.to_thread(reached.wait, PATIENCE_S)
+                [pid] = _processes_of()
+                _stop(pid)
+                try:
+                    getting.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        async with asyncio.timeout(PATIENCE_S / 2):  # less than PATIENCE_S of the module
+                            await getting
+                finally:
+                    _kill(pid)
+
+    run(main())
+
+
+def test_a_forked_process_has_no_copies() -> None:
+    """A worker that outlives its trainer would keep our processes alive."""
+    offload = _started(1)
+    ours = offload._processes[0]._socket.fileno()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.fstat(ours)
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    offload.close()
+
+
 TRAINER = """
 import asyncio, sys
 from ckpt_async.stores.http.downloads import Downloads

@@ -37,7 +37,10 @@ class Undecided(Meddled):
         self.may_decide = False
 
     async def before(self, operation: str, key: str) -> None:
-        if operation == "list" and key.startswith(keys.DATA) and not self.may_decide:
+        asks = (operation == "list" and key.startswith(keys.DATA)) or (
+            operation == "head" and key.startswith(RECEIPTS)
+        )
+        if asks and not self.may_decide:
             raise trouble(FailureReason.TRANSIENT)
 
     def lose(self, *starts: str) -> None:
@@ -156,6 +159,37 @@ def test_a_checkpoint_of_which_the_store_has_lost_a_shard_is_not_committed(opene
             assert (zero.folder / "step-1/a.pt").exists()
             assert (zero.folder / "step-1/b.pt").exists()
         assert (len(store.keys(DATA)), decisions(store)[FIRST]) in [(2, "commit"), (1, "abort")]
+
+
+def test_a_receipt_that_is_gone_is_written_again_before_a_commit(opened: Open) -> None:
+    """A single rank knows what its receipt says, and does not read it."""
+    store = Undecided()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        wait_until(lambda: store.asked["list", DATA] > 0, uploader)
+        store.lose(RECEIPTS)
+        store.may_decide = True
+        uploader.wait(1, timeout_s=10)
+    assert decisions(store) == {FIRST: "commit"}
+    assert len(store.keys(RECEIPTS)) == 1
+
+
+def test_a_rank_whose_receipt_is_gone_does_not_wait_for_itself(opened: Open) -> None:
+    """It waited until the launch ended, and so did the others."""
+    store = Undecided()
+    store.may_decide = True
+    with (
+        opened(store, rank=0, world_size=2, launch_id="1") as zero,
+        opened(store, rank=1, world_size=2, launch_id="1") as one,
+    ):
+        save(zero, 1, "a.pt")
+        wait_until(lambda: len(store.keys(RECEIPTS)) == 1, zero)
+        store.lose(RECEIPTS)
+        save(one, 1, "b.pt")
+        for each in (zero, one):
+            each.wait(1, timeout_s=10)
+    assert decisions(store) == {FIRST: "commit"}
+    assert (len(store.keys(RECEIPTS)), len(store.keys(DATA))) == (2, 2)
 
 
 class Forgetful(Meddled):
