@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,35 @@ def test_a_command_is_run_in_a_trainer_with_thousands_of_open_files(tmp_path: Pa
     with many_open():
         Command(f"touch {tmp_path}/told-{{step}}", 60.0).deliver(event)
     assert (tmp_path / "told-7").exists()
+
+
+REAPER = """
+import logging, os, pathlib, signal, sys, time
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.events.command import Command
+from ckpt_async.events.event import of_checkpoint
+
+real = os.pidfd_open
+
+def too_late(pid):
+    while pathlib.Path(f"/proc/{pid}").exists():
+        time.sleep(0.001)
+    return real(pid)
+
+os.pidfd_open = too_late
+logging.basicConfig()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+event = of_checkpoint("committed", "s3://bucket/run", CheckpointId(1, 7), "step-7", 0.0)
+for _ in range(2):
+    Command(f"sh -c 'echo told >> {sys.argv[1]}'", 60.0).deliver(event)
+"""
+
+
+def test_a_command_is_run_once_where_nobody_waits_for_children(tmp_path: Path) -> None:
+    """As under a program that ignores SIGCHLD. The command had ended, was taken for failed, and was run again."""
+    told = tmp_path / "told"
+    subprocess.run([sys.executable, "-c", REAPER, str(told)], check=True, timeout=60)
+    assert told.read_text() == "told\n" * 2
 
 
 def test_an_event_that_no_argument_holds_is_told_without_its_metrics(tmp_path: Path) -> None:

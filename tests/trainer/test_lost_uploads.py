@@ -19,7 +19,7 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket
 from tests.stores.misbehaving import Meddled, trouble
-from tests.trainer.uploads import Open, decisions, save, wait_until
+from tests.trainer.uploads import Open, decisions, save, wait_until, write
 
 FIRST, DATA = CheckpointId(1, 1), "ckpt/step-1.g1/"
 RECEIPTS, GENERATION = keys.receipts_prefix(FIRST), keys.generation_key(1)
@@ -272,3 +272,28 @@ def test_a_launch_is_fenced_by_another_start_in_its_wiped_remote(opened: Open) -
         with pytest.raises(FencedError, match="another start has taken generation 1"):
             save(uploader, 3)
     assert json.loads(store.bucket.objects[GENERATION].data)["nonce"] == "nonce"
+
+
+class Aborting(Meddled):
+    """A store in which somebody aborts the first multipart upload after its first part."""
+
+    num_aborted = 0
+
+    async def after(self, operation: str, key: str) -> None:
+        if operation == "put_part" and not self.num_aborted:
+            self.num_aborted += 1
+            self.bucket.uploads.clear()
+
+
+def test_an_upload_that_is_aborted_while_it_runs_begins_again(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was a final failure, which ended the trainer, although the next attempt succeeded."""
+    store, data = Aborting(), bytes(18 << 20)
+    with opened(store, part_size_bytes=5 << 20) as uploader:
+        uploader.enqueue(write(uploader, "step-1/a.pt", data), 1)
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=30)
+    assert store.num_aborted == 1
+    assert store.bucket.objects[f"{DATA}a.pt"].data == data
+    assert [each for each in caplog.messages if each.startswith("upload_gone")]
