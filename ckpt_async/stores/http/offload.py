@@ -72,7 +72,7 @@ class OffloadedSocket(socket.socket):
     ) -> None:
         timeout_s = min(raw.gettimeout() or PATIENCE_S, PATIENCE_S / 2)
         super().__init__(raw.family, raw.type, raw.proto, fileno=raw.detach())
-        self._process, self._pending = process, 0
+        self._process, self._pending, self._is_hung_up = process, 0, False
         try:
             self._control, self.memory = process.take_over(
                 self,
@@ -113,6 +113,7 @@ class OffloadedSocket(socket.socket):
 
     def hang_up(self) -> None:
         """Let a call that waits for the process return. Any thread."""
+        self._is_hung_up = True
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
 
@@ -144,7 +145,8 @@ class OffloadedSocket(socket.socket):
         return int(count)
 
     def _lost(self, why: object) -> ProcessLostError:
-        self._process.give_up(why)
+        if not self._is_hung_up:  # else the call was cancelled, and the process may be well
+            self._process.give_up(why)
         return ProcessLostError(f"the process that decrypts the connection is lost: {why}")
 
 
