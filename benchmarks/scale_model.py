@@ -132,14 +132,13 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     the others evenly spread before it. An engine whose upload is done looks at once (fencing, receipts), then
     periodically at the decision and, while there is none, at the receipts.
     """
-    if (
-        num_writers == 1
-    ):  # looks for nobody, and knows what its receipt says; but asks for it and lists its shard
+    if num_writers == 1:
+        # It looks for nobody, and knows what its receipt says; but it asks whether that is there, and lists its shard.
         return Commit(writes=3, lists=2, gets=3, to_commit_s=3 * latency_s)
     waits = [spread_s * (number + 0.5) / num_writers for number in range(num_writers)]
     waves = math.ceil(num_writers / CONTROL_REQUESTS)
+    # Of receipts, and of shards, which are listed while those are read.
     pages = math.ceil((num_writers + 1) / PAGE)
-    data_pages = math.ceil((num_writers + 1) / PAGE)  # are listed while the receipts are read
     to_commit_s = latency_s * (1 + pages + waves + 1)  # PUT receipt, LIST, GETs 16 at a time, PUT decision
     period_s = max(decide.SUCCESSOR_POLL_S, num_writers / decide.SUCCESSOR_LOOKS_PER_S)
     # Each engine looks for a successor periodically during its own upload, and then until the commit.
@@ -151,10 +150,7 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
         writes=num_writers + num_committers + 1,  # 1 for latest
         # A listing ends at the first page that lacks a rank. Only a committer reads all pages, lists the shards, and
         # looks for a successor once more.
-        lists=num_writers
-        + looks_for_successor
-        + sum(listings)
-        + num_committers * (pages - 1 + data_pages + 1),
+        lists=num_writers + looks_for_successor + sum(listings) + num_committers * (pages - 1 + pages + 1),
         # Each look but the first reads the decision and the boundary. Engines other than the committers read
         # both once more when the decision is there.
         gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,

@@ -12,7 +12,7 @@ from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_line
 from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
-from ckpt_async.core.model import CheckpointId, RemoteAddress
+from ckpt_async.core.model import RemoteAddress
 from ckpt_async.core.units import in_units, named, one_line
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
@@ -169,23 +169,19 @@ def _fate_json(fate: Fate) -> Json:
     }
 
 
-def _name(checkpoint: CheckpointId) -> str:
-    return f"{checkpoint.step}@g{checkpoint.generation}"
-
-
 def _rank_lines(each: RankReport) -> Iterator[str]:
     rank = f"rank {each.rank}, kind {each.kind}:" if each.kind else f"rank {each.rank}:"
     if each.in_use_by:
         yield f"{rank} in use by {each.in_use_by}; left alone"
     for fate in each.committed:
-        yield f"{rank} step {_name(fate.checkpoint)} is committed"
+        yield f"{rank} step {fate.checkpoint.short} is committed"
     for fate in each.aborted:
-        yield f"{rank} step {_name(fate.checkpoint)} was given up: {one_line(fate.reason)}"
+        yield f"{rank} step {fate.checkpoint.short} was given up: {one_line(fate.reason)}"
     for fate in each.waiting:
         missing = named("rank", fate.missing_ranks) if fate.missing_ranks else "other nodes"
-        yield f"{rank} step {_name(fate.checkpoint)} is uploaded and waits for {missing}"
+        yield f"{rank} step {fate.checkpoint.short} is uploaded and waits for {missing}"
     for fate in each.left:
-        yield f"{rank} step {_name(fate.checkpoint)} is not uploaded: {fate.reason}"
+        yield f"{rank} step {fate.checkpoint.short} is not uploaded: {fate.reason}"
     for num, (one, many), what in (
         (each.events.num_delivered, ("was", "were"), "delivered"),
         (

@@ -162,9 +162,7 @@ def _remarks(each: Item, newest: Item | None) -> Iterator[str]:
 def folder_states(folder: str, by_kind: Mapping[str, Seen]) -> dict[str, str]:
     """Return the state of each checkpoint, in words that change only if something did."""
     return {
-        f"{folder}{f' {kind}' if kind else ''} step {each.id.step}@g{each.id.generation}": _in_words(
-            each, seen
-        )
+        f"{folder}{f' {kind}' if kind else ''} step {each.id.short}": _in_words(each, seen)
         for kind, seen in by_kind.items()
         for each in seen.status.checkpoints
     }
@@ -179,7 +177,7 @@ def _in_words(each: CheckpointStatus, seen: Seen) -> str:
 def remote_states(found: Overview) -> dict[str, str]:
     """Return the state of each checkpoint in a remote, in words that change only if something did."""
     return {
-        f"{found.url} step {each.id.step}@g{each.id.generation}": _state(each)
+        f"{found.url} step {each.id.short}": _state(each)
         + (f", {len(each.ranks)} of {each.world_size or '?'} ranks" if each.state == "in_flight" else "")
         + (f": {one_line(each.reason)}" if each.reason else "")
         for each in found.items

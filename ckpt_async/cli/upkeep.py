@@ -198,7 +198,7 @@ def verify(options: argparse.Namespace) -> Exit:
     for mark in result.marks:
         print_line(f"MARKED {mark.checkpoint}: {mark.reason}")
         if mark.is_sound:
-            name = f"{mark.checkpoint.step}@g{mark.checkpoint.generation}"
+            name = mark.checkpoint.short
             where = f"{options.url} --kind {options.kind}" if options.kind else options.url
             print_line(
                 f"  every byte of it is as committed; `ckpt-async unmark {where} {name}` removes the mark"

@@ -22,6 +22,11 @@ class CheckpointId:
     def __str__(self) -> str:
         return f"generation {self.generation} step {self.step}"
 
+    @property
+    def short(self) -> str:
+        """The checkpoint as commands take it: `3@g2`."""
+        return f"{self.step}@g{self.generation}"
+
 
 @dataclass(frozen=True, slots=True)
 class Checksum:

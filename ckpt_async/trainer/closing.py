@@ -118,10 +118,7 @@ def log_what_is_left(local: Local) -> None:
 
 def _named(checkpoints: Sequence[CheckpointId], own: int) -> str:
     """Name steps of this start by their numbers alone: [3@g1, 3, 4]."""
-    names = [
-        str(each.step) if each.generation == own else f"{each.step}@g{each.generation}"
-        for each in checkpoints
-    ]
+    names = [str(each.step) if each.generation == own else each.short for each in checkpoints]
     return f"[{', '.join(names)}]"
 
 

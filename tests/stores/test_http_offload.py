@@ -90,6 +90,16 @@ def _processes_of(pid: int | str = "self") -> set[int]:
     return found - {os.getpid(), pid}
 
 
+async def _in_the_middle(
+    downloads: Downloads, server: Server, reached: threading.Event
+) -> tuple[asyncio.Task[bytes], int]:
+    """Begin a download; return it when the server has got so far, and the process that decrypts it."""
+    getting = asyncio.ensure_future(_get(downloads, server))
+    assert await asyncio.to_thread(reached.wait, PATIENCE_S)
+    [pid] = _processes_of()
+    return getting, pid
+
+
 def _wait_for_end_of(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         process = os.pidfd_open(pid)
@@ -233,9 +243,7 @@ def test_a_lost_process_costs_one_attempt(
     async def main() -> None:
         with Server(talk, tls) as server:
             async with _downloads(_started(1), ca_file) as downloads:
-                getting = asyncio.ensure_future(_get(downloads, server))
-                assert await asyncio.to_thread(reached.wait, PATIENCE_S)
-                [pid] = _processes_of()
+                getting, pid = await _in_the_middle(downloads, server, reached)
                 harm(pid)
                 try:
                     with pytest.raises(ConnectionAbortedError, match="the process that decrypts"):
@@ -341,9 +349,7 @@ def test_closing_ends_the_process_with_its_last_request(
     async def main() -> None:
         with Server(talk, tls) as server:
             async with _downloads(_started(1), ca_file) as downloads:
-                getting = asyncio.ensure_future(_get(downloads, server))
-                assert await asyncio.to_thread(has_head.wait, PATIENCE_S)
-                [pid] = _processes_of()
+                getting, pid = await _in_the_middle(downloads, server, has_head)
             is_closed.set()
             assert await getting == BODY
             await asyncio.to_thread(_wait_for_end_of, pid)
@@ -362,9 +368,7 @@ def test_a_cancelled_call_does_not_wait_for_a_process_that_hangs(
     async def main() -> None:
         with Server(_stalling(reached), tls) as server:
             async with _downloads(_started(1), ca_file) as downloads:
-                getting = asyncio.ensure_future(_get(downloads, server))
-                assert await asyncio.to_thread(reached.wait, PATIENCE_S)
-                [pid] = _processes_of()
+                getting, pid = await _in_the_middle(downloads, server, reached)
                 _stop(pid)
                 try:
                     getting.cancel()
