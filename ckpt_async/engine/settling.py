@@ -18,7 +18,7 @@ from ckpt_async.core.units import one_line
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError
-from ckpt_async.protocol import cas, presence, steps
+from ckpt_async.protocol import cas, deciding, presence, steps
 from ckpt_async.protocol.generation import absent_ranks, is_known, look_from, take_place
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
@@ -212,7 +212,7 @@ async def commit(state: State, action: decide.Commit) -> None:
     assert checkpoint.sealed is not None
     own = state.receipts.get(checkpoint.id)
     try:
-        settled = await steps.settle(
+        settled = await deciding.settle(
             state.store,
             checkpoint.id,
             world_size=checkpoint.sealed.world_size,
@@ -221,10 +221,11 @@ async def commit(state: State, action: decide.Commit) -> None:
             name=checkpoint.name,
             rank=state.rank,
             known={} if own is None else {state.rank: own},
+            clock=state.now,
             # A newer start may have begun since the first look, however long ago that was.
             alongside=lambda: look_for_successor(state),
         )
-    except steps.UploadsLostError:
+    except deciding.UploadsLostError:
         await _upload_unless_settled(state, checkpoint)
         return
     if settled is None:
@@ -251,7 +252,7 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
         reason=f"rank {state.rank}: {reason}",
     )
     wanted = replace(wanted, is_superseded=bool(checkpoint.superseded))
-    decision, is_ours = await steps.decide_once(state.store, wanted)
+    decision, is_ours = await deciding.decide_once(state.store, wanted)
     if checkpoint.superseded and is_ours:
         for _ in checkpoint.shards:
             state.observer.shards_finished("superseded", 1, 0.0)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
-from ckpt_async.core import agreement, decide, keys, records
+from ckpt_async.core import decide, keys, records
 from ckpt_async.core.model import (
     Boundary,
     CheckpointId,
-    Checksum,
     Decision,
     Latest,
     Lease,
@@ -26,19 +24,16 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import copies, sweep_plan
-from ckpt_async.protocol.cas import advance, create_once, if_readable, read, read_record
+from ckpt_async.protocol.cas import advance, if_readable, read, read_record
 from ckpt_async.protocol.generation import newest_generation
-from ckpt_async.protocol.presence import has_receipt, missing
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Listing
 from ckpt_async.transfer.patient import PatientStore
-from ckpt_async.transfer.together import all_or_none, both
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 
-Alongside = Callable[[], Coroutine[Any, Any, None]]
 KnownDecisions = dict[str, tuple[str, Decision]]  # by key, with their ETags
-_NONE_KNOWN: Mapping[int, bytes] = {}
 
 
 def new_decision(
@@ -63,105 +58,7 @@ def new_decision(
     )
 
 
-class UploadsLostError(Exception):
-    """The store has lost what the caller's own rank had uploaded."""
-
-
-async def settle(
-    store: PatientStore,
-    checkpoint: CheckpointId,
-    *,
-    world_size: int,
-    by: str,
-    now: float,
-    name: str = "",
-    rank: int | None = None,
-    known: Mapping[int, bytes] = _NONE_KNOWN,
-    alongside: Alongside | None = None,
-) -> tuple[Decision, bool] | None:
-    """Read every rank's receipt, check them against each other and against what is in the store, and decide: commit, or
-    abort if they contradict, or if the store has lost a shard that a rank had uploaded.
-
-    `name` is the checkpoint's, as far as the caller knows; then the shards are listed while the receipts are read.
-    `rank` is the caller's own: raises UploadsLostError if it can upload again what is lost, and nothing is decided.
-    `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
-    was decided, by us or by another, and whether it was us; None if a receipt is missing.
-    """
-    wanted = await _find_out(
-        store, checkpoint, world_size=world_size, by=by, now=now, name=name, rank=rank, known=known
-    )
-    return None if wanted is None else await decide_once(store, wanted, alongside)
-
-
-async def _find_out(
-    store: PatientStore,
-    checkpoint: CheckpointId,
-    *,
-    world_size: int,
-    by: str,
-    now: float,
-    name: str,
-    rank: int | None,
-    known: Mapping[int, bytes],
-) -> Decision | None:
-    """Return what is to be decided, or None if a receipt is missing."""
-
-    async def listed() -> Listing | None:
-        return await store.list(keys.data_prefix(name, checkpoint.generation)) if name else None
-
-    async def are_known_there() -> bool:
-        return all(await all_or_none(has_receipt(store, checkpoint, each) for each in known))
-
-    async def seen() -> tuple[Listing | None, bool]:
-        return await both(listed(), are_known_there())
-
-    raw, (listing, are_there) = await both(read_receipts(store, checkpoint, world_size, known), seen())
-    if not are_there:
-        raise UploadsLostError
-    if raw is None:
-        return None
-    receipts = [_receipt(data, checkpoint, each) for each, data in enumerate(raw)]
-    obstacle, agreed_name = agreement.obstacle(checkpoint, receipts), agreement.name_of(receipts)
-    if obstacle is None:
-        if listing is None:
-            listing = await store.list(keys.data_prefix(agreed_name, checkpoint.generation))
-        gone = await missing(store, [shard for receipt in receipts for shard in receipt.shards], listing)
-        losers = agreement.losers(gone, receipts)
-        if rank in losers:
-            raise UploadsLostError
-        if not all(await all_or_none(has_receipt(store, checkpoint, each) for each in losers)):
-            return None  # a rank that has lost its receipt, too, uploads everything again
-        obstacle = agreement.lost(gone, losers)
-    outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
-    wanted = new_decision(
-        checkpoint, outcome, name=agreed_name, world_size=world_size, by=by, now=now, reason=obstacle or ""
-    )
-    if obstacle is not None:
-        return wanted
-    return replace(
-        wanted,
-        receipts=tuple(_checksum(store, data) for data in raw),
-        num_shards=sum(len(receipt.shards) for receipt in receipts),
-        size_bytes=sum(receipt.size_bytes for receipt in receipts),
-        metrics=agreement.merged_metrics(receipts),
-    )
-
-
-async def read_receipts(
-    store: PatientStore, checkpoint: CheckpointId, world_size: int, known: Mapping[int, bytes]
-) -> list[bytes] | None:
-    """Return the receipts of ranks 0..N-1, reading in parallel those that are not `known`; None if one is missing."""
-    missing = [rank for rank in range(world_size) if rank not in known]
-    found = await all_or_none(
-        read(store, keys.receipt_key(checkpoint, rank), max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
-        for rank in missing
-    )
-    there = {rank: data[0] for rank, data in zip(missing, found, strict=True) if data is not None}
-    there |= known
-    return [there[rank] for rank in range(world_size)] if len(there) == world_size else None
-
-
-def _receipt(data: bytes, checkpoint: CheckpointId, rank: int) -> Receipt:
+def receipt_from(data: bytes, checkpoint: CheckpointId, rank: int) -> Receipt:
     try:
         return records.decode_receipt(data, checkpoint, rank)
     except InvalidRecordError as error:
@@ -182,38 +79,7 @@ async def bound_receipt(store: PatientStore, decision: Decision, rank: int) -> R
         raise InvalidRecordError(
             f"{id_}: rank {rank}'s receipt is not the one that the decision was based on", key=key
         )
-    return _receipt(there[0], id_, rank)
-
-
-async def decide_once(
-    store: PatientStore, wanted: Decision, alongside: Alongside | None = None
-) -> tuple[Decision, bool]:
-    """Create the decision unless there is one (rule R4). Returns the decision that holds now, and whether it is ours.
-
-    `alongside` is called once the decision is in the store, and awaited while the boundary is read.
-    A decision below the boundary is void: an older one was collected, so the checkpoint was settled long ago.
-    """
-    id_, key, data = wanted.checkpoint, keys.decision_key(wanted.checkpoint), records.encode_decision(wanted)
-    there = await create_once(store, key, data)
-    try:
-        decision = records.decode_decision(there, id_)
-    except InvalidRecordError as error:
-        raise error.at(key) from None
-    # An earlier attempt of ours may have created it and then failed: whoever decides has more to do afterwards.
-    is_ours = there == data or decision.decided_by == wanted.decided_by
-    settled = _unless_void(store, decision)
-    decision = await settled if alongside is None else (await both(settled, alongside()))[0]
-    is_ours = is_ours and decision.outcome is wanted.outcome
-    if is_ours and decision.outcome is Outcome.COMMIT:
-        logger.info(
-            "checkpoint_committed %s name=%s world_size=%d num_shards=%d size_bytes=%d",
-            id_,
-            wanted.name,
-            wanted.world_size,
-            wanted.num_shards,
-            wanted.size_bytes,
-        )
-    return decision, is_ours
+    return receipt_from(there[0], id_, rank)
 
 
 async def read_settled(
@@ -232,7 +98,7 @@ async def read_settled(
         checkpoint, Outcome.COMMIT, name=f"step-{checkpoint.step}", world_size=1, by="nobody", now=0
     )
     try:
-        settled = await _unless_void(store, decision or nothing)
+        settled = await unless_void(store, decision or nothing)
     except InvalidRecordError as error:
         if not only_reads:
             raise
@@ -241,7 +107,7 @@ async def read_settled(
     return None if settled is nothing else settled
 
 
-async def _unless_void(store: PatientStore, decision: Decision) -> Decision:
+async def unless_void(store: PatientStore, decision: Decision) -> Decision:
     """Return the decision, or an abort in place of a commit that is below the boundary."""
     if decision.outcome is Outcome.COMMIT:
         boundary = await _boundary_for(store, decision.checkpoint)
@@ -388,7 +254,7 @@ async def finish_prune(store: PatientStore, checkpoint: CheckpointId) -> bool:
         key = keys.receipt_key(checkpoint, rank)
         data = await read(store, key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
         if data is not None:  # if gone, an earlier sweep was cut short after it had deleted the shards
-            victims += _receipt(data[0], checkpoint, rank).shards
+            victims += receipt_from(data[0], checkpoint, rank).shards
     await store.delete([shard.key for shard in victims])
     for shard in victims:  # the shards are gone, so nobody can begin another copy
         if shard.publish_as:
@@ -521,7 +387,3 @@ async def take_lease(store: PatientStore, lease: Lease) -> Decision | None:
 
 async def drop_lease(store: PatientStore, lease: Lease) -> None:
     await store.delete([keys.lease_key(lease.checkpoint, lease.reader)])
-
-
-def _checksum(store: PatientStore, data: bytes) -> Checksum:
-    return checksum_of(data, store.capabilities.checksum_algorithm)

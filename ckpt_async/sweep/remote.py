@@ -14,7 +14,7 @@ from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome
 from ckpt_async.core.retention import RetentionPolicy
 from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError, StoreError
-from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol import deciding, steps, sweep_plan
 from ckpt_async.protocol.cas import read_record
 from ckpt_async.protocol.overview import Overview, overview
 from ckpt_async.protocol.verify import Finding
@@ -239,7 +239,7 @@ class RemoteSweep:
         store = self.store
         match action:
             case sweep_plan.Settle():
-                settled = await steps.settle(
+                settled = await deciding.settle(
                     store, action.checkpoint, world_size=action.world_size, by="sweeper", now=self.clock()
                 )
                 return settled[0].outcome if settled and settled[1] else None
@@ -253,7 +253,7 @@ class RemoteSweep:
                     now=self.clock(),
                     reason=action.reason,
                 )
-                _, is_ours = await steps.decide_once(store, wanted)
+                _, is_ours = await deciding.decide_once(store, wanted)
                 return Outcome.ABORT if is_ours else None
             case sweep_plan.MoveLatest():
                 await steps.move_latest(store, action.checkpoint, action.name)

@@ -17,8 +17,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
 
-import tenacity
-
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
@@ -42,21 +40,18 @@ from ckpt_async.stores.interface import (
 )
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS, Budgets
 from ckpt_async.transfer.concurrency import Concurrency
+from ckpt_async.transfer.patience import Health, Patience
 from ckpt_async.transfer.progress import Answers, Progress, Series, Silence
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A wrong checksum comes from a broken network or a broken client; a few attempts tell which.
-MAX_CHECKSUM_ATTEMPTS = 5
 # How long a store may be silent while it is opened, if `request_timeout_s` is not longer: without a limit, a peer that
 # falls silent would block that for ever (R14).
 OPEN_SILENCE_S = 30.0
 # How often one request is begun again because other connections are faster.
 MAX_SLOW_CONNECTIONS = 2
-# Shorter outages of the store are not logged.
-QUIET_OUTAGE_S = 5.0
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
 # What a store does at once.
@@ -115,21 +110,22 @@ class PatientStore:
         owner: Hashable = 0,
     ) -> None:
         self._store, self._settings, self._observer = store, settings, observer or Observer()
-        self._is_patient, self._silence_s = is_patient, silence_s
         self._budgets, self._owner = budgets or Budgets(settings), owner
         self._place: Place = functools.partial(self._budgets.bulk.hold, owner)
-        self._health, self._turns = _Health(store.url), Turns(store.drop_idle)
+        self._health, self._turns = Health(store.url), Turns(store.drop_idle)
+        self._is_retried = True
+        self._patience = Patience(settings, self._health, is_patient=is_patient, silence_s=silence_s)
 
     # The same store within the same budgets, used differently.
 
     def of(self, owner: Hashable, observer: Observer) -> PatientStore:
         """Return the store for another owner, whose observer is told of its own requests. Owners take turns."""
-        return self._like(self._settings, observer, is_patient=self._is_patient, owner=owner)
+        return self._like(self._settings, observer, is_patient=self._patience.is_patient, owner=owner)
 
     def pausing_at_most(self, pause_s: float) -> PatientStore:
         """Return the store with a shorter back-off, for the few requests whose silence others would misinterpret."""
         settings = replace(self._settings, retry_max_s=min(pause_s, self._settings.retry_max_s))
-        return self._like(settings, self._observer, is_patient=self._is_patient, owner=self._owner)
+        return self._like(settings, self._observer, is_patient=self._patience.is_patient, owner=self._owner)
 
     def answering_within(self, timeout_s: float) -> PatientStore:
         """Return the store without patience and giving up sooner, for requests whose answer someone is waiting for."""
@@ -144,10 +140,19 @@ class PatientStore:
             settings,
             observer,
             is_patient=is_patient,
-            silence_s=self._silence_s,
+            silence_s=self._patience.silence_s,
             budgets=self._budgets,
             owner=owner,
         )
+
+    async def from_the_start(self, attempt: Callable[[PatientStore], Awaitable[T]]) -> T:
+        """Make requests, the last of which is right only while what the others have found out holds.
+
+        `attempt` is given a store whose requests are made only once; if one of them fails, all of `attempt` is retried.
+        """
+        once = copy.copy(self)
+        once._is_retried = False  # noqa: SLF001  our own class
+        return await self._patience.retrying()(attempt, once)
 
     # --- the store -----------------------------------------------------------------------------------------
 
@@ -420,47 +425,8 @@ class PatientStore:
     async def _persist(
         self, operation: str, once: Callable[[], Awaitable[T]], silence: Silence | None = None
     ) -> T:
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._settings.upload_timeout_s
-        backoff = tenacity.wait_random_exponential(
-            multiplier=self._settings.retry_initial_s, max=self._settings.retry_max_s
-        )
-
-        def is_final(state: tenacity.RetryCallState) -> bool:
-            error = state.outcome.exception() if state.outcome else None
-            if isinstance(error, StoreError) and error.reason is FailureReason.CHECKSUM:
-                return state.attempt_number >= MAX_CHECKSUM_ATTEMPTS
-            now = loop.time()
-            next_at = now + state.upcoming_sleep
-            return now >= give_up_at or (silence is not None and self._is_silent(silence, error, next_at))
-
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(self._may_heal),
-            wait=backoff,
-            stop=is_final,
-            sleep=self._health.pause,
-            reraise=True,
-        )
-        return await retrying(self._observed, operation, once)
-
-    def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
-        """Return whether, at its next attempt, a request will have moved no byte for too long.
-
-        If the store answers other requests, it is busy and will get to this one, unless it refuses just this one.
-        """
-        if silence.since is None:
-            return False
-        is_refused = isinstance(error, StoreError) and error.reason in (
-            FailureReason.AUTH,
-            FailureReason.DISK,
-        )
-        since = silence.since if is_refused else max(silence.since, self._health.answered_at)
-        return next_at - since >= self._silence_s
-
-    def _may_heal(self, error: BaseException) -> bool:
-        if not isinstance(error, StoreError) or not error.reason.is_retryable:
-            return False
-        return self._is_patient or error.reason not in (FailureReason.AUTH, FailureReason.DISK)
+        made = functools.partial(self._observed, operation, once)
+        return await (self._patience.retrying(silence)(made) if self._is_retried else made())
 
     async def _observed(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
         """Make one attempt and report how long it took."""
@@ -497,47 +463,3 @@ class PatientStore:
         self._observer.attempt_failed(error.reason)
         self._store.drop_idle()  # it may take only so many connections; or what broke one has broken the others
         self._health.failed(error, asyncio.get_running_loop().time())
-
-
-class _Health:
-    """Whether the store answers.
-
-    Logs when it has not for a while, and wakes the requests that wait to be retried when it answers again.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.answered_at = -math.inf
-        self._failing_since: float | None = None
-        self._has_warned = False
-        self._answers_again = asyncio.Event()
-
-    async def pause(self, duration_s: float) -> None:
-        """Wait before another attempt, but only until the store answers again.
-
-        Otherwise, after an outage, all requests would sit out the back-off that they had reached.
-        """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(duration_s):
-                await self._answers_again.wait()
-
-    def failed(self, error: StoreError, now: float) -> None:
-        if self._failing_since is None:
-            self._failing_since = now
-        elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:
-            self._has_warned = True
-            logger.warning(
-                "store_failing url=%s for_s=%.0f error=%s; retrying",
-                self._url,
-                now - self._failing_since,
-                error,
-            )
-
-    def succeeded(self, now: float) -> None:
-        if self._failing_since is not None and now - self._failing_since >= QUIET_OUTAGE_S:
-            self._answers_again.set()
-            self._answers_again = asyncio.Event()
-            if self._has_warned:
-                logger.info("store_recovered url=%s after_s=%.0f", self._url, now - self._failing_since)
-        self._failing_since, self._has_warned = None, False
-        self.answered_at = now

@@ -34,9 +34,9 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.protocol.deciding import decide_once
 from ckpt_async.protocol.steps import (
     begin_prune,
-    decide_once,
     finish_prune,
     move_latest,
     new_decision,

@@ -20,7 +20,7 @@ from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploade
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FailureReason
 from ckpt_async.local import journals
-from ckpt_async.transfer import patient
+from ckpt_async.transfer import patience
 from tests.faults.oracle import Oracle
 from tests.faults.processes import ROOT, SOAK, Nursery
 from tests.faults.proxy import Fault, FaultProxy
@@ -237,7 +237,7 @@ def test_training_continues_while_s3_is_down_and_everything_commits_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """During an outage the trainer logs a warning, operators see counters, and nothing is lost."""
-    monkeypatch.setattr(patient, "QUIET_OUTAGE_S", min(5.0, outage_s / 4))
+    monkeypatch.setattr(patience, "QUIET_OUTAGE_S", min(5.0, outage_s / 4))
     remote, training = f"s3://{own_server.bucket}/run", threading.Event()  # its wait stands for training
     settings = QUICK | {"retry_max_s": 1.0 if outage_s < 30 else 20.0}
     with (

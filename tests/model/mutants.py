@@ -12,7 +12,7 @@ from ckpt_async.core.model import Latest, MadeDurable, Outcome
 from ckpt_async.engine import durable, settling
 from ckpt_async.engine.state import State
 from ckpt_async.errors import PreconditionFailedError
-from ckpt_async.protocol import cas, copies, steps, sweep_plan
+from ckpt_async.protocol import cas, copies, deciding, steps, sweep_plan
 from ckpt_async.sweep import remote as remote_sweep
 from tests.model.machines import Protocol, Publishing, PublishingSteady, Reading, Steady
 
@@ -58,8 +58,8 @@ def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     return patched(
         (decide, "is_complete", lambda *_: True),
         (agreement, "obstacle", lambda *_: None),
-        (steps, "read_receipts", read_receipts),
-        (steps.records, "decode_receipt", decode_receipt),
+        (deciding, "read_receipts", read_receipts),
+        (deciding.records, "decode_receipt", decode_receipt),
     )
 
 
@@ -95,7 +95,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
         (cas, "create_once", create_once),
         (settling, "list_receipts", list_receipts),
         (agreement, "obstacle", lambda *_: None),
-        (steps, "records", _with(records, decode_receipt=decode_receipt)),
+        (deciding, "records", _with(records, decode_receipt=decode_receipt)),
     )
 
 
@@ -183,15 +183,16 @@ def skips_read_back() -> contextlib.AbstractContextManager[None]:
     first reply was lost.
     """
 
-    async def decide_once(store: Any, wanted: Any, _: Any = None) -> Any:
-        data = records.encode_decision(wanted)
+    async def create_once(store: Any, key: str, data: bytes) -> bytes:
         try:
-            await store.put(keys.decision_key(wanted.checkpoint), data, cas.Create())
+            await store.put(key, data, cas.Create())
         except PreconditionFailedError:
-            return replace(wanted, outcome=Outcome.ABORT), False
-        return wanted, True
+            wanted = records.decode_decision(data, keys.parse_decision_key(key))
+            another = replace(wanted, outcome=Outcome.ABORT, decided_by="another", nonce="another")
+            return records.encode_decision(another)
+        return data
 
-    return patched((steps, "decide_once", decide_once))
+    return patched((deciding, "create_once", create_once))
 
 
 def abort_does_not_compete() -> contextlib.AbstractContextManager[None]:
@@ -201,7 +202,7 @@ def abort_does_not_compete() -> contextlib.AbstractContextManager[None]:
         await store.put(key, data)
         return data
 
-    return patched((steps, "create_once", create_once))
+    return patched((deciding, "create_once", create_once))
 
 
 def sweeps_without_abort() -> contextlib.AbstractContextManager[None]:

@@ -53,7 +53,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.local import kept
-from ckpt_async.protocol import cas, presence, steps, sweep_plan
+from ckpt_async.protocol import cas, deciding, presence, steps, sweep_plan
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
@@ -180,6 +180,9 @@ class LossyStore(PatientStore):
 
     def answering_within(self, timeout_s: float) -> "LossyStore":
         return self
+
+    async def from_the_start(self, attempt: Callable[[PatientStore], Any]) -> Any:
+        return await attempt(self)
 
     async def by_itself(self, operation: str, size_bytes: int, attempt: Callable[[Any], Any]) -> Any:
         return await self.control(operation, lambda: attempt(self.world.store))
@@ -540,9 +543,9 @@ class World:
         )
         patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(sending, "Source", Source))
-        for module in (steps, presence, settling, publishing, remote_sweep):
+        for module in (steps, deciding, presence, settling, publishing, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
-        patch(mock.patch.object(steps, "both", lambda *both: in_turn(both)))
+        patch(mock.patch.object(deciding, "both", lambda *both: in_turn(both)))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
         self._patches.callback(logger.setLevel, logger.level)

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome, Receipt, StoredShard
 from ckpt_async.core.settings import Settings
-from ckpt_async.protocol import steps
+from ckpt_async.protocol import deciding, steps
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.transfer.patient import PatientStore, connect
 
@@ -78,7 +78,7 @@ class Run:
                     shards.append(StoredShard(name, key, len(data), checksum))
                 receipt = Receipt(id_, f"step-{step}", rank, len(files), tuple(shards))
                 await store.put(keys.receipt_key(id_, rank), records.encode_receipt(receipt))
-            settled = await steps.settle(store, id_, world_size=len(files), by="test", now=1_000_000.0)
+            settled = await deciding.settle(store, id_, world_size=len(files), by="test", now=1_000_000.0)
             assert settled is not None
             assert settled[0].outcome is Outcome.COMMIT
             if moves_latest:

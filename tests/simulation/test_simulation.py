@@ -44,7 +44,7 @@ WANTED = {
     "crash in agree": 54,
     "crash in Engine.recover": 7,
     "crash in Simulation._save": 8,
-    "crash in MakeDurable": 15,
+    "crash in MakeDurable": 5,
     "crash in Upload": 16,
     "crash in StoreReceipt": 8,
     "crash in Look": 13,

@@ -19,6 +19,7 @@ from ckpt_async.doctor import diagnosis
 from ckpt_async.doctor.checks import examine
 from ckpt_async.doctor.diagnosis import Level
 from ckpt_async.errors import InvalidRecordError
+from ckpt_async.protocol import deciding
 from ckpt_async.protocol import steps as protocol
 from ckpt_async.protocol.generation import agree
 from ckpt_async.protocol.sweep_plan import LEASE_MARGIN_S, MAX_LEASE_S, Ages, CollectDecisions, FinishPrune
@@ -217,7 +218,7 @@ def test_an_unreadable_decision_is_not_replaced(run: Any) -> None:
             CheckpointId(1, 2), frozenset(), (keys.decision_key(CheckpointId(1, 1)),), ""
         )
         for attempt in (
-            protocol.decide_once(store, wanted),
+            deciding.decide_once(store, wanted),
             protocol.begin_prune(store, CheckpointId(1, 1)),
             protocol.set_pin(store, CheckpointId(1, 1), True),
             protocol.collect(store, collecting),

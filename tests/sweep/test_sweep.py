@@ -8,7 +8,7 @@ import pytest
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import Boundary, CheckpointId, Damage, Lease, Outcome
 from ckpt_async.core.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
-from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol import deciding, steps, sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.sweep.remote import MAX_ABORTS
 from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids, replaced
@@ -305,7 +305,7 @@ def test_a_straggler_cannot_commit_an_aborted_checkpoint(run: Any) -> None:
         await world.sweep()
         await world.receipt(id_, 1)
         await world.receipt(id_, 0)
-        settled = await steps.settle(world.store, id_, world_size=2, by="straggler", now=world.now)
+        settled = await deciding.settle(world.store, id_, world_size=2, by="straggler", now=world.now)
         assert settled is not None
         assert settled[0].outcome is Outcome.ABORT
         await world.sweep()
@@ -331,7 +331,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
         # A straggler creates the decision that was collected: it is void for itself and for readers, and is
         # swept away.
         await world.receipt(CheckpointId(1, 3), 0)
-        settled = await steps.settle(
+        settled = await deciding.settle(
             world.store, CheckpointId(1, 3), world_size=1, by="straggler", now=world.now
         )
         assert settled is not None

@@ -10,6 +10,7 @@ from ckpt_async.core.model import Beat, CheckpointId, Generation, Outcome, Recei
 from ckpt_async.core.retention import KeepAll, RetentionPolicy
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import StoreError
+from ckpt_async.protocol import deciding
 from ckpt_async.protocol import steps as protocol
 from ckpt_async.protocol.cas import create_once
 from ckpt_async.protocol.sweep_plan import Ages
@@ -72,7 +73,7 @@ class World:
     async def commit(self, id_: CheckpointId, *, moves_latest: bool = True, **metrics: float) -> None:
         for rank in range(self.world_size):
             await self.receipt(id_, rank, **metrics)
-        settled = await protocol.settle(self.store, id_, world_size=self.world_size, by="test", now=self.now)
+        settled = await deciding.settle(self.store, id_, world_size=self.world_size, by="test", now=self.now)
         assert settled is not None
         assert settled[0].outcome is Outcome.COMMIT
         if moves_latest:

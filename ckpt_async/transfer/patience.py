@@ -1,0 +1,116 @@
+"""How long and how often a request is retried, and whether the store answers at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+
+import tenacity
+
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.transfer.progress import Silence
+
+logger = logging.getLogger(__name__)
+
+# A wrong checksum comes from a broken network or a broken client; a few attempts tell which.
+MAX_CHECKSUM_ATTEMPTS = 5
+# Shorter outages of the store are not logged.
+QUIET_OUTAGE_S = 5.0
+
+
+class Patience:
+    """What is retried, and until when. See `PatientStore`, whose settings these are."""
+
+    def __init__(self, settings: Settings, health: Health, *, is_patient: bool, silence_s: float) -> None:
+        self._settings, self._health = settings, health
+        self.is_patient, self.silence_s = is_patient, silence_s
+
+    def retrying(self, silence: Silence | None = None) -> tenacity.AsyncRetrying:
+        """Return what calls a function until it succeeds, a retry cannot help, or `upload_timeout_s` has passed."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._settings.upload_timeout_s
+        backoff = tenacity.wait_random_exponential(
+            multiplier=self._settings.retry_initial_s, max=self._settings.retry_max_s
+        )
+
+        def is_final(state: tenacity.RetryCallState) -> bool:
+            error = state.outcome.exception() if state.outcome else None
+            if isinstance(error, StoreError) and error.reason is FailureReason.CHECKSUM:
+                return state.attempt_number >= MAX_CHECKSUM_ATTEMPTS
+            now = loop.time()
+            next_at = now + state.upcoming_sleep
+            return now >= give_up_at or (silence is not None and self._is_silent(silence, error, next_at))
+
+        return tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(self._may_heal),
+            wait=backoff,
+            stop=is_final,
+            sleep=self._health.pause,
+            reraise=True,
+        )
+
+    def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
+        """Return whether, at its next attempt, a request will have moved no byte for too long.
+
+        If the store answers other requests, it is busy and will get to this one, unless it refuses just this one.
+        """
+        if silence.since is None:
+            return False
+        is_refused = isinstance(error, StoreError) and error.reason in (
+            FailureReason.AUTH,
+            FailureReason.DISK,
+        )
+        since = silence.since if is_refused else max(silence.since, self._health.answered_at)
+        return next_at - since >= self.silence_s
+
+    def _may_heal(self, error: BaseException) -> bool:
+        if not isinstance(error, StoreError) or not error.reason.is_retryable:
+            return False
+        return self.is_patient or error.reason not in (FailureReason.AUTH, FailureReason.DISK)
+
+
+class Health:
+    """Whether the store answers.
+
+    Logs when it has not for a while, and wakes the requests that wait to be retried when it answers again.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.answered_at = -math.inf
+        self._failing_since: float | None = None
+        self._has_warned = False
+        self._answers_again = asyncio.Event()
+
+    async def pause(self, duration_s: float) -> None:
+        """Wait before another attempt, but only until the store answers again.
+
+        Otherwise, after an outage, all requests would sit out the back-off that they had reached.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(duration_s):
+                await self._answers_again.wait()
+
+    def failed(self, error: StoreError, now: float) -> None:
+        if self._failing_since is None:
+            self._failing_since = now
+        elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:
+            self._has_warned = True
+            logger.warning(
+                "store_failing url=%s for_s=%.0f error=%s; retrying",
+                self._url,
+                now - self._failing_since,
+                error,
+            )
+
+    def succeeded(self, now: float) -> None:
+        if self._failing_since is not None and now - self._failing_since >= QUIET_OUTAGE_S:
+            self._answers_again.set()
+            self._answers_again = asyncio.Event()
+            if self._has_warned:
+                logger.info("store_recovered url=%s after_s=%.0f", self._url, now - self._failing_since)
+        self._failing_since, self._has_warned = None, False
+        self.answered_at = now

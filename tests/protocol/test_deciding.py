@@ -1,0 +1,122 @@
+"""What is compared before a commit must still be true when the store takes the decision, however long it refuses it."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.protocol import deciding
+from ckpt_async.transfer.patient import PatientStore
+from tests.stores.misbehaving import Meddled, trouble
+from tests.sweep.world import World
+from tests.virtual_time import run
+
+ID = CheckpointId(1, 1)
+DATA, DECISION = "ckpt/step-1.g1/", keys.decision_key(ID)
+
+
+class Refusing(Meddled):
+    """Does not take a request for `key` during the first minutes; meanwhile, something else happens there."""
+
+    def __init__(self, world: World, operation: str, key: str, meanwhile: Callable[[], None]) -> None:
+        super().__init__(world.bucket)
+        self._what, self._meanwhile = (operation, key), meanwhile
+
+    async def before(self, operation: str, key: str) -> None:
+        if (operation, key) == self._what and (now := asyncio.get_running_loop().time()) < 180:
+            if now > 60:
+                self._meanwhile()
+            raise trouble(FailureReason.TRANSIENT)
+
+
+def settle_while(
+    operation: str, key: str, meanwhile: Callable[[World], None], rank: int | None = None
+) -> tuple[tuple[Decision, bool] | None, Counter[tuple[str, str]]]:
+    async def main() -> tuple[tuple[Decision, bool] | None, Counter[tuple[str, str]]]:
+        world = await World.begun()
+        for each in range(world.world_size):
+            await world.receipt(ID, each)
+        refusing = Refusing(world, operation, key, lambda: meanwhile(world))
+        loop = asyncio.get_running_loop()
+        settled = await deciding.settle(
+            PatientStore(refusing, Settings()),
+            ID,
+            world_size=world.world_size,
+            by="test",
+            now=world.now,
+            name="step-1",
+            rank=rank,
+            clock=loop.time,
+        )
+        assert loop.time() > 60
+        return settled, refusing.asked
+
+    return run(main())
+
+
+def lose(start: str) -> Callable[[World], None]:
+    def losing(world: World) -> None:
+        for key in world.keys(start):
+            del world.bucket.objects[key]
+
+    return losing
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+@pytest.mark.parametrize(("operation", "key"), [("put", DECISION), ("get", keys.receipt_key(ID, 1))])
+def test_what_is_deleted_while_the_store_refuses_the_decision_is_not_committed(
+    operation: str, key: str, rank: int | None
+) -> None:
+    """It was committed, from a listing of minutes ago, and the local files were deleted."""
+    gone = lose(f"{DATA}rank-0.pt")
+    if rank is None:
+        settled, _ = settle_while(operation, key, gone)
+        assert settled is not None
+        decision, is_ours = settled
+        assert is_ours
+        assert decision.outcome is Outcome.ABORT
+        assert "rank-0.pt" in decision.reason
+    else:
+        with pytest.raises(deciding.UploadsLostError):
+            settle_while(operation, key, gone, rank)
+
+
+def test_nothing_is_decided_once_a_receipt_is_gone() -> None:
+    """Somebody else may have given the checkpoint up, and removed its receipts."""
+    settled, _ = settle_while("put", DECISION, lose(keys.receipts_prefix(ID)))
+    assert settled is None
+
+
+def test_what_is_still_there_is_committed_in_the_end() -> None:
+    settled, asked = settle_while("put", DECISION, lambda _: None)
+    assert settled is not None
+    assert settled[0].outcome is Outcome.COMMIT
+    assert (
+        asked["put", DECISION] > asked["list", DATA] > 3
+    )  # not as often, either: there may be 10,000 receipts
+
+
+@pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.OTHER])
+def test_what_no_retry_can_heal_is_raised_at_once(reason: FailureReason) -> None:
+    class Refused(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if operation == "put" and key == DECISION:
+                raise trouble(reason)
+
+    async def main() -> None:
+        world = await World.begun()
+        for each in range(world.world_size):
+            await world.receipt(ID, each)
+        store = Refused(world.bucket)
+        impatient = PatientStore(store, Settings(), is_patient=False)
+        with pytest.raises(StoreError) as raised:
+            await deciding.settle(impatient, ID, world_size=world.world_size, by="test", now=world.now)
+        assert raised.value.reason is reason
+        assert store.asked["put", DECISION] == 1
+
+    run(main())
