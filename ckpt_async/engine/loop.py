@@ -91,6 +91,10 @@ class Engine:
     def absent_ranks(self) -> list[int] | None:
         return self.state.absent_ranks
 
+    @property
+    def num_distrusted(self) -> int:
+        return self.state.num_distrusted
+
     def fresh_local(self) -> Local:
         return self.state.fresh_local()
 

@@ -76,6 +76,7 @@ class State:
         self.sent_bytes: dict[decide.Upload, int] = {}
         # Receipts, as they are in the store, of checkpoints that this rank commits next because it is the only one.
         self.receipts: dict[CheckpointId, bytes] = {}
+        self.num_distrusted = 0  # checkpoints of which the journal has lost rows, in total
         self.is_progress_new = False
         self._noted_link: KnownLink | None = None
         self.is_hurried = False
@@ -85,6 +86,7 @@ class State:
         """Take over what a crashed engine knew that is not in the journal."""
         self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
         self.failing, self.is_hurried = dead.failing, dead.is_hurried
+        self.num_distrusted = dead.num_distrusted
 
     def now(self) -> float:
         return self.loop.time()
@@ -119,8 +121,8 @@ class State:
         """Forget what was uploaded of these checkpoints."""
         if ids:
             self.journal.forget_uploads(ids)
-            self.local = Local(self.rank)
-            self.refresh()
+            self.local = self.journal.local()
+            self.num_distrusted += len(ids)
 
     def record(self, *events: Event, notices: Sequence[Notice] = ()) -> None:
         """Append events and their notices to the journal; the engine's next round sees them."""
