@@ -162,12 +162,7 @@ class LocalOnly:
             sealed.take_part(self._folder, self._run, self.rank, self.launch)
 
     def unsealed(self) -> frozenset[str]:
-        """The launches of other processes in which this rank was to save, and has sealed nothing: none of their
-        checkpoints is complete, and none was there when they began.
-        """
-        sealed_in = {each.launch for each in self.noted()}
-        here = {launch for pid, launch in _launches if pid == os.getpid()}  # may still seal something
-        return sealed.not_yet(self._folder.private, self._run, self.rank) - sealed_in - here
+        return unsealed(self._folder.private, self._run, self.rank)
 
     def continue_run(self) -> None:
         """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
@@ -322,6 +317,15 @@ class LocalOnly:
     def close(self, timeout_s: float | None = None) -> None:  # noqa: ARG002  nothing is ever under way
         """Let others save here."""
         self._lock.release()
+
+
+def unsealed(private: Path, run: str, rank: int) -> frozenset[str]:
+    """The launches of other processes in which this rank was to save, and has sealed nothing: none of their
+    checkpoints is complete, and none was there when they began.
+    """
+    sealed_in = {each.launch for each in sealed.read(private, run, rank)}
+    here = {launch for pid, launch in _launches if pid == os.getpid()}  # may still seal something
+    return sealed.not_yet(private, run, rank) - sealed_in - here
 
 
 def refuse_beside_local(folder: Folder, run: str, rank: int) -> None:
