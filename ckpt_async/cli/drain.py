@@ -118,14 +118,15 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
 def _drain_code(report: DrainReport) -> Exit:
     """Return the exit code for the worst of the ranks.
 
-    From worst to best: an error, not all uploaded or copied, an event that was dropped, a live owner that has work,
-    waiting for ranks elsewhere.
+    From worst to best: an error, not all uploaded or copied, an event that was not delivered, a live owner that has
+    work, waiting for ranks elsewhere. Whether an event was dropped after the last attempt or still waits depends on the
+    time limits only, so both are the same error.
     """
     if any(each.error for each in report.ranks):
         return Exit.ERROR
     if any(each.left or each.uncopied for each in report.ranks):
         return Exit.NOT_DRAINED
-    if any(each.events.num_dropped for each in report.ranks):
+    if any(each.events.num_dropped or each.events.num_waiting for each in report.ranks):
         return Exit.ERROR
     if any(each.in_use_by for each in report.ranks):
         return Exit.TEMPORARY
