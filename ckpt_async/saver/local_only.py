@@ -18,6 +18,7 @@ from ckpt_async.core.retention import Candidate
 from ckpt_async.errors import (
     CheckpointConflictError,
     CommitTimeoutError,
+    FolderInUseError,
     InvalidNameError,
     SealedError,
     SettingsError,
@@ -330,10 +331,16 @@ def unsealed(private: Path, run: str, rank: int) -> frozenset[str]:
 
 def refuse_beside_local(folder: Folder, run: str, rank: int) -> None:
     """Raise FolderInUseError if another process saves for the rank of the run without a remote, and has not ended
-    within 15 s. Called by a launch with a remote, when it has the rank's other lock.
+    within 15 s; at once if this process does. Called by a launch with a remote, when it has the rank's other lock.
     """
+    lock = RankLock(folder, rank, run=run)
+    if any(each.is_held and each.path == lock.path for each in list(_locks)):
+        raise FolderInUseError(
+            f"a saver of this process saves for rank {rank} in {str(folder.path)!r}, without a remote",
+            hint="call its `close` first",
+        )
     with contextlib.suppress(OSError):  # a full disk
-        _refuse_if_held(RankLock(folder, rank, run=run), is_trainer=False)
+        _refuse_if_held(lock, is_trainer=False)
 
 
 def _refuse_if_held(lock: RankLock, *, is_trainer: bool) -> None:
