@@ -164,8 +164,7 @@ class Lookout:
         if found.mark in self.tree.files and not verdict.is_waiting:
             self._lacking[found.path] = found, self.tree.files[found.mark], why
         if _is_stale(found, self.tree):
-            is_finished = found.path in self._lacking
-            self._teller.tell_incomplete(found, why, is_finished=is_finished)
+            self._teller.tell_incomplete(found, why, is_finished=found.path in self._lacking)
 
     def _is_known_by_less(self, path: str) -> bool:
         """Return whether a smaller version of it was complete and has been staged or handed in."""
