@@ -31,6 +31,25 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield shlex.split(call, comments=True)
 
 
+ALONE = [("saver.md", 1), ("saver.md", 2), ("saver.md", 3), ("restore.md", 1), ("operations.md", 0)]
+
+
+@pytest.mark.parametrize(("page", "number"), ALONE)
+def test_a_block_runs_alone(page: str, number: int, tmp_path: Path) -> None:
+    """Whoever pastes it lacks what the blocks before have defined."""
+    block = blocks(ROOT / "docs" / page, "python")[number].replace("file:///tmp", f"file://{tmp_path}/store")
+    environment = {name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL", name)}
+    done = subprocess.run(
+        [sys.executable, "-c", block],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
 def test_the_readme_works_as_written(tmp_path: Path) -> None:
     """The steps run in the order of the page, each in a process of its own, without a launcher."""
     remote = f"file://{tmp_path}/store/run-a"

@@ -18,7 +18,7 @@ from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.stores import StoreOptions, address_of
 from ckpt_async.sweep import drain as work
-from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
+from ckpt_async.sweep.fates import DrainReport, Fate, RankReport
 
 _ONLY_IN_ORIGINAL = (
     "this folder is a copy, and its original may still have what is missing here, so nothing was given up: drain the"
@@ -118,14 +118,15 @@ def _change_of(options: argparse.Namespace) -> Callable[[RemoteAddress | None], 
 def _drain_code(report: DrainReport) -> Exit:
     """Return the exit code for the worst of the ranks.
 
-    From worst to best: an error, not all uploaded, an event that was dropped, a live owner that has work, waiting for
-    ranks elsewhere.
+    From worst to best: an error, not all uploaded or copied, an event that was not delivered, a live owner that has
+    work, waiting for ranks elsewhere. Whether an event was dropped after the last attempt or still waits depends on the
+    time limits only, so both are the same error.
     """
     if any(each.error for each in report.ranks):
         return Exit.ERROR
-    if any(each.left for each in report.ranks):
+    if any(each.left or each.uncopied for each in report.ranks):
         return Exit.NOT_DRAINED
-    if any(each.events.num_dropped for each in report.ranks):
+    if any(each.events.num_dropped or each.events.num_waiting for each in report.ranks):
         return Exit.ERROR
     if any(each.in_use_by for each in report.ranks):
         return Exit.TEMPORARY
@@ -149,6 +150,7 @@ def _drain_json(report: DrainReport, code: Exit) -> Json:
                 "waiting": [_fate_json(fate) for fate in each.waiting],
                 "left": [_fate_json(fate) for fate in each.left],
                 "only_in_original": [id_json(id_) for id_ in each.only_in_original],
+                "uncopied": [_fate_json(fate) for fate in each.uncopied],
                 "uploaded_bytes": each.uploaded_bytes,
                 "num_delivered_events": each.events.num_delivered,
                 "num_dropped_events": each.events.num_dropped,
@@ -182,6 +184,8 @@ def _rank_lines(each: RankReport) -> Iterator[str]:
         yield f"{rank} step {fate.checkpoint.short} is uploaded and waits for {missing}"
     for fate in each.left:
         yield f"{rank} step {fate.checkpoint.short} is not uploaded: {fate.reason}"
+    for fate in each.uncopied:
+        yield f"{rank} step {fate.checkpoint.short} is not copied to its exact keys: {fate.reason}"
     for num, (one, many), what in (
         (each.events.num_delivered, ("was", "were"), "delivered"),
         (

@@ -34,7 +34,8 @@ def folder_blocks(folder: str, by_kind: Mapping[str, Seen], *, is_titled: bool) 
 
 def _of_kind(folder: str, seen: Seen, title: list[Line]) -> Block:
     found, owned = seen.status, seen.owned
-    lines = [*title, ("warn" if found.at_risk else "good", found.summary)]
+    is_unfinished = found.at_risk or any(each.num_to_copy for each in found.checkpoints)
+    lines = [*title, ("warn" if is_unfinished else "good", found.summary)]
     if found.pending and not owned:
         lines.append(("warn", "no uploader is running here; `ckpt-async drain` finishes what was sealed"))
     ranks = (f"{rank}" if rank in owned else f"{rank} (stopped)" for rank in found.ranks)
@@ -61,7 +62,7 @@ def _of_kind(folder: str, seen: Seen, title: list[Line]) -> Block:
             f"{each.percent} %",
             f"{each.num_verified}/{each.num_shards}",
             in_units(each.size_bytes),
-            each.failure or _speed(seen.bytes_per_s.get(each.id, 0.0), _left(each)),
+            each.failure or _to_copy(each) or _speed(seen.bytes_per_s.get(each.id, 0.0), _left(each)),
         )
         for each in found.checkpoints
     ]
@@ -73,6 +74,10 @@ def _of_kind(folder: str, seen: Seen, title: list[Line]) -> Block:
 
 def _left(each: CheckpointStatus) -> int:
     return each.size_bytes - each.uploaded_bytes
+
+
+def _to_copy(each: CheckpointStatus) -> str:
+    return f"{counted(each.num_to_copy, 'file')} to copy" if each.num_to_copy else ""
 
 
 def _speed(bytes_per_s: float, left_bytes: int) -> str:
@@ -169,7 +174,7 @@ def folder_states(folder: str, by_kind: Mapping[str, Seen]) -> dict[str, str]:
 
 
 def _in_words(each: CheckpointStatus, seen: Seen) -> str:
-    failure = f": {each.failure}" if each.failure else ""
+    failure = f": {told}" if (told := each.failure or _to_copy(each)) else ""
     missing = f", waits for {named('rank', seen.missing[each.id])}" if seen.missing.get(each.id) else ""
     return f"{each.state}{missing}{failure}"
 

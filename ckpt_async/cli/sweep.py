@@ -226,6 +226,8 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
                 yield f"{each.folder}: {who} FAILED ({rank.error})"
             for fate in rank.left:
                 yield f"{each.folder}: {who} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
+            for fate in rank.uncopied:
+                yield f"{each.folder}: {who} step {fate.checkpoint.step} is not copied: {fate.reason}"
 
 
 def _remote_lines(each: RemoteReport, *, is_dry_run: bool) -> Iterator[str]:

@@ -30,7 +30,7 @@ from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.telling import CHANGED_SINCE, Report, Told
+from ckpt_async.watch.telling import Incomplete, Report, Told
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
@@ -359,7 +359,7 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
         "there": "is already in the store",
         "refused": f"REFUSED: {told.reason}",
         "changed": f"CHANGED: {told.reason}",
-        "incomplete": _incomplete(told.reason),
+        "incomplete": Incomplete(told.reason, told.has_changed_since).text,
     }[told.event]
     # With `run`, stdout belongs to the command.
     is_ours = options.command == "watch" and not is_problem
@@ -369,10 +369,6 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
         return
     level = logging.WARNING if is_problem else logging.INFO
     say(line, f"watch_{told.event}", level=level, path=str(told.path), step=told.step)
-
-
-def _incomplete(reason: str) -> str:
-    return reason if reason.startswith(CHANGED_SINCE) else f"is not complete: {reason}"
 
 
 def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
@@ -388,8 +384,8 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
         print(json.dumps(_json(report, code)), flush=True)
         return code
     if is_once or not report.stood_by:
-        for path, reason in report.incomplete.items():
-            _say_at_the_end(options, f"{path}: {_incomplete(reason)}")
+        for path, why in report.incomplete.items():
+            _say_at_the_end(options, f"{path}: {why.text}")
         for path in report.unfinished:
             _say_at_the_end(options, f"{path}: is not committed yet; the next start will finish it")
         there = f", {report.num_there} already in the store" if report.num_there else ""
@@ -418,7 +414,8 @@ def _json(report: Report, code: Exit) -> Json:
         "committed": report.num_committed,
         "there": report.num_there,
         "refused": dict(report.refused),
-        "incomplete": dict(report.incomplete),
+        "incomplete": {path: why.reason for path, why in report.incomplete.items()},
+        "changed_since": [path for path, why in report.incomplete.items() if why.has_changed_since],
         "unfinished": list(report.unfinished),
         "stood_by": report.stood_by,
         "cut_short": report.is_cut_short,

@@ -167,15 +167,21 @@ def _checkpoint_json(each: CheckpointStatus, seen: Seen) -> Json:
         "begun_at": each.begun_at,
         "decided_at": each.decided_at,
         "failure": each.failure or None,
+        "num_to_copy": each.num_to_copy,
     }
 
 
 def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str:
-    """Return what to do about a checkpoint with a failure. There is no command to retry one: shards that can still
-    be sent are retried anyway, and an abort is never taken back (rule R4).
+    """Return what to do about a checkpoint with a failure, or with copies that nobody makes. There is no command to
+    retry one: shards that can still be sent are retried anyway, and an abort is never taken back (rule R4).
     """
     again = "to keep it, save it again as another step or after a restart"
+    is_owned = bool({*owned}.intersection(each.ranks))
     match each.state:
+        case "committed" if each.num_to_copy:
+            return (
+                "" if is_owned else f"`ckpt-async drain {folder}` makes the copies, and says why if it cannot"
+            )
         case "aborted":
             return f"given up for good, on all ranks; {again}"
         case "lost":  # undecided; a copy leaves it to its original
@@ -183,7 +189,7 @@ def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str
                 f"will be given up for good, on all ranks: {again}; only if this folder is a copy, the original may"
                 " still have it: drain that, or copy it again"
             )
-        case "uploading" | "open" if each.failure and {*owned}.intersection(each.ranks):
+        case "uploading" | "open" if each.failure and is_owned:
             return "failed uploads are retried every half minute"
         case "uploading" | "open" if each.failure:
             return f"`ckpt-async drain {folder}` retries it now"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_async.core import backlog, keys
@@ -42,6 +42,7 @@ class CheckpointStatus:
     begun_at: float | None = None  # Unix time at which the first shard was enqueued on this node
     decided_at: float | None = None  # Unix time at which this node learned of the decision
     is_delivered: bool = False  # every rank of this node that holds a part of it has its receipt in the store
+    num_to_copy: int = 0  # copies under exact keys that are outstanding; none before the commit
 
     @property
     def is_at_risk(self) -> bool:
@@ -97,7 +98,13 @@ class Status:
                     f"{len(pending) - 1} more {_plural(len(pending) - 1, 'checkpoint')} pending"
                     f" ({_steps(pending[:-1])})"
                 )
-        else:
+        uncopied = [each for each in self.checkpoints if each.num_to_copy]
+        if uncopied:
+            count = sum(each.num_to_copy for each in uncopied)
+            parts.append(
+                f"{count} {'copy' if count == 1 else 'copies'} under exact keys outstanding ({_steps(uncopied)})"
+            )
+        if not pending and not uncopied:
             parts.append("nothing is pending")
         num_failed = self.queue["failed"][0]
         if num_failed:
@@ -176,6 +183,7 @@ def _merge(
         begun_at=min((each.enqueued_at for _, part in parts for each in part.shards.values()), default=None),
         decided_at=min((part.decided_at for _, part in parts if part.decision is not None), default=None),
         is_delivered=all(part.has_receipt for _, part in parts),
+        num_to_copy=sum(len(part.to_copy) for _, part in parts),
     )
 
 
@@ -217,7 +225,7 @@ def _newest(checkpoint: CheckpointStatus, ranks_here: tuple[int, ...]) -> str:
             return f"{step} is {percent}"
 
 
-def _steps(checkpoints: tuple[CheckpointStatus, ...]) -> str:
+def _steps(checkpoints: Sequence[CheckpointStatus]) -> str:
     shown = ", ".join(str(each.id.step) for each in checkpoints[-8:])
     return f"{'… ' if len(checkpoints) > 8 else ''}{_plural(len(checkpoints), 'step')} {shown}"
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckpt_async.local import sealed
 from ckpt_async.local.sealed import Note
 from ckpt_async.saver.files import Files
-from ckpt_async.torch.agreement import is_alone, told_by_all
+from ckpt_async.saver.local_only import unsealed
+from ckpt_async.torch.agreement import is_alone, spell, told_by_all
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,8 @@ class _Told:
 
     takes_part: bool  # writes, and has begun to save here without a remote
     noted: Mapping[str, tuple[int, str]]  # step and name, by mark
+    launches: frozenset[str]  # of what it has noted
+    unsealed: frozenset[str]  # see `local_only.unsealed`
 
 
 class Earlier:
@@ -27,7 +34,10 @@ class Earlier:
     def __init__(self, files: Files, rank: int, *, is_writer: bool) -> None:
         notes = there(files, sealed.read(files.private, files.run_id, rank))
         takes_part = is_writer and sealed.has_begun(files.private, files.run_id, rank)
-        self._told = [_Told(takes_part, {each.mark: (each.id.step, each.name) for each in notes})]
+        noted = {each.mark: (each.id.step, each.name) for each in notes}
+        launches = frozenset(each.launch for each in notes)
+        self._told = [_Told(takes_part, noted, launches, unsealed(files.private, files.run_id, rank))]
+        self._paths = [files.folder / shard.source for each in notes for shard in each.shards]
         self.is_told = False
 
     def tell(self, group: Any = None) -> None:
@@ -45,6 +55,37 @@ class Earlier:
         common = set.intersection(*map(set, every)) if every else set()
         return _names({every[0][mark] for mark in common}, since)
 
+    def never_complete(self) -> list[int]:
+        """See the function of this name."""
+        return never_complete([each.launches for each in self._told], [each.unsealed for each in self._told])
+
+    def warn_of_incomplete(self, killed: Sequence[int]) -> None:
+        names = [_names(set(each.noted.values())) for each in self._told]
+        warn_of_incomplete(names, self._paths, killed, then="replaced when their step is saved again")
+
+
+def never_complete(launches: Sequence[frozenset[str]], unsealed: Sequence[frozenset[str]]) -> list[int]:
+    """Return the ranks that have ended before their part of what others have saved; [] if anything of the run may be,
+    or may have been, complete. `launches` and `unsealed` are what each rank tells of itself.
+    """
+    saved = frozenset().union(*launches)
+    if not saved <= frozenset().union(*unsealed):
+        return []
+    return [rank for rank, each in enumerate(unsealed) if saved & each]
+
+
+def warn_of_incomplete(
+    names: Sequence[Sequence[str]], paths: Sequence[Path], killed: Sequence[int], then: str
+) -> None:
+    logger.warning(
+        "starts_from_scratch incomplete=%s files=%s; no checkpoint was ever complete, because %s had not saved anything"
+        " when the launch ended; the files are %s",
+        "; ".join(f"{', '.join(each)} of rank {rank}" for rank, each in enumerate(names) if each),
+        [str(each) for each in paths],
+        spell(killed),
+        then,
+    )
+
 
 def there(files: Files, notes: Sequence[Note]) -> list[Note]:
     """Return those that still have files."""
@@ -53,5 +94,5 @@ def there(files: Files, notes: Sequence[Note]) -> list[Note]:
     ]
 
 
-def _names(noted: set[tuple[int, str]], since: int) -> list[str]:
+def _names(noted: set[tuple[int, str]], since: int = 0) -> list[str]:
     return [name for step, name in sorted(noted) if step >= since]

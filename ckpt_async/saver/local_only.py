@@ -18,6 +18,7 @@ from ckpt_async.core.retention import Candidate
 from ckpt_async.errors import (
     CheckpointConflictError,
     CommitTimeoutError,
+    FolderInUseError,
     InvalidNameError,
     SealedError,
     SettingsError,
@@ -162,12 +163,7 @@ class LocalOnly:
             sealed.take_part(self._folder, self._run, self.rank, self.launch)
 
     def unsealed(self) -> frozenset[str]:
-        """The launches of other processes in which this rank was to save, and has sealed nothing: none of their
-        checkpoints is complete, and none was there when they began.
-        """
-        sealed_in = {each.launch for each in self.noted()}
-        here = {launch for pid, launch in _launches if pid == os.getpid()}  # may still seal something
-        return sealed.not_yet(self._folder.private, self._run, self.rank) - sealed_in - here
+        return unsealed(self._folder.private, self._run, self.rank)
 
     def continue_run(self) -> None:
         """What earlier launches saved belongs to this run, so retention counts it and prunes it, too."""
@@ -324,12 +320,27 @@ class LocalOnly:
         self._lock.release()
 
 
+def unsealed(private: Path, run: str, rank: int) -> frozenset[str]:
+    """The launches of other processes in which this rank was to save, and has sealed nothing: none of their
+    checkpoints is complete, and none was there when they began.
+    """
+    sealed_in = {each.launch for each in sealed.read(private, run, rank)}
+    here = {launch for pid, launch in _launches if pid == os.getpid()}  # may still seal something
+    return sealed.not_yet(private, run, rank) - sealed_in - here
+
+
 def refuse_beside_local(folder: Folder, run: str, rank: int) -> None:
     """Raise FolderInUseError if another process saves for the rank of the run without a remote, and has not ended
-    within 15 s. Called by a launch with a remote, when it has the rank's other lock.
+    within 15 s; at once if this process does. Called by a launch with a remote, when it has the rank's other lock.
     """
+    lock = RankLock(folder, rank, run=run)
+    if any(each.is_held and each.path == lock.path for each in list(_locks)):
+        raise FolderInUseError(
+            f"a saver of this process saves for rank {rank} in {str(folder.path)!r}, without a remote",
+            hint="call its `close` first",
+        )
     with contextlib.suppress(OSError):  # a full disk
-        _refuse_if_held(RankLock(folder, rank, run=run), is_trainer=False)
+        _refuse_if_held(lock, is_trainer=False)
 
 
 def _refuse_if_held(lock: RankLock, *, is_trainer: bool) -> None:

@@ -144,7 +144,9 @@ class Resuming:
     def _refuse_older_than_here(self, found: Checkpoint | None) -> None:
         """Raise NoUsableCheckpointError, on all ranks, if the newest checkpoint is not in the store."""
         names = self._earlier.names() if found is None else self._earlier.complete(found.step + 1)
-        if names:
+        if names and found is None and (killed := self._earlier.never_complete()):
+            self._earlier.warn_of_incomplete(killed)
+        elif names:
             there = "no checkpoint" if found is None else f"no newer checkpoint than {found.name}"
             raise NoUsableCheckpointError(
                 f"{self._files.remote} has {there}, but in {str(self._files.folder)!r} are those that this run"

@@ -28,7 +28,7 @@ from ckpt_async.errors import (
 from ckpt_async.local import journals, sealed
 from ckpt_async.local.zip_records import wrong_record
 from ckpt_async.saver import names
-from ckpt_async.saver.earlier import there
+from ckpt_async.saver.earlier import never_complete, there, warn_of_incomplete
 from ckpt_async.saver.files import Files
 from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
@@ -57,7 +57,7 @@ class _Told:
     names: Mapping[str, str]  # by mark
     seen: tuple[int, ...]
     launches: frozenset[str]  # of what it can load
-    unsealed: frozenset[str]  # see `LocalOnly.unsealed`
+    unsealed: frozenset[str]  # see `local_only.unsealed`
 
 
 class ResumingHere:
@@ -209,8 +209,12 @@ class ResumingHere:
     def _load_common(
         self, told: Sequence[_Told], own: Mapping[str, _Offer], options: Mapping[str, Any]
     ) -> Any:
-        if killed := _never_complete(told):
-            _tell_incomplete(told, own, killed)
+        if killed := never_complete([each.launches for each in told], [each.unsealed for each in told]):
+            names = [list(each.names.values()) for each in told]
+            paths = [each.path for each in own.values()]
+            warn_of_incomplete(
+                names, paths, killed, then="replaced when their step is saved again, or pruned"
+            )
             return None
         common = [mark for mark in told[0].names if all(mark in each.names for each in told)]
         reasons = _missing(told, common)
@@ -245,27 +249,6 @@ def agree_on_launch(uploader: LocalOnly, group: Any = None, *, is_writer: bool) 
 def _insert(found: list[tuple[int, _Offer]], written_ns: int, offer: _Offer) -> None:
     place = next((n for n, (ns, _) in enumerate(found) if ns <= written_ns), len(found))
     found.insert(place, (written_ns, offer))
-
-
-def _never_complete(told: Sequence[_Told]) -> list[int]:
-    """Return the ranks that have ended before their part of what others have saved; [] if anything of the run may be,
-    or may have been, complete.
-    """
-    launches = set().union(*(each.launches for each in told))
-    if not launches <= set().union(*(each.unsealed for each in told)):
-        return []
-    return [rank for rank, each in enumerate(told) if launches & each.unsealed]
-
-
-def _tell_incomplete(told: Sequence[_Told], own: Mapping[str, _Offer], killed: Sequence[int]) -> None:
-    names = (f"{', '.join(each.names.values())} of rank {n}" for n, each in enumerate(told) if each.names)
-    logger.warning(
-        "starts_from_scratch incomplete=%s files=%s; no checkpoint was ever complete, because %s had not saved anything"
-        " when the launch ended; the files are replaced when their step is saved again, or pruned",
-        "; ".join(names),
-        [str(each.path) for each in own.values()],
-        spell(killed),
-    )
 
 
 def _missing(told: Sequence[_Told], common: Sequence[str]) -> list[str]:

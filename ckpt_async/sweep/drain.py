@@ -12,26 +12,23 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ckpt_async.core import backlog, decide, keys
-from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Opened, Outcome, RemoteAddress
+from ckpt_async.core import backlog, keys
+from ckpt_async.core.model import Opened, Outcome, RemoteAddress
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import (
-    CkptAsyncError,
     FolderInUseError,
     JournalError,
     SettingsError,
-    StoreError,
 )
 from ckpt_async.events.callback import Callback, OnEvent
-from ckpt_async.events.couriers import NO_EVENTS, Deliveries, close_on_thread
+from ckpt_async.events.couriers import NO_EVENTS, close_on_thread
 from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import Wants, parse_wants
@@ -39,6 +36,7 @@ from ckpt_async.local import journals, shared_journal
 from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import address_of, options_of
+from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, lacking, uncopied, why_left
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.together import all_or_none
@@ -53,59 +51,6 @@ LOCK_WAIT_S = 0.1
 WANTED_POLL_S = 0.5
 # How long to wait for a store that does not answer at all.
 OPEN_TIMEOUT_S = 60.0
-
-
-# --- what was done -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Fate:
-    """What became of one checkpoint of one rank.
-
-    `reason` says why it was given up or is left over; `missing_ranks` have not delivered yet.
-    """
-
-    checkpoint: CheckpointId
-    name: str
-    reason: str = ""
-    missing_ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class RankReport:
-    """What was done for one kind of one rank's checkpoints.
-
-    `in_use_by` names the live owner that holds the rank or has taken it back.
-
-    `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
-    Some of these are `only_in_original`: this folder is a copy that lacks a part of them.
-    """
-
-    rank: int
-    kind: str = ""
-    in_use_by: str = ""
-    committed: tuple[Fate, ...] = ()
-    aborted: tuple[Fate, ...] = ()
-    waiting: tuple[Fate, ...] = ()
-    left: tuple[Fate, ...] = ()
-    only_in_original: tuple[CheckpointId, ...] = ()
-    uploaded_shards: int = 0
-    uploaded_bytes: int = 0
-    error: str = ""  # the engine itself failed, or nothing was done
-    events: Deliveries = NO_EVENTS
-
-
-@dataclass(frozen=True, slots=True)
-class DrainReport:
-    """What was done for one folder, rank by rank."""
-
-    folder: str
-    remotes: tuple[str, ...]
-    ranks: tuple[RankReport, ...]
-
-    @property
-    def uploaded_bytes(self) -> int:
-        return sum(each.uploaded_bytes for each in self.ranks)
 
 
 # --- draining ----------------------------------------------------------------------------------------------
@@ -504,7 +449,7 @@ def _report(adopted: _Adopted) -> RankReport:
     aborted = {each.checkpoint for each in outcomes if each.outcome is Outcome.ABORT}
     local = adopted.after
     undecided = backlog.undecided(local)
-    only_in_original = tuple(each.id for each in undecided if _lacking(each, engine))
+    only_in_original = tuple(each.id for each in undecided if lacking(each, engine))
     return RankReport(
         engine.state.rank,
         adopted.kind,
@@ -517,34 +462,12 @@ def _report(adopted: _Adopted) -> RankReport:
             if each.has_receipt
         ),
         left=tuple(
-            Fate(each.id, each.name, _why_left(each, engine)) for each in undecided if not each.has_receipt
+            Fate(each.id, each.name, why_left(each, engine)) for each in undecided if not each.has_receipt
         ),
         only_in_original=only_in_original,
+        uncopied=uncopied(local, engine),
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
         events=adopted.deliveries,
         error=repr(crash) if crash is not None else "",
     )
-
-
-def _lacking(checkpoint: LocalCheckpoint, engine: Engine) -> str:
-    """Return what is missing of a checkpoint that only the original of this folder can finish; else ""."""
-    if not engine.state.policy.is_copy:
-        return ""
-    return decide.why_hopeless(checkpoint, engine.local.generation, is_adopted=True) or ""
-
-
-def _why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
-    """Return why a checkpoint is left over.
-
-    That is what a copy of a folder lacks, else a failure of it or one of its shards, else the last thing that went
-    wrong, else that time ran out.
-    """
-    if lacking := _lacking(checkpoint, engine):
-        return lacking
-    found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
-    failures = [each.message for each in found if each is not None]
-    others: list[CkptAsyncError] = [
-        each.error for each in engine.failures if isinstance(each.error, StoreError)
-    ]
-    return next(iter([*failures, *map(str, reversed(others))]), "time ran out")

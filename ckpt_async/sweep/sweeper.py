@@ -30,7 +30,8 @@ from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.kinds import kinds_below
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, options_of
-from ckpt_async.sweep.drain import DrainReport, drain
+from ckpt_async.sweep.drain import drain
+from ckpt_async.sweep.fates import DrainReport
 from ckpt_async.sweep.remote import Done, RemoteReport, RemoteSweep, open_run
 from ckpt_async.sweep.showing import Showing
 from ckpt_async.sweep.telling import RemoteEvents, default_folder, remote_events

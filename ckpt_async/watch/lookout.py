@@ -36,7 +36,7 @@ from ckpt_async.watch.meanwhile import attend, begin
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.past import Past
 from ckpt_async.watch.room import Room, held_only_by
-from ckpt_async.watch.telling import CHANGED_SINCE, Teller
+from ckpt_async.watch.telling import Incomplete, Teller
 from ckpt_async.watch.tree import Identity, Tree, files_of
 from ckpt_async.watch.unwhole import Unwhole
 from ckpt_async.watch.wake import News, Waker
@@ -70,7 +70,7 @@ class Lookout:
         self._has_looked, self._began_ns = False, 0  # when the first look was
         self._seen: dict[str, Mapping[str, Identity]] = {}  # by path: a candidate's files with its mark
         # By path: incomplete despite this mark, and why.
-        self._lacking: dict[str, tuple[Found, Identity, str]] = {}
+        self._lacking: dict[str, tuple[Found, Identity, Incomplete]] = {}
         self._past, self.num_left, self.took_s = Past(), 0, 0.0
         self.now: dict[str, Mapping[str, Identity]] = {}  # by path: the files of each candidate
         self._unwhole, self._left_out = Unwhole(), LeftOut(teller.leave_out)
@@ -159,13 +159,12 @@ class Lookout:
         self._make_room()
 
     def _tell_of_incomplete(self, found: Found, verdict: plan.Verdict) -> None:
-        reason = _why_incomplete(found, verdict, self._entries.of_path(found.path), self.tree)
-        self._teller.incomplete[found.path or "."] = reason
+        why = _why_incomplete(found, verdict, self._entries.of_path(found.path), self.tree)
+        self._teller.incomplete[found.path or "."] = why
         if found.mark in self.tree.files and not verdict.is_waiting:
-            self._lacking[found.path] = found, self.tree.files[found.mark], reason
+            self._lacking[found.path] = found, self.tree.files[found.mark], why
         if _is_stale(found, self.tree):
-            is_finished = found.path in self._lacking
-            self._teller.tell_incomplete(found, reason, is_finished=is_finished)
+            self._teller.tell_incomplete(found, why, is_finished=found.path in self._lacking)
 
     def _is_known_by_less(self, path: str) -> bool:
         """Return whether a smaller version of it was complete and has been staged or handed in."""
@@ -191,11 +190,11 @@ class Lookout:
     def end(self) -> None:
         """Report what is still open; called when no further look will follow."""
         self._left_out.end()
-        for found, mark, reason in self._lacking.values():
+        for found, mark, why in self._lacking.values():
             if found.is_mixed and self.tree.files.get(found.mark) == mark:
                 self._teller.incomplete.pop(found.path or ".", None)
                 advice = "if it is not part of the new save, delete it"
-                self._teller.refuse(found, Refusal.INCOMPLETE, f"{reason}: {advice}")
+                self._teller.refuse(found, Refusal.INCOMPLETE, f"{why.reason}: {advice}")
         self._tell_of_unknown(find(self.tree, self._options.rules), 0.0)
 
     def _tell_of_removed(self, there: Collection[str]) -> None:
@@ -203,12 +202,13 @@ class Lookout:
 
         Without this, a wrong option would silently lose everything.
         """
-        for path, (found, mark, reason) in list(self._lacking.items()):
+        for path, (found, mark, why) in list(self._lacking.items()):
             is_taken = any(each.files.get(found.mark) == mark for each in self._entries.of_path(path))
             if is_taken or path not in there:
                 del self._lacking[path]
             if not is_taken and path not in there:
-                self._teller.tell_incomplete(found, f"{reason}; it has been removed", is_finished=True)
+                removed = replace(why, reason=f"{why.reason}; it has been removed")
+                self._teller.tell_incomplete(found, removed, is_finished=True)
 
     def _tell_of_unknown(self, candidates: Collection[Found], quiet_s: float) -> None:
         """Report files in unknown formats, which would otherwise be missed silently.
@@ -305,7 +305,7 @@ class Lookout:
             reason = (
                 "it was removed before it had been quiet for long enough, and no later one has the same files"
             )
-            self._teller.incomplete.setdefault(found.path or ".", reason)
+            self._teller.incomplete.setdefault(found.path or ".", Incomplete(reason))
         else:
             self._stage(found, tree, self._holds.folder(hold))
 
@@ -464,15 +464,14 @@ class Lookout:
         """Count it as left to do. If it is removed while it waits, that is reported."""
         self.num_left += 1
         if found.mark in self.tree.files:
-            self._lacking[found.path] = found, self.tree.files[found.mark], reason
+            self._lacking[found.path] = found, self.tree.files[found.mark], Incomplete(reason)
 
 
-def _why_incomplete(found: Found, verdict: plan.Verdict, known: Iterable[Entry], tree: Tree) -> str:
+def _why_incomplete(found: Found, verdict: plan.Verdict, known: Iterable[Entry], tree: Tree) -> Incomplete:
     """Return why it is not complete here; the store may have it, if some files are still as they were then."""
     committed = (each for each in known if each.state is State.COMMITTED and each.step == found.step)
-    if any(tree.files.get(path) == was for each in committed for path, was in each.files.items()):
-        return f"{CHANGED_SINCE}: {verdict.reason}"
-    return verdict.reason
+    has_some = any(tree.files.get(path) == was for each in committed for path, was in each.files.items())
+    return Incomplete(verdict.reason, has_changed_since=has_some)
 
 
 def _is_stale(found: Found, tree: Tree) -> bool:

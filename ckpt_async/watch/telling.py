@@ -23,15 +23,26 @@ UNREADABLE_S = 30.0
 MANY_STARTS, MANY_STARTS_S = 5, 60.0
 # How long a complete checkpoint may wait for earlier ones to be decided before that is reported.
 HELD_UP_S = 60.0
-# How the reason begins for which a checkpoint that is in the store does not look complete here.
-CHANGED_SINCE = "is committed, and what has changed since is not uploaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """Why a candidate does not look complete here. `has_changed_since`: the store has it, as it was before."""
+
+    reason: str
+    has_changed_since: bool = False
+
+    @property
+    def text(self) -> str:
+        told = "is committed, and what has changed since is not uploaded"
+        return f"{told if self.has_changed_since else 'is not complete'}: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
     """An event of interest to a person or a script.
 
-    `event` is one of committed, there, refused, incomplete, changed.
+    `event` is one of committed, there, refused, incomplete, changed. `has_changed_since`: see `Incomplete`.
     """
 
     event: str
@@ -41,6 +52,7 @@ class Told:
     format: str
     reason: str = ""
     size_bytes: int = 0
+    has_changed_since: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,7 @@ class Report:
     num_committed: int
     num_there: int
     refused: Mapping[str, str]
-    incomplete: Mapping[str, str]
+    incomplete: Mapping[str, Incomplete]
     unfinished: tuple[str, ...]
     stood_by: bool = False
     is_cut_short: bool = False
@@ -81,7 +93,7 @@ class Teller:
         self.counts: Counter[str] = Counter()
         self._refused: dict[tuple[str, int], str] = {}  # by path and step
         self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same keys: entry number and reason
-        self.incomplete: dict[str, str] = {}
+        self.incomplete: dict[str, Incomplete] = {}
         self.unreadable: dict[str, str] = {}
 
     @property
@@ -102,15 +114,25 @@ class Teller:
             del self._left_out[here]
         self.tell(event, entry)
 
-    def tell(self, event: str, what: Entry | Found | Announcement, reason: str = "") -> None:
+    def tell(
+        self,
+        event: str,
+        what: Entry | Found | Announcement,
+        reason: str = "",
+        *,
+        has_changed_since: bool = False,
+    ) -> None:
         """Report an event, once for each thing and reason."""
         path = what.path or "."
         number = str(what.number) if isinstance(what, Entry) else ""
-        if (path, event + number + reason) in self._said:
+        said = path, f"{event}{number}{reason}{has_changed_since}"
+        if said in self._said:
             return
-        self._said.add((path, event + number + reason))
+        self._said.add(said)
         size_bytes = what.size_bytes if isinstance(what, Entry) else 0
-        self._tell(Told(event, path, what.step, what.name, what.format, reason, size_bytes))
+        self._tell(
+            Told(event, path, what.step, what.name, what.format, reason, size_bytes, has_changed_since)
+        )
 
     def note_changed(self, entry: Entry, path: str) -> None:
         """Note that a file was changed in place while its checkpoint is being committed.
@@ -136,14 +158,14 @@ class Teller:
         self._count(Refused(path, Refusal.CHANGED, reason, entry.step, entry.name, entry.number))
         self.tell("changed", entry, reason)
 
-    def tell_incomplete(self, found: Found, reason: str, *, is_finished: bool) -> None:
+    def tell_incomplete(self, found: Found, why: Incomplete, *, is_finished: bool) -> None:
         """Report a candidate that will not become a checkpoint.
 
         `is_finished`: its trainer was done with it, so that some mistake has lost it.
         """
         if is_finished:
-            self._count(Refused(found.path or ".", Refusal.INCOMPLETE, reason, found.step, found.name))
-        self.tell("incomplete", found, reason)
+            self._count(Refused(found.path or ".", Refusal.INCOMPLETE, why.reason, found.step, found.name))
+        self.tell("incomplete", found, why.reason, has_changed_since=why.has_changed_since)
 
     def pass_by(self, folder: str, path: str) -> None:
         """Report that a file in a folder has no known format."""

@@ -121,6 +121,21 @@ def killed_in_the_first_save(root: Path) -> list[Told]:
     return [*launches, sorted(each.name for each in (root / "local").glob("ep*.pt")), sorted(told)]
 
 
+def killed_in_the_first_save_before_a_remote(root: Path) -> list[Told]:
+    """Two launches without it, one after the other; then two with it. In the end, the warnings."""
+    launches = [launch(root, 20, dies=dies, overwrite=False) for dies in ((1, 10), (0, 10))]
+    launches += [launch(root, until, has_remote=True, overwrite=False) for until in (30, 0)]
+    log = (root / "log").read_text().replace(str(root), "").splitlines()
+    told = [line for line in log if line.startswith("starts_from_scratch")]
+    return [*launches, sorted(told)]
+
+
+def pruned_before_a_remote(root: Path) -> list[Told]:
+    """A complete checkpoint was there before: what is left looks like a first save in which one rank was killed."""
+    launches = [launch(root, 10, keep=1), launch(root, 20, keep=1, dies=(1, 20))]
+    return [*launches, launch(root, keep=1, has_remote=True)]
+
+
 def the_other_rank_has_lost_what_it_had(root: Path) -> list[Told]:
     """Its node came back empty. Then it is killed in its first save there, when the other rank has pruned."""
     more: dict[str, Any] = {"folder": "node-{rank}", "keep": 1}
@@ -217,6 +232,8 @@ def saved_later_by_one_rank(root: Path) -> list[Told]:
 SCENARIOS: tuple[Callable[[Path], list[Told]], ...] = (
     killed_in_a_save,
     killed_in_the_first_save,
+    killed_in_the_first_save_before_a_remote,
+    pruned_before_a_remote,
     the_other_rank_has_lost_what_it_had,
     pruned_on_one_rank,
     fewer_ranks_in_between,

@@ -42,6 +42,23 @@ def test_a_run_whose_first_save_was_killed_on_one_rank_starts_from_scratch(told:
     )
 
 
+def test_a_run_whose_first_save_was_killed_on_one_rank_starts_from_scratch_with_a_remote(told: Told) -> None:
+    """It was refused, with the advice to load the newest without the remote, which has none either."""
+    *launches, warnings = told("killed_in_the_first_save_before_a_remote")
+    assert launches == [["fresh", "fresh"]] * 3 + [["30", "30"]]
+    assert len(warnings) == 4  # 2 ranks of 2 launches
+    with_remote = [
+        each for each in warnings if each.endswith("the files are replaced when their step is saved again")
+    ]
+    assert ["incomplete=ep0-ba10, ep0-ba20 of rank 0" in each for each in with_remote] == [True, True]
+
+
+def test_with_a_remote_what_was_complete_here_once_is_no_fresh_start(told: Told) -> None:
+    *_, after = told("pruned_before_a_remote")
+    for each in after:
+        assert "saved without a remote: ep0-ba10, ep0-ba20" in each
+
+
 def test_a_run_that_has_lost_a_complete_checkpoint_does_not_start_from_scratch(told: Told) -> None:
     """What is left looks like a first save in which one rank was killed."""
     first, lost, no_load, last = told("the_other_rank_has_lost_what_it_had")

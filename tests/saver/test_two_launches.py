@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,21 @@ def test_other_runs_ranks_and_kinds_in_the_folder_are_not_locked(tmp_path: Path)
         for more in others:
             with CheckpointSaver(tmp_path, **OPTIONS | more) as saver:
                 saver.step({"who": "me"}, 1)
+
+
+def test_beside_a_saver_of_this_process_without_a_remote_one_with_a_remote_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a notebook, nobody has closed the one before: the cell waited for 15 s."""
+    monkeypatch.setattr(local_only, "LOCK_WAIT_S", 15.0)
+    folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
+    with CheckpointSaver(folder, None, save_interval="1ba", saves_last=False) as before:
+        before.step({"batch": 1}, 1)
+        began_s = time.monotonic()
+        with pytest.raises(FolderInUseError, match=r"a saver of this process .* `close` first"):
+            CheckpointSaver(folder, remote)
+        assert time.monotonic() - began_s < 10
+    CheckpointSaver(folder, remote).close()
 
 
 def test_savers_of_one_process_share_the_lock_until_all_are_closed(tmp_path: Path) -> None:

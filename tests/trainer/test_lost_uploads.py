@@ -257,6 +257,52 @@ def test_a_launch_whose_remote_is_wiped_goes_on_with_what_it_has(
         assert uploader.generation == 2
 
 
+class HidesGeneration(Meddled):
+    """A store whose listings do not have the record of the first generation any more from some time on."""
+
+    is_hiding = False
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        request = super().__getattr__(operation)
+        if operation != "list":
+            return request
+
+        async def hiding(*args: Any, **kwargs: Any) -> Any:
+            listing = await request(*args, **kwargs)
+            there = (each for each in listing.objects if not (self.is_hiding and each.key == GENERATION))
+            return replace(listing, objects=tuple(there))
+
+        return hiding
+
+
+def test_a_listing_alone_does_not_prove_that_the_remote_was_wiped(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HidesGeneration()
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        store.is_hiding, num_asked = True, store.asked["get", GENERATION]
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=10)
+        wait_until(lambda: store.asked["get", GENERATION] > num_asked, uploader)
+    assert set(decisions(store).values()) == {"commit"}
+    assert not [each for each in caplog.messages if each.startswith("remote_was_wiped")]
+
+
+def test_a_launch_takes_its_place_in_the_wiped_remote_again(opened: Open) -> None:
+    """Without it, another rank of the launch, or the next start, would take this rank for one that never came."""
+    store, place = Meddled(), keys.member_key(1, 0)
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        assert store.keys(place)
+        store.bucket.objects.clear()
+        save(uploader, 2)
+        uploader.wait(2, timeout_s=10)
+        wait_until(lambda: bool(store.keys(GENERATION) and store.keys(place)), uploader)
+
+
 def test_a_launch_is_fenced_by_another_start_in_its_wiped_remote(opened: Open) -> None:
     """That has taken the same number, and so the same keys."""
     store = Undecided()

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ckpt_async import Sweeper, Uploader, restore
+from ckpt_async import Sweeper, Uploader, cli, restore
 from ckpt_async.core.model import CheckpointId, Shard
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import (
@@ -203,6 +203,32 @@ def test_a_copy_is_finished_after_sigkill(remote: str, tmp_path: Path, run: Run,
     assert published(remote) == {"exact/a.pt": b"state"}
     with Uploader(folder, remote) as uploader:
         assert not has_copies_to_make(uploader), "it was recorded"
+
+
+def test_an_outstanding_copy_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`status` said that nothing was pending, and `drain` that there was nothing to do."""
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
+    told = {"folder": str(folder), "remote": remote, "at": "copy"}
+    subprocess.run([sys.executable, "-c", KILLED_AT_A_COPY, json.dumps(told)], timeout=60)
+    [shard] = (tmp_path / "store/ckpt").glob("*/a.pt")
+    hidden = shard.rename(tmp_path / "hidden")  # somebody has deleted it since
+    assert cli.main(["status", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith("; 1 copy under exact keys outstanding (step 1)")
+    assert "1 file to copy" in out
+    assert f"step 1: `ckpt-async drain {folder}` makes the copies" in out
+    assert cli.main(["drain", str(folder)]) == 6
+    assert "rank 0: step 1@g1 is not copied to its exact keys: " in capsys.readouterr().out
+    assert cli.main(["drain", str(folder), "--json"]) == 6
+    drained = json.loads(capsys.readouterr().out)
+    [left] = drained["ranks"][0]["uncopied"]
+    assert (drained["is_drained"], left["step"], "ckpt/step-1.g1/a.pt" in left["reason"]) == (False, 1, True)
+    hidden.rename(shard)
+    assert cli.main(["drain", str(folder)]) == 0
+    capsys.readouterr()
+    assert cli.main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("; nothing is pending")
+    assert published(remote) == {"exact/a.pt": b"state"}
 
 
 def test_copies_are_pruned_with_their_checkpoint_and_only_its_own(

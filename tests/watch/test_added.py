@@ -284,7 +284,7 @@ def test_what_was_written_to_before_it_was_handed_in_is_remembered(looking: Look
 
     assert len(look(*first, "rng_state_1.pth")) == 1
     assert look(*first) == [], "rank 1 has not begun"
-    assert "belongs to a different save" in looking.teller.incomplete["checkpoint-1"]
+    assert "belongs to a different save" in looking.teller.incomplete["checkpoint-1"].reason
     assert len(look("rng_state_1.pth")) == 1
 
 

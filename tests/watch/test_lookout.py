@@ -22,6 +22,7 @@ from ckpt_async.watch.entries import Entries, Entry
 from ckpt_async.watch.formats import Found, Rules, find
 from ckpt_async.watch.holds import MAX_HELD
 from ckpt_async.watch.lookout import STALE_S
+from ckpt_async.watch.telling import Incomplete
 from ckpt_async.watch.tree import Tree
 from tests.watch.looking import Place
 from tests.watch.trees import torch_zip
@@ -55,7 +56,9 @@ def test_what_vanishes_while_it_is_linked_is_not_taken_for_whole_later(place: Pl
         lookout.look()
         lookout.take()
         assert not place.entries.all
-        assert place.teller.incomplete == {"step-1": f"step-1/c was removed from it after {after}"}
+        assert place.teller.incomplete == {
+            "step-1": Incomplete(f"step-1/c was removed from it after {after}")
+        }
 
 
 def test_what_waits_and_is_dropped_because_too_many_are_held_is_refused_by_name(place: Place) -> None:
@@ -369,7 +372,7 @@ def test_what_a_downloader_has_not_finished_is_named_and_not_taken(place: Place,
     assert bool(place.entries.all) != is_unfinished
     if is_unfinished:
         named = unfinished if unfinished.suffix or unfinished.name == PARTIAL_FOLDER else unfinished.parent
-        reason = place.teller.incomplete["run/checkpoint-5"]
+        reason = place.teller.incomplete["run/checkpoint-5"].reason
         assert reason.endswith(f"{named.relative_to(place.folder).as_posix()} exists")
 
 

@@ -77,6 +77,7 @@ def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(
         "there": 1,
         "refused": {},
         "incomplete": {},
+        "changed_since": [],
         "unfinished": [],
         "stood_by": False,
         "cut_short": False,
@@ -105,6 +106,9 @@ def test_what_has_changed_since_the_commit_is_said_to_be_not_uploaded(
     committed = "checkpoint-10: is committed, and what has changed since is not uploaded: "
     assert line.startswith("checkpoint-10: is not complete: " if changed == "everything" else committed)
     assert place.committed(10) == saved
+    _, ended = place.once()
+    assert list(ended["incomplete"]) == ["checkpoint-10"]
+    assert ended["changed_since"] == ([] if changed == "everything" else ["checkpoint-10"])
 
 
 def test_where_nothing_can_be_locked_beside_the_folder_a_warning_says_so(place: Place) -> None:

@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 DUE_BYTES = 128 << 20
 # With fewer cores, the interpreter keeps up with them. With more processes, it would be the limit itself.
 CORES_PER_PROCESS, MAX_PROCESSES = 4, 4
-# The longest time that a process takes for what it does at once, or limits to BLOCK_S.
-PATIENCE_S = 60.0
+# The longest time that a process takes for what it does at once, or limits to BLOCK_S, also on busy cores.
+PATIENCE_S = 10.0
+HANDSHAKE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 10.0
 # The packages are only named: their own imports would take 150 ms. The process belongs to nobody who would have to
 # wait for it.
@@ -70,7 +71,7 @@ class OffloadedSocket(socket.socket):
     def __init__(
         self, raw: socket.socket, process: Process, host: str, ca_file: str | None, memory_bytes: int
     ) -> None:
-        timeout_s = min(raw.gettimeout() or PATIENCE_S, PATIENCE_S / 2)
+        timeout_s = min(raw.gettimeout() or HANDSHAKE_TIMEOUT_S, HANDSHAKE_TIMEOUT_S)
         super().__init__(raw.family, raw.type, raw.proto, fileno=raw.detach())
         self._process, self._pending, self._is_hung_up = process, 0, False
         try:
@@ -85,7 +86,9 @@ class OffloadedSocket(socket.socket):
             super().close()
             raise
         try:
+            _limit_waits(self._control, timeout_s + PATIENCE_S)
             self._reply()  # the handshake is over
+            _limit_waits(self._control, PATIENCE_S)
         except ssl.SSLError as error:
             process.give_up(error)  # this process may trust what that one does not
             self.close()
@@ -134,7 +137,7 @@ class OffloadedSocket(socket.socket):
         try:
             message = self._control.recv(MESSAGE_BYTES)
         except BlockingIOError:
-            raise self._lost(f"it has not answered for {PATIENCE_S:.0f} s") from None
+            raise self._lost("it does not answer in time") from None
         except OSError as error:
             raise self._lost(error) from error
         if not message:
@@ -328,11 +331,15 @@ def _shared_memory(size_bytes: int) -> Iterator[int]:
 def _pair() -> tuple[socket.socket, socket.socket]:
     """Return both ends of a connection that carries whole messages. Ours does not wait for ever."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    limit = struct.pack("ll", int(PATIENCE_S), 0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        ours.setsockopt(socket.SOL_SOCKET, option, limit)
+    _limit_waits(ours, PATIENCE_S)
     _ours.add(ours)
     return ours, theirs
+
+
+def _limit_waits(waiting: socket.socket, limit_s: float) -> None:
+    limit = struct.pack("ll", int(limit_s), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        waiting.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 # Copies in forked processes would keep our processes alive when this one is dead.

@@ -12,6 +12,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 from typing import Any
 
@@ -25,18 +26,32 @@ WHERE = struct.Struct("=III")
 CAME = struct.Struct("=II")
 # The largest message; a request is sent in several if it is longer.
 MESSAGE_BYTES = 32 << 10
+# Of the address space, which may be limited. The usual 8 MiB for the thread of each connection are a lot.
+STACK_BYTES = 1 << 20
 
 
 def main(descriptor: int) -> None:
     """Take connections until the other end of this socket is closed, that is, at the latest when its process ends.
     Those that are there are served until they are closed in the same way.
     """
+    threading.stack_size(STACK_BYTES)
+    threading.excepthook = sys.unraisablehook = _end
     with socket.socket(fileno=descriptor) as incoming:
         while True:
             message, descriptors, _, _ = socket.recv_fds(incoming, MESSAGE_BYTES, 3)
             if not message:
                 return
-            threading.Thread(target=_serve, args=(*descriptors, json.loads(message))).start()
+            try:
+                threading.Thread(target=_serve, args=(*descriptors, json.loads(message))).start()
+            except (RuntimeError, MemoryError):
+                _end()
+
+
+def _end(_: object = None) -> None:
+    """Called when something cannot be done, in most cases for lack of memory: the other process must not wait for it.
+    A thread that fails before it runs would be waited for in here, too.
+    """
+    os._exit(1)
 
 
 def _serve(connected: int, control: int, memory: int, about: dict[str, Any]) -> None:

@@ -1,0 +1,98 @@
+"""What `drain` has done and what it leaves, rank by rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt_async.core import decide
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.engine.loop import Engine
+from ckpt_async.errors import CkptAsyncError, StoreError
+from ckpt_async.events.couriers import NO_EVENTS, Deliveries
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one checkpoint of one rank.
+
+    `reason` says why it was given up or is left over; `missing_ranks` have not delivered yet.
+    """
+
+    checkpoint: CheckpointId
+    name: str
+    reason: str = ""
+    missing_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What was done for one kind of one rank's checkpoints.
+
+    `in_use_by` names the live owner that holds the rank or has taken it back.
+
+    `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
+    Some of these are `only_in_original`: this folder is a copy that lacks a part of them. `uncopied` ones are
+    committed, but copies of their shards under exact keys are outstanding.
+    """
+
+    rank: int
+    kind: str = ""
+    in_use_by: str = ""
+    committed: tuple[Fate, ...] = ()
+    aborted: tuple[Fate, ...] = ()
+    waiting: tuple[Fate, ...] = ()
+    left: tuple[Fate, ...] = ()
+    only_in_original: tuple[CheckpointId, ...] = ()
+    uncopied: tuple[Fate, ...] = ()
+    uploaded_shards: int = 0
+    uploaded_bytes: int = 0
+    error: str = ""  # the engine itself failed, or nothing was done
+    events: Deliveries = NO_EVENTS
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """What was done for one folder, rank by rank."""
+
+    folder: str
+    remotes: tuple[str, ...]
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def uploaded_bytes(self) -> int:
+        return sum(each.uploaded_bytes for each in self.ranks)
+
+
+def lacking(checkpoint: LocalCheckpoint, engine: Engine) -> str:
+    """Return what is missing of a checkpoint that only the original of this folder can finish; else ""."""
+    if not engine.state.policy.is_copy:
+        return ""
+    return decide.why_hopeless(checkpoint, engine.local.generation, is_adopted=True) or ""
+
+
+def why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
+    """Return why a checkpoint is left over.
+
+    That is what a copy of a folder lacks, else a failure of it or one of its shards, else the last thing that went
+    wrong, else that time ran out.
+    """
+    if lack := lacking(checkpoint, engine):
+        return lack
+    found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
+    failures = [each.message for each in found if each is not None]
+    others: list[CkptAsyncError] = [
+        each.error for each in engine.failures if isinstance(each.error, StoreError)
+    ]
+    return next(iter([*failures, *map(str, reversed(others))]), "time ran out")
+
+
+def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:
+    """Return the committed checkpoints of which copies under exact keys are outstanding, and why."""
+    reasons = {
+        each.checkpoint: str(each.error)
+        for each in engine.failures
+        if each.action == decide.Copy.__name__ and isinstance(each.error, StoreError)
+    }
+    left = [each for _, each in sorted(local.checkpoints.items()) if each.to_copy]
+    return tuple(Fate(each.id, each.name, reasons.get(each.id, "time ran out")) for each in left)
