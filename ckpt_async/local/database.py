@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Self, TypeVar
 
 from ckpt_async.core import keys
 from ckpt_async.errors import JournalDamagedError, JournalError
-from ckpt_async.local.folder import no_space
+from ckpt_async.local.folder import is_disk_full, no_space
 
 # How long to wait for writes of other processes, each of which takes well under a millisecond.
 BUSY_TIMEOUT_S = 10.0
@@ -27,6 +28,9 @@ BUSY_PAUSE_S = 0.0003
 # The granularity of a file system's timestamps is at most this, the kernel's tick: changes within it may not
 # show.
 TICK_S = 0.02
+
+# The size of a new `-shm` file: one region of SQLite's index of the WAL.
+INDEX_BYTES = 32 * 1024
 
 DAMAGE_HINT = (
     "restart the trainer or run `ckpt-async drain`; either moves the damaged journal aside and rebuilds it"
@@ -41,8 +45,9 @@ T = TypeVar("T")
 
 def connect(path: Path) -> sqlite3.Connection:
     """Return a connection that may write, in WAL mode; a new file has version 0. Waits for other processes that are
-    opening it too.
+    opening it too. Raises sqlite3.Error, and OSError if the disk is full.
     """
+    _check_room_for_index(path)
     connection = sqlite3.connect(
         path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=32
     )
@@ -57,6 +62,23 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _check_room_for_index(path: Path) -> None:
+    """Raise OSError if there is no room for the `-shm` file.
+
+    SQLite maps it, having written one byte for every 4 KiB. If the file system's blocks are smaller, the rest is not
+    allocated before it is touched; if it cannot be by then, a SIGBUS ends the trainer.
+    """
+    with contextlib.suppress(OSError):
+        if os.stat(f"{path}-shm").st_blocks * 512 >= INDEX_BYTES:
+            return
+    try:
+        with tempfile.TemporaryFile(dir=path.parent) as room:
+            os.posix_fallocate(room.fileno(), 0, 2 * INDEX_BYTES)  # a new file's first pages come before it
+    except OSError as error:
+        if is_disk_full(error):
+            raise
 
 
 def _switch_to_wal(connection: sqlite3.Connection) -> None:
@@ -110,14 +132,16 @@ def begin(connection: sqlite3.Connection) -> None:
 
 @contextlib.contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Translate SQLite's errors to JournalError, JournalDamagedError or NoSpaceError."""
+    """Translate SQLite's errors, and those of a full disk, to JournalError, JournalDamagedError or NoSpaceError."""
     try:
         yield
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         code = getattr(error, "sqlite_errorname", "") or ""
-        if code == "SQLITE_FULL":
+        if code == "SQLITE_FULL" or (isinstance(error, OSError) and is_disk_full(error)):
             common = next((each for each in path.parents if each.name == keys.PRIVATE), path.parent)
             raise no_space(common.parent, common=common) from error
+        if isinstance(error, OSError):
+            raise
         message = f"journal {str(path)!r}: {error} [{code}]"
         if code.startswith(_DAMAGE):
             raise JournalDamagedError(message, hint=DAMAGE_HINT) from error
@@ -197,6 +221,8 @@ def _connect_readonly(path: Path, *, is_immutable: bool) -> sqlite3.Connection:
     then opened as immutable, because SQLite would otherwise create a WAL and leave it behind
     (https://sqlite.org/wal.html, 5 "Read-Only Databases").
     """
+    if not is_immutable:
+        _check_room_for_index(path)
     mode = "mode=ro&immutable=1" if is_immutable else "mode=ro"
     connection = sqlite3.connect(
         f"{path.as_uri()}?{mode}", uri=True, isolation_level=None, check_same_thread=False

@@ -1,5 +1,6 @@
 """Runs a script on a small file system of its own."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,13 +12,20 @@ import pytest
 from tests.faults.processes import ROOT
 
 
-def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.CompletedProcess[str]:
-    """Run a script in a mount namespace of its own, where `disk` is an empty file system of this size."""
+def on_small_disk(
+    tmp_path: Path, script: str, size: str = "1m", image: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a mount namespace of its own, where `disk` is an empty file system of this size, or the one in
+    this image.
+    """
     disk = tmp_path / "disk"
     disk.mkdir(exist_ok=True)
     unshare = shutil.which("unshare")
-    command = f'mount -t tmpfs -o size={size} none "$0" && shift 0 && exec "$@"'
-    if unshare is None or subprocess.run([unshare, "-Urm", "true"], capture_output=True).returncode:
+    mount, flags = f"mount -t tmpfs -o size={size} none", "-Urm"
+    if image is not None:  # only the real root may mount it
+        mount, flags = f"mount -o loop {shlex.quote(str(image))}", "-m"
+    command = f'{mount} "$0" && shift 0 && exec "$@"'
+    if unshare is None or subprocess.run([unshare, flags, "true"], capture_output=True).returncode:
         pytest.skip("no user and mount namespaces here")
     preamble = """
         import os, sys, threading, time
@@ -39,7 +47,7 @@ def on_small_disk(tmp_path: Path, script: str, size: str = "1m") -> subprocess.C
     """
     text = textwrap.dedent(preamble) + textwrap.dedent(script)
     return subprocess.run(
-        [unshare, "-Urm", "sh", "-c", command, str(disk), sys.executable, "-c", text, str(tmp_path)],
+        [unshare, flags, "sh", "-c", command, str(disk), sys.executable, "-c", text, str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
