@@ -214,14 +214,14 @@ HALF = """
 import os, signal, sys
 from ckpt_async import Uploader
 from ckpt_async.engine import settling
-from ckpt_async.protocol import steps
+from ckpt_async.protocol import deciding
 from tests.events.saves import QUICK, save
 from tests.sweep.trainers import Trainers
 
 async def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-steps.settle = die  # its receipt is in the store
+deciding.settle = die  # its receipt is in the store
 uploader = Uploader(sys.argv[1] + "/half", "file://" + sys.argv[1] + "/half-run", **QUICK)
 save(uploader, 1)
 uploader.wait(1)
