@@ -5,6 +5,7 @@ Safe to repeat and to cut short anywhere, as all steps of the protocol.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -58,24 +59,24 @@ async def settle(
 
     If the store refuses the decision for longer than `VALID_S`, everything is compared again before the next retry.
     """
+    find_out = functools.partial(
+        _find_out,
+        store,
+        checkpoint,
+        world_size=world_size,
+        by=by,
+        now=now,
+        name=name,
+        rank=rank,
+        known=known,
+        clock=clock,
+    )
     wanted, valid_until = None, -math.inf
 
     async def attempt(once: PatientStore) -> tuple[Decision, bytes] | None:
         nonlocal wanted, valid_until
-        if clock() >= valid_until:
-            began = clock()
-            wanted = await _find_out(
-                store,
-                checkpoint,
-                world_size=world_size,
-                by=by,
-                now=now,
-                name=name,
-                rank=rank,
-                known=known,
-                clock=clock,
-            )
-            valid_until = began + VALID_S
+        if (began := clock()) >= valid_until:
+            wanted, valid_until = await find_out(), began + VALID_S
         return None if wanted is None else (wanted, await _create(once, wanted))
 
     created = await store.from_the_start(attempt)
