@@ -255,7 +255,8 @@ def load_latest(
     RankFailedError, whose cause is what `restore.find` raised (without a process group, that error itself);
     StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and torch's
     CheckpointException, a BaseException that has every rank's failure, for example a refused validation or a store that
-    does not answer. (The StateMismatchError is one, too.) The state is undefined after an error.
+    does not answer. (The StateMismatchError is one, too.) Ctrl-C ends the reads of its rank, which then raises
+    KeyboardInterrupt. The state is undefined after an error.
     """
     reader_of = partial(
         CkptAsyncReader,
@@ -336,6 +337,9 @@ def _load(
             state_dict, storage_reader=reader, planner=planner, process_group=process_group
         )
     except CheckpointException as error:
+        rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+        if isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
+            raise KeyboardInterrupt from error  # torch takes it for a failure like any other
         # Every rank sees the same failures, so either all go on or none does.
         is_unusable = any(isinstance(each, UNUSABLE) for each, _ in error.failures.values())
         if not may_pass_over or not is_unusable:
