@@ -7,9 +7,11 @@ of its own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from traceback import StackSummary, extract_tb
@@ -82,12 +84,13 @@ def save(
     saving = _Saving(step, uploader, name, metrics, process_group)
     saving.check()
     try:
-        metadata: Metadata = state_dict_saver.save(
-            state_dict,
-            storage_writer=saving.writer(thread_count),
-            planner=planner,
-            process_group=process_group,
-        )
+        with _no_warning_of_one_process():
+            metadata: Metadata = state_dict_saver.save(
+                state_dict,
+                storage_writer=saving.writer(thread_count),
+                planner=planner,
+                process_group=process_group,
+            )
     except BaseException:
         saving.discard()
         raise
@@ -333,9 +336,10 @@ def _load(
 ) -> None:
     try:
         _on_all(reader.open, process_group)  # torch would send only the text of an error to the others
-        state_dict_loader.load(
-            state_dict, storage_reader=reader, planner=planner, process_group=process_group
-        )
+        with _no_warning_of_one_process():
+            state_dict_loader.load(
+                state_dict, storage_reader=reader, planner=planner, process_group=process_group
+            )
     except CheckpointException as error:
         rank = dist.get_rank(process_group) if dist.is_initialized() else 0
         if isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
@@ -348,6 +352,14 @@ def _load(
             raise
         told = (f"rank {rank}: {each}" for rank, (each, _) in sorted(error.failures.items()))
         raise DamagedCheckpointError("; ".join(told)) from error
+
+
+@contextlib.contextmanager
+def _no_warning_of_one_process() -> Iterator[None]:
+    """Torch warns whenever there is no process group, which is one way to use this module."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class _OtherStateError(StateMismatchError, CheckpointException):

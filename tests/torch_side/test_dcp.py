@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -114,6 +115,17 @@ def test_files_of_this_node_are_read_in_small_batches(
         load(loaded, run_, folder=tmp_path / "folder" if is_local else None)
         assert is_equal(loaded, state)
     assert reads[True] > reads[False]
+
+
+def test_one_process_is_not_warned_that_it_is_alone(tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/remote"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Uploader(tmp_path / "folder", remote) as uploader:
+            ckpt_async.torch.save(state_of(2), 1, uploader)
+        loaded = empty(state_of(2))
+        assert ckpt_async.torch.load_latest(loaded, remote) is not None
+    assert is_equal(loaded, state_of(2))
 
 
 @pytest.mark.parametrize("while_it", ["decodes", "reads", "copies"])
