@@ -284,7 +284,7 @@ def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote
     """Schedule the next look for a successor: there was one just now."""
     world_size = local.opened.world_size if local.opened else 1
     pause_s = max(SUCCESSOR_POLL_S, world_size / SUCCESSOR_LOOKS_PER_S)
-    return replace(remote, look_for_successor_at=now + pause_s, must_look_first=False)
+    return replace(remote, look_for_successor_at=now + pause_s)
 
 
 def noticed_idleness(local: Local, remote: Remote, now: float) -> Remote:

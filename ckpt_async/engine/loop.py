@@ -357,6 +357,8 @@ class Engine:
                 await settling.look(state, action)
             case decide.LookForSuccessor():
                 await settling.look_for_successor(state)
+                if action.is_first:  # one that was under way before may have seen nothing yet
+                    state.remote = replace(state.remote, must_look_first=False)
             case decide.LookForMembers():
                 await settling.look_for_members(state)
             case decide.Commit():

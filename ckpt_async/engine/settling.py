@@ -19,7 +19,7 @@ from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, InvalidRecordError
 from ckpt_async.protocol import cas, deciding, presence, steps
-from ckpt_async.protocol.generation import absent_ranks, is_known, look_from, take_place
+from ckpt_async.protocol.generation import absent_ranks, look_from, nonce_of, take_place
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
@@ -166,9 +166,12 @@ async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
     mark = (record.etag or str(record.last_modified)) if record else ""
     before, state.generation_mark = state.generation_mark, mark
     opened = state.local.opened
-    if opened is None or not opened.nonce or before == mark or (before is None and record is not None):
+    if opened is None or not opened.nonce or before == mark:
         return True
-    if not await is_known(state.store, opened.generation):  # the listing may have lagged
+    there = await nonce_of(state.store, opened.generation)
+    if there is not None and before is None and record is not None:  # our first look
+        return there in ("", opened.nonce)
+    if there is None:  # otherwise the listing has lagged
         logger.error(
             "remote_was_wiped generation=%d; the store has lost our generation: it was wiped or put back to an older"
             " state. What was committed there may be lost; going on with what this rank still has",

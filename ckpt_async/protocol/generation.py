@@ -159,7 +159,7 @@ async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:
     """Return whether the store has given one of these generations to another start, and with it the keys of what was
     saved in it. `nonces` are those of their records, as this rank has read them. Costs one GET for each.
     """
-    there = await all_or_none(_nonce_of(store, number) for number in nonces)
+    there = await all_or_none(nonce_of(store, number) for number in nonces)
     return any(found not in (None, "", mine) for found, mine in zip(there, nonces.values(), strict=True))
 
 
@@ -170,19 +170,14 @@ async def reclaim(store: PatientStore, mine: Generation, nonces: Mapping[int, st
     But not if another start may have begun there since, which would be fenced: what is there must belong to the history
     of this rank, of which `nonces` has the newest. Costs one GET if the generation is there.
     """
-    there = await _nonce_of(store, mine.number)
+    there = await nonce_of(store, mine.number)
     if there is None:
         newest = await newest_generation(store)
-        if newest and await _nonce_of(store, newest) != nonces.get(newest):
+        if newest and await nonce_of(store, newest) != nonces.get(newest):
             return False
         await create_once(store, keys.generation_key(mine.number), records.encode_generation(mine))
-        there = await _nonce_of(store, mine.number)
+        there = await nonce_of(store, mine.number)
     return there in ("", mine.nonce)
-
-
-async def is_known(store: PatientStore, number: int) -> bool:
-    """Return whether the store has the record of a generation, whoever wrote it."""
-    return await _nonce_of(store, number) is not None
 
 
 async def take_place(store: PatientStore, number: int, rank: int) -> None:
@@ -190,7 +185,7 @@ async def take_place(store: PatientStore, number: int, rank: int) -> None:
     await create_once(store, keys.member_key(number, rank), records.encode_member(uuid.uuid4().hex, rank))
 
 
-async def _nonce_of(store: PatientStore, number: int) -> str | None:
+async def nonce_of(store: PatientStore, number: int) -> str | None:
     """Return the nonce in a generation's record; None if there is none, "" if it is unreadable."""
     try:
         found = await read_record(

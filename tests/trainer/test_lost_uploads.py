@@ -331,6 +331,8 @@ def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_gener
         save(old, 1)
         old.wait(1, timeout_s=10)
         store.bucket.objects.clear()
+        state = old._engine.view().state  # type: ignore[attr-defined]
+        wait_until(lambda: state.remote.is_idle and state.now() >= state.remote.look_for_successor_at, old)
         with opened(Meddled(store.bucket), tmp_path / "other") as new:
             assert (old.generation, new.generation) == (1, 1)
             save(old, 2, "a.pt")
@@ -342,6 +344,28 @@ def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_gener
             assert store.bucket.objects["ckpt/step-2.g1/a.pt"].data == b"of the other"
     assert decisions(store) == {CheckpointId(1, 2): "commit"}
     assert (old.folder / "step-2/a.pt").exists()
+
+
+def test_a_launch_that_never_looked_before_does_not_take_the_record_of_another_for_its_own(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remote was wiped before its first save."""
+    monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.0)
+    store = SlowToList()
+
+    def live() -> None:
+        with opened(store) as old:
+            store.bucket.objects.clear()
+            with opened(Meddled(store.bucket), tmp_path / "other") as new:
+                assert (old.generation, new.generation) == (1, 1)
+                state = old._engine.view().state  # type: ignore[attr-defined]
+                wait_until(lambda: state.now() >= state.remote.look_for_successor_at, old)
+                save(old, 2, "a.pt")
+                wait_until(lambda: old._engine.view().fenced_by == 1, old)
+                assert not store.keys("ckpt/")
+
+    with pytest.raises(FencedError, match="nothing of generation 1 was committed"):
+        live()
 
 
 def test_a_commit_of_what_another_launch_has_uploaded_is_not_taken_for_ones_own(
