@@ -37,6 +37,7 @@ from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import address_of, options_of
 from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, lacking, uncopied, why_left
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.together import all_or_none
@@ -91,12 +92,12 @@ async def drain(
         for kind in journals.kinds(path):
             opened = Folder(path, kind=kind)
             adopted, others = await _adopt(opened, held, settings or Settings(), on_event)
-            await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
+            await in_thread(shared_journal.leave_damaged, opened.private)
             reports += others
             changed = _change_of_kind(change, kind)
             if not is_original_lost:
-                await asyncio.to_thread(_refuse_copies_without_times, opened, adopted)
-            for address, ranks in await asyncio.to_thread(_by_remote, opened, adopted, changed):
+                await in_thread(_refuse_copies_without_times, opened, adopted)
+            for address, ranks in await in_thread(_by_remote, opened, adopted, changed):
                 budgets = shared.setdefault(
                     keys.run_remote(address.url, kind), Budgets(settings or Settings())
                 )
@@ -147,32 +148,39 @@ async def _adopt(
     adopted: list[_Adopted] = []
     spooled = spooled_ranks(folder.private)
     for rank in journals.ranks(folder.private):
-        lock = RankLock(folder, rank)
-        try:
-            await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
-        except FolderInUseError as error:
-            reports.append(RankReport(rank, folder.kind, in_use_by=_owner(error)))
-            continue
-        held.callback(lock.release)
-        if lock.is_wanted():
-            reports.append(RankReport(rank, folder.kind, in_use_by="a trainer that is starting"))
-            lock.release()
-            continue
-        try:
-            each = await asyncio.to_thread(_Adopted, folder, lock, on_event)
-        except JournalError as error:  # only of this rank
-            logger.warning("drain_failed rank=%d error=%s", rank, error)
-            reports.append(RankReport(rank, folder.kind, error=str(error)))
-            lock.release()
-            continue
-        held.callback(each.release)
-        if each.before.checkpoints or rank in spooled:
+        each = await in_thread(_adopt_rank, folder, rank, held, on_event)
+        if isinstance(each, RankReport):
+            reports.append(each)
+        elif each.before.checkpoints or rank in spooled:
             adopted.append(each)
         else:
             await each.tell_what_waits(settings)
             each.release()  # other ranks may take long, and this one's trainer must not wait for them
             reports.append(RankReport(rank, folder.kind, events=each.deliveries))
     return adopted, reports
+
+
+def _adopt_rank(
+    folder: Folder, rank: int, held: contextlib.ExitStack, on_event: OnEvent | None
+) -> _Adopted | RankReport:
+    """Adopt a rank, or return the report for it. `held` releases it, also if the caller is cancelled meanwhile."""
+    lock = RankLock(folder, rank)
+    held.callback(lock.release)
+    try:
+        lock.acquire(wait_s=LOCK_WAIT_S)
+    except FolderInUseError as error:
+        return RankReport(rank, folder.kind, in_use_by=_owner(error))
+    if lock.is_wanted():
+        lock.release()
+        return RankReport(rank, folder.kind, in_use_by="a trainer that is starting")
+    try:
+        adopted = _Adopted(folder, lock, on_event)
+    except JournalError as error:  # only of this rank
+        logger.warning("drain_failed rank=%d error=%s", rank, error)
+        lock.release()
+        return RankReport(rank, folder.kind, error=str(error))
+    held.callback(adopted.release)
+    return adopted
 
 
 def _owner(error: FolderInUseError) -> str:
@@ -224,7 +232,11 @@ class _Adopted:
     def __init__(self, folder: Folder, lock: RankLock, on_event: OnEvent | None) -> None:
         self.lock, self.kind = lock, folder.kind
         self.journal = Journal(folder, lock.rank)
-        self.before = self.after = self.journal.local()
+        try:
+            self.before = self.after = self.journal.local()
+        except BaseException:
+            self.journal.close()
+            raise
         self.is_given_back = False
         self.observer = _Counter()
         self.engine: Engine | None = None
@@ -251,8 +263,11 @@ class _Adopted:
     async def tell_what_waits(self, settings: Settings) -> None:
         """Deliver waiting events of a rank that has nothing else to finish. Takes as long as the receivers do."""
         if self._wants(settings) and self.before.remote is not None:
-            events = await asyncio.to_thread(self.begin_to_tell, self.before.remote.url, settings)
-            await close_on_thread(events, settings.event_grace_s)
+            try:
+                await in_thread(self.begin_to_tell, self.before.remote.url, settings)
+            finally:
+                if self.events is not None:
+                    await close_on_thread(self.events, settings.event_grace_s)
 
     def release(self) -> None:
         """Note what is left, and release journal and lock. Idempotent."""
@@ -360,9 +375,9 @@ class _Adoption:
         unproven = await recovery.unproven(self._store, each.before, self.address)
         if unproven or opened.remote != self.address:  # so that the next start can tell whose this is
             opened = replace(opened, remote=self.address)
-            await asyncio.to_thread(each.journal.open_rank, opened, unproven)
+            await in_thread(each.journal.open_rank, opened, unproven)
         recorded = each.before.opened.settings if each.before.opened else ()
-        events = await asyncio.to_thread(each.begin_to_tell, self.address.url, self._settings)
+        events = await in_thread(each.begin_to_tell, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
         state = State(
             rank=each.before.rank,
