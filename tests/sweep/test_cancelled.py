@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Enqueued, Opened, RemoteAddress, Sealed, Shard
 from ckpt_async.core.settings import Settings
+from ckpt_async.engine import clearing, durable, recovery
 from ckpt_async.local.folder import Folder
-from ckpt_async.local.journal import RankLock
+from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.sweep import drain as drains
 from ckpt_async.sweep import telling
@@ -35,11 +38,15 @@ class Held:
 
     def __init__(self) -> None:
         self._reached, self._may_go = threading.Event(), threading.Event()
+        self._is_over = False
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **more: Any) -> Any:
             self._wait()
-            return function(*args, **more)
+            try:
+                return function(*args, **more)
+            finally:
+                self._is_over = True
 
         return call
 
@@ -47,6 +54,7 @@ class Held:
         def call(*args: Any, **more: Any) -> Any:
             result = function(*args, **more)
             self._wait()
+            self._is_over = True
             return result
 
         return call
@@ -66,6 +74,7 @@ class Held:
             self._may_go.set()
             with pytest.raises(asyncio.CancelledError):
                 await working
+            assert self._is_over
 
         asyncio.run(main())
 
@@ -75,6 +84,25 @@ def held() -> Iterator[Held]:
     held = Held()
     yield held
     held._may_go.set()
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """A folder of a trainer that was killed when it had sealed two checkpoints, the first of which is to be removed
+    once the second is committed.
+    """
+    folder = Folder(tmp_path / "left")
+    remote = RemoteAddress(f"file://{tmp_path}/run")
+    journal = Journal(folder, 0)
+    journal.open_rank(Opened(1, 1, remote, (("num_checkpoints_to_keep", 1),)))
+    for step in (1, 2):
+        id_, name = CheckpointId(1, step), f"step-{step}"
+        (folder.path / f"{step}.pt").write_text(name)
+        [(identity, is_linked)] = folder.link([(f"{step}.pt", "a.pt")], keys.spool_checkpoint(id_, 0))
+        shard = Shard("a.pt", f"{step}.pt", identity, is_linked)
+        journal.append([Enqueued(id_, name, shard), Sealed(id_, name, 1)])
+    journal.close()
+    return folder.path
 
 
 def open_files(folder: Path) -> set[str]:
@@ -121,6 +149,28 @@ def test_a_drain_that_is_cancelled_while_it_starts_to_tell_of_events_ends_what_i
         held.cancel(drain(folder, on_event=lambda _: None))
     assert set(threading.enumerate()) <= before
     assert open_files(folder) == set()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (recovery, "rebuild"),
+        (durable, "fsync_shards"),
+        (durable, "_write_manifest"),
+        (Journal, "sync"),
+        (clearing, "_point_symlink"),
+        (Folder, "remove_spool"),
+        (Folder, "remove_source"),
+        (clearing, "_drop"),
+    ],
+)
+def test_what_an_engine_does_to_the_disk_has_ended_when_its_drain_is_cancelled(
+    left: Path, held: Held, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    """A manifest came after the next owner of the rank had forgotten the checkpoint."""
+    monkeypatch.setattr(owner, name, held.before(getattr(owner, name)))
+    held.cancel(drain(left))
+    assert open_files(left) == set()
 
 
 def test_a_sweep_that_is_cancelled_while_it_opens_its_queue_of_events_leaves_it_free(
