@@ -22,11 +22,7 @@ from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
-from ckpt_async.errors import (
-    FolderInUseError,
-    JournalError,
-    SettingsError,
-)
+from ckpt_async.errors import CkptAsyncError, FolderInUseError, JournalError, SettingsError
 from ckpt_async.events.callback import Callback, OnEvent
 from ckpt_async.events.couriers import NO_EVENTS, close_on_thread
 from ckpt_async.events.of_run import CLOSE_S, RunEvents
@@ -79,8 +75,11 @@ async def drain(
     What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`. Then
     one without its files' times is not refused, either.
 
+    What keeps one rank or remote from being worked on is in the reports; the others are finished. It is raised (as a
+    StoreError, say) if no rank's remote could be worked with.
+
     Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
-    not known, StoreError if it cannot be opened.
+    not known.
     """
     path = place_of(folder)
     if not (path / keys.PRIVATE).is_dir():
@@ -116,8 +115,17 @@ async def drain(
         deadline = time.monotonic() + timeout_s
         done = await all_or_none(each.run(deadline, grace_s) for each in adoptions)
         reports += [report for each in done for report in each]
+        _check_any_remote(rank for each in adoptions for rank in each.ranks)
     remotes = tuple(each.address.url for each in adoptions)
     return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: (each.rank, each.kind))))
+
+
+def _check_any_remote(adopted: Iterable[_Adopted]) -> None:
+    """Raise why no rank's remote could be worked with, if that is so: another call may succeed."""
+    refusals = [each.refusal for each in adopted]
+    of_remotes = [each for each in refusals if each is not None and not isinstance(each, JournalError)]
+    if of_remotes and len(of_remotes) == len(refusals):
+        raise of_remotes[0]
 
 
 def _change_of_kind(change: Change | None, kind: str) -> Change | None:
@@ -154,9 +162,13 @@ async def _adopt(
         elif each.before.checkpoints or rank in spooled:
             adopted.append(each)
         else:
-            await each.tell_what_waits(settings)
+            try:
+                await each.tell_what_waits(settings)
+            except JournalError as error:
+                each.refuse(error)
             each.release()  # other ranks may take long, and this one's trainer must not wait for them
-            reports.append(RankReport(rank, folder.kind, events=each.deliveries))
+            refusal = str(each.refusal or "")
+            reports.append(RankReport(rank, folder.kind, events=each.deliveries, error=refusal))
     return adopted, reports
 
 
@@ -243,8 +255,12 @@ class _Adopted:
         self.task: asyncio.Task[None] | None = None
         self.events: RunEvents | None = None
         self.deliveries = NO_EVENTS  # set by `release`
-        self.refusal: JournalError | None = None  # then nothing is done for this rank
+        self.refusal: CkptAsyncError | OSError | None = None  # then nothing is done for this rank
         self._on_event = on_event
+
+    def refuse(self, error: CkptAsyncError | OSError) -> None:
+        logger.warning("drain_failed rank=%d error=%s", self.before.rank, error)
+        self.refusal = error
 
     def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
         """Start delivering events as the trainer would have, and to those that the settings name besides.
@@ -314,7 +330,8 @@ class _Adoption:
         is_original_lost: bool,
     ) -> None:
         self.address = address
-        self._folder, self._ranks, self._is_original_lost = folder, adopted, is_original_lost
+        self.ranks = adopted
+        self._folder, self._is_original_lost = folder, is_original_lost
         # Retries go on as long as there is time, and no longer.
         self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
         self._store = connect(
@@ -327,33 +344,40 @@ class _Adoption:
         left_s = max(0.0, deadline - time.monotonic())
         try:
             if not await self._open(min(OPEN_TIMEOUT_S, left_s)):
-                return [_report(each) for each in self._ranks]
+                return [_report(each) for each in self.ranks]
             try:
-                for each in self._ranks:
+                for each in self.ranks:
                     if not each.is_given_back and each.refusal is None:
-                        await self._start(each)
+                        try:
+                            await self._start(each)
+                        except (CkptAsyncError, OSError) as error:
+                            each.refuse(error)
                 await self._wait_while(self._is_working, deadline)
                 await self._wait_while(self._waits_for_others, min(deadline, time.monotonic() + grace_s))
                 await self._wait_while(self._is_working, deadline)
             finally:
                 await self._stop()
         finally:
-            for each in self._ranks:
+            for each in self.ranks:
                 each.release()  # adoptions of other remotes may take longer
             await self._store.close()
-        return [_report(each) for each in self._ranks]
+        return [_report(each) for each in self.ranks]
 
     async def _open(self, timeout_s: float) -> bool:
-        """Open the store; return False if every trainer came back before that succeeded."""
+        """Open the store. Return False if it cannot be opened, or every trainer came back before that succeeded."""
         opening = asyncio.ensure_future(self._open_and_look(timeout_s))
         try:
             while not opening.done():
                 await asyncio.wait({opening}, timeout=WANTED_POLL_S)
                 await self._give_back_wanted()
-                if all(each.is_given_back for each in self._ranks):
+                if all(each.is_given_back for each in self.ranks):
                     return False
             opening.result()
             return True
+        except (CkptAsyncError, OSError) as error:
+            for each in self.ranks:
+                each.refuse(error)
+            return False
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
@@ -363,12 +387,11 @@ class _Adoption:
         await self._store.open(timeout_s)
         looking = self._store.answering_within(max(1.0, timeout_s))
         found = await all_or_none(
-            recovery.why_refused(looking, each.before, self._folder, self.address) for each in self._ranks
+            recovery.why_refused(looking, each.before, self._folder, self.address) for each in self.ranks
         )
-        for each, refusal in zip(self._ranks, found, strict=True):
+        for each, refusal in zip(self.ranks, found, strict=True):
             if refusal is not None:
-                each.refusal = refusal
-                logger.warning("drain_failed rank=%d error=%s", each.before.rank, each.refusal)
+                each.refuse(refusal)
 
     async def _start(self, each: _Adopted) -> None:
         opened = each.before.opened or Opened(0, 1)
@@ -403,11 +426,11 @@ class _Adoption:
 
     def _is_working(self) -> bool:
         # At least two rounds: what the first one starts shows in the second.
-        return any(each.live and (each.live.num_rounds < 2 or each.live.num_due > 0) for each in self._ranks)
+        return any(each.live and (each.live.num_rounds < 2 or each.live.num_due > 0) for each in self.ranks)
 
     def _waits_for_others(self) -> bool:
         return self._is_working() or any(
-            backlog.waits_for_others(each.live.local) for each in self._ranks if each.live
+            backlog.waits_for_others(each.live.local) for each in self.ranks if each.live
         )
 
     async def _wait_while(self, is_busy: Callable[[], bool], deadline: float) -> None:
@@ -421,7 +444,7 @@ class _Adoption:
 
     async def _give_back_wanted(self) -> None:
         """Give back ranks whose trainers are starting: these finish the rest themselves."""
-        for each in self._ranks:
+        for each in self.ranks:
             if each.is_given_back or not each.lock.is_wanted():
                 continue
             logger.info("adoption_ended rank=%d: its trainer is back", each.before.rank)
@@ -435,12 +458,12 @@ class _Adoption:
             each.release()
 
     async def _stop(self) -> None:
-        tasks = [each.task for each in self._ranks if each.task is not None]
-        for each in self._ranks:
+        tasks = [each.task for each in self.ranks if each.task is not None]
+        for each in self.ranks:
             if each.engine is not None:
                 each.engine.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
-        telling = [each.events for each in self._ranks if each.events is not None]
+        telling = [each.events for each in self.ranks if each.events is not None]
         await asyncio.gather(*(close_on_thread(each, self._settings.event_grace_s) for each in telling))
 
 
