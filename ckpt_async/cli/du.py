@@ -11,8 +11,9 @@ from ckpt_async.cli.looking import Found, Run, look, opened
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.units import in_units
+from ckpt_async.protocol.overview import STATES
 from ckpt_async.stores.interface import ObjectInfo
 
 RECORDS, OTHERS = "records", "others"
@@ -46,7 +47,8 @@ def du(options: argparse.Namespace) -> Exit:
         return Exit.OK
     if [run.url for run, _ in used] == [url]:
         rows = [
-            (in_units(each.size_bytes), str(each.objects), _name(each), each.state) for each in used[0][1]
+            (in_units(each.size_bytes), str(each.objects), _name(each), _SAID.get(each.state, each.state))
+            for each in used[0][1]
         ]
         rows.append((*_sum(used[0][1]), url, ""))
         print_table(("SIZE", "OBJECTS", "WHAT", ""), rows)
@@ -71,7 +73,7 @@ async def _use(options: argparse.Namespace) -> tuple[str, list[tuple[Run, list[U
 def sort_out(objects: Iterable[ObjectInfo], kinds: Iterable[Found], of_kind: str = "") -> list[Used]:
     """Group the objects of a run, or of one kind in it, by purpose: checkpoints in order, then the rest. Pure."""
     states = {
-        (found.kind, each.checkpoint): (each.name, _STATES[each.outcome])
+        (found.kind, each.checkpoint): (each.name, STATES[each.outcome])
         for found in kinds
         for each in found.decisions
     }
@@ -80,7 +82,7 @@ def sort_out(objects: Iterable[ObjectInfo], kinds: Iterable[Found], of_kind: str
         kind, key = (of_kind, each.key) if of_kind else keys.parse_kind_key(each.key) or ("", each.key)
         data = keys.parse_data_key(key)
         if data is not None:
-            name, state = states.get((kind, data[0]), (data[1], "not committed"))
+            name, state = states.get((kind, data[0]), (data[1], "in_flight"))
             place = used.setdefault((kind, data[0]), Used(name, kind, data[0], state))
         else:
             what = RECORDS if key.startswith(f"{keys.PRIVATE}/") else OTHERS
@@ -91,12 +93,7 @@ def sort_out(objects: Iterable[ObjectInfo], kinds: Iterable[Found], of_kind: str
     return sorted(used.values(), key=lambda each: (each.kind, each.checkpoint or first, each.what))
 
 
-_STATES = {
-    Outcome.COMMIT: "",
-    Outcome.ABORT: "given up",
-    Outcome.PRUNING: "being pruned",
-    Outcome.PRUNED: "pruned",
-}
+_SAID = {"committed": "", "in_flight": "not committed", "aborted": "given up", "pruning": "being pruned"}
 
 
 def _name(each: Used) -> str:
@@ -115,7 +112,7 @@ def _json(each: Used) -> Json:
         "what": "checkpoint" if each.checkpoint else each.what,
         "kind": each.kind or None,
         **(id_json(each.checkpoint) if each.checkpoint else {}),
-        **({"name": each.what, "state": each.state or "committed"} if each.checkpoint else {}),
+        **({"name": each.what, "state": each.state} if each.checkpoint else {}),
         "objects": each.objects,
         "size_bytes": each.size_bytes,
     }

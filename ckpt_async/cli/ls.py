@@ -14,6 +14,7 @@ from ckpt_async.cli.stderr import say
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.units import age, in_units, one_line
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
+from ckpt_async.protocol.overview import STATES
 from ckpt_async.restore.checkpoint import RemoteFile, files_of
 
 Shown = tuple[Found, Decision]
@@ -156,7 +157,7 @@ def _decision_json(each: Decision, newest: CheckpointId | None, server_time: flo
     return {
         **id_json(each.checkpoint),
         "name": each.name,
-        "outcome": each.outcome.value,
+        "state": STATES[each.outcome],
         "is_latest": each.checkpoint == newest,
         "is_pinned": each.is_pinned,
         "ranks": each.world_size,

@@ -28,6 +28,7 @@ from ckpt_async.local.settings_file import load_settings
 from ckpt_async.page.board import Board
 from ckpt_async.page.server import serve
 from ckpt_async.protocol import sweep_plan
+from ckpt_async.protocol.overview import STATES
 from ckpt_async.sweep.remote import Done, RemoteReport
 from ckpt_async.sweep.sweeper import FolderReport, Sweeper, SweepReport
 
@@ -275,6 +276,19 @@ def _state(done: Done, is_dry_run: bool) -> str:
     return "did not need to" if is_settling and done.outcome is None else "did"
 
 
+ACTIONS: dict[type[sweep_plan.Planned], str] = {
+    sweep_plan.Settle: "settle",
+    sweep_plan.GiveUp: "give_up",
+    sweep_plan.MoveLatest: "move_latest",
+    sweep_plan.BeginPrune: "begin_prune",
+    sweep_plan.FinishPrune: "finish_prune",
+    sweep_plan.AbortMultipart: "abort_multipart",
+    sweep_plan.Delete: "delete",
+    sweep_plan.CollectDecisions: "collect_decisions",
+    sweep_plan.Wait: "wait",
+}
+
+
 def _objects(action: sweep_plan.Planned) -> tuple[str, ...]:
     return action.object_keys if isinstance(action, sweep_plan.Delete | sweep_plan.CollectDecisions) else ()
 
@@ -323,11 +337,11 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
                 "error": each.error or None,
                 "actions": [
                     {
-                        "action": type(done.action).__name__,
+                        "action": ACTIONS[type(done.action)],
                         "what": describe(done.action),
                         "reason": done.action.reason,
                         "keys": list(_objects(done.action)),
-                        "outcome": done.outcome.value if done.outcome else None,
+                        "state": STATES[done.outcome] if done.outcome else None,
                         "error": done.error or None,
                     }
                     for done in each.done

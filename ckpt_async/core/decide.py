@@ -63,6 +63,9 @@ class Remote:
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
     latest: Latest | None = None  # as last read; it may be older than the truth, but never newer
     look_for_successor_at: float = 0.0
+    is_idle: bool = True  # nothing of this start is open
+    must_look_first: bool = False  # for a successor, because that was long ago when something was opened
+    is_taken: bool = False  # another start has our generation: nothing may be written any more
     are_members_asked_for: bool = False
     to_publish: CheckpointId | None = None  # committed; this engine must move latest to it
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
@@ -133,6 +136,8 @@ class Look:
 @dataclass(frozen=True, slots=True)
 class LookForSuccessor:
     """List the generations newer than our own: a newer start fences this one (R11)."""
+
+    is_first: bool = False  # nothing is written before
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +246,16 @@ Action = (
 )
 
 
+_WRITES = (SendAhead, Upload, StoreReceipt, Commit, Abort)
+
+
 # --- the rules ---------------------------------------------------------------------------------------------
 
 
 def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
     """Return everything that is due now for one rank, oldest checkpoint first."""
+    if remote.is_taken:
+        return []
     actions: list[Action] = []
     for _, checkpoint in sorted(local.checkpoints.items()):
         if checkpoint.decision is None:
@@ -253,7 +263,11 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
     actions += _after_decision(local, remote, policy)
     if not policy.is_adopted and has_open(local):
         at = remote.look_for_successor_at
-        actions.append(LookForSuccessor() if now >= at else WaitUntil(at))
+        if remote.must_look_first:
+            actions = [each for each in actions if not isinstance(each, _WRITES)]
+            actions.append(LookForSuccessor(is_first=True))
+        else:
+            actions.append(LookForSuccessor() if now >= at else WaitUntil(at))
     if remote.are_members_asked_for:
         actions.append(LookForMembers())
     return actions
@@ -267,10 +281,21 @@ def has_open(local: Local) -> bool:
 
 
 def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
-    """Schedule the next look for a successor: there was one just now, or none was needed because nothing is open."""
+    """Schedule the next look for a successor: there was one just now."""
     world_size = local.opened.world_size if local.opened else 1
     pause_s = max(SUCCESSOR_POLL_S, world_size / SUCCESSOR_LOOKS_PER_S)
-    return replace(remote, look_for_successor_at=now + pause_s)
+    return replace(remote, look_for_successor_at=now + pause_s, must_look_first=False)
+
+
+def noticed_idleness(local: Local, remote: Remote, now: float) -> Remote:
+    """Note whether something of this start is open: after an idle time, the first thing to do is to look for a
+    successor. The remote may have been wiped, and another start may write under the same keys.
+    """
+    if not has_open(local):
+        return remote if remote.is_idle else replace(remote, is_idle=True)
+    if remote.is_idle:
+        return replace(remote, is_idle=False, must_look_first=now >= remote.look_for_successor_at)
+    return remote
 
 
 def _towards_decision(

@@ -38,7 +38,16 @@ from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
 # Our environment variables that are not settings.
 OTHER_VARIABLES = frozenset(
-    {"DEBUG", "LAUNCH_ID", "SETTINGS_FILE", "S3_REQUEST_PAYER", "S3_SSE_C_KEY", "S3_SSE_C_KEY_FILE"}
+    {
+        "DEBUG",
+        "LAUNCH_ID",
+        "SETTINGS_FILE",
+        "S3_REQUEST_PAYER",
+        "S3_SSE_C_KEY",
+        "S3_SSE_C_KEY_FILE",
+        "TLS_PROCESSES",
+        "WEBHOOK_SECRET",
+    }
 )
 
 

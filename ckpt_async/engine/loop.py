@@ -202,8 +202,7 @@ class Engine:
         if self._is_retry_asked:
             self._is_retry_asked = False
             book.retry_all()
-        if not decide.has_open(state.local):
-            state.remote = decide.has_looked_for_successor(state.local, state.remote, now)
+        state.remote = decide.noticed_idleness(state.local, state.remote, now)
         wake_at, num_due = now + POLL_S, 0
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []
@@ -244,7 +243,9 @@ class Engine:
         if isinstance(action, decide.Look):
             watch = self.state.remote.watches.get(action.checkpoint)
             return watch is not None and watch.receipts is not None
-        return isinstance(action, decide.SendAhead | decide.LookForSuccessor | decide.LookForMembers)
+        if isinstance(action, decide.LookForSuccessor):
+            return not action.is_first
+        return isinstance(action, decide.SendAhead | decide.LookForMembers)
 
     def _start_uploads(self) -> None:
         """Fill the free places with uploads. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""

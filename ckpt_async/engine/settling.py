@@ -17,19 +17,35 @@ from ckpt_async.core.model import CheckpointId, Decided, Decision, Outcome, Rece
 from ckpt_async.core.units import one_line
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
-from ckpt_async.errors import CkptAsyncError
+from ckpt_async.errors import CkptAsyncError, InvalidRecordError
 from ckpt_async.protocol import cas, deciding, presence, steps
 from ckpt_async.protocol.generation import absent_ranks, is_known, look_from, take_place
+from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 
+# For how long a rank may upload again what the store has lost of it, before the others give the checkpoint up.
+GIVE_UP_LOST_S = 20.0
+
 
 async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
     checkpoint = state.checkpoint(action.checkpoint)
+    data = records.encode_receipt(_receipt(state, checkpoint))
+    key = keys.receipt_key(checkpoint.id, state.rank)
+    there = await cas.create_once(state.store, key, data)
+    if there != data:
+        await abort(state, checkpoint, "another process wrote a different receipt for this rank")
+        return
+    state.record(ReceiptStored(checkpoint.id))
+    if decide.is_alone(checkpoint):
+        state.receipts[checkpoint.id] = data
+
+
+def _receipt(state: State, checkpoint: LocalCheckpoint) -> Receipt:
     assert checkpoint.sealed is not None
-    receipt = Receipt(
+    return Receipt(
         checkpoint.id,
         checkpoint.name,
         state.rank,
@@ -42,14 +58,6 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
         checkpoint.sealed.metrics,
         checkpoint.sealed.expected,
     )
-    key, data = keys.receipt_key(checkpoint.id, state.rank), records.encode_receipt(receipt)
-    there = await cas.create_once(state.store, key, data)
-    if there != data:
-        await abort(state, checkpoint, "another process wrote a different receipt for this rank")
-        return
-    state.record(ReceiptStored(checkpoint.id))
-    if decide.is_alone(checkpoint):
-        state.receipts[checkpoint.id] = data
 
 
 async def look(state: State, action: decide.Look) -> None:
@@ -66,7 +74,7 @@ async def look(state: State, action: decide.Look) -> None:
     else:
         decision = await steps.read_settled(state.store, id_)
         if decision is not None:
-            _learn(state, checkpoint, decision)
+            await _learn_ours(state, checkpoint, decision)
             return
         if checkpoint.has_receipt and state.now() >= next_listing_at:
             receipts = await list_receipts(state, id_)
@@ -137,11 +145,18 @@ async def look_for_successor(state: State) -> None:
     if state.is_trainer and state.fenced_by is None:
         newest, record = await look_from(state.store, own)
         if newest > own or not await _is_still_ours(state, record):
-            state.fenced_by = newest
-            state.observer.fenced()
-            state.record(notices=state.teller.fenced(own, newest))
-            logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, newest)
+            _fence(state, newest)
     state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
+
+
+def _fence(state: State, by: int) -> None:
+    own = state.local.generation
+    state.fenced_by = by
+    if by <= own:
+        state.remote = replace(state.remote, is_taken=True)
+    state.observer.fenced()
+    state.record(notices=state.teller.fenced(own, by))
+    logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, by)
 
 
 async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
@@ -168,12 +183,15 @@ async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
 
 
 async def _upload_unless_settled(state: State, checkpoint: LocalCheckpoint) -> None:
-    """Upload again what the store has lost; but what was given up is removed there, and what is pruned, too."""
+    """Upload again what the store has lost; but what was given up is removed there, and what is pruned, too.
+
+    What is committed is uploaded again as well: under the same keys, the same bytes, and the same receipt.
+    """
     decision = await steps.read_settled(state.store, checkpoint.id)
-    if decision is not None:
-        _learn(state, checkpoint, decision)
-    else:
+    if decision is None or decision.outcome is Outcome.COMMIT:
         _upload_again(state, [checkpoint.id])
+    else:
+        _learn(state, checkpoint, decision)
 
 
 def _upload_again(state: State, ids: Sequence[CheckpointId]) -> None:
@@ -211,6 +229,8 @@ async def commit(state: State, action: decide.Commit) -> None:
     checkpoint = state.checkpoint(action.checkpoint)
     assert checkpoint.sealed is not None
     own = state.receipts.get(checkpoint.id)
+    since = state.lost_by_others_since.get(checkpoint.id, state.now())
+    settled: tuple[Decision, bool] | None = None
     try:
         settled = await deciding.settle(
             state.store,
@@ -221,6 +241,7 @@ async def commit(state: State, action: decide.Commit) -> None:
             name=checkpoint.name,
             rank=state.rank,
             known={} if own is None else {state.rank: own},
+            may_give_up=state.policy.is_adopted or state.now() - since >= GIVE_UP_LOST_S,
             clock=state.now,
             # A newer start may have begun since the first look, however long ago that was.
             alongside=lambda: look_for_successor(state),
@@ -228,6 +249,10 @@ async def commit(state: State, action: decide.Commit) -> None:
     except deciding.UploadsLostError:
         await _upload_unless_settled(state, checkpoint)
         return
+    except deciding.OthersLostError as lost:
+        if checkpoint.id not in state.lost_by_others_since:
+            state.lost_by_others_since[checkpoint.id] = since
+            logger.warning("uploads_lost_by_others %s reason=%s; waiting for that rank", checkpoint.id, lost)
     if settled is None:
         # Receipts vanish only after an abort: look again, and the decision will say so.
         look_at = state.now() + state.settings.decision_poll_s
@@ -238,7 +263,7 @@ async def commit(state: State, action: decide.Commit) -> None:
     decision, is_ours = settled
     if is_ours and decision.outcome is Outcome.COMMIT:
         _publish(state, checkpoint.id)
-    _learn(state, checkpoint, decision)
+    await _learn_ours(state, checkpoint, decision)
 
 
 async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
@@ -256,7 +281,32 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
     if checkpoint.superseded and is_ours:
         for _ in checkpoint.shards:
             state.observer.shards_finished("superseded", 1, 0.0)
+    await _learn_ours(state, checkpoint, decision)
+
+
+async def _learn_ours(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
+    """Record a decision, unless it commits what another start has uploaded that has taken our generation."""
+    is_own = state.is_trainer and checkpoint.id.generation == state.local.generation
+    if is_own and not await _is_of_us(state, checkpoint, decision):
+        if not state.remote.is_taken:
+            _fence(state, state.local.generation)
+        return
     _learn(state, checkpoint, decision)
+
+
+async def _is_of_us(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> bool:
+    if decision.outcome is not Outcome.COMMIT or not checkpoint.is_verified:
+        return True
+    if state.rank >= len(decision.receipts):
+        return False
+    ours, theirs = _receipt(state, checkpoint), decision.receipts[state.rank]
+    if checksum_of(records.encode_receipt(ours), theirs.algorithm) == theirs:
+        return True
+    try:  # an earlier version of this package may have written the same differently
+        there = await steps.bound_receipt(state.store, decision, state.rank)
+    except InvalidRecordError:
+        return False
+    return {*there.shards} == {*ours.shards}
 
 
 def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
@@ -266,6 +316,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     state.record(event, notices=state.teller.decided(decision))
     state.outcomes.add(event)
     state.receipts.pop(checkpoint.id, None)
+    state.lost_by_others_since.pop(checkpoint.id, None)
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
     state.remote = replace(state.remote, watches=watches)
     if decision.outcome is Outcome.ABORT:

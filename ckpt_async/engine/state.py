@@ -77,6 +77,7 @@ class State:
         # Receipts, as they are in the store, of checkpoints that this rank commits next because it is the only one.
         self.receipts: dict[CheckpointId, bytes] = {}
         self.num_distrusted = 0  # checkpoints of which the journal has lost rows, in total
+        self.lost_by_others_since: dict[CheckpointId, float] = {}
         self.is_progress_new = False
         self._noted_link: KnownLink | None = None
         self.is_hurried = False

@@ -207,9 +207,10 @@ def fetch_newest(
     store_options: StoreOptions | None,
     *,
     kind: str | None = None,
+    step: int | None = None,
     has_bare_files: bool = False,
 ) -> tuple[restore.Checkpoint, Path] | None:
-    """Fetch the newest good checkpoint as a whole, and return it with its path, `<folder>/<its name>`.
+    """Fetch the newest good checkpoint (of this step) as a whole, and return it with its path, `<folder>/<its name>`.
 
     For trainers that save a checkpoint as one file without a folder of its own (`has_bare_files`), the path is that
     file in `folder`. With a process group, all ranks get the same checkpoint.
@@ -225,6 +226,7 @@ def fetch_newest(
         remote,
         destination,
         kind=kind,
+        step=step,
         folder=folder,
         drain_timeout_s=drain_timeout_s,
         store_options=store_options,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import logging
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_async import StoreOptions, Uploader
+from ckpt_async.errors import CkptAsyncError
 from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader, fetch_newest
 
@@ -24,6 +28,9 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
+logger = logging.getLogger(__name__)
+
+_STATE = "trainer_state.json"
 # `enable_jit_checkpoint` keeps this file in a checkpoint's folder while writing it.
 _SENTINEL = "checkpoint-is-incomplete.txt"
 
@@ -111,10 +118,56 @@ def newest_checkpoint(
     most `drain_timeout_s`. A local file is reused if its checksum matches, and replaced otherwise. Every byte is
     verified. Blocks.
 
+    If the `Trainer` had recorded a best checkpoint, that is fetched too, as `load_best_model_at_end` needs it. If it
+    cannot be, a warning is logged.
+
     Raises the errors of `restore.find` and `restore.fetch`, also if there are checkpoints but none is usable.
     """
     found = fetch_newest(output_dir, remote, drain_timeout_s, store_options)
-    return None if found is None else str(found[1])
+    if found is None:
+        return None
+    checkpoint, path = found
+    best_step = _best_step(path)
+    if best_step not in (None, checkpoint.step):
+        _fetch_best(best_step, output_dir, remote, store_options)
+    return str(path)
+
+
+def _best_step(checkpoint: Path) -> int | None:
+    """The step of the best checkpoint so far, as this one states it."""
+    try:
+        best = json.loads((checkpoint / _STATE).read_bytes())["best_model_checkpoint"]
+        _, _, step = Path(best).name.rpartition(f"{PREFIX_CHECKPOINT_DIR}-")
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return int(step) if step.isdecimal() else None
+
+
+def _fetch_best(
+    step: int, output_dir: str | os.PathLike[str], remote: str, store_options: StoreOptions | None
+) -> None:
+    """Fetch the checkpoint of this step to where transformers looks for the best one.
+
+    Always, as all ranks must, and because what is there may be incomplete. Raises nothing.
+    """
+    path = Path(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    was_there = path.exists()
+    try:
+        if fetch_newest(output_dir, remote, 0.0, store_options, step=step) is not None or was_there:
+            return
+        why = "it was pruned, or never committed"
+    except (CkptAsyncError, OSError) as error:
+        why = str(error)
+        if not was_there:
+            # transformers would take a part for the whole, and only notice when training is over.
+            shutil.rmtree(path, ignore_errors=True)
+    logger.warning(
+        "best_checkpoint_not_fetched step=%d path=%s: %s; without it, load_best_model_at_end ends with another model;"
+        " a sweeper keeps the best with --keep last=N,best=1:METRIC:min (or max)",
+        step,
+        path,
+        why,
+    )
 
 
 def _folder(args: TrainingArguments, name: str) -> Path:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core import agreement, keys, records
-from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.model import CheckpointId, Decision, Outcome, StoredShard
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.protocol.cas import create_once, read
-from ckpt_async.protocol.presence import has_receipt, missing
+from ckpt_async.protocol.presence import has_receipt, missing, ranks_without_receipt
 from ckpt_async.protocol.steps import new_decision, receipt_from, unless_void
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Listing
@@ -30,10 +29,16 @@ Alongside = Callable[[], Coroutine[Any, Any, None]]
 _NONE_KNOWN: Mapping[int, bytes] = {}
 # For how long what was found out in the store is relied upon: whoever deletes there does not wait for us.
 VALID_S = 10.0
+# How often that is found out again because the store took longer; it may be that slow.
+MAX_COMPARISONS = 3
 
 
 class UploadsLostError(Exception):
     """The store has lost what the caller's own rank had uploaded."""
+
+
+class OthersLostError(Exception):
+    """The store has lost what another rank had uploaded, which may upload it again."""
 
 
 async def settle(
@@ -46,6 +51,7 @@ async def settle(
     name: str = "",
     rank: int | None = None,
     known: Mapping[int, bytes] = _NONE_KNOWN,
+    may_give_up: bool = True,
     alongside: Alongside | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Decision, bool] | None:
@@ -53,11 +59,13 @@ async def settle(
     abort if they contradict, or if the store has lost a shard that a rank had uploaded.
 
     `name` is the checkpoint's, as far as the caller knows; then the shards are listed while the receipts are read.
-    `rank` is the caller's own: raises UploadsLostError if it can upload again what is lost, and nothing is decided.
+    `rank` is the caller's own: raises UploadsLostError if it can upload again what is lost. Unless `may_give_up`,
+    raises OthersLostError if another rank can. Nothing is decided then.
     `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
     was decided, by us or by another, and whether it was us; None if a receipt is missing.
 
-    If the store refuses the decision for longer than `VALID_S`, everything is compared again before the next retry.
+    If the store refuses the decision for longer than `VALID_S`, everything is compared again before the next retry, and
+    if it takes longer over one attempt, afterwards: then UploadsLostError means that the checkpoint may be committed.
     """
     find_out = functools.partial(
         _find_out,
@@ -69,18 +77,30 @@ async def settle(
         name=name,
         rank=rank,
         known=known,
+        may_give_up=may_give_up,
         clock=clock,
     )
-    wanted, valid_until = None, -math.inf
+    found: tuple[Decision, float] | None = None
 
     async def attempt(once: PatientStore) -> tuple[Decision, bytes] | None:
-        nonlocal wanted, valid_until
-        if (began := clock()) >= valid_until:
-            wanted, valid_until = await find_out(), began + VALID_S
-        return None if wanted is None else (wanted, await _create(once, wanted))
+        nonlocal found
+        if found is None or found[0].outcome is Outcome.ABORT or clock() >= found[1]:
+            found = await find_out()
+        return None if found is None else (found[0], await _create(once, found[0]))
 
     created = await store.from_the_start(attempt)
-    return None if created is None else await _decided(store, *created, alongside)
+    if created is None or found is None:
+        return None
+    decided = await _decided(store, *created, alongside)
+    if decided[0].outcome is Outcome.COMMIT and clock() >= found[1]:
+        again = await find_out()
+        if again is None or again[0].outcome is Outcome.ABORT:
+            logger.error(
+                "commit_is_damaged %s reason=%s; the store lost it while it took its decision",
+                checkpoint,
+                again[0].reason if again else "a receipt is gone",
+            )
+    return decided
 
 
 async def _find_out(
@@ -93,10 +113,11 @@ async def _find_out(
     name: str,
     rank: int | None,
     known: Mapping[int, bytes],
+    may_give_up: bool,
     clock: Callable[[], float],
-) -> Decision | None:
-    """Return what is to be decided, or None if a receipt is missing."""
-    began = clock()
+) -> tuple[Decision, float] | None:
+    """Return what is to be decided, and until when that is to be relied upon; None if a receipt is missing."""
+    seen_at = clock()
 
     async def listed() -> Listing | None:
         return await store.list(keys.data_prefix(name, checkpoint.generation)) if name else None
@@ -115,29 +136,44 @@ async def _find_out(
     receipts = [receipt_from(data, checkpoint, each) for each, data in enumerate(raw)]
     obstacle, agreed_name = agreement.obstacle(checkpoint, receipts), agreement.name_of(receipts)
     if obstacle is None:
-        if listing is None or clock() - began > VALID_S:
-            listing = await store.list(keys.data_prefix(agreed_name, checkpoint.generation))
-        gone = await missing(store, [shard for receipt in receipts for shard in receipt.shards], listing)
+        shards = [shard for receipt in receipts for shard in receipt.shards]
+        gone: Sequence[StoredShard] = ()
+        for _ in range(MAX_COMPARISONS):
+            is_old = clock() - seen_at > VALID_S
+            if is_old:
+                seen_at = clock()
+                without = await ranks_without_receipt(store, checkpoint, world_size)
+                if rank in without:
+                    raise UploadsLostError
+                if without:
+                    return None
+            if listing is None or is_old:
+                listing = await store.list(keys.data_prefix(agreed_name, checkpoint.generation))
+            gone = await missing(store, shards, listing)
+            if clock() - seen_at <= VALID_S:
+                break
         losers = agreement.losers(gone, receipts)
         if rank in losers:
             raise UploadsLostError
         if not all(await all_or_none(has_receipt(store, checkpoint, each) for each in losers)):
             return None  # a rank that has lost its receipt, too, uploads everything again
         obstacle = agreement.lost(gone, losers)
+        if obstacle is not None and not may_give_up:
+            raise OthersLostError(obstacle)
     outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
     wanted = new_decision(
         checkpoint, outcome, name=agreed_name, world_size=world_size, by=by, now=now, reason=obstacle or ""
     )
-    if obstacle is not None:
-        return wanted
-    algorithm = store.capabilities.checksum_algorithm
-    return replace(
-        wanted,
-        receipts=tuple(checksum_of(data, algorithm) for data in raw),
-        num_shards=sum(len(receipt.shards) for receipt in receipts),
-        size_bytes=sum(receipt.size_bytes for receipt in receipts),
-        metrics=agreement.merged_metrics(receipts),
-    )
+    if obstacle is None:
+        algorithm = store.capabilities.checksum_algorithm
+        wanted = replace(
+            wanted,
+            receipts=tuple(checksum_of(data, algorithm) for data in raw),
+            num_shards=sum(len(receipt.shards) for receipt in receipts),
+            size_bytes=sum(receipt.size_bytes for receipt in receipts),
+            metrics=agreement.merged_metrics(receipts),
+        )
+    return wanted, seen_at + VALID_S
 
 
 async def read_receipts(

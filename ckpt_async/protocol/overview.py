@@ -130,7 +130,7 @@ def overview_json(found: Overview) -> dict[str, Any]:
         "seen_at": found.seen_at,
         "generation": found.generation,
         "world_size": found.world_size,
-        "newest_committed": newest
+        "last_committed": newest
         and {
             "generation": newest.id.generation,
             "step": newest.id.step,

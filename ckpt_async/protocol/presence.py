@@ -32,6 +32,15 @@ async def has_receipt(store: PatientStore, checkpoint: CheckpointId, rank: int) 
         return False
 
 
+async def ranks_without_receipt(store: PatientStore, checkpoint: CheckpointId, world_size: int) -> list[int]:
+    """Return the ranks whose receipts are not in the store. Costs a listing, and one HEAD for each that it lacks."""
+    listing = await store.list(keys.receipts_prefix(checkpoint))
+    there = {found[1] for each in listing.objects if (found := keys.parse_receipt_key(each.key)) is not None}
+    doubtful = [rank for rank in range(world_size) if rank not in there]
+    are_there = await all_or_none(has_receipt(store, checkpoint, rank) for rank in doubtful)
+    return [rank for rank, is_there in zip(doubtful, are_there, strict=True) if not is_there]
+
+
 async def _is_there(store: PatientStore, shard: StoredShard) -> bool:
     try:
         return (await store.head(shard.key)).size_bytes == shard.size_bytes

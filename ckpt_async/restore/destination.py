@@ -40,6 +40,7 @@ class Destination:
         self._made: set[str] = set()  # below the destination
         self._targets: dict[str, Path] = {}
         self._partial_paths: dict[str, Path] = {}
+        self._is_over = False
 
     def make(self) -> None:
         self._new = [each for each in (self.path, *self.path.parents) if not each.exists()]
@@ -65,6 +66,10 @@ class Destination:
             path = self._partials / hashlib.sha256(told.encode()).hexdigest()[:32]
             self._partial_paths[file.name] = path
         return path
+
+    def give_up(self) -> None:
+        """Let `is_there` and `begin` end soon, with CancelledError: they may be reading a large file. Any thread."""
+        self._is_over = True
 
     def is_taken(self, file: RemoteFile) -> bool:
         """Return whether anything has the file's name."""
@@ -92,7 +97,7 @@ class Destination:
     def _is_right(self, path: Path, file: RemoteFile) -> bool:
         if file.checksum is None or not self._is_verified:
             return True
-        return checksum_of_file(path, file.checksum.algorithm) == file.checksum
+        return checksum_of_file(path, file.checksum.algorithm, lambda: self._is_over) == file.checksum
 
     def check_space(self, files: list[RemoteFile]) -> None:
         """Raise NoSpaceError if the files do not fit."""

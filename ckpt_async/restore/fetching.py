@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from ckpt_async import threads
 from ckpt_async.core.model import CheckpointId, Checksum
@@ -42,7 +42,7 @@ from ckpt_async.restore.session import (
 from ckpt_async.restore.small_files import SmallFiles
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, Turn
 from ckpt_async.stores import StoreOptions
-from ckpt_async.threads import in_thread
+from ckpt_async.threads import in_thread, result_of
 from ckpt_async.transfer.together import all_or_none, both
 from ckpt_async.transfer.upload import SMALL_BYTES
 
@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 # Below this many small files, sharing connections does not pay.
 FEW_FILES = 8
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 OnProgress = Callable[[int, int], None]
@@ -284,10 +285,19 @@ class _Fetching:
 
     async def _was_there(self, file: RemoteFile) -> bool:
         async with self._at_once:
-            is_there = await in_thread(self._destination.is_there, file)
+            is_there = await self._look(self._destination.is_there, file)
         if is_there:
             self._note("there", file.size_bytes)
         return is_there
+
+    async def _look(self, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what may take long to read files of the destination in a thread, and make it end if cancelled."""
+
+        def end() -> bool:
+            self._destination.give_up()
+            return True
+
+        return await result_of(asyncio.ensure_future(asyncio.to_thread(look, *args, **kwargs)), end)
 
     async def _bring_all(self, files: list[RemoteFile], lease: HeldLease) -> None:
         small = await in_thread(lambda: [file for file in files if self._is_small(file)])
@@ -321,7 +331,7 @@ class _Fetching:
             try:
                 destination.make_parent(file)
                 async with locked(destination.partial_path(file), file.size_bytes, algorithm) as partial:
-                    resumed_bytes = await in_thread(self._prepare, partial, file)
+                    resumed_bytes = await self._look(self._prepare, partial, file)
                     if resumed_bytes is None:
                         self._note("there", file.size_bytes)
                         discard(destination.partial_path(file))

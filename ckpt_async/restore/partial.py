@@ -7,8 +7,8 @@ import contextlib
 import fcntl
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 from ckpt_async.core.model import Checksum
@@ -217,26 +217,33 @@ def _is_at(path: Path, descriptor: int) -> bool:
     return os.path.samestat(there, os.fstat(descriptor))
 
 
-def checksum_of_file(path: Path, algorithm: str) -> Checksum:
-    """Return the checksum of a regular file, using all cores for a large one. Raises OSError."""
+def checksum_of_file(path: Path, algorithm: str, is_over: Callable[[], bool] = lambda: False) -> Checksum:
+    """Return the checksum of a regular file, using all cores for a large one.
+
+    Raises OSError; CancelledError as soon as `is_over`, because a large file takes long.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes <= SHARE_BYTES:
-            return _digest(descriptor, 0, size_bytes, algorithm)
+            return _digest(descriptor, 0, size_bytes, algorithm, is_over)
         sizes = {at: min(SHARE_BYTES, size_bytes - at) for at in range(0, size_bytes, SHARE_BYTES)}
         with ThreadPoolExecutor(min(num_of_cores(), len(sizes)), "ckpt-async-checksum") as threads:
-            shares = threads.map(lambda at: _digest(descriptor, at, sizes[at], algorithm), sizes)
+            shares = threads.map(lambda at: _digest(descriptor, at, sizes[at], algorithm, is_over), sizes)
             return combine(list(zip(shares, sizes.values(), strict=True)), algorithm)
     finally:
         os.close(descriptor)
 
 
-def _digest(descriptor: int, offset: int, size_bytes: int, algorithm: str) -> Checksum:
+def _digest(
+    descriptor: int, offset: int, size_bytes: int, algorithm: str, is_over: Callable[[], bool] = lambda: False
+) -> Checksum:
     digest = Digest(algorithm)
     buffer = memoryview(bytearray(min(READ_BYTES, max(size_bytes, 1))))
     end = offset + size_bytes
     while offset < end:
+        if is_over():
+            raise CancelledError
         count = os.preadv(descriptor, [buffer[: end - offset]], offset)
         if count == 0:
             break  # the file was truncated underneath us: the checksum will not match

@@ -329,17 +329,18 @@ class Reader:
     async def _look_for_sources(self, file: RemoteFile) -> list[FileSource]:
         remote = StoreSource(self._opened, self._lease, self.checkpoint, file)
         for path in self._local.find(file):
-            if (facts := await asyncio.to_thread(_facts_if_right, path, file)) is not None:
+            facts = await asyncio.to_thread(_facts_if_right, path, file, lambda: self._is_closed)
+            if facts is not None:
                 if file.checksum is not None:
                     self._verified.add(file.name)
                 return [LocalSource(path, facts), remote]
         return [*self._peers.sources(file), remote]
 
 
-def _facts_if_right(path: Path, file: RemoteFile) -> os.stat_result | None:
+def _facts_if_right(path: Path, file: RemoteFile, is_over: Callable[[], bool]) -> os.stat_result | None:
     try:
         facts = os.stat(path, follow_symlinks=False)
-        if file.checksum is None or checksum_of_file(path, file.checksum.algorithm) == file.checksum:
+        if file.checksum is None or checksum_of_file(path, file.checksum.algorithm, is_over) == file.checksum:
             return facts
     except OSError:
         pass

@@ -92,4 +92,4 @@ class Showing:
 
 
 def _nothing(url: str) -> dict[str, Any]:
-    return {"remote": url, "seen_at": None, "newest_committed": None, "checkpoints": []}
+    return {"remote": url, "seen_at": None, "last_committed": None, "checkpoints": []}

@@ -115,8 +115,7 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     raised: BaseException | None = None
     try:
         result = fn()
-        sent = pickle.dumps((result, None))
-        pickle.loads(sent)  # noqa: S301  else what only this rank can read would fail on the others
+        sent = _pickled(result)
     except BaseException as error:  # noqa: BLE001  an interrupted rank must tell the others, too, or they hang
         raised = error
         failure = _Failure(rank, error)
@@ -127,6 +126,15 @@ def run_on_one(fn: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup |
     if not isinstance(raised, Exception):
         raise raised
     raise failure.as_error() from raised
+
+
+def _pickled(result: object) -> bytes:
+    try:
+        sent = pickle.dumps((result, None))
+        pickle.loads(sent)  # noqa: S301  else what only this rank can read would fail on the others
+    except Exception as error:
+        raise TypeError(f"its result, of type {type(result).__name__}, cannot be pickled: {error}") from error
+    return sent
 
 
 def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:

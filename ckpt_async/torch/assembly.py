@@ -146,18 +146,23 @@ class Assembler:
     def stream(self, wholes: Sequence[Whole]) -> Iterator[tuple[Whole, memoryview]]:
         """Yield the bytes of these tensors, one after the other, each in pieces. The next batch is read ahead.
 
-        Raises DamagedCheckpointError if a part is missing or is not what was saved.
+        Raises DamagedCheckpointError if a part is missing or is not what was saved. After an error, Ctrl-C included,
+        the reader is closed.
         """
         batches = self._batches(wholes)
         with ThreadPoolExecutor(1, thread_name_prefix="ckpt-async-unshard") as ahead:
-            reading = [ahead.submit(self._read, batch) for batch in _first(batches)]
-            while reading:
-                ready = deque(reading.pop().result())
+            try:
                 reading = [ahead.submit(self._read, batch) for batch in _first(batches)]
-                while ready:
-                    whole, data = ready.popleft()
-                    yield whole, memoryview(data)
-                    del data
+                while reading:
+                    ready = deque(reading.pop().result())
+                    reading = [ahead.submit(self._read, batch) for batch in _first(batches)]
+                    while ready:
+                        whole, data = ready.popleft()
+                        yield whole, memoryview(data)
+                        del data
+            except BaseException:
+                self._reader.close()  # else this would wait for what is being read
+                raise
 
     def finish(self) -> None:
         """Check the rest of the records that were begun: the padding between and after the parts."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,20 +54,31 @@ T = TypeVar("T")
 
 def read_ahead(
     batches: Iterable[Sequence[Piece]],
-    read: Callable[[Sequence[Piece], Views], Sequence[T]],
+    read: Callable[[Sequence[Piece], Views], Iterable[T]],
     num_ahead: int,
     *,
+    abort: Callable[[], object],
     is_local: bool = False,
-) -> Iterator[tuple[Sequence[Piece], Sequence[T]]]:
+) -> Generator[tuple[Sequence[Piece], Sequence[T]], None, None]:
     """Yield each batch with the content of its pieces, which is valid until the next batch is requested.
 
-    `read` fills the views that it is given, and returns these, others, or what they hold. It is called in threads, in
-    order, up to `num_ahead` at once.
+    `read` fills the views that it is given, and yields these, others, or what they hold. It is called in threads, in
+    order, up to `num_ahead` at once. After an error, Ctrl-C included, or when the caller closes this generator, these
+    end after the piece at which they are; `abort` is called to end their wait for bytes.
     """
     waiting, reading = deque(batches), deque[tuple[Sequence[Piece], mmap.mmap, Future[Sequence[T]]]]()
     free: list[mmap.mmap] = []
+    is_over = False
 
-    def begin(threads: ThreadPoolExecutor) -> None:
+    def fill(batch: Sequence[Piece], views: Views) -> Sequence[T]:
+        contents = []
+        for content in read(batch, views):
+            if is_over:
+                raise CancelledError
+            contents.append(content)
+        return contents
+
+    def begin() -> None:
         batch = waiting.popleft()
         size_bytes = max(_batch_bytes(is_local=is_local), sum(map(_room, batch)))
         memory = next((each for each in free if len(each) >= size_bytes), None)
@@ -75,18 +86,26 @@ def read_ahead(
             memory = _memory(size_bytes)
         else:
             free.remove(memory)
-        reading.append((batch, memory, threads.submit(read, batch, _cut(memory, batch))))
+        reading.append((batch, memory, threads.submit(fill, batch, _cut(memory, batch))))
 
-    with ThreadPoolExecutor(num_ahead, thread_name_prefix="ckpt-async-load") as threads:
+    threads = ThreadPoolExecutor(num_ahead, thread_name_prefix="ckpt-async-load")
+    try:
         while waiting or reading:
             while waiting and len(reading) < num_ahead:
-                begin(threads)
+                begin()
             batch, memory, filled = reading.popleft()
             contents = filled.result()
             if waiting:
-                begin(threads)
+                begin()
             yield batch, contents
             free.append(memory)
+    except BaseException:
+        is_over = True
+        threads.shutdown(wait=False, cancel_futures=True)
+        abort()
+        raise
+    finally:
+        threads.shutdown()
 
 
 def _batch_bytes(*, is_local: bool) -> int:

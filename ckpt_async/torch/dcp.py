@@ -7,9 +7,11 @@ of its own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from traceback import StackSummary, extract_tb
@@ -82,12 +84,13 @@ def save(
     saving = _Saving(step, uploader, name, metrics, process_group)
     saving.check()
     try:
-        metadata: Metadata = state_dict_saver.save(
-            state_dict,
-            storage_writer=saving.writer(thread_count),
-            planner=planner,
-            process_group=process_group,
-        )
+        with _no_warning_of_one_process():
+            metadata: Metadata = state_dict_saver.save(
+                state_dict,
+                storage_writer=saving.writer(thread_count),
+                planner=planner,
+                process_group=process_group,
+            )
     except BaseException:
         saving.discard()
         raise
@@ -255,7 +258,8 @@ def load_latest(
     RankFailedError, whose cause is what `restore.find` raised (without a process group, that error itself);
     StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and torch's
     CheckpointException, a BaseException that has every rank's failure, for example a refused validation or a store that
-    does not answer. (The StateMismatchError is one, too.) The state is undefined after an error.
+    does not answer. (The StateMismatchError is one, too.) Ctrl-C ends the reads of its rank, which then raises
+    KeyboardInterrupt. The state is undefined after an error.
     """
     reader_of = partial(
         CkptAsyncReader,
@@ -332,10 +336,14 @@ def _load(
 ) -> None:
     try:
         _on_all(reader.open, process_group)  # torch would send only the text of an error to the others
-        state_dict_loader.load(
-            state_dict, storage_reader=reader, planner=planner, process_group=process_group
-        )
+        with _no_warning_of_one_process():
+            state_dict_loader.load(
+                state_dict, storage_reader=reader, planner=planner, process_group=process_group
+            )
     except CheckpointException as error:
+        rank = dist.get_rank(process_group) if dist.is_initialized() else 0
+        if isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
+            raise KeyboardInterrupt from error  # torch takes it for a failure like any other
         # Every rank sees the same failures, so either all go on or none does.
         is_unusable = any(isinstance(each, UNUSABLE) for each, _ in error.failures.values())
         if not may_pass_over or not is_unusable:
@@ -344,6 +352,14 @@ def _load(
             raise
         told = (f"rank {rank}: {each}" for rank, (each, _) in sorted(error.failures.items()))
         raise DamagedCheckpointError("; ".join(told)) from error
+
+
+@contextlib.contextmanager
+def _no_warning_of_one_process() -> Iterator[None]:
+    """Torch warns whenever there is no process group, which is one way to use this module."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 class _OtherStateError(StateMismatchError, CheckpointException):

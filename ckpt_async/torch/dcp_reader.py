@@ -9,7 +9,7 @@ import os
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -209,16 +209,19 @@ class CkptAsyncReader(StorageReader):
         is_local = self._replicas is None and all(map(reader.has_copy, {piece.file for piece in pieces}))
         num_ahead = LOCAL_BATCHES_AHEAD if is_local else BATCHES_AHEAD if self._replicas is None else 1
         batches = batched(pieces, is_local=is_local)
-        read: Callable[[Reader, Sequence[Piece], Views], Sequence[memoryview | torch.Tensor]]
+        read: Callable[[Reader, Sequence[Piece], Views], Iterable[memoryview | torch.Tensor]]
         read = self._read if self._replicas is not None else self._read_and_decode
-        for batch, contents in read_ahead(batches, partial(read, reader), num_ahead, is_local=is_local):
-            try:
-                for piece, content in zip(batch, contents, strict=True) if failure is None else ():
-                    self._put(piece, content, planner)
-            except Exception as error:
-                if self._replicas is None:
-                    raise
-                failure = error  # raised after the last batch: other replicas would wait for this rank
+        with contextlib.closing(
+            read_ahead(batches, partial(read, reader), num_ahead, abort=self.close, is_local=is_local)
+        ) as contents_of:
+            for batch, contents in contents_of:
+                try:
+                    for piece, content in zip(batch, contents, strict=True) if failure is None else ():
+                        self._put(piece, content, planner)
+                except Exception as error:
+                    if self._replicas is None:
+                        raise
+                    failure = error  # raised after the last batch: other replicas would wait for this rank
         if failure is not None:
             raise failure
         for name, target in targets.items():
@@ -324,25 +327,20 @@ class CkptAsyncReader(StorageReader):
 
     def _read_and_decode(
         self, reader: Reader, pieces: Sequence[Piece], views: Views
-    ) -> Sequence[memoryview | torch.Tensor]:
+    ) -> Iterator[memoryview | torch.Tensor]:
         """Read pieces and decode their tensors in the reading thread, while others are copied to their targets."""
-        views = self._read_self(reader, pieces, views)
-        return [
-            view
-            if any(item.type is LoadItemType.BYTE_IO for item in piece.items)
-            else self._tensor(piece, view)
-            for piece, view in zip(pieces, views, strict=True)
-        ]
+        for piece, view in zip(pieces, self._read_self(reader, pieces, views), strict=True):
+            is_object = any(item.type is LoadItemType.BYTE_IO for item in piece.items)
+            yield view if is_object else self._tensor(piece, view)
 
     def _read(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Views:
         """Return the content of these pieces: read, or received from the replica that reads."""
-        if self._replicas is None:
-            return self._read_self(reader, pieces, views)
+        assert self._replicas is not None
         first = dist.get_global_rank(self._replicas, 0)
         told: list[Exception | None] = [None]
         if dist.get_rank() == first:
             try:
-                views = self._read_self(reader, pieces, views)
+                views = list(self._read_self(reader, pieces, views))
             except Exception as error:  # noqa: BLE001  raised below, on every replica
                 told = [sendable(error)]
         dist.broadcast_object_list(told, src=first, group=self._replicas)
@@ -354,16 +352,16 @@ class CkptAsyncReader(StorageReader):
                 dist.broadcast(whole[at : at + CHUNK_BYTES], src=first, group=self._replicas)
         return views
 
-    def _read_self(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Views:
+    def _read_self(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Iterator[memoryview]:
         reader.read_into(
             [ReadInto(piece.file, piece.offset, view) for piece, view in zip(pieces, views, strict=True)]
         )
-        return [
-            self._read_again(piece.file, piece.offset, piece.size_bytes, damage_of).getbuffer()
-            if not (piece.is_optimised or reader.is_verified(piece.file)) and damage_of(in_memory(view))
-            else view
-            for piece, view in zip(pieces, views, strict=True)
-        ]
+        for piece, view in zip(pieces, views, strict=True):
+            is_checked = piece.is_optimised or reader.is_verified(piece.file)
+            if not is_checked and damage_of(in_memory(view)):
+                yield self._read_again(piece.file, piece.offset, piece.size_bytes, damage_of).getbuffer()
+            else:
+                yield view
 
     def _read_again(
         self, file: str, offset: int, size_bytes: int, damage: Callable[[io.BytesIO], str]

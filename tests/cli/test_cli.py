@@ -195,7 +195,7 @@ def test_ls_reads_the_decisions_not_the_latest_pointer(
     assert [(each["step"], each["is_latest"]) for each in found["checkpoints"]] == [(2, False), (3, True)]
     assert found["checkpoints"][0]["metrics"] == {"loss": 0.5}
     every = json_of(capsys, "ls", remote, "--all")["checkpoints"]
-    assert [each["outcome"] for each in every] == ["pruned", "commit", "commit"]
+    assert [each["state"] for each in every] == ["pruned", "committed", "committed"]
 
 
 def test_ls_omits_decisions_voided_by_the_boundary(

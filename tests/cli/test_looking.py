@@ -203,7 +203,7 @@ def test_du_accounts_for_every_object(tmp_path: Path, remote: str, call: Call, t
     sizes = {(each["what"], each["kind"], each.get("step"), each.get("state")): each for each in run["used"]}
     assert sizes["checkpoint", None, 1, "committed"]["size_bytes"] == 1500
     assert sizes["checkpoint", "weights", 1, "committed"]["size_bytes"] == 70
-    assert sizes["checkpoint", None, 9, "not committed"]["objects"] == 1
+    assert sizes["checkpoint", None, 9, "in_flight"]["objects"] == 1
     assert sizes["others", None, None, None]["size_bytes"] == 7
     lock = store / ".ckpt_async/tmp/lock"  # belongs to the store itself
     files = [each for each in store.rglob("*") if each.is_file() and each != lock]

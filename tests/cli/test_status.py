@@ -54,7 +54,7 @@ def test_a_remote_tells_who_has_delivered_and_who_has_not(
     assert "start   generation 1, 3 ranks" in rest
     found = told(capsys, remote)
     assert (found["remote"], found["generation"], found["world_size"]) == (remote, 1, 3)
-    assert (found["newest_committed"]["step"], found["newest_committed"]["age_s"] < 60) == (1, True)
+    assert (found["last_committed"]["step"], found["last_committed"]["age_s"] < 60) == (1, True)
     one, two = found["checkpoints"]
     assert (one["state"], one["shards"], one["missing_ranks"]) == ("committed", 3, [])
     assert (two["state"], two["ranks"], two["missing_ranks"], two["num_missing"]) == (
@@ -64,7 +64,7 @@ def test_a_remote_tells_who_has_delivered_and_who_has_not(
         2,
     )
     documented = (Path(__file__).resolve().parents[2] / "docs/cli.md").read_text()
-    fields = {*found, *found["newest_committed"], *one, *two}
+    fields = {*found, *found["last_committed"], *one, *two}
     assert {each for each in fields if f"`{each}`" not in documented} == set()
 
 
@@ -91,7 +91,7 @@ def test_a_remote_with_kinds_and_one_without_a_run(
         with Uploader(tmp_path / "a", remote, kind=kind, rank=0, world_size=1) as uploader:
             save(uploader, 5)
     found = told(capsys, remote)
-    assert found["newest_committed"]["step"] == 5
+    assert found["last_committed"]["step"] == 5
     assert found["kinds"]["weights"]["remote"] == f"{remote}/kinds/weights"
     assert told(capsys, f"file://{tmp_path}/a", code=3)["error"]["kind"] == "ObjectNotFoundError"
 

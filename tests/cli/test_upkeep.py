@@ -12,16 +12,18 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ckpt_async import Sweeper, Uploader, cli
 from ckpt_async.cli.output import Exit
+from ckpt_async.cli.sweep import ACTIONS
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
+from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.steps import new_decision
 from ckpt_async.transfer.patient import connect
 from tests.sweep.trainers import Trainers
@@ -86,8 +88,8 @@ def test_sweep_finishes_a_folder_and_prunes_its_remote(
     (swept,) = told["remotes"]
     assert (swept["remote"], swept["error"]) == (remote, None)
     assert [(each["action"], each["error"]) for each in swept["actions"]] == [
-        ("BeginPrune", None),
-        ("FinishPrune", None),
+        ("begin_prune", None),
+        ("finish_prune", None),
     ]
     assert all(each["what"] and each["reason"] for each in swept["actions"])
     assert steps(call, remote) == [2, 3]
@@ -108,7 +110,7 @@ def test_sweep_dry_run_touches_nothing(
     code, told = call(*arguments)
     assert (code, told["is_dry_run"]) == (0, True)
     assert [each["unfinished_ranks"] for each in told["folders"]] == [[], [0]]
-    assert [each["action"] for each in told["remotes"][0]["actions"]] == ["BeginPrune"]
+    assert [each["action"] for each in told["remotes"][0]["actions"]] == ["begin_prune"]
     assert tree(stored) == before
     assert cli.main(list(map(str, arguments))) == 0
     out = capsys.readouterr().out
@@ -284,7 +286,7 @@ def test_sigterm_ends_a_repeating_sweep(folder: Path, remote: str) -> None:
     with sweeping(folder, "--keep", "last=1", "--interval", "0.05", "--json") as sweeper:
         told = [told_by(sweeper) for _ in range(3)]
     done = [[each["action"] for each in sweep["remotes"][0]["actions"]] for sweep in told]
-    assert done == [["BeginPrune", "FinishPrune"], [], []]
+    assert done == [["begin_prune", "finish_prune"], [], []]
 
 
 def test_sigterm_during_a_sweep_ends_it_and_frees_the_folder(
@@ -330,7 +332,7 @@ def test_prune_is_a_dry_run_without_yes(
     assert f"{remote}: 1 checkpoint (1000 B) stays, 2 checkpoints (2.0 KiB) would go" in said
     code, told = call("prune", remote, "--keep", "last=1", "--dry-run")
     assert (code, told["is_dry_run"]) == (0, True)
-    assert [each["action"] for each in told["remotes"][0]["actions"]] == ["BeginPrune"] * 2
+    assert [each["action"] for each in told["remotes"][0]["actions"]] == ["begin_prune"] * 2
     assert tree(stored) == before
     stays = {
         each["step"]: (each["stays"], each["reason"], each["size_bytes"])
@@ -375,7 +377,7 @@ def test_a_policy_that_matches_nothing_prunes_nothing(
     code, told = call("prune", remote, "--keep", keep, "--yes")
     assert (code, steps(call, remote)) == (0, [1, 2, 3])
     actions = told["remotes"][0]["actions"]
-    assert {each["action"] for each in actions} == {"Wait"}
+    assert {each["action"] for each in actions} == {"wait"}
     _, dry = call("prune", remote, "--keep", keep)
     assert [each["stays"] for each in dry["remotes"][0]["checkpoints"]] == [True] * 3
     assert all("matches no checkpoint" in each["reason"] for each in actions)
@@ -612,3 +614,8 @@ def test_sweep_reports_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert cli.main(["sweep", str(tmp_path / "*/nope")]) == 0
     assert "no folder matches yet" in capsys.readouterr().out
+
+
+def test_every_action_of_a_sweep_has_a_name_in_json() -> None:
+    """The names of classes are ours to change; the names in JSON are not."""
+    assert {*ACTIONS} == {*get_args(sweep_plan.Planned)}

@@ -395,6 +395,8 @@ def test_variables_without_effect_are_named(call: Examine, monkeypatch: pytest.M
     monkeypatch.setenv("CKPT_ASYNC_NUM_CONCURRENT_UPLOADS", "4")
     monkeypatch.setenv("CKPT_ASYNC_LAUNCH_ID", "a")
     monkeypatch.setenv("CKPT_ASYNC_S3_SSE_C_KEY_FILE", "/a")
+    monkeypatch.setenv("CKPT_ASYNC_TLS_PROCESSES", "0")
+    monkeypatch.setenv("CKPT_ASYNC_WEBHOOK_SECRET", "a")
     code, found = call()
     assert (code, levels(found)) == (0, {})
     assert found["settings"]["message"] == "CKPT_ASYNC_NUM_CONCURRENT_UPLOADS"

@@ -1,12 +1,15 @@
 """Hugging Face's own Trainer with tiny models, real stores and real kills."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_async import restore
+from ckpt_async import Uploader, restore
 from tests.integrations.stage import DRAIN_TIMEOUT_S, NUM_STEPS, Stage, Trainer, committed
 
 
@@ -69,6 +72,95 @@ def test_each_rank_enqueues_its_own_files(stage: Stage, tmp_path: Path, s3_url: 
     ]
     assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
     assert committed(s3_url, NUM_STEPS).world_size == 2
+
+
+# The loss falls, so the best checkpoint is the first one.
+BEST: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "label_names": ["x"],
+    "prediction_loss_only": True,
+    "save_total_limit": 2,
+}
+
+
+def prune(remote: str, policy: str) -> None:
+    command = [sys.executable, "-m", "ckpt_async", "prune", remote, "--keep", policy, "--yes"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fresh_node_also_gets_the_best_checkpoint(
+    stage: Stage, tmp_path: Path, remote: str, world_size: int
+) -> None:
+    def start(folder: str, remote: str, **more: Any) -> list[Trainer]:
+        run = {"folder": f"{tmp_path}/{folder}", "remote": remote, "num_steps": NUM_STEPS, "arguments": BEST}
+        if world_size == 1:
+            return [stage.start("train", **run, **more)]
+        return stage.start_ranks("train", world_size, **run, **more)
+
+    whole = start("whole", f"{remote}-whole")
+    killed = start("a", remote, waits_at=4)
+    for each in killed:
+        assert {"checkpoint-1", "checkpoint-4"} <= set(each.hear())
+    for each in killed:
+        each.kill()
+    restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
+    prune(remote, "last=1,best=1:eval_loss:max")
+    (tmp_path / "a").rename(tmp_path / "away")  # a fresh node, on which the paths are the same
+
+    resumed = [each.hear() for each in start("a", remote)]
+    assert [each["started_at"] for each in resumed] == [4] * world_size
+    assert {each["best"] for each in resumed} == {f"{tmp_path}/a/checkpoint-1"}
+    assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
+
+
+def test_a_best_checkpoint_that_was_pruned_is_named_and_training_goes_on(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    run: dict[str, Any] = {
+        "folder": f"{tmp_path}/a",
+        "remote": remote,
+        "num_steps": NUM_STEPS,
+        "arguments": BEST,
+    }
+    killed = stage.start("train", waits_at=4, **run)
+    killed.hear()
+    killed.kill()
+    restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
+    prune(remote, "last=1")
+    (tmp_path / "a").rename(tmp_path / "away")
+
+    trainer = stage.start("train", **run)
+    resumed = trainer.hear()
+    assert (resumed["started_at"], resumed["step"], resumed["best"]) == (4, NUM_STEPS, None)
+    told = f"best_checkpoint_not_fetched step=1 path={tmp_path}/a/checkpoint-1: it was pruned, or never committed"
+    assert trainer.log().count(told) == 1
+
+
+def test_a_best_checkpoint_that_is_damaged_leaves_nothing_behind(
+    tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ckpt_async.integrations.transformers import newest_checkpoint  # only here: it takes seconds
+
+    state = {"best_model_checkpoint": "out/checkpoint-1"}
+    with Uploader(tmp_path / "a", remote) as uploader:
+        for step in (1, 2):
+            saved = tmp_path / "a" / f"checkpoint-{step}"
+            saved.mkdir()
+            (saved / "trainer_state.json").write_text(json.dumps(state))
+            (saved / "model.safetensors").write_text("weights")
+            uploader.enqueue(saved, step, saved.name)
+            uploader.seal(step)
+    (damaged,) = (tmp_path / "remote" / "ckpt").glob("checkpoint-1.*/model.safetensors")
+    damaged.write_text("WEIGHTS")
+
+    assert newest_checkpoint(tmp_path / "out", remote) == str(tmp_path / "out" / "checkpoint-2")
+    assert "best_checkpoint_not_fetched step=1" in caplog.text
+    assert not (tmp_path / "out" / "checkpoint-1").exists()
 
 
 def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, remote: str) -> None:

@@ -106,7 +106,9 @@ def train(
                 tell(sorted(os.listdir(folder)))
                 threading.Event().wait()
 
-    trainer = transformers.Trainer(Model(), args, train_dataset=Data(), callbacks=[uploading, Script()])
+    trainer = transformers.Trainer(
+        Model(), args, train_dataset=Data(), eval_dataset=Data(), callbacks=[uploading, Script()]
+    )
     for jit in trainer.callback_handler.callbacks:
         if isinstance(jit, JITCheckpointCallback):
             jit.jit_manager.kill_wait = 0
@@ -117,6 +119,7 @@ def train(
         "resumed_from": resumed_from,
         "started_at": started_at[0],
         "step": trainer.state.global_step,
+        "best": trainer.state.best_model_checkpoint,
         "weights": {name: value.flatten().tolist() for name, value in trainer.model.state_dict().items()},
         "is_closed": uploading.uploader is None,
     }

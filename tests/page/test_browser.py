@@ -140,7 +140,7 @@ def test_every_field_may_mean_ill(tmp_path: Path, browser: Browser) -> None:
         (told,) = (each._look() for each in [uploader.exporter])
     (folder,) = told["folders"]
     told["remotes"] = [
-        {"remote": HOSTILE, "newest_committed": None, "checkpoints": folder["checkpoints"], "error": HOSTILE}
+        {"remote": HOSTILE, "last_committed": None, "checkpoints": folder["checkpoints"], "error": HOSTILE}
     ]
     server = serve(CollectorRegistry(), 0, "127.0.0.1", {}, Board(lambda: hostile(told), lambda: HOSTILE))
     assert server is not None

@@ -92,6 +92,15 @@ def test_nothing_is_decided_once_a_receipt_is_gone() -> None:
     assert settled is None
 
 
+@pytest.mark.parametrize("what", [("get", keys.receipt_key(ID, 1)), ("list", DATA)])
+def test_nothing_is_decided_if_a_receipt_vanishes_while_the_store_does_not_answer(
+    what: tuple[str, str],
+) -> None:
+    """It had been read already, so the commit named it."""
+    settled, _ = settle_while(*what, lose(keys.receipt_key(ID, 0)))
+    assert settled is None
+
+
 def test_what_is_still_there_is_committed_in_the_end() -> None:
     settled, asked = settle_while("put", DECISION, lambda _: None)
     assert settled is not None

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,41 @@ def test_ctrl_c_ends_a_fetch_promptly(run_: Run, tmp_path: Path) -> None:
         assert plays.told(pipe) == "interrupted"
         process.join(plays.PATIENCE_S)
     assert run_.leases() == []
+
+
+@pytest.mark.parametrize("call", ["fetch", "read"])
+def test_ctrl_c_ends_the_comparison_of_a_large_local_file(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """One of 100 GB takes minutes."""
+    monkeypatch.setattr(partial, "SHARE_BYTES", 64 << 10)
+    monkeypatch.setattr(partial, "READ_BYTES", 1 << 10)
+    is_said = threading.Event()
+
+    class SlowDigest(partial.Digest):
+        def update(self, data: Any) -> None:
+            if not is_said.is_set():
+                is_said.set()
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+            super().update(data)
+
+    data = random.Random(1).randbytes(4 * MIB)
+    checkpoint = _committed(run_, {0: {"a.pt": data}})
+    folder = tmp_path / "folder" / checkpoint.name
+    folder.mkdir(parents=True)
+    (folder / "a.pt").write_bytes(data)
+    monkeypatch.setattr(partial, "Digest", SlowDigest)
+
+    def read() -> None:
+        with restore.open(checkpoint, folder=tmp_path / "folder") as reader:
+            reader.read("a.pt", 0, 10)
+
+    calls = {"fetch": lambda: restore.fetch(checkpoint, folder), "read": read}
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        calls[call]()
+    assert time.monotonic() - began < 4
 
 
 def test_a_forked_child_holds_no_lock(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import trustme
 
+from ckpt_async.errors import SettingsError
 from ckpt_async.stores.http import offload as offload_module
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.offload import Offload, OffloadedConnection, num_of_processes, possible_processes
@@ -128,6 +129,17 @@ def test_the_cores_of_a_rank_determine_the_number(
     num_cores: int, local_world_size: str, num_processes: int
 ) -> None:
     assert num_of_processes(num_cores, local_world_size) == num_processes
+
+
+def test_the_environment_may_say_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
+    for said, num_processes in (("0", 0), ("1", 1), ("12", 12), ("", 4)):
+        monkeypatch.setenv("CKPT_ASYNC_TLS_PROCESSES", said)
+        assert possible_processes() == num_processes
+    for said in ("none", "-1", "1.5", "100"):
+        monkeypatch.setenv("CKPT_ASYNC_TLS_PROCESSES", said)
+        with pytest.raises(SettingsError, match="CKPT_ASYNC_TLS_PROCESSES"):
+            Offload()
 
 
 def test_only_a_python_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -309,8 +309,8 @@ def test_an_unsealed_checkpoint_is_given_up(
     assert (code, steps(rank["committed"]), steps(rank["aborted"])) == (0, [1], [2])
     assert "before it sealed" in rank["aborted"][0]["reason"]
     assert steps(call("ls", remote)[1]["checkpoints"]) == [1]
-    outcomes = [each["outcome"] for each in call("ls", remote, "--all")[1]["checkpoints"]]
-    assert outcomes == ["commit", "abort"]
+    outcomes = [each["state"] for each in call("ls", remote, "--all")[1]["checkpoints"]]
+    assert outcomes == ["committed", "aborted"]
     assert (folder / "step-2/rank0.bin").exists()
 
 

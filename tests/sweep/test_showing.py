@@ -52,7 +52,7 @@ def test_it_tells_what_is_committed_pruned_damaged_and_waited_for(
     assert (told["role"], told["problem"], told["sweep"]["is_clean"]) == ("sweeper", None, True)
     assert [each["folder"] for each in told["folders"]] == [f"{tmp_path}/node-0", f"{tmp_path}/node-1"]
     (found,) = told["remotes"]
-    assert (found["remote"], found["world_size"], found["newest_committed"]["step"]) == (remote, 2, 2)
+    assert (found["remote"], found["world_size"], found["last_committed"]["step"]) == (remote, 2, 2)
     checkpoints = {each["step"]: each for each in found["checkpoints"]}
     states = {step: (each["state"], each["is_damaged"]) for step, each in checkpoints.items()}
     assert states == {

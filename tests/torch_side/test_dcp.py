@@ -1,8 +1,13 @@
 """What one rank reads and writes with torch.distributed.checkpoint, and what is refused. There is no process group."""
 
+import asyncio
 import os
 import pickle
 import random
+import signal
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -110,6 +115,56 @@ def test_files_of_this_node_are_read_in_small_batches(
         load(loaded, run_, folder=tmp_path / "folder" if is_local else None)
         assert is_equal(loaded, state)
     assert reads[True] > reads[False]
+
+
+def test_one_process_is_not_warned_that_it_is_alone(tmp_path: Path) -> None:
+    remote = f"file://{tmp_path}/remote"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with Uploader(tmp_path / "folder", remote) as uploader:
+            ckpt_async.torch.save(state_of(2), 1, uploader)
+        loaded = empty(state_of(2))
+        assert ckpt_async.torch.load_latest(loaded, remote) is not None
+    assert is_equal(loaded, state_of(2))
+
+
+@pytest.mark.parametrize("while_it", ["decodes", "reads", "copies"])
+def test_ctrl_c_ends_a_load_and_its_threads_at_once(
+    tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch, while_it: str
+) -> None:
+    """A load of 40,000 small tensors went on for half a minute, because it had read them ahead."""
+    state = state_of(100)
+    run_.commit(1, {0: saved(state, tmp_path / "saved")})
+    decode, read_run, calls = CkptAsyncReader._tensor, restore.Reader._read_run, 0
+
+    def slow(reader: CkptAsyncReader, *piece: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if while_it == "decodes" and calls == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        if while_it == "decodes" or threading.current_thread().name != "ckpt-async-load_0":
+            time.sleep(1)
+        return decode(reader, *piece)
+
+    async def slow_read(reader: restore.Reader, file: restore.RemoteFile, run: Any) -> None:
+        if while_it == "reads" and file.name != ".metadata":
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(10)
+        await read_run(reader, file, run)
+
+    def copy(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batches, "BATCH_BYTES", 20_000)  # seven tensors
+    monkeypatch.setattr(CkptAsyncReader, "_tensor", slow)
+    monkeypatch.setattr(restore.Reader, "_read_run", slow_read)
+    if while_it == "copies":
+        monkeypatch.setattr(CkptAsyncReader, "_put", copy)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt_async.torch.load_latest(empty(state), run_.url)
+    assert time.monotonic() - began < 4
+    assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-async-load")]
 
 
 def test_loading_a_tenth_of_the_tensors_reads_little_more(

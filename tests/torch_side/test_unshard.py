@@ -2,6 +2,7 @@
 them, in little memory, or nothing.
 """
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -9,8 +10,10 @@ import math
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +24,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import ckpt_async.torch as ckpt
 from ckpt_async import Uploader, restore
@@ -624,3 +629,24 @@ def test_deepspeeds_files_are_left_to_deepspeed(tmp_path: Path) -> None:
         uploader.seal(4)
     with pytest.raises(FormatError, match=r"has 3 torch or safetensors files.*zero_to_fp32"):
         ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+
+
+def test_ctrl_c_ends_what_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may take long to answer, or never do."""
+    state = {"weights": torch.arange(1000)}
+    state_dict_saver.save(state, storage_writer=FileSystemWriter(tmp_path / "step-1"))
+    checkpoint = found(tmp_path / "step-1")
+    read_run = restore.Reader._read_run
+
+    async def slow(reader: restore.Reader, file: restore.RemoteFile, run: Any) -> None:
+        if file.name != ".metadata":
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(10)
+        await read_run(reader, file, run)
+
+    monkeypatch.setattr(restore.Reader, "_read_run", slow)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.unshard(checkpoint, tmp_path / "whole.pt")
+    assert time.monotonic() - began < 2.5
+    assert not (tmp_path / "whole.pt").exists()

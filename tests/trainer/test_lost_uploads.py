@@ -6,15 +6,17 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_async import CheckpointAbortedError, FencedError, Uploader
-from ckpt_async.core import keys, records
+from ckpt_async.core import decide, keys, records
 from ckpt_async.core.model import CheckpointId, Generation, Outcome
+from ckpt_async.engine import settling
 from ckpt_async.errors import FailureReason
-from ckpt_async.protocol import steps
+from ckpt_async.protocol import deciding, steps
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket
@@ -131,10 +133,13 @@ def test_what_was_pruned_meanwhile_is_not_uploaded_again(
 
 
 @pytest.mark.parametrize("lost", ["a.pt", "b.pt"])
-def test_a_checkpoint_of_which_the_store_has_lost_a_shard_is_not_committed(opened: Open, lost: str) -> None:
+def test_a_checkpoint_of_which_the_store_has_lost_a_shard_is_not_committed(
+    opened: Open, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks had delivered, and rank 1 has died. Rank 0 uploads its own shard again. For that of rank 1, the
-    checkpoint is given up, and the files stay where they are.
+    checkpoint is given up after a while, and the files stay where they are.
     """
+    monkeypatch.setattr(settling, "GIVE_UP_LOST_S", 0.5)
     store, launch = Undecided(), {"world_size": 2, "launch_id": "1", "num_checkpoints_to_keep": 0}
     with opened(store, rank=0, **launch) as zero:
 
@@ -255,6 +260,124 @@ def test_a_launch_whose_remote_is_wiped_goes_on_with_what_it_has(
             assert outcome == "abort" or len(there) == world_size
     with opened(store, world_size=1, rank=0) as uploader:
         assert uploader.generation == 2
+
+
+def test_a_live_rank_uploads_again_what_was_lost_before_the_others_give_it_up(opened: Open) -> None:
+    store = Undecided()
+    store.may_decide = True
+    with (
+        opened(store, rank=0, world_size=2, launch_id="1") as zero,
+        opened(store, rank=1, world_size=2, launch_id="1") as one,
+    ):
+        save(zero, 1, "a.pt")
+        wait_until(lambda: len(store.keys(RECEIPTS)) == 1, zero)
+        store.lose(f"{DATA}a.pt")
+        save(one, 1, "b.pt")
+        for each in (zero, one):
+            each.wait(1, timeout_s=15)
+    assert decisions(store) == {FIRST: "commit"}
+    assert len(store.keys(DATA)) == 2
+
+
+class LosesWhileItDecides(Undecided):
+    """A store that loses a shard while it is asked to take the decision, which takes effect."""
+
+    def __init__(self, is_slow: bool) -> None:
+        super().__init__()
+        self.may_decide, self._is_slow, self.num_decided = True, is_slow, 0
+
+    async def before(self, operation: str, key: str) -> None:
+        await super().before(operation, key)
+        if operation == "put" and key.startswith(keys.DECISIONS) and self._is_slow and not self.num_decided:
+            self.lose(f"{DATA}a.pt")
+            await asyncio.sleep(0.5)
+
+    async def after(self, operation: str, key: str) -> None:
+        if operation == "put" and key.startswith(keys.DECISIONS):
+            self.num_decided += 1
+            if self.num_decided == 1 and not self._is_slow:
+                self.lose(f"{DATA}a.pt")
+                raise trouble(FailureReason.TIMEOUT)
+
+
+@pytest.mark.parametrize("is_slow", [True, False], ids=["slow", "its answer is lost"])
+def test_what_was_lost_while_the_store_took_the_decision_is_uploaded_again(
+    opened: Open, is_slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is committed, and this rank still has the bytes. It released them without a word."""
+    monkeypatch.setattr(deciding, "VALID_S", 0.1 if is_slow else 0.0)
+    store = LosesWhileItDecides(is_slow)
+    with opened(store) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=15)
+    assert decisions(store) == {FIRST: "commit"}
+    assert len(store.keys(DATA)) == 2
+    assert len(_told_of_losses(caplog)) == 1
+
+
+class SlowToList(Meddled):
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "list" and key.startswith(keys.GENERATIONS):
+            await asyncio.sleep(0.2)
+
+
+def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_generation(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both write under the same keys: it replaced the other's shards, or committed in its name."""
+    monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.0)
+    store = SlowToList()
+    with opened(store) as old:
+        save(old, 1)
+        old.wait(1, timeout_s=10)
+        store.bucket.objects.clear()
+        with opened(Meddled(store.bucket), tmp_path / "other") as new:
+            assert (old.generation, new.generation) == (1, 1)
+            save(old, 2, "a.pt")
+            wait_until(lambda: old._engine.view().fenced_by == 1, old)
+            assert not store.keys("ckpt/")
+            assert not store.keys(keys.RECEIPTS)
+            save_of_the_other(new)
+            new.wait(2, timeout_s=10)
+            assert store.bucket.objects["ckpt/step-2.g1/a.pt"].data == b"of the other"
+    assert decisions(store) == {CheckpointId(1, 2): "commit"}
+    assert (old.folder / "step-2/a.pt").exists()
+
+
+def test_a_commit_of_what_another_launch_has_uploaded_is_not_taken_for_ones_own(
+    opened: Open, tmp_path: Path
+) -> None:
+    """An old launch was in the middle of an upload when the remote was wiped. Its files would have been released."""
+    store = Undecided()
+    store.may_decide = True
+    with opened(store) as old:
+        save(old, 1)
+        old.wait(1, timeout_s=10)
+        store.lose("")
+
+        def live_beside_the_old_one() -> None:
+            with opened(Meddled(store.bucket), tmp_path / "other") as new:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(settling, "look_for_successor", _looks_for_nobody)
+                    save(old, 2, "a.pt")
+                    old.wait(2, timeout_s=10)
+                save_of_the_other(new)
+                wait_until(lambda: new._engine.view().fenced_by == 1, new)
+                assert not new.is_committed(2)
+                with pytest.raises(FencedError, match="another start has taken generation 1"):
+                    save(new, 3)
+
+        with pytest.raises(FencedError, match="nothing of generation 1 was committed"):
+            live_beside_the_old_one()
+
+
+def save_of_the_other(new: Uploader) -> None:
+    new.enqueue(write(new, "step-2/a.pt", b"of the other"), 2)
+    new.seal(2)
+
+
+async def _looks_for_nobody(state: Any) -> None:
+    state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
 
 
 class HidesGeneration(Meddled):

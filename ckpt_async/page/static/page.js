@@ -198,7 +198,7 @@ function folder(each) {
 }
 
 function remote(each) {
-  const newest = each.newest_committed;
+  const newest = each.last_committed;
   return el("section", { cls: "card" },
     el("div", { cls: "run" }, el("h2", {}, each.remote.replace(/\/+$/, "").split("/").at(-1)), el("span", { cls: "path" }, each.remote)),
     el("p", { cls: `headline ${newest ? "good" : ""}` }, newest ? `Step ${newest.step} is the newest checkpoint` : "Nothing is committed yet"),

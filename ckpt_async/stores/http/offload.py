@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ckpt_async.errors import SettingsError
 from ckpt_async.stores.http.offload_process import (
     CAME,
     FAILED,
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 DUE_BYTES = 128 << 20
 # With fewer cores, the interpreter keeps up with them. With more processes, it would be the limit itself.
 CORES_PER_PROCESS, MAX_PROCESSES = 4, 4
+# How many there are instead; 0 for none.
+VARIABLE = "CKPT_ASYNC_TLS_PROCESSES"
 # The longest time that a process takes for what it does at once, or limits to BLOCK_S, also on busy cores.
 PATIENCE_S = 10.0
 HANDSHAKE_TIMEOUT_S = 30.0
@@ -300,16 +303,29 @@ class Offload:
 
 
 def possible_processes() -> int:
-    """Return how many processes this one could use: none where it cannot share memory or start a Python."""
+    """Return how many processes this one could use: none where it cannot share memory or start a Python.
+
+    Raises SettingsError.
+    """
     # Elsewhere (a frozen program, an embedded interpreter) it may be anything.
     is_python = Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
     if not (is_python and hasattr(os, "memfd_create") and _FOLDER.is_dir()):
         return 0
-    return num_of_processes(len(os.sched_getaffinity(0)), os.environ.get("LOCAL_WORLD_SIZE", ""))
+    get = os.environ.get
+    return num_of_processes(
+        len(os.sched_getaffinity(0)), get("LOCAL_WORLD_SIZE", ""), wanted=get(VARIABLE, "")
+    )
 
 
-def num_of_processes(num_cores: int, local_world_size: str) -> int:
-    """Return how many processes pay off in one of so many ranks on a node (as torchrun states them). Pure."""
+def num_of_processes(num_cores: int, local_world_size: str, wanted: str = "") -> int:
+    """Return how many processes are wanted, or pay off in one of so many ranks on a node (as torchrun states them).
+
+    Pure. Raises SettingsError.
+    """
+    if wanted:
+        if not wanted.isdecimal() or len(wanted) > 2:
+            raise SettingsError(f"{VARIABLE} is {wanted!r}", hint="it is a number from 0 (none) to 99")
+        return int(wanted)
     num_ranks = int(local_world_size) if local_world_size.isdecimal() else 1
     return min(num_cores // max(num_ranks, 1) // CORES_PER_PROCESS, MAX_PROCESSES)
 
