@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import replace
 
@@ -13,12 +12,13 @@ from ckpt_async.engine.state import State
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.local import claims, kept
 from ckpt_async.local.durable import point_symlink
+from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
 
 async def move_local_latest(state: State, action: decide.MoveLocalLatest) -> None:
-    await asyncio.to_thread(_point_symlink, state, action.checkpoint)
+    await in_thread(_point_symlink, state, action.checkpoint)
     state.remote = replace(state.remote, local_latest=action.checkpoint)
 
 
@@ -42,7 +42,7 @@ def _point_symlink(state: State, id_: CheckpointId) -> None:
 
 async def release(state: State, action: decide.Release) -> None:
     spool = keys.spool_checkpoint(action.checkpoint, state.rank)
-    await asyncio.to_thread(state.folder.remove_spool, spool)
+    await in_thread(state.folder.remove_spool, spool)
     state.record(Released(action.checkpoint))
 
 
@@ -75,7 +75,7 @@ async def remove(state: State, action: decide.Remove) -> None:
             else:
                 _drop(state, event)
 
-    await asyncio.to_thread(remove)
+    await in_thread(remove)
     state.observer.checkpoint_pruned("local")
     logger.info("local_checkpoint_removed %s reason=%s", action.checkpoint, action.reason)
     if not checkpoint.to_copy:
@@ -84,13 +84,13 @@ async def remove(state: State, action: decide.Remove) -> None:
 
 async def keep(state: State, id_: CheckpointId) -> None:
     """Save the checkpoint for a later start that keeps fewer, and forget it."""
-    await asyncio.to_thread(kept.put, state.folder, state.rank, state.checkpoint(id_))
+    await in_thread(kept.put, state.folder, state.rank, state.checkpoint(id_))
     await forget(state, id_)
 
 
 async def forget(state: State, id_: CheckpointId) -> None:
     event = _forgotten(state.checkpoint(id_))
-    await asyncio.to_thread(_drop, state, event)
+    await in_thread(_drop, state, event)
     _note(state, event)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterable
 
@@ -12,6 +11,7 @@ from ckpt_async.core.model import Failed, MadeDurable
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason
 from ckpt_async.local.durable import fsync_path, is_final, with_those_above, write_durably
+from ckpt_async.threads import in_thread
 
 
 async def make_durable(state: State, action: decide.MakeDurable) -> None:
@@ -23,10 +23,10 @@ async def make_durable(state: State, action: decide.MakeDurable) -> None:
     volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
     state.journal.check_there()
     try:
-        failed = await asyncio.to_thread(fsync_shards, state, checkpoint, volatile)
+        failed = await in_thread(fsync_shards, state, checkpoint, volatile)
         if not failed:
-            await asyncio.to_thread(_write_manifest, state, checkpoint)
-            await asyncio.to_thread(state.journal.sync)
+            await in_thread(_write_manifest, state, checkpoint)
+            await in_thread(state.journal.sync)
     except OSError as error:
         if not is_final(error):
             raise

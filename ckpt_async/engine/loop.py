@@ -1,7 +1,8 @@
 """The engine: observe, decide, act, record. There is one per rank; it contains no rules, only carries out actions.
 
 State comes from the journal alone (`fold`), so a new engine continues wherever the last one was killed. Work in
-flight is known in memory only. Nothing here blocks the event loop: disk work goes to worker threads.
+flight is known in memory only. Nothing here blocks the event loop: disk work goes to worker threads. A cancelled action
+waits for its thread (`threads.in_thread`), because the journal is closed and the rank's lock released next.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import UploadQueue
 from ckpt_async.errors import CkptAsyncError, FailureReason, JournalError, SourceError, StoreError
+from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +302,7 @@ class Engine:
         self._housekeep_at = state.now() + POLL_S
         self._book.tell_of_troubles(state.now())
         try:
-            await asyncio.to_thread(self._keep_house)
+            await in_thread(self._keep_house)
             if state.is_progress_new:
                 state.is_progress_new = False
                 state.journal.note_progress(

@@ -6,7 +6,6 @@ gives up what a reboot may have destroyed.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -35,6 +34,7 @@ from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.links import identity_of
 from ckpt_async.protocol import generation as generations
 from ckpt_async.protocol import presence, steps
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ async def why_refused(
     if gone := await lost(store, local, address):
         return put_back(gone, local, folder, address)
     opened = local.opened
-    left = await asyncio.to_thread(nonces_of_left, folder, local)
+    left = await in_thread(nonces_of_left, folder, local)
     is_ours = opened is None or not opened.nonce or await reclaim(store, opened)
     # Also if this generation is there: another rank may have claimed it again, and this one has older files left.
     if is_ours and not await generations.is_taken(store, left):
@@ -260,12 +260,12 @@ async def recover(state: State, before: Opened | None, *, is_original_lost: bool
     Called once, after the lock was taken and before anything is enqueued; `before` is the newest start in the journal.
     If the folder is a copy, `is_original_lost` says that nobody else can upload what it lacks.
     """
-    await asyncio.to_thread(rebuild, state)
-    if not is_original_lost and await asyncio.to_thread(is_copy, state.folder, state.local):
+    await in_thread(rebuild, state)
+    if not is_original_lost and await in_thread(is_copy, state.folder, state.local):
         state.policy = replace(state.policy, is_copy=True)
-    await asyncio.to_thread(_take_up_kept, state)
+    await in_thread(_take_up_kept, state)
     if before is not None and before.boot_id not in ("", boot_id()):
-        await asyncio.to_thread(_distrust_after_reboot, state)
+        await in_thread(_distrust_after_reboot, state)
 
 
 def rebuild(state: State) -> None:

@@ -130,8 +130,15 @@ def begin(connection: sqlite3.Connection) -> None:
     patiently(connection, "BEGIN IMMEDIATE")
 
 
+def check(connection: sqlite3.Connection, path: Path, *, damage_hint: str = DAMAGE_HINT) -> None:
+    """Raise JournalDamagedError if SQLite finds damage anywhere in the database."""
+    [(verdict,)] = patiently(connection, "PRAGMA quick_check(1)").fetchall()
+    if verdict != "ok":
+        raise JournalDamagedError(f"journal {str(path)!r}: {verdict}", hint=damage_hint)
+
+
 @contextlib.contextmanager
-def translated(path: Path) -> Iterator[None]:
+def translated(path: Path, *, damage_hint: str = DAMAGE_HINT) -> Iterator[None]:
     """Translate SQLite's errors, and those of a full disk, to JournalError, JournalDamagedError or NoSpaceError."""
     try:
         yield
@@ -144,7 +151,7 @@ def translated(path: Path) -> Iterator[None]:
             raise
         message = f"journal {str(path)!r}: {error} [{code}]"
         if code.startswith(_DAMAGE):
-            raise JournalDamagedError(message, hint=DAMAGE_HINT) from error
+            raise JournalDamagedError(message, hint=damage_hint) from error
         is_of_disk = code.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_PERM"))
         hint = "check the disk and the permissions of the folder" if is_of_disk else ""
         raise JournalError(message, hint=hint) from error

@@ -151,9 +151,7 @@ class Journal:
             connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
     def _check(self, connection: sqlite3.Connection) -> None:
-        [(verdict,)] = database.patiently(connection, "PRAGMA quick_check(1)").fetchall()
-        if verdict != "ok":
-            raise JournalDamagedError(f"journal {str(self._path)!r}: {verdict}", hint=database.DAMAGE_HINT)
+        database.check(connection, self._path)
         journal_rows.read(connection, self.rank)
 
     def _leave_shared(self, folder: Folder) -> None:

@@ -9,7 +9,9 @@ remembered for a while, so that a fact that is learned again is not reported aga
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
 import sqlite3
 import threading
@@ -19,14 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_async.core.notices import Notice
-from ckpt_async.errors import FolderInUseError, JournalError
+from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
 from ckpt_async.local import database
 from ckpt_async.local.filesystems import check_local, filesystem_of
+
+logger = logging.getLogger(__name__)
 
 # Limits per sink. A receiver that is away for days must not fill the disk: the oldest notices are dropped
 # first, and that is logged.
 MAX_WAITING = 10_000
 MAX_REMEMBERED = 2_000
+
+_DAMAGE_HINT = (
+    "the next process that keeps its events there moves the damaged file aside and starts a new one"
+)
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS outbox (
@@ -192,37 +200,66 @@ class Outbox:
 class OwnOutbox(Outbox):
     """An outbox in its own file, for a process that has no journal. Only one process at a time may use it.
 
+    A damaged one is moved aside, loudly, and started anew.
+
     Raises FolderInUseError if another process has it, JournalError if the folder cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            check_local(folder, filesystem_of(str(folder.resolve()), Path("/proc/self/mountinfo")))
-            self._descriptor = os.open(folder / "events.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise JournalError(
-                f"the queue of events cannot be stored in {str(folder)!r}: {error.strerror or error}",
-                hint="use a writable folder on a local disk",
-            ) from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
-            raise FolderInUseError(
-                f"the queue of events in {str(folder)!r} is in use by another process",
-                hint="give each process its own folder",
-            ) from None
         path = folder / "events.sqlite"
-        try:
-            with database.translated(path):
-                connection = database.connect(path)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-        super().__init__(connection, threading.Lock(), lambda: database.translated(path))
+        with contextlib.ExitStack() as held:
+            _lock(folder, held)
+            connection = held.enter_context(contextlib.closing(_open_or_replace(path)))
+            super().__init__(connection, threading.Lock(), lambda: _translated(path))
+            self._held = held.pop_all()
 
     def close(self) -> None:
+        """Close it. Idempotent."""
         with self._lock:
-            self._connection.close()
-            os.close(self._descriptor)
+            self._held.close()
+
+
+def _lock(folder: Path, held: contextlib.ExitStack) -> None:
+    """Lock the folder, which is made if it is missing, until `held` ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_local(folder, filesystem_of(str(folder.resolve()), Path("/proc/self/mountinfo")))
+        descriptor = os.open(folder / "events.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        held.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FolderInUseError(
+            f"the queue of events in {str(folder)!r} is in use by another process",
+            hint="give each process its own folder",
+        ) from None
+    except OSError as error:
+        raise JournalError(
+            f"the queue of events cannot be stored in {str(folder)!r}: {error.strerror or error}",
+            hint="use a writable folder on a local disk",
+        ) from error
+
+
+def _open_or_replace(path: Path) -> sqlite3.Connection:
+    """Open the database of a folder whose lock is held. A damaged one is moved aside, with the events in it."""
+    try:
+        return _open(path)
+    except JournalDamagedError as error:
+        aside = database.move_aside(path)
+        logger.error(  # noqa: TRY400  no bug of ours
+            "events_damaged moved_to=%s error=%s; the events that waited there are lost",
+            aside,
+            error.without_hint,
+        )
+        return _open(path)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    with _translated(path), contextlib.ExitStack() as held:
+        connection = held.enter_context(contextlib.closing(database.connect(path)))
+        database.check(connection, path, damage_hint=_DAMAGE_HINT)
+        held.pop_all()
+    return connection
+
+
+def _translated(path: Path) -> AbstractContextManager[None]:
+    return database.translated(path, damage_hint=_DAMAGE_HINT)

@@ -134,6 +134,7 @@ class _Series:
         self._held = contextlib.ExitStack()  # the lock of the current file
         self._lock = threading.Lock()
         self._num_open = 1  # files being published, and one for the series itself
+        self._error: Exception | None = None  # neither ours nor the disk's; raised by `over`
 
     def gets(self) -> Iterator[SmallGet]:
         """Yield the requests. Each file is locked until it has arrived and is published."""
@@ -168,7 +169,9 @@ class _Series:
         with self._lock:
             self._num_open -= 1
             is_over = not self._num_open
-        if is_over:
+        if is_over and self._error is not None:
+            self.over.set_exception(self._error)
+        elif is_over:
             self.over.set_result(None)
 
     def _locked(self, file: RemoteFile) -> PartialFile | None:
@@ -186,6 +189,8 @@ class _Series:
                 self._destination.publish(partial, file)
                 self.done.add(file.name)
                 self._published(file)
+        except Exception as error:  # noqa: BLE001  handed on: the thread publishes files of other series too
+            self._error = error
         finally:
             self._ended()
 
@@ -201,7 +206,9 @@ class _Publishing:
         self._usual_s = 0.0
 
     def put(self, publish: Callable[[], None]) -> None:
-        """Have `publish` called: in a thread if it takes long, but here if too many files are open for that."""
+        """Have `publish` called, which must not raise: in a thread if it takes long, but here if too many files are
+        open for that.
+        """
         with self._lock:
             num_waiting = len(self._waiting)
             is_here = self._usual_s < SLOW_S or self._num_open >= self._most_open

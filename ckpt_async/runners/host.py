@@ -31,6 +31,7 @@ from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import copies
 from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import both
@@ -127,8 +128,8 @@ class Host:
         anybody is still interested. Raises what keeps the engine from starting, and also a crash if the end is
         expected.
         """
-        local = await asyncio.to_thread(self._earlier)
-        known = await asyncio.to_thread(self._known_link)
+        local = await in_thread(self._earlier)
+        known = await in_thread(self._known_link)
         async with self._backends.use(self._start, self._observer, known) as store:
             generation = self._start.generation
             if generation is None:
@@ -217,7 +218,7 @@ class Host:
     async def _agree(self, store: PatientStore, local: Local) -> int:
         start = self._start
         is_of_another = backlog.is_of_another(local, start.address.url)
-        left = await asyncio.to_thread(recovery.nonces_of_left, self._folder, local)
+        left = await in_thread(recovery.nonces_of_left, self._folder, local)
         before = local.generation or max(left, default=0)
         if before and not is_of_another:  # first: a refused start must leave the store as it is
             newest, lost = await both(
@@ -241,7 +242,7 @@ class Host:
         if not is_of_another and generation < before + (not start.is_again):
             raise self._wiped(before, generation - 1)
         if is_of_another:  # only once this remote could be opened: its URL may have been a mistake
-            await asyncio.to_thread(self._forget_all, local)
+            await in_thread(self._forget_all, local)
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
         if start.wants:
             recorded += ((EVENTS, start.wants),)

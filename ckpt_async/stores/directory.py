@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from ckpt_async.core.model import Checksum
@@ -111,20 +112,18 @@ class DirectoryStore(WholeObjects):
     ) -> ObjectInfo:
         self._check_key(key, "put")
         with translating("put", key):
-            temporary, descriptor = await in_thread(self._tree.create_temporary)
+            held = contextlib.ExitStack()
             try:
-                try:
-                    await send_in_thread(body, LocalWriter(partial(_write_all, descriptor)))
-                    stored = await in_thread(_sync_and_read_back, descriptor, checksum.algorithm)
-                finally:
-                    os.close(descriptor)
+                temporary, file = await in_thread(self._tree.create_temporary, held)
+                await send_in_thread(body, LocalWriter(partial(_write_all, file.fileno())))
+                stored = await in_thread(_sync_and_read_back, file, checksum.algorithm)
                 if stored != checksum:
                     raise IntegrityError(
                         f"the bytes have {stored.value}, not {checksum.value}", operation="put", key=key
                     )
                 status = await in_thread(self._publish, temporary, key, condition)
             finally:
-                await in_thread(unlink_if_there, temporary)
+                await in_thread(held.close)
         return _info(key, status, stored)
 
     async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
@@ -221,39 +220,28 @@ class DirectoryStore(WholeObjects):
         os.replace(temporary, target)
 
     def _copy(self, source: str, etag: str, key: str) -> None:
-        descriptor = self._tree.open(source)
-        try:
+        with contextlib.ExitStack() as held:
+            descriptor = self._tree.open(source)
+            held.callback(os.close, descriptor)
             if _etag(os.fstat(descriptor)) != etag:
                 raise PreconditionFailedError(operation="copy", key=source)
-            temporary = self._tree.link_temporary(source)
+            temporary = self._tree.link_temporary(source, held)
             # Files are never modified in place: the file that was linked is either the one opened above, or has just
             # been swapped in.
             if temporary is None:
-                temporary = self._copy_bytes(descriptor)
+                temporary = self._copy_bytes(descriptor, held)
             elif _etag(os.stat(temporary)) != etag:
-                unlink_if_there(temporary)
                 raise PreconditionFailedError(operation="copy", key=source)
-        finally:
-            os.close(descriptor)
-        try:
             self._publish(temporary, key, None)
-        finally:
-            # Renaming onto another link of the same file leaves the temporary name.
-            unlink_if_there(temporary)
 
-    def _copy_bytes(self, source: int) -> Path:
-        temporary, descriptor = self._tree.create_temporary()
-        try:
+    def _copy_bytes(self, source: int, held: contextlib.ExitStack) -> Path:
+        temporary, file = self._tree.create_temporary(held)
+        with file:
             offset = 0
             while data := os.pread(source, _SLICE_BYTES, offset):
-                _write_all(descriptor, memoryview(data))
+                _write_all(file.fileno(), memoryview(data))
                 offset += len(data)
-            os.fsync(descriptor)
-        except BaseException:
-            unlink_if_there(temporary)
-            raise
-        finally:
-            os.close(descriptor)
+            os.fsync(file.fileno())
         return temporary
 
     def _delete(self, key: str, etag: str | None = None) -> None:
@@ -356,9 +344,11 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _sync_and_read_back(descriptor: int, algorithm: str) -> Checksum:
-    os.fsync(descriptor)
-    return _checksum_file(descriptor, algorithm)
+def _sync_and_read_back(file: FileIO, algorithm: str) -> Checksum:
+    """Do so, and close the file."""
+    with file:
+        os.fsync(file.fileno())
+        return _checksum_file(file.fileno(), algorithm)
 
 
 def _checksum_file(descriptor: int, algorithm: str) -> Checksum:

@@ -10,6 +10,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 
 from ckpt_async.core.keys import DATA, PRIVATE
@@ -105,19 +106,16 @@ class Tree:
         return descriptor
 
     def _probe(self) -> bool:
-        temporary, descriptor = self.create_temporary()
-        self._remove_left_overs(os.fstat(descriptor).st_mtime)
-        linked = temporary.with_name(f"{temporary.name}.link")
-        try:
-            os.write(descriptor, b"probe")
-            os.fsync(descriptor)
+        with contextlib.ExitStack() as held:
+            temporary, file = self.create_temporary(held)
+            self._remove_left_overs(os.fstat(file.fileno()).st_mtime)
+            linked = temporary.with_name(f"{temporary.name}.link")
+            held.callback(unlink_if_there, linked)
+            os.write(file.fileno(), b"probe")
+            os.fsync(file.fileno())
             with self.locked():
                 pass
             return _try_link(temporary, linked)
-        finally:
-            os.close(descriptor)
-            unlink_if_there(temporary)
-            unlink_if_there(linked)
 
     def _remove_left_overs(self, now: float) -> None:
         """Delete temporary files of writers that died, best effort."""
@@ -127,15 +125,23 @@ class Tree:
                 if entry.name != _LOCK and entry.stat(follow_symlinks=False).st_mtime < oldest:
                     os.unlink(entry)
 
-    def create_temporary(self) -> tuple[Path, int]:
+    def create_temporary(self, held: contextlib.ExitStack) -> tuple[Path, FileIO]:
+        """Create and open a file under a temporary name. `held` closes it and removes the name: it owns both even if
+        nobody wants the result any more.
+        """
         path = self._own / secrets.token_hex(16)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with self._in_place("put"):
-            return path, os.open(path, flags, 0o666)
+            descriptor = os.open(path, flags, 0o666)
+        held.callback(unlink_if_there, path)
+        return path, held.enter_context(open(descriptor, "r+b", buffering=0))
 
-    def link_temporary(self, key: str) -> Path | None:
-        """Link a file under a temporary name, and return that, or None if the file system cannot link it."""
+    def link_temporary(self, key: str, held: contextlib.ExitStack) -> Path | None:
+        """Link a file under a temporary name, which `held` removes, and return that, or None if the file system cannot
+        link it.
+        """
         path = self._own / secrets.token_hex(16)
+        held.callback(unlink_if_there, path)
         with self._in_place("copy"):
             return path if _try_link(self.path(key), path) else None
 

@@ -22,11 +22,7 @@ from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
-from ckpt_async.errors import (
-    FolderInUseError,
-    JournalError,
-    SettingsError,
-)
+from ckpt_async.errors import CkptAsyncError, FolderInUseError, JournalError, SettingsError
 from ckpt_async.events.callback import Callback, OnEvent
 from ckpt_async.events.couriers import NO_EVENTS, close_on_thread
 from ckpt_async.events.of_run import CLOSE_S, RunEvents
@@ -37,6 +33,7 @@ from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import address_of, options_of
 from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, lacking, uncopied, why_left
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.together import all_or_none
@@ -78,8 +75,11 @@ async def drain(
     What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`. Then
     one without its files' times is not refused, either.
 
+    What keeps one rank or remote from being worked on is in the reports; the others are finished. It is raised (as a
+    StoreError, say) if no rank's remote could be worked with.
+
     Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
-    not known, StoreError if it cannot be opened.
+    not known.
     """
     path = place_of(folder)
     if not (path / keys.PRIVATE).is_dir():
@@ -91,12 +91,12 @@ async def drain(
         for kind in journals.kinds(path):
             opened = Folder(path, kind=kind)
             adopted, others = await _adopt(opened, held, settings or Settings(), on_event)
-            await asyncio.to_thread(shared_journal.leave_damaged, opened.private)
+            await in_thread(shared_journal.leave_damaged, opened.private)
             reports += others
             changed = _change_of_kind(change, kind)
             if not is_original_lost:
-                await asyncio.to_thread(_refuse_copies_without_times, opened, adopted)
-            for address, ranks in await asyncio.to_thread(_by_remote, opened, adopted, changed):
+                await in_thread(_refuse_copies_without_times, opened, adopted)
+            for address, ranks in await in_thread(_by_remote, opened, adopted, changed):
                 budgets = shared.setdefault(
                     keys.run_remote(address.url, kind), Budgets(settings or Settings())
                 )
@@ -115,8 +115,17 @@ async def drain(
         deadline = time.monotonic() + timeout_s
         done = await all_or_none(each.run(deadline, grace_s) for each in adoptions)
         reports += [report for each in done for report in each]
+        _check_any_remote(rank for each in adoptions for rank in each.ranks)
     remotes = tuple(each.address.url for each in adoptions)
     return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: (each.rank, each.kind))))
+
+
+def _check_any_remote(adopted: Iterable[_Adopted]) -> None:
+    """Raise why no rank's remote could be worked with, if that is so: another call may succeed."""
+    refusals = [each.refusal for each in adopted]
+    of_remotes = [each for each in refusals if each is not None and not isinstance(each, JournalError)]
+    if of_remotes and len(of_remotes) == len(refusals):
+        raise of_remotes[0]
 
 
 def _change_of_kind(change: Change | None, kind: str) -> Change | None:
@@ -147,32 +156,43 @@ async def _adopt(
     adopted: list[_Adopted] = []
     spooled = spooled_ranks(folder.private)
     for rank in journals.ranks(folder.private):
-        lock = RankLock(folder, rank)
-        try:
-            await asyncio.to_thread(lock.acquire, wait_s=LOCK_WAIT_S)
-        except FolderInUseError as error:
-            reports.append(RankReport(rank, folder.kind, in_use_by=_owner(error)))
-            continue
-        held.callback(lock.release)
-        if lock.is_wanted():
-            reports.append(RankReport(rank, folder.kind, in_use_by="a trainer that is starting"))
-            lock.release()
-            continue
-        try:
-            each = await asyncio.to_thread(_Adopted, folder, lock, on_event)
-        except JournalError as error:  # only of this rank
-            logger.warning("drain_failed rank=%d error=%s", rank, error)
-            reports.append(RankReport(rank, folder.kind, error=str(error)))
-            lock.release()
-            continue
-        held.callback(each.release)
-        if each.before.checkpoints or rank in spooled:
+        each = await in_thread(_adopt_rank, folder, rank, held, on_event)
+        if isinstance(each, RankReport):
+            reports.append(each)
+        elif each.before.checkpoints or rank in spooled:
             adopted.append(each)
         else:
-            await each.tell_what_waits(settings)
+            try:
+                await each.tell_what_waits(settings)
+            except JournalError as error:
+                each.refuse(error)
             each.release()  # other ranks may take long, and this one's trainer must not wait for them
-            reports.append(RankReport(rank, folder.kind, events=each.deliveries))
+            refusal = str(each.refusal or "")
+            reports.append(RankReport(rank, folder.kind, events=each.deliveries, error=refusal))
     return adopted, reports
+
+
+def _adopt_rank(
+    folder: Folder, rank: int, held: contextlib.ExitStack, on_event: OnEvent | None
+) -> _Adopted | RankReport:
+    """Adopt a rank, or return the report for it. `held` releases it, also if the caller is cancelled meanwhile."""
+    lock = RankLock(folder, rank)
+    held.callback(lock.release)
+    try:
+        lock.acquire(wait_s=LOCK_WAIT_S)
+    except FolderInUseError as error:
+        return RankReport(rank, folder.kind, in_use_by=_owner(error))
+    if lock.is_wanted():
+        lock.release()
+        return RankReport(rank, folder.kind, in_use_by="a trainer that is starting")
+    try:
+        adopted = _Adopted(folder, lock, on_event)
+    except JournalError as error:  # only of this rank
+        logger.warning("drain_failed rank=%d error=%s", rank, error)
+        lock.release()
+        return RankReport(rank, folder.kind, error=str(error))
+    held.callback(adopted.release)
+    return adopted
 
 
 def _owner(error: FolderInUseError) -> str:
@@ -224,15 +244,23 @@ class _Adopted:
     def __init__(self, folder: Folder, lock: RankLock, on_event: OnEvent | None) -> None:
         self.lock, self.kind = lock, folder.kind
         self.journal = Journal(folder, lock.rank)
-        self.before = self.after = self.journal.local()
+        try:
+            self.before = self.after = self.journal.local()
+        except BaseException:
+            self.journal.close()
+            raise
         self.is_given_back = False
         self.observer = _Counter()
         self.engine: Engine | None = None
         self.task: asyncio.Task[None] | None = None
         self.events: RunEvents | None = None
         self.deliveries = NO_EVENTS  # set by `release`
-        self.refusal: JournalError | None = None  # then nothing is done for this rank
+        self.refusal: CkptAsyncError | OSError | None = None  # then nothing is done for this rank
         self._on_event = on_event
+
+    def refuse(self, error: CkptAsyncError | OSError) -> None:
+        logger.warning("drain_failed rank=%d error=%s", self.before.rank, error)
+        self.refusal = error
 
     def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
         """Start delivering events as the trainer would have, and to those that the settings name besides.
@@ -251,8 +279,11 @@ class _Adopted:
     async def tell_what_waits(self, settings: Settings) -> None:
         """Deliver waiting events of a rank that has nothing else to finish. Takes as long as the receivers do."""
         if self._wants(settings) and self.before.remote is not None:
-            events = await asyncio.to_thread(self.begin_to_tell, self.before.remote.url, settings)
-            await close_on_thread(events, settings.event_grace_s)
+            try:
+                await in_thread(self.begin_to_tell, self.before.remote.url, settings)
+            finally:
+                if self.events is not None:
+                    await close_on_thread(self.events, settings.event_grace_s)
 
     def release(self) -> None:
         """Note what is left, and release journal and lock. Idempotent."""
@@ -299,7 +330,8 @@ class _Adoption:
         is_original_lost: bool,
     ) -> None:
         self.address = address
-        self._folder, self._ranks, self._is_original_lost = folder, adopted, is_original_lost
+        self.ranks = adopted
+        self._folder, self._is_original_lost = folder, is_original_lost
         # Retries go on as long as there is time, and no longer.
         self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
         self._store = connect(
@@ -312,33 +344,40 @@ class _Adoption:
         left_s = max(0.0, deadline - time.monotonic())
         try:
             if not await self._open(min(OPEN_TIMEOUT_S, left_s)):
-                return [_report(each) for each in self._ranks]
+                return [_report(each) for each in self.ranks]
             try:
-                for each in self._ranks:
+                for each in self.ranks:
                     if not each.is_given_back and each.refusal is None:
-                        await self._start(each)
+                        try:
+                            await self._start(each)
+                        except (CkptAsyncError, OSError) as error:
+                            each.refuse(error)
                 await self._wait_while(self._is_working, deadline)
                 await self._wait_while(self._waits_for_others, min(deadline, time.monotonic() + grace_s))
                 await self._wait_while(self._is_working, deadline)
             finally:
                 await self._stop()
         finally:
-            for each in self._ranks:
+            for each in self.ranks:
                 each.release()  # adoptions of other remotes may take longer
             await self._store.close()
-        return [_report(each) for each in self._ranks]
+        return [_report(each) for each in self.ranks]
 
     async def _open(self, timeout_s: float) -> bool:
-        """Open the store; return False if every trainer came back before that succeeded."""
+        """Open the store. Return False if it cannot be opened, or every trainer came back before that succeeded."""
         opening = asyncio.ensure_future(self._open_and_look(timeout_s))
         try:
             while not opening.done():
                 await asyncio.wait({opening}, timeout=WANTED_POLL_S)
                 await self._give_back_wanted()
-                if all(each.is_given_back for each in self._ranks):
+                if all(each.is_given_back for each in self.ranks):
                     return False
             opening.result()
             return True
+        except (CkptAsyncError, OSError) as error:
+            for each in self.ranks:
+                each.refuse(error)
+            return False
         finally:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
@@ -348,21 +387,20 @@ class _Adoption:
         await self._store.open(timeout_s)
         looking = self._store.answering_within(max(1.0, timeout_s))
         found = await all_or_none(
-            recovery.why_refused(looking, each.before, self._folder, self.address) for each in self._ranks
+            recovery.why_refused(looking, each.before, self._folder, self.address) for each in self.ranks
         )
-        for each, refusal in zip(self._ranks, found, strict=True):
+        for each, refusal in zip(self.ranks, found, strict=True):
             if refusal is not None:
-                each.refusal = refusal
-                logger.warning("drain_failed rank=%d error=%s", each.before.rank, each.refusal)
+                each.refuse(refusal)
 
     async def _start(self, each: _Adopted) -> None:
         opened = each.before.opened or Opened(0, 1)
         unproven = await recovery.unproven(self._store, each.before, self.address)
         if unproven or opened.remote != self.address:  # so that the next start can tell whose this is
             opened = replace(opened, remote=self.address)
-            await asyncio.to_thread(each.journal.open_rank, opened, unproven)
+            await in_thread(each.journal.open_rank, opened, unproven)
         recorded = each.before.opened.settings if each.before.opened else ()
-        events = await asyncio.to_thread(each.begin_to_tell, self.address.url, self._settings)
+        events = await in_thread(each.begin_to_tell, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
         state = State(
             rank=each.before.rank,
@@ -388,11 +426,11 @@ class _Adoption:
 
     def _is_working(self) -> bool:
         # At least two rounds: what the first one starts shows in the second.
-        return any(each.live and (each.live.num_rounds < 2 or each.live.num_due > 0) for each in self._ranks)
+        return any(each.live and (each.live.num_rounds < 2 or each.live.num_due > 0) for each in self.ranks)
 
     def _waits_for_others(self) -> bool:
         return self._is_working() or any(
-            backlog.waits_for_others(each.live.local) for each in self._ranks if each.live
+            backlog.waits_for_others(each.live.local) for each in self.ranks if each.live
         )
 
     async def _wait_while(self, is_busy: Callable[[], bool], deadline: float) -> None:
@@ -406,7 +444,7 @@ class _Adoption:
 
     async def _give_back_wanted(self) -> None:
         """Give back ranks whose trainers are starting: these finish the rest themselves."""
-        for each in self._ranks:
+        for each in self.ranks:
             if each.is_given_back or not each.lock.is_wanted():
                 continue
             logger.info("adoption_ended rank=%d: its trainer is back", each.before.rank)
@@ -420,12 +458,12 @@ class _Adoption:
             each.release()
 
     async def _stop(self) -> None:
-        tasks = [each.task for each in self._ranks if each.task is not None]
-        for each in self._ranks:
+        tasks = [each.task for each in self.ranks if each.task is not None]
+        for each in self.ranks:
             if each.engine is not None:
                 each.engine.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
-        telling = [each.events for each in self._ranks if each.events is not None]
+        telling = [each.events for each in self.ranks if each.events is not None]
         await asyncio.gather(*(close_on_thread(each, self._settings.event_grace_s) for each in telling))
 
 

@@ -5,7 +5,6 @@ Events of what it finishes in a folder are delivered from that folder's journal,
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -28,6 +27,7 @@ from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.sweep.remote import Done
+from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
@@ -111,17 +111,19 @@ async def remote_events(
     if not wants or folder is None:
         yield None
         return
-    try:
-        outbox = await asyncio.to_thread(OwnOutbox, folder)
-    except JournalError as error:
-        logger.error("events_not_told error=%s; events of remotes are lost", error)  # noqa: TRY400  no bug of ours
-        yield None
-        return
-    try:
+    with contextlib.ExitStack() as held:
+
+        def open_outbox() -> OwnOutbox:  # owned at once: this may be cancelled while the thread opens it
+            return held.enter_context(contextlib.closing(OwnOutbox(folder)))
+
+        try:
+            outbox = await in_thread(open_outbox)
+        except JournalError as error:
+            logger.error("events_not_told error=%s; events of remotes are lost", error)  # noqa: TRY400  no bug of ours
+            yield None
+            return
         couriers = Couriers(outbox, [*functions, *sinks_of(settings, os.environ)], wants)
         try:
             yield RemoteEvents(outbox, wants, couriers)
         finally:
             await close_on_thread(couriers, settings.event_grace_s)
-    finally:
-        outbox.close()

@@ -15,12 +15,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ckpt_async.core.model import Checksum, FileIdentity
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import check_unchanged
+from ckpt_async.stores.bodies import LocalWriter
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.interface import BodyWriter, Sink
+from ckpt_async.threads import result_of
 from ckpt_async.transfer.progress import Progress
 
 MIB = 1 << 20
@@ -99,7 +102,7 @@ class Source:
             async with self._checksums:
                 while offset < end:
                     stretch = min(CHECKSUM_BYTES, end - offset)
-                    await asyncio.to_thread(self.read_out, digest.update, offset, stretch)
+                    await self._digest(digest.update, offset, stretch)
                     offset += stretch
                     for each in self._on_read:
                         each()  # a range that waits for its turn has not stalled either
@@ -138,12 +141,19 @@ class Source:
 
     async def md5(self, offset: int, size_bytes: int) -> str:
         """Return the MD5 of a range in hex, read in a worker thread: a part's ETag if the store gives no checksum."""
-        return await asyncio.to_thread(self._md5, offset, size_bytes)
-
-    def _md5(self, offset: int, size_bytes: int) -> str:
         digest = hashlib.md5(usedforsecurity=False)
-        self.read_out(digest.update, offset, size_bytes)
+        await self._digest(digest.update, offset, size_bytes)
         return digest.hexdigest()
+
+    async def _digest(self, update: Sink, offset: int, size_bytes: int) -> None:
+        """Read a range in a worker thread. If cancelled, make the thread stop and wait for that: the descriptor is
+        closed next.
+        """
+        writer = LocalWriter(update)
+        reading = asyncio.to_thread(
+            self.read_out, writer.write, offset, size_bytes, check=partial(writer.wait, 0)
+        )
+        await result_of(asyncio.ensure_future(reading), writer.cancel)
 
     def _pieces(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
         end = offset + size_bytes

@@ -58,17 +58,24 @@ class FolderLock:
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._sign(descriptor)
         except BlockingIOError:
             os.close(descriptor)
             return False
         except OSError as error:
             os.close(descriptor)
             raise JournalError(f"{str(self.path)!r} cannot be locked: {error.strerror}") from error
-        os.truncate(descriptor, 0)
-        text = f"{socket.gethostname()} pid {os.getpid()}\n{self._remote}\n"
-        os.pwrite(descriptor, text.encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
         self._descriptor = descriptor
         return True
+
+    def _sign(self, descriptor: int) -> None:
+        text = f"{socket.gethostname()} pid {os.getpid()}\n{self._remote}\n"
+        with contextlib.suppress(OSError):  # the lock is held even if the disk is full
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode(), 0)
 
     def holder(self) -> str:
         return self._lines()[0] or "somebody"

@@ -177,20 +177,45 @@ def test_a_second_sweeper_with_the_same_queue_still_sweeps_and_says_that_it_does
     assert "events_not_told" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["connect", "patiently"])
 def test_a_queue_that_could_not_be_opened_is_free_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     from ckpt_async.errors import JournalError
     from ckpt_async.local import database
     from ckpt_async.local.outbox import OwnOutbox
 
     with monkeypatch.context() as broken:
-        broken.setattr(
-            database, "connect", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("disk"))
-        )
+        broken.setattr(database, what, lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("disk")))
         with pytest.raises(JournalError):
             OwnOutbox(tmp_path / "events")
-    OwnOutbox(tmp_path / "events").close()
+    outbox = OwnOutbox(tmp_path / "events")
+    for _ in range(2):
+        outbox.close()
+
+
+@pytest.mark.parametrize("begin", [0, 100], ids=["no database", "no schema"])
+def test_a_damaged_queue_is_moved_aside_and_events_are_told_again(
+    tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str], begin: int
+) -> None:
+    """No event of any later sweep was told, and the hint was to restart the trainer."""
+    from ckpt_async.core.notices import Notice
+    from ckpt_async.local.outbox import OwnOutbox
+
+    place = tmp_path / "events"
+    with contextlib.closing(OwnOutbox(place)) as outbox:
+        outbox.put([Notice("a", "hook", "{}")], 1.0)
+    path = place / "events.sqlite"
+    damaged = path.read_bytes()[:begin].ljust(4096, b"U")
+    path.write_bytes(damaged)
+    with receiving() as receiver:
+        assert main(["prune", remote, "--keep", "last=1", "--yes", *hook(receiver, tmp_path)]) == 0
+        assert sorted(receiver.kinds()) == [("pruned", 1), ("pruned", 2)]
+    [aside] = place.glob("events.sqlite.damaged-*")
+    assert aside.read_bytes() == damaged
+    told = capsys.readouterr().err
+    assert f"events_damaged moved_to={aside}" in told
+    assert "trainer" not in told
 
 
 def test_an_interrupted_call_leaves_the_queue_free(tmp_path: Path) -> None:

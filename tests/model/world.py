@@ -508,7 +508,7 @@ class World:
         patch = self._patches.enter_context
         loop = Loop(self)
 
-        async def to_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+        async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             await pause()
             result = function(*arguments)
             await pause()
@@ -517,9 +517,10 @@ class World:
         fake = types.SimpleNamespace(
             **{name: getattr(asyncio, name) for name in dir(asyncio) if not name.startswith("_")}
         )
-        fake.get_running_loop, fake.to_thread = lambda: loop, to_thread
-        for module in (state, durable, clearing):
-            patch(mock.patch.object(module, "asyncio", fake))
+        fake.get_running_loop = lambda: loop
+        patch(mock.patch.object(state, "asyncio", fake))
+        for module in (durable, clearing):
+            patch(mock.patch.object(module, "in_thread", in_thread))
         patch(mock.patch.object(durable, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
         for module in (recovery, kept):
             patch(mock.patch.object(module, "os", types.SimpleNamespace(listdir=self._listdir)))

@@ -21,7 +21,7 @@ from ckpt_async import restore
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.local import durable
 from ckpt_async.restore import partial, session, small_files
-from ckpt_async.restore.destination import PARTIAL_FOLDER
+from ckpt_async.restore.destination import PARTIAL_FOLDER, Destination
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.http.small_downloads import SmallDownloads
 from ckpt_async.stores.interface import SmallGet
@@ -432,6 +432,25 @@ def test_a_file_that_cannot_be_published_is_an_error(
     report = restore.fetch(checkpoint, tmp_path / "there", **ONE)
     assert is_whole(report, FILES)
     assert report.bytes_from == {"there": there * SIZE_BYTES, "remote": (NUM - there) * SIZE_BYTES}
+
+
+@pytest.mark.usefixtures("_disk")
+@pytest.mark.timeout(60)
+def test_memory_that_runs_out_while_a_file_is_published_ends_the_fetch(
+    on_disk: Counted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only thread for this had gone, and the fetch waited for it for ever."""
+    checkpoint = _committed(on_disk.run)
+
+    def failing(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(small_files, "MAX_THREADS", 1)
+        patch.setattr(Destination, "publish", failing)
+        with pytest.raises(MemoryError):
+            restore.fetch(checkpoint, tmp_path / "there", **ONE)
+    assert is_whole(restore.fetch(checkpoint, tmp_path / "there", **ONE), FILES)
 
 
 def test_existing_small_files_are_kept_or_replaced(on_disk: Counted, tmp_path: Path) -> None:

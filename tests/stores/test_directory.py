@@ -251,6 +251,32 @@ def test_cancelled_put_waits_for_its_running_write(store, tmp_path, run, monkeyp
     assert files(tmp_path / "run") == {f"{OWN}/lock"}
 
 
+def test_cancelled_puts_leave_no_file_open_or_behind(store, tmp_path, run, monkeypatch):
+    """What the thread has just created has an owner before it returns."""
+    create, entered, may_go = store._tree.create_temporary, threading.Event(), threading.Event()
+
+    def slow(*args):
+        created = create(*args)
+        entered.set()
+        may_go.wait()
+        return created
+
+    async def body():
+        putting = asyncio.ensure_future(put(store, "a", b"1"))
+        await asyncio.to_thread(entered.wait)
+        putting.cancel()
+        await asyncio.sleep(0.05)
+        may_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+
+    monkeypatch.setattr(store._tree, "create_temporary", slow)
+    run(body())
+    assert files(tmp_path / "run") == {f"{OWN}/lock"}
+    opened = {os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")}
+    assert not [each for each in opened if each.startswith(str(tmp_path))]
+
+
 # --- the file system's clock, and what is not there --------------------------------------------------------
 
 

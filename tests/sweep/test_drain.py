@@ -21,10 +21,18 @@ from ckpt_async.cli import drain as drain_command
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.engine.loop import Engine
-from ckpt_async.errors import FailureReason, JournalError, NoJournalError, SettingsError, StoreError
+from ckpt_async.errors import (
+    FailureReason,
+    JournalError,
+    NoJournalError,
+    NoSpaceError,
+    SettingsError,
+    StoreError,
+)
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
+from ckpt_async.local.outbox import Outbox
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.sweep.drain import drain
 from tests.seaweed import SeaweedServer
@@ -864,6 +872,59 @@ def test_a_crashed_engine_does_not_stop_the_other_ranks(
         [0],
     )
     assert call("drain", folder)[0] == 0
+
+
+def test_a_rank_without_space_does_not_keep_the_others_from_being_drained(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recover = Engine.recover
+
+    async def full(self: Engine, *args: Any, **more: Any) -> None:
+        if self.state.rank == 0:
+            raise NoSpaceError("no space left")
+        await recover(self, *args, **more)
+
+    for rank in (0, 1):
+        trainers.die(folder, remote, 1, rank=rank, world_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "recover", full)
+        code, told = call("drain", folder, "--grace", 0)
+    assert (code, [each["error"] for each in told["ranks"]]) == (1, ["no space left", None])
+    assert steps(told["ranks"][1]["waiting"]) == [1]
+    assert call("drain", folder)[0] == 0
+
+
+def test_a_rank_whose_events_cannot_be_read_does_not_keep_the_others_from_being_drained(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nothing else to finish, so its events are delivered before the others begin."""
+
+    def full(*_: object) -> None:
+        raise NoSpaceError("no space left")
+
+    with Uploader(folder, remote, rank=0, world_size=2, generation=1):
+        pass
+    trainers.die(folder, remote, 1, rank=1, world_size=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Outbox, "retry_now", full)
+        code, told = call("drain", folder, "--grace", 0, "--webhook", "http://127.0.0.1:9/hook")
+    assert (code, [each["error"] for each in told["ranks"]]) == (1, ["no space left", None])
+    assert steps(told["ranks"][1]["waiting"]) == [1]
+
+
+def test_a_remote_that_cannot_be_opened_does_not_keep_another_from_being_drained(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The ranks of a folder normally share a remote, but nothing forces them to."""
+    gone = tmp_path / "gone"
+    trainers.die(folder, remote, 1)
+    trainers.die(folder, f"file://{gone}/run", 1, rank=1, world_size=2)
+    shutil.rmtree(gone)
+    gone.write_text("not a folder")
+    code, told = call("drain", folder, "--grace", 0)
+    assert code == 1
+    assert steps(told["ranks"][0]["committed"]) == [1]
+    assert f"{gone}/run" in told["ranks"][1]["error"]
 
 
 def test_an_older_generation_is_looked_up_before_it_counts_as_idle(

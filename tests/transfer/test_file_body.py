@@ -1,5 +1,6 @@
 """A shard as a request body: exactly the file reaches the socket, or the attempt fails and says why."""
 
+import asyncio
 import contextlib
 import errno
 import itertools
@@ -462,3 +463,36 @@ def test_buffers_are_kept_but_not_all(readers: Callable[[], Reader]) -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert many[0][0] == 1
     assert len(source_module._free_buffers) == source_module.CHECKSUMS_AT_ONCE
+
+
+# --- checksums ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["checksum", "md5"])
+def test_a_cancelled_checksum_reads_no_further_and_nothing_once_it_has_returned(
+    source: Source, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The descriptor is closed next, and its number soon belongs to another file."""
+    read_into, reached, may_go, reads = Source.read_into, threading.Event(), threading.Event(), list[int]()
+
+    def slow(source: Source, piece: memoryview, offset: int, flags: int = 0) -> None:
+        reached.set()
+        assert may_go.wait(PATIENCE_S)
+        read_into(source, piece, offset, flags)
+        reads.append(offset)
+
+    async def main() -> None:
+        work = source.md5(0, SIZE) if what == "md5" else source.checksum(0, SIZE, "crc64nvme")
+        working = asyncio.ensure_future(work)
+        assert await asyncio.to_thread(reached.wait, PATIENCE_S)
+        working.cancel()
+        await asyncio.sleep(0.05)
+        may_go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        assert reads == [0]
+
+    monkeypatch.setattr(source_module, "SLICE_BYTES", MIB)
+    monkeypatch.setattr(source_module, "_free_buffers", [])
+    monkeypatch.setattr(Source, "read_into", slow)
+    asyncio.run(main())
