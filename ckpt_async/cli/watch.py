@@ -315,7 +315,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
     }
     event_settings(options, Settings())  # errors name the options
     settings |= given(options)
-    if options.uploads:
+    if options.uploads is not None:
         settings["num_concurrent_uploads"] = options.uploads
     return Options(
         folder,

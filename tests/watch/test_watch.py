@@ -183,6 +183,12 @@ def test_a_state_of_another_remote_is_refused(place: Place) -> None:
     assert place.once()[1]["error"]["exit_code"] == 2
 
 
+def test_no_concurrent_uploads_are_refused(place: Place) -> None:
+    code, told = place.once("--uploads", "0")
+    assert code == 2
+    assert "num_concurrent_uploads=0 must be from 1 to 1024" in told["error"]["message"]
+
+
 def test_a_watcher_whose_state_is_removed_ends_so_that_a_supervisor_starts_it_again(place: Place) -> None:
     """It refused every further checkpoint, for as long as it ran: `git clean` had removed the state."""
     watching = place.watch()
