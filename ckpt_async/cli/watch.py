@@ -227,6 +227,7 @@ def watch(options: argparse.Namespace) -> Exit:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+        watcher.waker.close()
     if options.once and report.is_empty and not report.is_cut_short:
         say(f"ckpt-async: {options.folder} has no checkpoint of a known format", "nothing_found")
         if options.json:

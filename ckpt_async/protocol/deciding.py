@@ -54,8 +54,9 @@ async def settle(
 
     `name` is the checkpoint's, as far as the caller knows; then the shards are listed while the receipts are read.
     `rank` is the caller's own: raises UploadsLostError if it can upload again what is lost, and nothing is decided.
-    `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
-    was decided, by us or by another, and whether it was us; None if a receipt is missing.
+    `known` are receipts by rank that the caller has just written or read. `alongside` is called once the decision is in
+    the store, and awaited while the boundary is read. Returns what was decided, by us or by another, and whether it was
+    us; None if a receipt is missing.
 
     If the store refuses the decision for longer than `VALID_S`, everything is compared again before the next retry.
     """
@@ -154,15 +155,12 @@ async def read_receipts(
     return [there[rank] for rank in range(world_size)] if len(there) == world_size else None
 
 
-async def decide_once(
-    store: PatientStore, wanted: Decision, alongside: Alongside | None = None
-) -> tuple[Decision, bool]:
+async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, bool]:
     """Create the decision unless there is one (rule R4). Returns the decision that holds now, and whether it is ours.
 
-    `alongside` is called once the decision is in the store, and awaited while the boundary is read.
     A decision below the boundary is void: an older one was collected, so the checkpoint was settled long ago.
     """
-    return await _decided(store, wanted, await _create(store, wanted), alongside)
+    return await _decided(store, wanted, await _create(store, wanted))
 
 
 async def _create(store: PatientStore, wanted: Decision) -> bytes:
@@ -171,7 +169,7 @@ async def _create(store: PatientStore, wanted: Decision) -> bytes:
 
 
 async def _decided(
-    store: PatientStore, wanted: Decision, there: bytes, alongside: Alongside | None
+    store: PatientStore, wanted: Decision, there: bytes, alongside: Alongside | None = None
 ) -> tuple[Decision, bool]:
     id_ = wanted.checkpoint
     try:

@@ -167,14 +167,12 @@ class Source:
             data += more
         return data
 
-    def read_into(self, piece: memoryview, offset: int, flags: int = 0) -> None:
+    def read_into(self, piece: memoryview, offset: int) -> None:
         """Fill `piece` from the file. If the file ends early, it was truncated, and SourceError is raised."""
         filled = 0
         while filled < len(piece):
             try:
-                count = os.preadv(self.descriptor, [piece[filled:]], offset + filled, flags)
-            except BlockingIOError:
-                raise
+                count = os.preadv(self.descriptor, [piece[filled:]], offset + filled)
             except OSError as error:
                 raise self.unreadable(error) from error
             if count == 0:
