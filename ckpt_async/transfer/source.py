@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 
 from ckpt_async.core.model import Checksum, FileIdentity
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import check_unchanged
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.interface import BodyWriter, Sink
 from ckpt_async.transfer.progress import Progress
 
-MIB = 1 << 20
 # How much is read and checksummed at a time. Training in the same interpreter loses a moment with each slice; two of
 # them are in memory.
 SLICE_BYTES = 16 * MIB
