@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
@@ -89,6 +89,24 @@ class Latch:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it is set, at most `timeout_s`. Return whether it is."""
         return self._bell.wait(timeout_s, unless=self.is_set) or self._is_set
+
+
+class LoopThread:
+    """An event loop that runs on a thread of its own until it is closed."""
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread = threading.Thread(target=loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Stop the loop, whatever still runs on it, and release its descriptors."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def start(work: Callable[[], object], name: str) -> None:

@@ -227,6 +227,7 @@ def watch(options: argparse.Namespace) -> Exit:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+        watcher.waker.close()
     if options.once and report.is_empty and not report.is_cut_short:
         say(f"ckpt-async: {options.folder} has no checkpoint of a known format", "nothing_found")
         if options.json:
@@ -315,7 +316,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
     }
     event_settings(options, Settings())  # errors name the options
     settings |= given(options)
-    if options.uploads:
+    if options.uploads is not None:
         settings["num_concurrent_uploads"] = options.uploads
     return Options(
         folder,

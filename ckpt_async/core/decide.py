@@ -262,12 +262,10 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
             actions += _towards_decision(checkpoint, local, remote, policy, now)
     actions += _after_decision(local, remote, policy)
     if not policy.is_adopted and has_open(local):
-        at = remote.look_for_successor_at
-        if remote.must_look_first:
+        at, is_first = remote.look_for_successor_at, remote.must_look_first
+        if is_first:
             actions = [each for each in actions if not isinstance(each, _WRITES)]
-            actions.append(LookForSuccessor(is_first=True))
-        else:
-            actions.append(LookForSuccessor() if now >= at else WaitUntil(at))
+        actions.append(LookForSuccessor(is_first) if is_first or now >= at else WaitUntil(at))
     if remote.are_members_asked_for:
         actions.append(LookForMembers())
     return actions
@@ -288,14 +286,13 @@ def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote
 
 
 def noticed_idleness(local: Local, remote: Remote, now: float) -> Remote:
-    """Note whether something of this start is open: after an idle time, the first thing to do is to look for a
-    successor. The remote may have been wiped, and another start may write under the same keys.
+    """Note whether something is open. After an idle time, in which another start may have taken the remote, what is
+    opened waits for a look at it.
     """
-    if not has_open(local):
-        return remote if remote.is_idle else replace(remote, is_idle=True)
-    if remote.is_idle:
-        return replace(remote, is_idle=False, must_look_first=now >= remote.look_for_successor_at)
-    return remote
+    if (is_idle := not has_open(local)) == remote.is_idle:
+        return remote
+    must_look = not is_idle and now >= remote.look_for_successor_at
+    return replace(remote, is_idle=is_idle, must_look_first=must_look)
 
 
 def _towards_decision(

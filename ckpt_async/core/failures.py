@@ -99,6 +99,25 @@ def in_vain(local: Local) -> list[int]:
     return [each.id.step for each in left if each.id.generation == local.generation]
 
 
+def fenced(generation: int, by: int) -> FencedError:
+    """Return what to raise in a trainer of this generation.
+
+    It is fenced `by` a newer one, or by another start that has taken the number of its own.
+    """
+    if by <= generation:
+        return FencedError(
+            f"another start has taken generation {generation} of this run, which is this trainer's: the remote was"
+            " wiped or put back to an older state",
+            hint="stop this process; its files stay in its folder. Use another remote or run for one of them",
+        )
+    return FencedError(
+        f"generation {by} of this run has started; this trainer is generation {generation}",
+        hint="stop this process; what all ranks have sealed will still be finished. If you did not start the run"
+        " again, other ranks of this start have moved to that generation, because they saw no heartbeat of its"
+        " first rank: restart all ranks",
+    )
+
+
 def why_in_vain(
     local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int] | None
 ) -> CkptAsyncError | None:
@@ -112,11 +131,8 @@ def why_in_vain(
         f" {named('step', steps)}"
     )
     if fenced_by is not None:
-        return FencedError(
-            f"{nothing}: generation {fenced_by} of this run has started",
-            hint="if you did not restart the run, other ranks of this start have moved to that generation,"
-            " because they saw no sign of life from this one; restart all ranks",
-        )
+        error = fenced(local.generation, fenced_by)
+        return FencedError(f"{nothing}: {error.without_hint}", hint=error.hint)
     if absent_ranks is None:
         return UploadFailedError(
             f"{nothing}, and the store did not answer in time which ranks opened it",

@@ -13,9 +13,9 @@ from typing import Any
 
 from ckpt_async.core import retention
 from ckpt_async.core.arguments import shown
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import SettingsError
 
-MIB = 1 << 20
 ENVIRONMENT_PREFIX = "CKPT_ASYNC_"
 # Recorded in the journal, so that `drain` treats the user's files and pointers as the trainer would have.
 INHERITED = ("num_checkpoints_to_keep", "local_retention", "latest_filename", "composer_symlink")

@@ -1,8 +1,10 @@
-"""Human-readable sizes, durations and lists of ranks. Pure."""
+"""The unit of sizes, and human-readable sizes, durations and lists of ranks. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+MIB = 1 << 20
 
 MAX_SHOWN = 8
 

@@ -313,7 +313,10 @@ async def _is_of_us(state: State, checkpoint: LocalCheckpoint, decision: Decisio
 
 
 def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
-    """Record a decision that was read back from the store."""
+    """Record a decision that was read back from the store, unless a look or an attempt beside this one has done so."""
+    known = state.fresh_local().checkpoints.get(checkpoint.id)
+    if known is None or known.decision is not None:
+        return
     event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded)
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
     state.record(event, notices=state.teller.decided(decision))

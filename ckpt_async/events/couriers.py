@@ -33,6 +33,15 @@ JOURNAL_RETRY_S = 1.0
 
 T = TypeVar("T")
 
+_OFFSET_S = time.time() - time.monotonic()
+
+
+def clock() -> float:
+    """Return the time at which attempts are due: that of the wall clock when this process began, and what has passed
+    since. Later steps of the wall clock neither hold up a retry nor make an event old.
+    """
+    return _OFFSET_S + time.monotonic()
+
 
 @dataclass(frozen=True, slots=True)
 class Deliveries:
@@ -81,6 +90,7 @@ class Courier:
         self._ends_at: float | None = None  # set by `close`; what is due only later is left in the outbox
         self._is_closed = False
         self._over = threading.Event()
+        self._failing: dict[int, float] = {}  # since when, by sequence
         self._stuck: set[int] = set()  # threads that wait for the journal
         self._num_taken = 0
         self.num_delivered = self.num_dropped = 0  # so far, without those that nobody wants any more
@@ -104,7 +114,7 @@ class Courier:
             return
         self._is_closed = True
         deadline = time.monotonic() + grace_s
-        self._ends_at = time.time() + grace_s
+        self._ends_at = clock() + grace_s
         self._bell.set()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -184,7 +194,7 @@ class Courier:
             ends_at = self._ends_at
             if ends_at is not None and next_at >= ends_at:
                 return None
-            self._bell.wait(min(POLL_S, max(0.0, next_at - time.time())))
+            self._bell.wait(min(POLL_S, max(0.0, next_at - clock())))
         return None
 
     def _look(self) -> tuple[Waiting | None, float]:
@@ -195,8 +205,9 @@ class Courier:
         with self._lock:
             waiting = self._outbox.waiting(self._sink.name)
             free = [each for each in waiting if each.sequence not in self._busy]
-            now = time.time()
-            due = next((each for each in free if each.next_at <= now), None)
+            now = clock()
+            # No pause is longer than RETRY_MAX_S: what an earlier process has put off for longer had another time.
+            due = next((each for each in free if not now < each.next_at <= now + RETRY_MAX_S), None)
             if due is not None:
                 self._busy.add(due.sequence)
                 if len(free) > 1:
@@ -209,6 +220,7 @@ class Courier:
             is_due = self._num_taken % TIDY_EVERY == 1
         if is_due and (num := self._patiently(lambda: self._outbox.tidy(self._sink.name))):
             self._count(num_dropped=num)
+            self._failing.clear()  # those that are gone were the oldest
             logger.error(
                 "events_dropped sink=%s num=%d: too many were waiting to be delivered", self._sink.name, num
             )
@@ -234,6 +246,7 @@ class Courier:
             logger.exception("event_sink_failed %s", told)
             return self._failed(waiting, told, repr(error))
         self._patiently(lambda: self._outbox.delivered(waiting.sequence))
+        self._failing.pop(waiting.sequence, None)
         logger.info("event_delivered %s", told)
         return self._count(num_delivered=1)
 
@@ -243,10 +256,13 @@ class Courier:
             self.num_dropped += num_dropped
 
     def _failed(self, waiting: Waiting, told: str, why: str) -> None:
-        num_attempts, now = waiting.num_attempts + 1, time.time()
+        num_attempts, now = waiting.num_attempts + 1, clock()
+        # Only of what an earlier process has tried already, the age is that by the wall clock.
+        since = self._failing.setdefault(waiting.sequence, waiting.made_at if waiting.num_attempts else now)
         is_last = self._sink.max_attempts is not None and num_attempts >= self._sink.max_attempts
-        if is_last or now - waiting.made_at > MAX_AGE_S:
+        if is_last or now - since > MAX_AGE_S:
             self._patiently(lambda: self._outbox.dropped(waiting.sequence))
+            self._failing.pop(waiting.sequence, None)
             logger.error("event_dropped %s attempts=%d error=%s", told, num_attempts, why)
             return self._count(num_dropped=1)
         pause_s = min(RETRY_MAX_S, 2.0 ** min(waiting.num_attempts, 20)) * random.uniform(0.5, 1.0)

@@ -131,13 +131,13 @@ class Outbox:
             database.begin(self._connection)
             put(self._connection, notices, now)
 
-    def waiting(self, sink: str, limit: int = 100) -> list[Waiting]:
-        """Return the notices that wait for one sink, in the order in which they are due."""
+    def waiting(self, sink: str) -> list[Waiting]:
+        """Return the first notices that wait for one sink, in the order in which they are due."""
         with self._checked(), self._lock:
             rows = self._connection.execute(
                 "SELECT sequence, body, made_at, num_attempts, next_at FROM outbox"
-                " WHERE sink = ? AND NOT is_done ORDER BY next_at, sequence LIMIT ?",
-                (sink, limit),
+                " WHERE sink = ? AND NOT is_done ORDER BY next_at, sequence LIMIT 100",
+                (sink,),
             ).fetchall()
         return [Waiting(*row) for row in rows]
 

@@ -75,7 +75,7 @@ class FolderWatch:
             for (id_, shard), sent in of_rank.items()
         }
         status = view(locals_, progress, now)
-        rates = self._rates.setdefault(kind, Rates())
+        rates, now_s = self._rates.setdefault(kind, Rates()), time.monotonic()
         unfinished = {each.id: each.uploaded_bytes for each in status.pending if each.state != "waiting"}
         done = {each.id for each in status.pending if each.state == "waiting"}
         if status.last_committed is not None:
@@ -83,9 +83,9 @@ class FolderWatch:
         return Seen(
             status,
             {rank for rank in status.ranks if has_owner(self.folder, rank, kind)},
-            rates.look(now, unfinished, done),
+            rates.look(now_s, unfinished, done),
             {each.id: missing(kind, each.id) for each in status.pending if each.state == "waiting"},
-            rates.idle_s(now),
+            rates.idle_s(now_s),
         )
 
 

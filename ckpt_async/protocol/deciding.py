@@ -5,15 +5,14 @@ Safe to repeat and to cut short anywhere, as all steps of the protocol.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_async.core import agreement, keys, records
-from ckpt_async.core.model import CheckpointId, Decision, Outcome, StoredShard
+from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt, StoredShard
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.protocol.cas import create_once, read
 from ckpt_async.protocol.presence import has_receipt, missing, ranks_without_receipt
@@ -61,25 +60,16 @@ async def settle(
     `name` is the checkpoint's, as far as the caller knows; then the shards are listed while the receipts are read.
     `rank` is the caller's own: raises UploadsLostError if it can upload again what is lost. Unless `may_give_up`,
     raises OthersLostError if another rank can. Nothing is decided then.
-    `known` are receipts by rank that the caller has just written or read. `alongside`: see `decide_once`. Returns what
-    was decided, by us or by another, and whether it was us; None if a receipt is missing.
+    `known` are receipts by rank that the caller has just written or read. `alongside` is called once the decision is in
+    the store, and awaited while the boundary is read. Returns what was decided, by us or by another, and whether it was
+    us; None if a receipt is missing.
 
     If the store refuses the decision for longer than `VALID_S`, everything is compared again before the next retry, and
     if it takes longer over one attempt, afterwards: then UploadsLostError means that the checkpoint may be committed.
     """
-    find_out = functools.partial(
-        _find_out,
-        store,
-        checkpoint,
-        world_size=world_size,
-        by=by,
-        now=now,
-        name=name,
-        rank=rank,
-        known=known,
-        may_give_up=may_give_up,
-        clock=clock,
-    )
+    find_out = _Comparison(
+        store, checkpoint, world_size, by, now, name, rank, known, may_give_up, clock
+    ).find_out
     found: tuple[Decision, float] | None = None
 
     async def attempt(once: PatientStore) -> tuple[Decision, bytes] | None:
@@ -103,77 +93,97 @@ async def settle(
     return decided
 
 
-async def _find_out(
-    store: PatientStore,
-    checkpoint: CheckpointId,
-    *,
-    world_size: int,
-    by: str,
-    now: float,
-    name: str,
-    rank: int | None,
-    known: Mapping[int, bytes],
-    may_give_up: bool,
-    clock: Callable[[], float],
-) -> tuple[Decision, float] | None:
-    """Return what is to be decided, and until when that is to be relied upon; None if a receipt is missing."""
-    seen_at = clock()
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """See `settle`."""
 
-    async def listed() -> Listing | None:
-        return await store.list(keys.data_prefix(name, checkpoint.generation)) if name else None
+    store: PatientStore
+    checkpoint: CheckpointId
+    world_size: int
+    by: str
+    now: float
+    name: str
+    rank: int | None
+    known: Mapping[int, bytes]
+    may_give_up: bool
+    clock: Callable[[], float]
 
-    async def are_known_there() -> bool:
-        return all(await all_or_none(has_receipt(store, checkpoint, each) for each in known))
+    async def find_out(self) -> tuple[Decision, float] | None:
+        """Return what is to be decided, and until when that is to be relied upon; None if a receipt is missing."""
+        store, seen_at = self.store, self.clock()
+        reading = read_receipts(store, self.checkpoint, self.world_size, self.known)
+        raw, (listing, are_there) = await both(
+            reading, both(self._listed(self.name), self._are_known_there())
+        )
+        if not are_there:
+            raise UploadsLostError
+        if raw is None:
+            return None
+        receipts = [receipt_from(data, self.checkpoint, each) for each, data in enumerate(raw)]
+        obstacle, name = agreement.obstacle(self.checkpoint, receipts), agreement.name_of(receipts)
+        if obstacle is None:
+            found = await self._losses(receipts, name, listing, seen_at)
+            if found is None:
+                return None
+            obstacle, seen_at = found
+        outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
+        wanted = new_decision(
+            self.checkpoint,
+            outcome,
+            name=name,
+            world_size=self.world_size,
+            by=self.by,
+            now=self.now,
+            reason=obstacle or "",
+        )
+        if obstacle is None:
+            algorithm = store.capabilities.checksum_algorithm
+            wanted = replace(
+                wanted,
+                receipts=tuple(checksum_of(data, algorithm) for data in raw),
+                num_shards=sum(len(receipt.shards) for receipt in receipts),
+                size_bytes=sum(receipt.size_bytes for receipt in receipts),
+                metrics=agreement.merged_metrics(receipts),
+            )
+        return wanted, seen_at + VALID_S
 
-    async def seen() -> tuple[Listing | None, bool]:
-        return await both(listed(), are_known_there())
+    async def _listed(self, name: str) -> Listing | None:
+        if not name:
+            return None
+        return await self.store.list(keys.data_prefix(name, self.checkpoint.generation))
 
-    raw, (listing, are_there) = await both(read_receipts(store, checkpoint, world_size, known), seen())
-    if not are_there:
-        raise UploadsLostError
-    if raw is None:
-        return None
-    receipts = [receipt_from(data, checkpoint, each) for each, data in enumerate(raw)]
-    obstacle, agreed_name = agreement.obstacle(checkpoint, receipts), agreement.name_of(receipts)
-    if obstacle is None:
+    async def _are_known_there(self) -> bool:
+        return all(await all_or_none(has_receipt(self.store, self.checkpoint, each) for each in self.known))
+
+    async def _losses(
+        self, receipts: Sequence[Receipt], name: str, listing: Listing | None, seen_at: float
+    ) -> tuple[str | None, float] | None:
+        """Return what the store has lost (if anything), and when it was asked; None if a receipt is missing.
+
+        `listing` is one of the shards, of the time `seen_at`, at which the receipts were there, too.
+        """
         shards = [shard for receipt in receipts for shard in receipt.shards]
         gone: Sequence[StoredShard] = ()
         for _ in range(MAX_COMPARISONS):
-            is_old = clock() - seen_at > VALID_S
-            if is_old:
-                seen_at = clock()
-                without = await ranks_without_receipt(store, checkpoint, world_size)
-                if rank in without:
+            if self.clock() - seen_at > VALID_S:
+                listing, seen_at = None, self.clock()
+                without = await ranks_without_receipt(self.store, self.checkpoint, self.world_size)
+                if self.rank in without:
                     raise UploadsLostError
                 if without:
                     return None
-            if listing is None or is_old:
-                listing = await store.list(keys.data_prefix(agreed_name, checkpoint.generation))
-            gone = await missing(store, shards, listing)
-            if clock() - seen_at <= VALID_S:
+            gone = await missing(self.store, shards, listing or await self._listed(name))
+            if self.clock() - seen_at <= VALID_S:
                 break
         losers = agreement.losers(gone, receipts)
-        if rank in losers:
+        if self.rank in losers:
             raise UploadsLostError
-        if not all(await all_or_none(has_receipt(store, checkpoint, each) for each in losers)):
+        if not all(await all_or_none(has_receipt(self.store, self.checkpoint, each) for each in losers)):
             return None  # a rank that has lost its receipt, too, uploads everything again
-        obstacle = agreement.lost(gone, losers)
-        if obstacle is not None and not may_give_up:
-            raise OthersLostError(obstacle)
-    outcome = Outcome.COMMIT if obstacle is None else Outcome.ABORT
-    wanted = new_decision(
-        checkpoint, outcome, name=agreed_name, world_size=world_size, by=by, now=now, reason=obstacle or ""
-    )
-    if obstacle is None:
-        algorithm = store.capabilities.checksum_algorithm
-        wanted = replace(
-            wanted,
-            receipts=tuple(checksum_of(data, algorithm) for data in raw),
-            num_shards=sum(len(receipt.shards) for receipt in receipts),
-            size_bytes=sum(receipt.size_bytes for receipt in receipts),
-            metrics=agreement.merged_metrics(receipts),
-        )
-    return wanted, seen_at + VALID_S
+        lost = agreement.lost(gone, losers)
+        if lost is not None and not self.may_give_up:
+            raise OthersLostError(lost)
+        return lost, seen_at
 
 
 async def read_receipts(
@@ -190,15 +200,12 @@ async def read_receipts(
     return [there[rank] for rank in range(world_size)] if len(there) == world_size else None
 
 
-async def decide_once(
-    store: PatientStore, wanted: Decision, alongside: Alongside | None = None
-) -> tuple[Decision, bool]:
+async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, bool]:
     """Create the decision unless there is one (rule R4). Returns the decision that holds now, and whether it is ours.
 
-    `alongside` is called once the decision is in the store, and awaited while the boundary is read.
     A decision below the boundary is void: an older one was collected, so the checkpoint was settled long ago.
     """
-    return await _decided(store, wanted, await _create(store, wanted), alongside)
+    return await _decided(store, wanted, await _create(store, wanted))
 
 
 async def _create(store: PatientStore, wanted: Decision) -> bytes:
@@ -207,7 +214,7 @@ async def _create(store: PatientStore, wanted: Decision) -> bytes:
 
 
 async def _decided(
-    store: PatientStore, wanted: Decision, there: bytes, alongside: Alongside | None
+    store: PatientStore, wanted: Decision, there: bytes, alongside: Alongside | None = None
 ) -> tuple[Decision, bool]:
     id_ = wanted.checkpoint
     try:

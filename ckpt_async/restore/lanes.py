@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-MIB = 1 << 20
+from ckpt_async.core.units import MIB
+
 # How long a request should take. A longer one loses more with a broken connection, or may end after all the
 # others; a shorter one loses more to round trips.
 REQUEST_S = 1.0

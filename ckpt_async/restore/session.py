@@ -245,9 +245,7 @@ class _NoLease(HeldLease):
 
 
 @contextlib.asynccontextmanager
-async def leased(
-    session: Session, checkpoint: Checkpoint, ttl_s: float = LEASE_TTL_S
-) -> AsyncIterator[HeldLease]:
+async def leased(session: Session, checkpoint: Checkpoint) -> AsyncIterator[HeldLease]:
     """Hold a lease on the checkpoint for the duration of the block. The block starts while the lease is still being
     taken, which is three round trips. Checkpoints of other tools cannot be leased.
 
@@ -257,7 +255,7 @@ async def leased(
     if checkpoint.format != OWN_FORMAT:
         yield _NoLease()
         return
-    held = HeldLease(session, Lease(checkpoint.id, _reader_name(), ttl_s))
+    held = HeldLease(session, Lease(checkpoint.id, _reader_name(), LEASE_TTL_S))
     keeping = asyncio.ensure_future(held.keep())
     try:
         yield held

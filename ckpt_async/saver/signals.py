@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -9,6 +10,8 @@ from types import FrameType
 from typing import Any
 
 from ckpt_async.errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 
 def on_signals(numbers: Sequence[int], action: Callable[[], None]) -> Callable[[], None]:
@@ -29,31 +32,43 @@ def on_signals(numbers: Sequence[int], action: Callable[[], None]) -> Callable[[
         if callable(earlier):
             earlier(number, frame)
 
-    try:
-        for number in numbers:
-            before[number] = signal.signal(number, handle)
-    except (OSError, ValueError, TypeError) as error:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-        raise SettingsError(f"save_signals={list(numbers)!r}: {error}") from None
-
     def undo() -> None:
         if threading.current_thread() is threading.main_thread():
             for number, earlier in before.items():
                 if signal.getsignal(number) is handle:
                     signal.signal(number, earlier)
 
+    try:
+        for number in numbers:
+            before[number] = signal.getsignal(number)  # first: the signal may come at once
+            signal.signal(number, handle)
+    except (OSError, ValueError, TypeError) as error:
+        undo()
+        raise SettingsError(f"save_signals={list(numbers)!r}: {error}") from None
     return undo
 
 
 def watch(action: Callable[[], None], period_s: float) -> Callable[[], None]:
-    """Call `action` every `period_s` seconds on a thread. Returns a function that stops this after one last call."""
+    """Call `action` every `period_s` seconds on a thread. Returns a function that stops this after one last call.
+
+    An exception is logged, once until another one comes, and the next call is made nevertheless.
+    """
     over = threading.Event()
+    logged = ""
+
+    def act() -> None:
+        nonlocal logged
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001  the next call may succeed
+            if repr(error) != logged:
+                logged = repr(error)
+                logger.warning("saver_watch_failed error=%r", error)
 
     def work() -> None:
         while not over.wait(period_s):
-            action()
-        action()
+            act()
+        act()
 
     thread = threading.Thread(target=work, name="ckpt-async-watch", daemon=True)
     thread.start()

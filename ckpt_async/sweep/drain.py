@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -86,7 +87,7 @@ async def drain(
         raise journals.none_in(path)
     reports: list[RankReport] = []
     adoptions: list[_Adoption] = []
-    shared: dict[str, Budgets] = {}
+    shared = defaultdict[str, Budgets](lambda: Budgets(settings or Settings()))
     with contextlib.ExitStack() as held:
         for kind in journals.kinds(path):
             opened = Folder(path, kind=kind)
@@ -97,9 +98,6 @@ async def drain(
             if not is_original_lost:
                 await in_thread(_refuse_copies_without_times, opened, adopted)
             for address, ranks in await in_thread(_by_remote, opened, adopted, changed):
-                budgets = shared.setdefault(
-                    keys.run_remote(address.url, kind), Budgets(settings or Settings())
-                )
                 adoptions.append(
                     _Adoption(
                         opened,
@@ -108,7 +106,7 @@ async def drain(
                         settings or Settings(),
                         timeout_s,
                         ranks,
-                        budgets,
+                        shared[keys.run_remote(address.url, kind)],
                         is_original_lost=is_original_lost,
                     )
                 )

@@ -137,7 +137,7 @@ def _pickled(result: object) -> bytes:
     return sent
 
 
-def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+def on_all_ranks(work: Callable[[], T]) -> T:
     """Call `work` on every rank and return each rank's own result. A collective.
 
     If it raises on any rank, all ranks raise: DamagedCheckpointError if a checkpoint could not be used on one of them,
@@ -151,9 +151,9 @@ def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = Non
     if is_alone():
         told = [] if failure is None else [(0, failure)]
     else:
-        boxes: list[Any] = [None] * dist.get_world_size(group)
+        boxes: list[Any] = [None] * dist.get_world_size()
         own = None if failure is None else (dist.get_rank(), sendable(failure))
-        dist.all_gather_object(boxes, own, group=group)
+        dist.all_gather_object(boxes, own)
         told = [each for each in boxes if each is not None]
     if not told:
         return result

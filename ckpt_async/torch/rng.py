@@ -29,7 +29,7 @@ _KINDS = ("python", "numpy", "torch", "cuda")
 _SHARDED = re.compile(rf"rng\.([0-9]+)\.(?:{'|'.join(_KINDS)})(?:\..+)?")
 
 
-def capture_rng(*, all_ranks: bool = False, group: dist.ProcessGroup | None = None) -> Any:
+def capture_rng(*, all_ranks: bool = False) -> Any:
     """Return this rank's random number generators, as a dict.
 
     Its keys are `python`, `torch`, `numpy` if it is loaded, and `cuda` (a list, of all devices that this process sees)
@@ -40,8 +40,8 @@ def capture_rng(*, all_ranks: bool = False, group: dist.ProcessGroup | None = No
         return _capture()
     if is_alone():
         return [_capture()]
-    states: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(states, _capture(), group=group)
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, _capture())
     return states
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from ckpt_async.events.callback import Callback
-from ckpt_async.events.couriers import Courier
+from ckpt_async.events.couriers import Courier, clock
 from ckpt_async.events.event import Event
 from ckpt_async.events.telling import parse_wants
 from ckpt_async.runners import Start
@@ -38,7 +38,7 @@ class Events:
             return
         outbox = self._engine.journal.outbox()
         left_s = max(0.0, min(deadline - time.monotonic(), self._grace_s))
-        before = time.time() + left_s
+        before = clock() + left_s
         self._engine.wait_until(
             lambda _: not outbox.num_due(self._sinks, before), time.monotonic() + left_s, poll_s=POLL_S
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ckpt_async.core.failures import fenced
 from ckpt_async.core.keys import journal_name
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
@@ -111,8 +112,7 @@ class Exporter:
         if (death := self.engine.runner.death) is not None:
             return f"the engine has died: {death!r}"
         if (fenced_by := self._fenced_by) is not None:
-            ours = self.engine.generation
-            return f"fenced: generation {fenced_by} of this run has started, but this is generation {ours}"
+            return f"fenced: {fenced(self.engine.generation, fenced_by).without_hint}"
         return ""
 
     @property

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ckpt_async.core import arguments
-from ckpt_async.core.failures import Failure, to_raise
+from ckpt_async.core.failures import Failure, fenced, to_raise
 from ckpt_async.core.model import CheckpointId, Event, Retried, Shard
 from ckpt_async.core.observe import Observer
-from ckpt_async.errors import FencedError, UploaderClosedError, UploadFailedError
+from ckpt_async.errors import UploaderClosedError, UploadFailedError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, runner_of
@@ -114,19 +114,8 @@ class EngineHandle:
 
     def check_not_fenced(self) -> None:
         fenced_by = self.view().fenced_by
-        if fenced_by is not None and fenced_by <= self.generation:
-            raise FencedError(
-                f"another start has taken generation {self.generation} of this run, which is this trainer's: the"
-                " remote was wiped or put back to an older state",
-                hint="stop this process; its files stay in its folder. Use another remote or run for one of them",
-            )
         if fenced_by is not None:
-            raise FencedError(
-                f"generation {fenced_by} of this run has started; this trainer is generation {self.generation}",
-                hint="stop this process; what it has sealed will still be finished. If you did not start the"
-                " run again, other ranks of this start saw no heartbeat of its first rank: restart all"
-                " ranks",
-            )
+            raise fenced(self.generation, fenced_by)
 
     def end(self, deadline: float = 0.0) -> None:
         """Stop the engine once nobody is flushing any more; from then on, nothing new is started. Idempotent.

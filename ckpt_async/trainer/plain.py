@@ -8,10 +8,9 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from ckpt_async.core import naming
 from ckpt_async.errors import (
@@ -24,6 +23,7 @@ from ckpt_async.local.links import identity_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners.loop import new_loop
 from ckpt_async.stores import StoreOptions, check_key_length
+from ckpt_async.threads import LoopThread
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.source import Source
 from ckpt_async.transfer.upload import upload
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 # As long as an `Uploader` waits for a store that is being restarted.
 OPEN_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +82,9 @@ class PlainUploader:
         self._num_staged = 0
         self._is_closed = False
         self.failures: dict[str, Exception] = {}
-        self._loop = new_loop()
-        threading.Thread(target=self._loop.run_forever, name="ckpt-async-plain", daemon=True).start()
+        self._thread = LoopThread("ckpt-async-plain", new_loop())
         try:
-            self._call(self._store.open(OPEN_TIMEOUT_S)).result()
+            self._thread.begin(self._store.open(OPEN_TIMEOUT_S)).result()
         except BaseException:
             self._stop()
             raise
@@ -120,7 +117,7 @@ class PlainUploader:
             self._waiting[key] = staged
             if key not in self._sending:
                 self._sending.add(key)
-                self._call(self._send(key))
+                self._thread.begin(self._send(key))
         if older is not None:
             older.path.unlink(missing_ok=True)
 
@@ -148,9 +145,6 @@ class PlainUploader:
         self.close()
 
     # --- within --------------------------------------------------------------------------------------------
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def _next(self, key: str) -> _Staged | None:
         with self._lock:
@@ -206,11 +200,12 @@ class PlainUploader:
             await self._store.close()
             for task in asyncio.all_tasks() - {asyncio.current_task()}:
                 task.cancel()
-            await self._loop.shutdown_default_executor()
+            await asyncio.get_running_loop().shutdown_default_executor()
 
         try:
-            self._call(close()).result(_STOP_TIMEOUT_S)
+            self._thread.begin(close()).result(_STOP_TIMEOUT_S)
         except (TimeoutError, StoreError) as error:
             logger.warning("plain_uploader_not_stopped error=%r", error)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._staging.cleanup()
+        finally:
+            self._thread.close()
+            self._staging.cleanup()

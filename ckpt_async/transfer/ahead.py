@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt_async.core.model import FileIdentity
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.stores.interface import Store, StoredPart
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
 from ckpt_async.transfer.source import Source
-from ckpt_async.transfer.upload import MIB, PlannedPart, Resume, send_part
+from ckpt_async.transfer.upload import PlannedPart, Resume, send_part
 
 logger = logging.getLogger(__name__)
 

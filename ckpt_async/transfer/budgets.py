@@ -47,7 +47,7 @@ class Budgets:
         self.bandwidth = Bandwidth(settings.max_bytes_per_s)
 
     def close(self) -> None:
-        """Release the process's place on the node's link. Called by whoever made the budgets. Idempotent."""
+        """Release the process's place on the node's link now, not only once nobody has the budgets. Idempotent."""
         self.bulk.close()
 
 

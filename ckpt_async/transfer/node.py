@@ -26,8 +26,9 @@ Direction = Literal["up", "down"]
 _SLOT = struct.Struct("=dQQ")
 _NUM_SLOTS = 4096 // _SLOT.size
 # A process that moves bytes writes its slot several times a second: one older than BUSY_S moves nothing now. A slot
-# older than ABANDONED_S may be taken over, along with its count of bytes.
-BUSY_S, ABANDONED_S = 1.0, 60.0
+# older than ABANDONED_S may be taken over, along with its count of bytes: its process has ended, or was idle. So a
+# process that was idle for IDLE_S looks whether its slot is still its own.
+BUSY_S, IDLE_S, ABANDONED_S = 1.0, 30.0, 60.0
 
 
 class Node:
@@ -37,7 +38,9 @@ class Node:
         folder = Path(environment.get("XDG_RUNTIME_DIR") or "/dev/shm")  # noqa: S108  the file's owner is checked
         self._path = folder / f"ckpt-async-{os.getuid()}-{direction}"
         self._file: int | None = None  # its descriptor
-        self._slot = self._base_bytes = 0
+        self._slot = self._base_bytes = 0  # its slot, and what that had counted before this process
+        self._told_s: float | None = None  # when it last wrote there
+        self._told_bytes = 0
         self._is_alone = False
 
     def tell(self, moved_bytes: int, num_requests: int, now_s: float) -> tuple[int, list[int]]:
@@ -70,8 +73,9 @@ class Node:
         if self._file is not None:
             file, self._file = self._file, None
             with contextlib.suppress(OSError, struct.error):
-                moved_bytes = _slots(file)[self._slot][2]
-                _write(file, self._slot, -math.inf, 0, moved_bytes)
+                told_s, _, moved_bytes = _slots(file)[self._slot]
+                if told_s == self._told_s:
+                    _write(file, self._slot, -math.inf, 0, moved_bytes)
             with contextlib.suppress(OSError):
                 os.close(file)
 
@@ -80,29 +84,38 @@ class Node:
 
     def _told(self, moved_bytes: int, num_requests: int, now_s: float) -> list[tuple[float, int, int]]:
         if self._file is None:
-            self._join(now_s)
-        assert self._file is not None
+            self._file = _opened(self._path)
+        if self._told_s is None or now_s - self._told_s > IDLE_S:
+            self._join(self._file, now_s)
         _write(self._file, self._slot, now_s, num_requests, self._base_bytes + moved_bytes)
+        self._told_s, self._told_bytes = now_s, moved_bytes
         return _slots(self._file)
 
-    def _join(self, now_s: float) -> None:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with contextlib.ExitStack() as opened:
-            opened.callback(os.close, descriptor)
-            facts = os.fstat(descriptor)
-            if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode):
-                raise OSError("it belongs to another user, or is not a regular file")
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, _NUM_SLOTS * _SLOT.size)
-            for number, (told_s, _, moved_bytes) in enumerate(_slots(descriptor)):
-                if abs(now_s - told_s) > ABANDONED_S:
-                    _write(descriptor, number, now_s, 0, moved_bytes)
-                    self._slot, self._base_bytes = number, moved_bytes
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
-                    opened.pop_all()
-                    self._file = descriptor
-                    return
-            raise OSError("all slots are taken")
+    def _join(self, file: int, now_s: float) -> None:
+        """Take a free slot, unless this process still has one."""
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            os.ftruncate(file, _NUM_SLOTS * _SLOT.size)
+            slots = _slots(file)
+            if slots[self._slot][0] != self._told_s:
+                free = (number for number, each in enumerate(slots) if abs(now_s - each[0]) > ABANDONED_S)
+                taken = next(free, None)
+                if taken is None:
+                    raise OSError("all slots are taken")
+                self._slot, self._base_bytes = taken, slots[taken][2] - self._told_bytes
+            _write(file, self._slot, now_s, 0, slots[self._slot][2])
+            self._told_s = now_s
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _opened(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    facts = os.fstat(descriptor)
+    if facts.st_uid != os.getuid() or not stat.S_ISREG(facts.st_mode):
+        os.close(descriptor)
+        raise OSError("it belongs to another user, or is not a regular file")
+    return descriptor
 
 
 def _slots(file: int) -> list[tuple[float, int, int]]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ckpt_async.core.model import Checksum, FileIdentity
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import check_unchanged
 from ckpt_async.stores.bodies import LocalWriter
@@ -26,7 +27,6 @@ from ckpt_async.stores.interface import BodyWriter, Sink
 from ckpt_async.threads import result_of
 from ckpt_async.transfer.progress import Progress
 
-MIB = 1 << 20
 # How much is read and checksummed at a time. Training in the same interpreter loses a moment with each slice; two of
 # them are in memory.
 SLICE_BYTES = 16 * MIB
@@ -177,14 +177,12 @@ class Source:
             data += more
         return data
 
-    def read_into(self, piece: memoryview, offset: int, flags: int = 0) -> None:
+    def read_into(self, piece: memoryview, offset: int) -> None:
         """Fill `piece` from the file. If the file ends early, it was truncated, and SourceError is raised."""
         filled = 0
         while filled < len(piece):
             try:
-                count = os.preadv(self.descriptor, [piece[filled:]], offset + filled, flags)
-            except BlockingIOError:
-                raise
+                count = os.preadv(self.descriptor, [piece[filled:]], offset + filled)
             except OSError as error:
                 raise self.unreadable(error) from error
             if count == 0:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_async.core.model import Checksum
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, IntegrityError, ObjectNotFoundError, SourceError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of, combine
 from ckpt_async.stores.interface import Capabilities, ObjectInfo, Sink, SmallPut, Store, StoredPart
@@ -22,8 +23,6 @@ from ckpt_async.transfer.together import all_or_none
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def run_beside(
         ended.shorten(grace_s)
         waker.wake()
 
-    with _passing_on(hurry) as (children, early):
+    with contextlib.closing(waker), _passing_on(hurry) as (children, early):
         # Descriptors that we opened are closed on exec; those that we were given (`<(…)`, a pipe) are the
         # command's.
         child = subprocess.Popen(command, env=dict(environment), close_fds=False)

@@ -31,6 +31,8 @@ from ckpt_async.watch.tree import Identity, Tree
 
 # A file that was added to a checkpoint and is no larger than this may still be written to, so it is copied.
 MAX_LOG_BYTES = 16 << 20
+# This many of the settled entries whose files are gone are kept.
+MAX_GONE = 1000
 
 
 class State(enum.Enum):
@@ -337,14 +339,14 @@ class Entries:
                 return False
         return True
 
-    def forget_gone(self, tree: Tree, *, num_kept: int = 1000) -> None:
-        """Drop settled entries whose files have all left the folder, except for the newest `num_kept`."""
+    def forget_gone(self, tree: Tree) -> None:
+        """Drop settled entries whose files have all left the folder, except for the newest MAX_GONE."""
         gone = [
             each
             for each in sorted(self.all.values(), key=lambda each: each.number)
             if each.is_settled and not any(tree.files.get(path) == was for path, was in each.files.items())
         ]
-        for entry in gone[:-num_kept]:
+        for entry in gone[:-MAX_GONE]:
             self.drop(entry)
 
 

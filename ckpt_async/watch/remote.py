@@ -6,7 +6,7 @@ The calls block. They come from one thread and use one connection.
 from __future__ import annotations
 
 import asyncio
-import threading
+import contextlib
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from ckpt_async.protocol.cas import create_once, if_readable, read
 from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.restore.checkpoint import RemoteFile, files_of
 from ckpt_async.stores import StoreOptions
+from ckpt_async.threads import LoopThread
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.watch.announcement import Announcement
@@ -35,21 +36,18 @@ class Remote:
     """A run in the store. Opening it raises whatever keeps the run from being read."""
 
     def __init__(self, url: str, options: StoreOptions | None, settings: Settings, *, writes: bool) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="ckpt-async-watch", daemon=True)
-        self._thread.start()
         self.meanwhile: Callable[[], None] = lambda: None  # called periodically while waiting for an answer
         self._bulk = connect(url, options, settings)
-        try:
+        self._thread = LoopThread("ckpt-async-watch", asyncio.new_event_loop())
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._thread.close)
+            opened.callback(lambda: self.call(lambda _: self._bulk.close()))
             self.call(lambda _: self._bulk.open(OPEN_TIMEOUT_S, is_read_only=not writes))
-        except BaseException:
-            self._stop()
-            raise
+            self._opened = opened.pop_all()
 
     def call(self, work: Callable[[PatientStore], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine with the store, and wait for its end."""
-        store = self._bulk.answering_within(ANSWER_TIMEOUT_S)
-        answer = asyncio.run_coroutine_threadsafe(work(store), self._loop)
+        answer = self._thread.begin(work(self._bulk.answering_within(ANSWER_TIMEOUT_S)))
         try:
             return attend(answer, self.meanwhile)
         except BaseException:
@@ -58,13 +56,7 @@ class Remote:
 
     def close(self) -> None:
         self.meanwhile = lambda: None
-        self.call(lambda _: self._bulk.close())
-        self._stop()
-
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._opened.close()
 
     # --- between nodes -------------------------------------------------------------------------------------
 

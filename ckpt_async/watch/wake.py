@@ -135,6 +135,9 @@ class Waker:
                 self._paths.add("/".join(filter(None, (folder, name))))
 
     def close(self) -> None:
-        for descriptor in (self._read, self._write, self._inotify):
+        """Release the descriptors; from then on, `wake` does nothing. Idempotent."""
+        descriptors = self._read, self._write, self._inotify
+        self._read = self._write = self._inotify = -1
+        for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)

@@ -109,3 +109,58 @@ def test_what_an_earlier_process_has_put_there_and_nobody_wants_now_is_dropped(b
     courier = Courier(box, sink, {"committed"})
     wait_until(lambda: sink.steps == [2])
     courier.close(5.0)
+
+
+HOUR_S = 3600.0
+
+
+def step_clock(monkeypatch: pytest.MonkeyPatch, by_s: float) -> None:
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + by_s)
+
+
+@pytest.mark.parametrize("by_s", [-HOUR_S, 100 * HOUR_S])
+def test_a_step_of_the_clock_neither_holds_up_a_retry_nor_makes_an_event_old(
+    box: Box, monkeypatch: pytest.MonkeyPatch, by_s: float
+) -> None:
+    sink = Sink(1)
+    sink.is_away = True
+    put(box, 1)
+    courier = Courier(box, sink)
+    wait_until(lambda: box.num_due(["exec"], 1.0) == 0)  # the retry is put off
+    step_clock(monkeypatch, by_s)
+    wait_until(lambda: len(sink.steps) == 2)
+    sink.is_away = False
+    wait_until(lambda: courier.num_delivered == 1)
+    courier.close(5.0)
+    assert (sink.steps, courier.num_dropped) == ([1, 1, 1], 0)
+
+
+def test_an_event_is_old_only_if_attempts_have_failed_for_long(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Sink(1)
+    sink.is_away = True
+    step_clock(monkeypatch, -100 * HOUR_S)
+    put(box, 1)  # its time is before the step
+    monkeypatch.undo()
+    courier = Courier(box, sink)
+    wait_until(lambda: len(sink.steps) == 2)
+    courier.close(0.0)
+    assert courier.num_dropped == 0
+    (waiting,) = box.waiting("exec")
+    assert waiting.num_attempts >= 1
+    box.retry_now("exec")
+    courier = Courier(box, sink)  # of another process, for which the time counts
+    wait_until(lambda: courier.num_dropped == 1)
+    courier.close(0.0)
+
+
+def test_what_an_earlier_process_with_another_clock_has_put_off_is_due(box: Box) -> None:
+    sink = Sink(1)
+    put(box, 1)
+    (waiting,) = box.waiting("exec")
+    box.failed(waiting.sequence, time.time() + 100 * HOUR_S)
+    courier = Courier(box, sink)
+    wait_until(lambda: courier.num_delivered == 1)
+    courier.close(5.0)

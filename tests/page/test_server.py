@@ -357,7 +357,7 @@ def test_an_uploader_answers_the_probe_until_a_newer_start_fences_it(uploader: U
         for _ in tries():
             if (answer := ask(uploader.page_url, "/healthz"))[0] != 200:
                 break
-    assert answer[2] == b"fenced: generation 2 of this run has started, but this is generation 1\n"
+    assert answer[2] == b"fenced: generation 2 of this run has started; this trainer is generation 1\n"
 
 
 def test_a_dead_engine_fails_the_probe(uploader: Uploader, monkeypatch: pytest.MonkeyPatch) -> None:

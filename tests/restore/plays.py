@@ -127,7 +127,6 @@ def measures(pipe: Connection, checkpoint: Any, small: Any, destination: str) ->
 def holds(pipe: Connection, checkpoint: Any, ttl_s: float) -> None:
     """Open a reader with a short lease and keep it open."""
     session.LEASE_TTL_S = ttl_s
-    session.leased.__wrapped__.__defaults__ = (ttl_s,)  # type: ignore[attr-defined]
     with restore.open(checkpoint):
         pipe.send("open")
         pipe.recv()

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from ckpt_async import restore
+from ckpt_async.core.units import MIB
 from ckpt_async.local import known_link
 from ckpt_async.restore import lanes as lanes_module
 from ckpt_async.restore import partial
 from ckpt_async.restore import session as session_module
-from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, MIB, Pace
+from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, Pace
 from ckpt_async.restore.session import CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.interface import Moved

@@ -281,7 +281,7 @@ async def _held(opened: session.Session, checkpoint: restore.Checkpoint) -> None
 
 
 def _short(monkeypatch: pytest.MonkeyPatch, ttl_s: float) -> None:
-    monkeypatch.setattr(session.leased.__wrapped__, "__defaults__", (ttl_s,))
+    monkeypatch.setattr(session, "LEASE_TTL_S", ttl_s)
 
 
 def _no_margin(monkeypatch: pytest.MonkeyPatch) -> None:

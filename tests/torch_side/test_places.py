@@ -255,3 +255,16 @@ def test_of_a_run_the_newest_checkpoints_file_is_fetched(url: str, tmp_path: Pat
             uploader.seal(step)
             uploader.wait(step, 60)
     assert fetch_file(f"{url}/run", tmp_path / "newest.pt").read_bytes() == b"step 2"
+
+
+def test_of_many_files_this_ranks_is_fetched(url: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    with Uploader(folder, f"{url}/run") as uploader:
+        for rank in range(2):
+            (folder / f"rng-rank{rank}.pt").write_bytes(b"rank %d" % rank)
+            uploader.enqueue(folder / f"rng-rank{rank}.pt", 1)
+        uploader.seal(1)
+        uploader.wait(1, 60)
+    for rank in range(2):
+        fetched = fetch_file(f"{url}/run", tmp_path / f"{rank}.pt", rank=rank)
+        assert fetched.read_bytes() == b"rank %d" % rank

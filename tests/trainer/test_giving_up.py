@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 from ckpt_async import CheckpointAbortedError, InvalidShardError, Uploader, UploadFailedError
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.model import CheckpointId, Failed
 from ckpt_async.core.records import decode_decision
 from ckpt_async.errors import FailureReason, InvalidNameError, StoreError
 from ckpt_async.local import links
@@ -260,3 +260,39 @@ def test_a_link_is_made_again_if_the_engine_has_just_removed_the_spool_s_folder(
         with pytest.raises(InvalidShardError, match="does not exist"):
             uploader.enqueue(uploader.folder / "missing.pt", 2)
     assert (num_removed, decisions(store)) == (3, {CheckpointId(1, 1): "commit"})
+
+
+class LateAnswer(Meddled):
+    """A store in which a request for a decision is answered only once there is one, if that `is_late`."""
+
+    is_late, is_held, num_answered = False, False, 0
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "get" and key.startswith(keys.DECISIONS) and self.is_late:
+            self.is_held = True
+            while not self.keys(keys.DECISIONS):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.1)  # until the engine knows it
+
+    async def after(self, operation: str, key: str) -> None:
+        self.num_answered += operation == "get" and key.startswith(keys.DECISIONS)
+
+
+def test_a_checkpoint_that_is_given_up_while_the_engine_looks_for_its_decision_is_told_once(
+    opened: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LateAnswer()
+    with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
+        store.is_late = True
+        save(uploader, 1)
+        wait_until(lambda: store.is_held, uploader)
+        id_ = CheckpointId(1, 1)
+        uploader._engine.record(Failed(id_, "", FailureReason.SOURCE_MISSING, "by the test"))
+        with pytest.raises(CheckpointAbortedError, match="by the test"):
+            uploader.wait(1, timeout_s=10)
+        wait_until(lambda: store.num_answered == store.asked["get", keys.decision_key(id_)], uploader)
+        save(uploader, 2)  # the engine goes on
+        wait_until(lambda: bool(store.keys(keys.receipts_prefix(CheckpointId(1, 2)))), uploader)
+    told = [each.getMessage() for each in caplog.records if "checkpoint_aborted" in each.getMessage()]
+    assert len(told) == 1
+    assert uploader.metrics.total("ckpt_async_checkpoints_aborted_total") == {store.url: 1}

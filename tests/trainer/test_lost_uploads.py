@@ -464,6 +464,8 @@ def test_a_launch_is_fenced_by_another_start_in_its_wiped_remote(opened: Open) -
         wait_until(lambda: uploader._engine.view().fenced_by is not None, uploader)
         with pytest.raises(FencedError, match="another start has taken generation 1"):
             save(uploader, 3)
+        problem = uploader.exporter.problem
+        assert problem.startswith("fenced: another start has taken generation 1")
     assert json.loads(store.bucket.objects[GENERATION].data)["nonce"] == "nonce"
 
 

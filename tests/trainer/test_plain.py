@@ -1,7 +1,9 @@
 """Files that are not checkpoints are uploaded as they are, in the background, and reported loudly if they fail."""
 
 import logging
+import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -154,3 +156,14 @@ def test_copies_are_removed(tmp_path: Path, log: Path, folder: Path) -> None:
         assert list(copies.iterdir()) == []
     assert list(staging.iterdir()) == []
     shutil.rmtree(folder)
+
+
+def test_nothing_of_a_closed_uploader_is_left(log: Path, folder: Path) -> None:
+    def upload() -> tuple[int, int]:
+        with PlainUploader(f"file://{folder}") as files:
+            files.put(log, "log.txt")
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    left = upload()
+    assert upload() == left
+    assert upload() == left

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.settings import MIB, Settings
+from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.interface import Moved, Store
 from ckpt_async.stores.memory import MemoryStore

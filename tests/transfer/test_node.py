@@ -101,3 +101,32 @@ def test_a_file_that_cannot_be_used_does_no_harm(there: dict[str, str], tmp_path
     assert a.tell(30, 8, NOW_S) == (30, [])
     a.close()
     b.close()
+
+
+def test_whose_slot_was_taken_while_it_was_idle_takes_another(there: dict[str, str]) -> None:
+    """Between two checkpoints a trainer moves nothing for minutes, and another process may begin."""
+    idle, new = Node("up", there), Node("up", there)
+    idle.tell(100, 8, NOW_S)
+    later_s = NOW_S + ABANDONED_S + 1
+    assert new.tell(5, 3, later_s) == (105, [])
+    assert idle.tell(100, 8, later_s + 0.1) == (105, [3])
+    assert new.tell(25, 4, later_s + 0.2) == (125, [8])
+    assert idle.tell(130, 7, later_s + 0.3) == (155, [4])
+
+
+def test_whose_slot_was_not_taken_keeps_it(there: dict[str, str]) -> None:
+    node, other = Node("up", there), Node("up", there)
+    node.tell(100, 8, NOW_S)
+    other.tell(5, 3, NOW_S + ABANDONED_S - 1)
+    assert node.tell(110, 8, NOW_S + 2 * ABANDONED_S) == (115, [])
+    assert node._slot == 0
+
+
+def test_who_ends_after_its_slot_was_taken_leaves_it_to_the_other(there: dict[str, str]) -> None:
+    idle, new, third = (Node("up", there) for _ in range(3))
+    idle.tell(100, 8, NOW_S)
+    later_s = NOW_S + ABANDONED_S + 1
+    new.tell(5, 3, later_s)
+    idle.close()
+    assert third.tell(1, 1, later_s + 0.1) == (106, [3])
+    assert new.tell(6, 3, later_s + 0.2) == (107, [1])

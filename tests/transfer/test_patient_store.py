@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.settings import MIB, Settings
+from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol.cas import advance, create_once, read
 from ckpt_async.stores.checksums import checksum_of

@@ -183,6 +183,27 @@ def test_a_state_of_another_remote_is_refused(place: Place) -> None:
     assert place.once()[1]["error"]["exit_code"] == 2
 
 
+@pytest.mark.parametrize("command", ["watch", "run"])
+def test_a_watcher_that_has_ended_leaves_nothing_open(place: Place, command: str) -> None:
+    """In the process of another program, which calls `ckpt_async.cli.main`."""
+    how = ("--once",) if command == "watch" else ("--", "true")
+
+    def num_open() -> int:
+        save(place, next(steps))
+        assert place.main(*how, command=command)[0] == 0
+        return len(os.listdir("/proc/self/fd"))
+
+    steps = itertools.count(10, 10)
+    before = num_open()
+    assert [num_open(), num_open()] == [before, before]
+
+
+def test_no_concurrent_uploads_are_refused(place: Place) -> None:
+    code, told = place.once("--uploads", "0")
+    assert code == 2
+    assert "num_concurrent_uploads=0 must be from 1 to 1024" in told["error"]["message"]
+
+
 def test_a_watcher_whose_state_is_removed_ends_so_that_a_supervisor_starts_it_again(place: Place) -> None:
     """It refused every further checkpoint, for as long as it ran: `git clean` had removed the state."""
     watching = place.watch()

@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core.model import Checksum
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import ObjectNotFoundError, PreconditionFailedError
 from ckpt_async.stores.azure import answers, blocks
 from ckpt_async.stores.azure.access import Access
@@ -52,7 +53,6 @@ from ckpt_async.stores.interface import (
 )
 from ckpt_async.stores.options import StoreOptions
 
-MIB = 1 << 20
 # "Scalability and performance targets for Blob storage". "Copy Blob From URL" does not copy larger blobs.
 _MAX_BLOCKS, _MAX_COPY_BYTES = 50_000, 256 * MIB
 _AT_ONCE = 16  # small requests of one call that run concurrently
