@@ -112,9 +112,7 @@ class _Comparison:
         """Return what is to be decided, and until when that is to be relied upon; None if a receipt is missing."""
         store, seen_at = self.store, self.clock()
         reading = read_receipts(store, self.checkpoint, self.world_size, self.known)
-        raw, (listing, are_there) = await both(
-            reading, both(self._listed(self.name), self._are_known_there())
-        )
+        raw, (listing, are_there) = await both(reading, self._seen())
         if not are_there:
             raise UploadsLostError
         if raw is None:
@@ -146,6 +144,9 @@ class _Comparison:
                 metrics=agreement.merged_metrics(receipts),
             )
         return wanted, seen_at + VALID_S
+
+    async def _seen(self) -> tuple[Listing | None, bool]:
+        return await both(self._listed(self.name), self._are_known_there())
 
     async def _listed(self, name: str) -> Listing | None:
         if not name:
