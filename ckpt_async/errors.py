@@ -249,10 +249,10 @@ class CheckpointRefusedError(CkptAsyncError, ValueError):
 
 
 class UploadFailedError(CkptAsyncError):
-    """Shards could not be uploaded within `upload_timeout_s`. They stay in the spool, and the next start,
+    """Shards could not be uploaded within `upload_timeout_s`. They stay in the spool, and the next launch,
     `ckpt-async drain` or the sweeper tries again.
 
-    Also raised when a start committed nothing because some of its ranks never appeared, and when a framework
+    Also raised when a launch committed nothing because some of its ranks never appeared, and when a framework
     adapter could not get its newest checkpoint committed by the end of training.
     """
 

@@ -24,7 +24,7 @@ def save(uploader: Uploader, *steps: int) -> None:
 def lacking_ranks(
     folder: Path, store: Path, nodes: tuple[int, ...], committed: tuple[int, ...]
 ) -> Iterator[list[Uploader]]:
-    """Open a start whose rank n is on node `nodes[n]`. All ranks have delivered `committed`; the step after that,
+    """Open a launch whose rank n is on node `nodes[n]`. All ranks have delivered `committed`; the step after that,
     only rank 0.
     """
     start: dict[str, Any] = {

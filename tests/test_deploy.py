@@ -411,7 +411,7 @@ def of_kind(requests: set[tuple[str, str]]) -> set[tuple[str, str]]:
 def test_each_roles_permissions_suffice_and_are_minimal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
 ) -> None:
-    """Two starts of a trainer, a restore and a sweep: each of their requests is checked against the policies of
+    """Two launches of a trainer, a restore and a sweep: each of their requests is checked against the policies of
     deploy/iam.
     """
     store = Recorded()

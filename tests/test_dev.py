@@ -266,7 +266,7 @@ def test_what_failed_is_tried_once_more_alone(
 def test_what_python_compiles_is_kept_even_where_it_may_not_lie_beside_the_sources(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise every start would compile torch again."""
+    """Otherwise every launch would compile torch again."""
     module = load(tree)
     monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)

@@ -109,7 +109,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
         "--generation",
         metavar="N",
         type=as_generation,
-        help="only checkpoints of this generation (one start of the run)",
+        help="only checkpoints of this generation (one launch of the run)",
     )
 
 

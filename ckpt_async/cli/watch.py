@@ -244,7 +244,7 @@ def run(options: argparse.Namespace) -> int:
     """Run a command with a watcher beside it. Return the command's exit status, or the watcher's if that is 0."""
     if not options.argv:
         raise SettingsError("no command was given", hint="ckpt-async run REMOTE -- python train.py")
-    parse_url(options.remote)  # a bad URL would fail every later start, too
+    parse_url(options.remote)  # a bad URL would fail every later launch, too
     options.once = False
     environment = dict(os.environ)
     new_watcher = partial(_watcher, options, environment)
@@ -388,7 +388,7 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
         for path, why in report.incomplete.items():
             _say_at_the_end(options, f"{path}: {why.text}")
         for path in report.unfinished:
-            _say_at_the_end(options, f"{path}: is not committed yet; the next start will finish it")
+            _say_at_the_end(options, f"{path}: is not committed yet; the next launch will finish it")
         there = f", {report.num_there} already in the store" if report.num_there else ""
         _say_at_the_end(options, f"{counted(report.num_committed, 'checkpoint')} committed{there}")
     return code

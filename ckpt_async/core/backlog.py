@@ -67,7 +67,7 @@ def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
 
 
 def is_of_another(local: Local, url: str) -> bool:
-    """Return whether the newest start in the journal used another remote than `url`."""
+    """Return whether the newest launch in the journal used another remote than `url`."""
     return local.remote is not None and local.remote.url != without_slash(url)
 
 
@@ -89,7 +89,7 @@ def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
 
 
 def is_at_other_endpoint(local: Local, address: RemoteAddress) -> bool:
-    """Return whether the newest start in the journal used the same URL of another server."""
+    """Return whether the newest launch in the journal used the same URL of another server."""
     known = local.remote
     return known is not None and known.url == address.url and known.endpoint_url != address.endpoint_url
 
@@ -97,7 +97,7 @@ def is_at_other_endpoint(local: Local, address: RemoteAddress) -> bool:
 def committed_in_newest(local: Local) -> list[CheckpointId]:
     """Return what this rank knows to be committed of the generation that it has opened last, oldest first.
 
-    What earlier generations have committed is not included: a start has gone on without asking for it, perhaps at a
+    What earlier generations have committed is not included: a launch has gone on without asking for it, perhaps at a
     replica that lacks it.
     """
     known = {id_ for id_, each in local.checkpoints.items() if each.was_committed}
@@ -108,7 +108,7 @@ def committed_in_newest(local: Local) -> list[CheckpointId]:
 def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
     """Return the state of a shard that is not in the store yet: queued, uploading, retrying or failed.
 
-    `is_begun`: the store has acknowledged some of its bytes. `is_inherited`: an earlier start of the run left it.
+    `is_begun`: the store has acknowledged some of its bytes. `is_inherited`: an earlier launch of the run left it.
     """
     if each.failure is not None:
         return "failed"
@@ -120,7 +120,7 @@ def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
 def waits_for_others(local: Local) -> bool:
     """Return whether some checkpoint has this rank's receipt but waits for other ranks.
 
-    A checkpoint that an earlier start left no longer counts once a newer one is committed: its other ranks may never
+    A checkpoint that an earlier launch left no longer counts once a newer one is committed: its other ranks may never
     deliver.
     """
     newest = local.newest_committed

@@ -30,7 +30,7 @@ COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
 NUM_LISTINGS, LISTINGS_PER_S = 3, 50
 
 
-# A superseded trainer finds out within this time while it has something open, and at each commit. All ranks of a start
+# A superseded trainer finds out within this time while it has something open, and at each commit. All ranks of a launch
 # together look for a successor at most this often per second.
 SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
 
@@ -63,9 +63,9 @@ class Remote:
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
     latest: Latest | None = None  # as last read; it may be older than the truth, but never newer
     look_for_successor_at: float = 0.0
-    is_idle: bool = True  # nothing of this start is open
+    is_idle: bool = True  # nothing of this launch is open
     must_look_first: bool = False  # for a successor, because that was long ago when something was opened
-    is_taken: bool = False  # another start has our generation: nothing may be written any more
+    is_taken: bool = False  # another launch has our generation: nothing may be written any more
     are_members_asked_for: bool = False
     to_publish: CheckpointId | None = None  # committed; this engine must move latest to it
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
@@ -135,14 +135,14 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class LookForSuccessor:
-    """List the generations newer than our own: a newer start fences this one (R11)."""
+    """List the generations newer than our own: a newer launch fences this one (R11)."""
 
     is_first: bool = False  # nothing is written before
 
 
 @dataclass(frozen=True, slots=True)
 class LookForMembers:
-    """Find out whether this start can commit at all: look for a successor, and list who has opened our generation."""
+    """Find out whether this launch can commit at all: look for a successor, and list who has opened our generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Move a committed checkpoint to `kept/`, because all are kept locally; a later start may keep fewer."""
+    """Move a committed checkpoint to `kept/`, because all are kept locally; a later launch may keep fewer."""
 
     checkpoint: CheckpointId
 
@@ -272,7 +272,7 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
 
 
 def has_open(local: Local) -> bool:
-    """Return whether any checkpoint of this start is undecided."""
+    """Return whether any checkpoint of this launch is undecided."""
     return any(
         id_.generation == local.generation for id_, each in local.checkpoints.items() if each.decision is None
     )
@@ -286,7 +286,7 @@ def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote
 
 
 def noticed_idleness(local: Local, remote: Remote, now: float) -> Remote:
-    """Note whether something is open. After an idle time, in which another start may have taken the remote, what is
+    """Note whether something is open. After an idle time, in which another launch may have taken the remote, what is
     opened waits for a look at it.
     """
     if (is_idle := not has_open(local)) == remote.is_idle:
@@ -376,7 +376,7 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
         elif (reason := _why_superseded(checkpoint, policy)) and not is_all_kept:
             yield Remove(id_, reason)
         elif not checkpoint.was_committed:
-            # The user's own files stay where they are. What this start has not sealed yet is remembered as given up:
+            # The user's own files stay where they are. What this launch has not sealed yet is remembered as given up:
             # its trainer may enqueue more of it.
             if checkpoint.sealed is not None or policy.is_adopted or id_.generation < local.generation:
                 yield Forget(id_)
@@ -445,7 +445,7 @@ def is_of_original(id_: CheckpointId, generation: int, policy: Policy) -> bool:
 
 
 def is_still_to_come(local: Local, id_: CheckpointId) -> bool:
-    """Return whether a checkpoint belongs to an earlier start and has a step that this start has not passed yet."""
+    """Return whether a checkpoint belongs to an earlier launch and has a step that this launch has not passed yet."""
     passed = (each.step for each in local.checkpoints if each.generation == local.generation)
     return id_.generation < local.generation and id_.step >= max(passed, default=-1)
 

@@ -15,7 +15,7 @@ from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
 MAX_TOLD = 3
 _GIVEN_UP = "this checkpoint cannot be completed any more; later checkpoints are not affected"
 _TRIED_AGAIN = (
-    "everything that can still be uploaded is in the spool; it is retried now, at the next start, and by"
+    "everything that can still be uploaded is in the spool; it is retried now, at the next launch, and by"
     " `ckpt-async drain`"
 )
 
@@ -83,15 +83,15 @@ def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
     return UploadFailedError(
         f"{named('step', [each.id.step for each in left])} of this rank did not reach the store within"
         f" {within_s:g} s (upload_timeout_s): {in_units(size_bytes)} left to upload",
-        hint="it is in the spool; the next start on this node, `ckpt-async drain` or the sweeper will upload"
+        hint="it is in the spool; the next launch on this node, `ckpt-async drain` or the sweeper will upload"
         " it",
     )
 
 
 def in_vain(local: Local) -> list[int]:
-    """Return the steps that this start has sealed and that nobody has decided.
+    """Return the steps that this launch has sealed and that nobody has decided.
 
-    Empty if this start has committed any checkpoint.
+    Empty if this launch has committed any checkpoint.
     """
     if local.newest_committed is not None and local.newest_committed.generation == local.generation:
         return []
@@ -102,18 +102,18 @@ def in_vain(local: Local) -> list[int]:
 def fenced(generation: int, by: int) -> FencedError:
     """Return what to raise in a trainer of this generation.
 
-    It is fenced `by` a newer one, or by another start that has taken the number of its own.
+    It is fenced `by` a newer one, or by another launch that has taken the number of its own.
     """
     if by <= generation:
         return FencedError(
-            f"another start has taken generation {generation} of this run, which is this trainer's: the remote was"
+            f"another launch has taken generation {generation} of this run, which is this trainer's: the remote was"
             " wiped or put back to an older state",
             hint="stop this process; its files stay in its folder. Use another remote or run for one of them",
         )
     return FencedError(
         f"generation {by} of this run has started; this trainer is generation {generation}",
         hint="stop this process; what all ranks have sealed will still be finished. If you did not start the run"
-        " again, other ranks of this start have moved to that generation, because they saw no heartbeat of its"
+        " again, other ranks of this launch have moved to that generation, because they saw no heartbeat of its"
         " first rank: restart all ranks",
     )
 
@@ -121,9 +121,9 @@ def fenced(generation: int, by: int) -> FencedError:
 def why_in_vain(
     local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int] | None
 ) -> CkptAsyncError | None:
-    """Return what to raise at the end of a start that sealed `steps` but committed nothing and may never do so.
+    """Return what to raise at the end of a launch that sealed `steps` but committed nothing and may never do so.
 
-    It never will if a newer start has begun, or if some ranks never opened its generation (`absent_ranks`; None: the
+    It never will if a newer launch has begun, or if some ranks never opened its generation (`absent_ranks`; None: the
     store has not said which). Returns None if the other ranks may just be late.
     """
     nothing = (
@@ -136,7 +136,7 @@ def why_in_vain(
     if absent_ranks is None:
         return UploadFailedError(
             f"{nothing}, and the store did not answer in time which ranks opened it",
-            hint="the log says why; the next start on this node, `ckpt-async drain` or the sweeper will commit what"
+            hint="the log says why; the next launch on this node, `ckpt-async drain` or the sweeper will commit what"
             " all ranks have sealed",
         )
     if absent_ranks:

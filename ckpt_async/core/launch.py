@@ -1,4 +1,4 @@
-"""What the launcher's environment variables say: the rank, the world size, and the start of the run. Pure."""
+"""What the launcher's environment variables say: the rank, the world size, and the launch of the run. Pure."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 
 
 def launch_key(environment: Environment, *, parent: str) -> str | None:
-    """Return a key that all ranks of one start of the run share, or None if the launcher provides nothing to make it
+    """Return a key that all ranks of one launch of the run share, or None if the launcher provides nothing to make it
     of.
 
-    A later start may have the same key (a gang that torchrun respawned on the same port, or an operator's own id). The
+    A later launch may have the same key (a gang that torchrun respawned on the same port, or an operator's own id). The
     two are distinguished by who is alive (see `generation`).
 
-    `parent` identifies the launching process on this machine. It is used only where every rank of a start, and no other
-    start, has the same one: with torchrun on a single node. So is TORCHELASTIC_RESTART_COUNT: after a failure on one of
+    `parent` identifies the launching process on this machine. It is used only where every rank of a launch, and of no
+    other, has the same one: with torchrun on a single node. So is TORCHELASTIC_RESTART_COUNT: after a failure on one of
     several nodes, the agents disagree about it (torch/distributed/elastic/agent/server/api.py counts down for local
     failures only).
     """
@@ -51,8 +51,8 @@ def launch_key(environment: Environment, *, parent: str) -> str | None:
         if not str(explicit).strip():
             raise SettingsError(
                 f"launch_id, or CKPT_ASYNC_LAUNCH_ID in the environment, is {explicit!r}: it must not be blank",
-                hint="use the same value on all ranks and a new one at every start; leave it out if the"
-                " launcher identifies the start",
+                hint="use the same value on all ranks and a new one at every launch; leave it out if the"
+                " launcher identifies the launch",
             )
         return f"id={explicit}"
     if (run_id := get("TORCHELASTIC_RUN_ID")) is not None:  # "none" where torchrun was given no --rdzv-id

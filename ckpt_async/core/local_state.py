@@ -109,7 +109,7 @@ class Local:
     """Everything that one rank's journal says. Forgotten checkpoints are not included."""
 
     rank: int
-    generation: int = 0  # of the newest start on this rank; 0 before the first
+    generation: int = 0  # of the newest launch on this rank; 0 before the first
     checkpoints: Mapping[CheckpointId, LocalCheckpoint] = field(default_factory=dict)
     newest_committed: CheckpointId | None = None
     newest_committed_at: float = 0.0

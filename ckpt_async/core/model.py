@@ -218,7 +218,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One start of the run, claimed once by whichever of its ranks came first."""
+    """One launch of the run, claimed once by whichever of its ranks came first."""
 
     number: int
     launch_key: str

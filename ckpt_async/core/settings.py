@@ -234,7 +234,7 @@ class Settings:
     )
     event_grace_s: float = _setting(
         10.0,
-        "how long close() waits for events to be delivered; the rest are delivered by the next start or"
+        "how long close() waits for events to be delivered; the rest are delivered by the next launch or"
         " `drain`",
         0,
         3600,

@@ -282,7 +282,7 @@ def _of_journal(journal: JournalState, remote: Remote | None) -> Iterator[Findin
         level, hint = Level.WARN, "`ckpt-async status` shows why; each is retried automatically"
     elif journal.num_pending and not running:
         what = f" {journal.watched_from}" if journal.watched_from else ""
-        level, hint = Level.WARN, f"`ckpt-async drain{what}` or the next start finishes it"
+        level, hint = Level.WARN, f"`ckpt-async drain{what}` or the next launch finishes it"
     else:
         level, hint = Level.OK, ""
     yield Finding("backlog", level, journal.summary, hint)

@@ -182,7 +182,7 @@ async def _has_lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, ra
 
 
 async def lost(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
-    """Return the checkpoints that the newest start in the journal saw committed, and that the store does not know.
+    """Return the checkpoints that the newest launch in the journal saw committed, and that the store does not know.
 
     Another endpoint may be a replica that lacks the newest objects, so there it is only logged.
     """
@@ -218,8 +218,8 @@ async def why_refused(
     return JournalError(
         f"rank {local.rank} has opened generation {number} of {address.url!r} (says the journal of"
         f" {str(folder.path)!r}), but the store{at} does not know of that, and may have given that number or an earlier"
-        " one to another start: the remote was wiped or put back, or this is another store",
-        hint="nothing was changed, because the other start's files would be overwritten. Check the URL and the"
+        " one to another launch: the remote was wiped or put back, or this is another store",
+        hint="nothing was changed, because the other launch's files would be overwritten. Check the URL and the"
         " endpoint; files that are only in this folder stay there",
     )
 
@@ -257,7 +257,7 @@ def _steps(ids: Sequence[CheckpointId]) -> str:
 async def recover(state: State, before: Opened | None, *, is_original_lost: bool = False) -> None:
     """Recover the state.
 
-    Called once, after the lock was taken and before anything is enqueued; `before` is the newest start in the journal.
+    Called once, after the lock was taken and before anything is enqueued; `before` is the newest launch in the journal.
     If the folder is a copy, `is_original_lost` says that nobody else can upload what it lacks.
     """
     await in_thread(rebuild, state)
@@ -321,7 +321,7 @@ def _is_of_another_run(state: State, id_: CheckpointId, *, is_named: bool) -> bo
 
 
 def _take_up_kept(state: State) -> None:
-    """Return the checkpoints that earlier starts kept for good to the journal, if this start keeps fewer."""
+    """Return the checkpoints that earlier launches kept for good to the journal, if this launch keeps fewer."""
     kept.drop_gone(state.folder, state.rank)
     if state.policy.local_retention.is_all:
         return

@@ -160,7 +160,7 @@ def _fence(state: State, by: int) -> None:
 
 
 async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
-    """Return whether no other start has taken our generation. If the store has lost its record since (it was wiped or
+    """Return whether no other launch has taken our generation. If the store has lost its record since (it was wiped or
     put back), or another rank has written it again, take it again, and upload again what is lost with it.
     """
     mark = (record.etag or str(record.last_modified)) if record else ""
@@ -178,7 +178,7 @@ async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
             opened.generation,
         )
     if not await recovery.reclaim(state.store, opened):
-        return record is None  # without a proof, it is not written again: the next start will be refused
+        return record is None  # without a proof, it is not written again: the next launch will be refused
     await take_place(state.store, opened.generation, state.rank)
     state.generation_mark = None
     _upload_again(state, await recovery.with_lost_uploads(state.store, state.local))
@@ -246,7 +246,7 @@ async def commit(state: State, action: decide.Commit) -> None:
             known={} if own is None else {state.rank: own},
             may_give_up=state.policy.is_adopted or state.now() - since >= GIVE_UP_LOST_S,
             clock=state.now,
-            # A newer start may have begun since the first look, however long ago that was.
+            # A newer launch may have begun since the first look, however long ago that was.
             alongside=lambda: look_for_successor(state),
         )
     except deciding.UploadsLostError:
@@ -288,7 +288,7 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
 
 
 async def _learn_ours(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
-    """Record a decision, unless it commits what another start has uploaded that has taken our generation."""
+    """Record a decision, unless it commits what another launch has uploaded that has taken our generation."""
     is_own = state.is_trainer and checkpoint.id.generation == state.local.generation
     if is_own and not await _is_of_us(state, checkpoint, decision):
         if not state.remote.is_taken:

@@ -96,7 +96,7 @@ class State:
         return self.local.checkpoints[id_]
 
     def is_left_over(self, id_: CheckpointId) -> bool:
-        """Return whether an earlier start left the checkpoint behind, so that nobody here waits for it."""
+        """Return whether an earlier launch left the checkpoint behind, so that nobody here waits for it."""
         return not self.is_trainer or id_.generation < self.local.generation
 
     def note_link(self) -> None:

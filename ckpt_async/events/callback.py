@@ -28,7 +28,9 @@ class Callback:
     def deliver(self, event: Event) -> None:
         try:
             self._function(event)
-        except BaseException:  # sys.exit() too: this thread must live, and the next start would meet it again
+        except (
+            BaseException
+        ):  # sys.exit() too: this thread must live, and the next launch would meet it again
             logger.exception(
                 "on_event_failed kind=%s id=%s; not calling it again for this event", event.kind, event.id
             )

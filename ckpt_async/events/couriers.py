@@ -137,7 +137,7 @@ class Courier:
         with contextlib.suppress(CkptAsyncError):  # the journal may be closed
             if num := self._outbox.num_due([self._sink.name], float("inf")):
                 told = f"events_left sink={self._sink.name} num={num} cut_short={min(num, num_cut_short)}"
-                logger.warning("%s; the next start delivers them", told)
+                logger.warning("%s; the next launch delivers them", told)
 
     # --- on its own threads --------------------------------------------------------------------------------
 
@@ -150,10 +150,10 @@ class Courier:
                 finally:
                     with self._lock:
                         self._busy.discard(taken.sequence)
-        except CkptAsyncError as error:  # raised by the journal at the end: the next start delivers it again
+        except CkptAsyncError as error:  # raised by the journal at the end: the next launch delivers it again
             logger.debug("events_unwritten sink=%s error=%s", self._sink.name, error)
         except Exception:
-            logger.exception("events_stopped sink=%s; the next start delivers the rest", self._sink.name)
+            logger.exception("events_stopped sink=%s; the next launch delivers the rest", self._sink.name)
 
     def _patiently(self, use: Callable[[], T]) -> T:
         """Read or write the journal, and retry for as long as that fails.

@@ -22,8 +22,8 @@ class Event:
     """Something that happened to a checkpoint or to a run.
 
     `id` is the same for the same event, whoever delivers it and however often: drop ids that you have seen. `run` is
-    the URL of the run; `url` is that of the checkpoint's folder in it, or else of the run. `generation` is the start of
-    the run. `step` and `name` are the checkpoint's (None and "" if the event is about no single checkpoint). `time` is
+    the URL of the run; `url` is that of the checkpoint's folder in it, or else of the run. `generation` is the run's
+    launch. `step` and `name` are the checkpoint's (None and "" if the event is about no single checkpoint). `time` is
     when it became known, in Unix seconds. `details` depend on the kind; docs/events.md lists them.
     """
 
@@ -71,7 +71,7 @@ def of_run(kind: str, run: str, generation: int, time: float, *, about: str = ""
 def of_found(
     kind: str, run: str, step: int | None, name: str, time: float, *, about: str, **details: Any
 ) -> Event:
-    """Return an event about files that a watcher found and no start of the run has handed in: its generation is 0."""
+    """Return an event about files that a watcher found and no launch of the run has handed in: its generation is 0."""
     run = run.rstrip("/")
     return Event(kind, _id(run, 0, step, kind, about), run, run, 0, step, name, time, _shortened(details))
 

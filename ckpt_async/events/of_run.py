@@ -19,7 +19,7 @@ from ckpt_async.local.journal import Journal
 LOOK_S = 1.0
 # Rank 0 speaks for all ranks: the run has one event, not one for each rank.
 SPEAKER = 0
-# How long `close` delivers. The trainer has waited for what was due; the next start delivers the rest.
+# How long `close` delivers. The trainer has waited for what was due; the next launch delivers the rest.
 CLOSE_S = 0.5
 
 

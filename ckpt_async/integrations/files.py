@@ -28,7 +28,7 @@ def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) ->
         uploader.enqueue(folder, step, files=files_of_rank(folder, uploader.rank, uploader.world_size))
 
     A rank's own files are those with the rank in their names, as transformers, accelerate, Lightning and DCP write it;
-    rank 0 has all others. So no file is enqueued twice, and none before it is complete. Files that an earlier start
+    rank 0 has all others. So no file is enqueued twice, and none before it is complete. Files that an earlier launch
     with more ranks left in the folder belong to nobody; the log names them.
     """
     found = []
@@ -40,5 +40,5 @@ def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) ->
             if owner == rank:
                 found.append(path)
             elif owner >= world_size and rank == 0:
-                logger.warning("left_over_file %s: this start has no rank %d", path, owner)
+                logger.warning("left_over_file %s: this launch has no rank %d", path, owner)
     return sorted(found)

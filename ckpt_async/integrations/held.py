@@ -27,7 +27,7 @@ from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)
 
-# How long a start may take to upload what a killed one left on this node.
+# How long a launch may take to upload what a killed one left on this node.
 DRAIN_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 600.0
 # Training has failed, and the user waits for its traceback: long enough to write receipts.
@@ -60,7 +60,7 @@ class HeldUploader:
         self._is_lent = uploader is not None
         self._settings = {"on_error": "warn", **settings}
         self._close_timeout_s = close_timeout_s
-        self.newest_step: int | None = None  # the last step that this start handed over
+        self.newest_step: int | None = None  # the last step that this launch handed over
         self._not_handed_over: CkptAsyncError | None = None  # why the last step was not handed over
         self._has_raised = False
 
@@ -146,7 +146,7 @@ class HeldUploader:
             f"the newest checkpoint, step {step}, is not committed to {self.remote}: {why.without_hint}",
             hint="see the log"
             if is_lost
-            else "see the log; `ckpt-async drain` or the next start on this node uploads what is left",
+            else "see the log; `ckpt-async drain` or the next launch on this node uploads what is left",
         ) from why
 
     def close(self) -> None:

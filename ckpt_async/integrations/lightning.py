@@ -204,7 +204,7 @@ class CkptAsyncCallback(Callback):
             self._held.open(self._folder, trainer.global_rank, trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen = set(_saved(trainer))  # saved by an earlier start
+        self._seen = set(_saved(trainer))  # saved by an earlier launch
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -33,7 +33,7 @@ _KEY = "ckpt_async"  # in the metadata of Ray's checkpoint
 def open_in_ray(folder: str | os.PathLike[str], remote: str, **settings: Any) -> Iterator[Uploader]:
     """Open an `Uploader` for this worker. Call it in the training function, on all workers of the group.
 
-    Rank and world size are those of Ray's context; a text that rank 0 broadcasts tells this start apart from earlier
+    Rank and world size are those of Ray's context; a text that rank 0 broadcasts tells this launch apart from earlier
     ones. `folder` is on a local disk, and everything that is reported lies below it. At the end of the `with` block it
     waits for the reports that Ray is still uploading (`CheckpointUploadMode.ASYNC`) and closes the uploader; after an
     exception it only closes, within 10 s. `settings` are those of `Uploader`. Blocks; raises what opening and closing

@@ -323,7 +323,7 @@ class Folder:
             return False
 
     def undo_links(self, spool: str, names: Iterable[str]) -> None:
-        """Remove the links that `link` has made, as far as possible. Nothing refers to the rest, and the next start
+        """Remove the links that `link` has made, as far as possible. Nothing refers to the rest, and the next launch
         removes them.
         """
         for name in names:

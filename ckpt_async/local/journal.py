@@ -44,7 +44,7 @@ from ckpt_async.local.journal_rows import FORMAT_VERSION
 
 logger = logging.getLogger(__name__)
 
-# What a start at another server of the same URL must not take for granted.
+# What a launch at another server of the same URL must not take for granted.
 _OF_STORE = (MultipartOpened, Verified, ReceiptStored)
 # How long a `.wanted` mark counts. A trainer that waits for a lock renews its mark twenty times a second.
 WANTED_S = 5.0
@@ -215,7 +215,7 @@ class Journal:
             self._connection.execute("DELETE FROM events WHERE kind = 'Forgotten'")
 
     def open_rank(self, event: Opened, unproven: Iterable[CheckpointId] = ()) -> None:
-        """Record a new start; the rows of earlier starts are no longer needed, nor what they say about the store's
+        """Record a new launch; the rows of earlier launches are no longer needed, nor what they say about the store's
         part of `unproven` checkpoints.
         """
         with self._checked(), self._lock, self._connection:

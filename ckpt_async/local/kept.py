@@ -1,6 +1,6 @@
 """Committed checkpoints that stay on the local disk for good, moved out of the journal.
 
-The journal need not know them for ever, but a later start that keeps fewer checkpoints must find them. Each one is
+The journal need not know them for ever, but a later launch that keeps fewer checkpoints must find them. Each one is
 a small file, `kept/rank-<r>/<g>-<step>.json`, that exists until the user's own files are gone.
 """
 

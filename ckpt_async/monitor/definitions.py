@@ -83,7 +83,7 @@ _OF_A_FOLDER = (
         "ckpt_async_queue_files",
         "Shards of undecided checkpoints that are not in the store yet. `failed`: lost, or not uploaded within"
         " `upload_timeout_s` and retried later; `uploading`: a multipart upload was started or some bytes are"
-        " acknowledged; `retrying`: left by an earlier start of the run and not restarted yet; `queued`: the rest. (N)",
+        " acknowledged; `retrying`: left by an earlier launch and not restarted yet; `queued`: the rest. (N)",
         labels={**_RUN, "state": QUEUE_STATES},
     ),
     _gauge("ckpt_async_queue_bytes", "Full sizes of the same shards. (N)"),
@@ -147,7 +147,7 @@ DEFINITIONS = (
         labels={**_RUN, "result": COPIES},
         is_sparse=True,
     ),
-    _gauge("ckpt_async_fenced", "1 once a newer start of the run has superseded this trainer, else 0."),
+    _gauge("ckpt_async_fenced", "1 once a newer launch of the run has superseded this trainer, else 0."),
     _counter("ckpt_async_engine_restarts_total", "Times the engine crashed and was restarted.", labels={}),
     _counter(
         "ckpt_async_saves_total",

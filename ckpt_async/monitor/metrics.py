@@ -131,7 +131,7 @@ class Metrics(Counters, Observer):
 
     def fenced(self) -> None:
         self._is_fenced = True
-        self.recent.add("bad", "fenced", "a newer start of the run has superseded this one")
+        self.recent.add("bad", "fenced", "a newer launch of the run has superseded this one")
 
     def engine_restarted(self) -> None:
         self._add("ckpt_async_engine_restarts_total")

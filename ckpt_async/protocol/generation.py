@@ -1,11 +1,11 @@
-"""How all ranks of one start agree on its generation through the store, without a collective.
+"""How all ranks of one launch agree on its generation through the store, without a collective.
 
-The first rank of a start creates `generations/<g>.json`; the others find it by the launch key that they share, and each
-takes its place in it. But a launch key may recur (a gang that is started again on the same port, an operator's own id),
-and a free place proves nothing, because its rank may have died before it opened. So the creator sends heartbeats (it
+The first rank of a launch creates `generations/<g>.json`; the others find it by the launch key that they share, and
+each takes its place in it. But a launch key may recur (a gang that is started again on the same port, an operator's own
+id), and a free place proves nothing, because its rank may have died before it opened. So the creator sends heartbeats (it
 counts up a small object until all ranks are there), and a rank joins only once it has seen that the creator was alive
-after the rank itself began. As long as no process of an earlier start lives, all members of a generation belong to one
-start.
+after the rank itself began. As long as no process of an earlier launch lives, all members of a generation belong to one
+launch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def agree(
     now: float,
     member: str | None = None,
 ) -> Generation:
-    """Join or claim this start's generation and return its record.
+    """Join or claim this launch's generation and return its record.
 
     Takes a handful of small requests. If there are several ranks, the one that has claimed the generation must `beat`
     from now on.
@@ -156,7 +156,7 @@ async def forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping
 
 
 async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:
-    """Return whether the store has given one of these generations to another start, and with it the keys of what was
+    """Return whether the store has given one of these generations to another launch, and with it the keys of what was
     saved in it. `nonces` are those of their records, as this rank has read them. Costs one GET for each.
     """
     there = await all_or_none(nonce_of(store, number) for number in nonces)
@@ -165,10 +165,10 @@ async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:
 
 async def reclaim(store: PatientStore, mine: Generation, nonces: Mapping[int, str]) -> bool:
     """Return whether a generation that this rank has opened is there. If the store has lost it (it was wiped, or put
-    back), it is claimed again, so that later starts take other numbers and never write the same keys.
+    back), it is claimed again, so that later launches take other numbers and never write the same keys.
 
-    But not if another start may have begun there since, which would be fenced: what is there must belong to the history
-    of this rank, of which `nonces` has the newest. Costs one GET if the generation is there.
+    But not if another launch may have begun there since, which would be fenced: what is there must belong to the
+    history of this rank, of which `nonces` has the newest. Costs one GET if the generation is there.
     """
     there = await nonce_of(store, mine.number)
     if there is None:
@@ -214,7 +214,7 @@ async def absent_ranks(store: PatientStore, number: int, world_size: int) -> lis
 async def _read_generation(store: PatientStore, number: int) -> Generation | None:
     """Return a generation's record; None if it is unreadable.
 
-    Such a generation is skipped, because otherwise no start would ever get past it.
+    Such a generation is skipped, because otherwise no launch would ever get past it.
 
     Raises InvalidRecordError for a record of a newer version, and if two reads differ: then the network is at fault,
     and other ranks may well be able to read it.
@@ -236,7 +236,7 @@ async def _read_generation(store: PatientStore, number: int) -> Generation | Non
 
 
 class _Agreement:
-    """One rank's way to the generation of its start."""
+    """One rank's way to the generation of its launch."""
 
     def __init__(
         self, store: PatientStore, rank: int, world_size: int, launch_key: str, now: float, member: bytes
@@ -264,7 +264,7 @@ class _Agreement:
             )
         if not await self._join(number):
             raise SettingsError(
-                f"generation={number} was already used by rank {self._rank}: every start needs a new one",
+                f"generation={number} was already used by rank {self._rank}: every launch needs a new one",
                 hint="leave it out, or pass the last one plus 1",
             )
         # Without conditional PUT, another rank may replace the record at the same time.
@@ -345,14 +345,14 @@ class _Agreement:
                 await self._beat_first(number)
                 return number
             if place is not None:
-                return None  # taken by a process of an earlier start
+                return None  # taken by a process of an earlier launch
         self._waited_in = number
         seen = await self._count_beats(number)
         proven_by, quiet_s = (-1 if is_new else seen) + NUM_SIGNS, 0.0
         while seen < proven_by:
             if quiet_s >= PATIENCE_S and self._may_claim:
                 logger.warning(
-                    "generation_is_dead generation=%d silent_for_s=%.0f; an earlier start used the same"
+                    "generation_is_dead generation=%d silent_for_s=%.0f; an earlier launch used the same"
                     " launch key, or the requests of its first rank take too long (few connections, a slow store)",
                     number,
                     quiet_s,

@@ -59,7 +59,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A run, or one kind of its checkpoints. `seen_at` is by the store's clock; `generation` is the newest start's."""
+    """A run, or one kind of its checkpoints. `seen_at` is by the store's clock; `generation` is the newest launch's."""
 
     url: str
     seen_at: float
@@ -118,7 +118,7 @@ def _flying(id_: CheckpointId, view: sweep_plan.View) -> Item:
         num_shards=len(data),
         size_bytes=sum(each.size_bytes for each in data),
         at=max(times, default=None),
-        reason="left by an earlier start of the run" if id_.generation < view.newest_generation else "",
+        reason="left by an earlier launch of the run" if id_.generation < view.newest_generation else "",
     )
 
 

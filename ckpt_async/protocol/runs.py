@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_async.core import keys
 from ckpt_async.transfer.patient import PatientStore
 
-# Those of a run's records that exist from its first start on.
+# Those of a run's records that exist from its first launch on.
 _RECORDS = (keys.GENERATIONS, keys.DECISIONS, keys.MEMBERS)
 
 

@@ -392,7 +392,7 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
         sorted(key for key, generation in view.members.items() if generation < view.newest_generation)
     )
     if past:
-        # Safe: a start joins the newest generation or a newer one, whose objects stay.
+        # Safe: a launch joins the newest generation or a newer one, whose objects stay.
         yield Delete(past, "member", "members of superseded generations")
     stale = [
         each.key for each in view.probes if view.server_time - (each.last_modified or 0.0) >= PROBE_AGE_S

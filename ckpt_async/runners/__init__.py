@@ -40,7 +40,7 @@ class Start:
     wants: str = ""  # which sinks want which events: see `events.telling`
     # Whether an earlier process, which died on the way, may have agreed on the generation.
     is_again: bool = False
-    # Set if this engine follows one that died: this start's generation, on which that engine had agreed.
+    # Set if this engine follows one that died: this launch's generation, on which that engine had agreed.
     generation: int | None = None
 
 

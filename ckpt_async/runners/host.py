@@ -176,7 +176,7 @@ class Host:
             self.engine.stop()
 
     def stop_beating(self) -> None:
-        """Stop the heartbeat because the trainer is gone: no other rank may take this start for a live one."""
+        """Stop the heartbeat because the trainer is gone: no other rank may take this launch for a live one."""
         if self._beating is not None:
             self._beating.cancel()
 
@@ -198,7 +198,7 @@ class Host:
             )
 
     def _earlier(self) -> Local:
-        """Return what earlier starts left in the journal. If that is of another remote, all of it must be decided."""
+        """Return what earlier launches left in the journal. If that is of another remote, all of it must be decided."""
         remote = self._start.address.url
         local = self._journal.local()
         recovery.refuse_copy_without_times(self._folder, local)

@@ -131,7 +131,7 @@ class ProcessRunner:
         self._view.end()
 
     def _end_by_force(self) -> None:
-        """Kill a process that does not end, because it holds locks that would keep out the next start. A process
+        """Kill a process that does not end, because it holds locks that would keep out the next launch. A process
         that other ranks share is spared if it answers.
         """
         # Only if no other rank uses it. It still has our socket open, so the process group exists.

@@ -175,7 +175,7 @@ def conflict(files: Files, resumed: Timestamp) -> str:
     """Return what is wrong with a folder in which another run has saved a checkpoint that this run would save again,
     or "".
 
-    What earlier starts of this run left is no conflict: a step that is saved again belongs to another generation, and
+    What earlier launches of this run left is no conflict: a step that is saved again belongs to another generation, and
     its file is replaced atomically. Nor is what this run has noted before it had a remote, which is told apart later,
     or was writing when it was killed, which is no checkpoint.
     """
@@ -217,7 +217,7 @@ def conflicting(files: Files, resumed: Timestamp, known: Collection[str] = ()) -
 
 
 def is_of_run(folder: Path, remote: str, kind: str = "") -> bool:
-    """Return whether an earlier start of the run at `remote` has opened this folder on this node."""
+    """Return whether an earlier launch of the run at `remote` has opened this folder on this node."""
     try:
         found = journals.read(folder, kind=kind)
     except NoJournalError:

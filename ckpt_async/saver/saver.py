@@ -193,7 +193,7 @@ class CheckpointSaver:
     def saved_checkpoints(self) -> list[SavedCheckpoint]:
         """The checkpoints that were saved and are still on the local disk, oldest first.
 
-        After `load_state_dict` this includes those of earlier starts.
+        After `load_state_dict` this includes those of earlier launches.
         """
         with_files = (each for each in self._saving.saved if each.paths)
         return [each for each in with_files if all(os.path.lexists(path) for path in each.paths)]
@@ -274,8 +274,8 @@ class CheckpointSaver:
         """Return the state stored in the newest complete checkpoint, or None if there is none (a fresh start).
 
         Reads this rank's file of the checkpoint, or its only file. A checkpoint that turns out to be damaged on any
-        rank is skipped by all. `wait_s` is how long to wait for uploads that a killed start left unfinished or, without
-        a remote, for what an earlier saver of this process is writing. `options` are those of
+        rank is skipped by all. `wait_s` is how long to wait for uploads that a killed launch left unfinished or,
+        without a remote, for what an earlier saver of this process is writing. `options` are those of
         `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there are several
         ranks.
 

@@ -140,7 +140,7 @@ class Saving:
         self._lost: list[tuple[SavedCheckpoint, str]] = []  # failed, and not given up yet
         self.saved: list[SavedCheckpoint] = []
         self.taking: SavedCheckpoint | None = None
-        self.newest_step: int | None = None  # saved by this start
+        self.newest_step: int | None = None  # saved by this launch
         self.begun: SavedCheckpoint | None = (
             None  # the last one that was begun: it is saved, or is told to have failed
         )

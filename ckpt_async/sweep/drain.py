@@ -394,7 +394,7 @@ class _Adoption:
     async def _start(self, each: _Adopted) -> None:
         opened = each.before.opened or Opened(0, 1)
         unproven = await recovery.unproven(self._store, each.before, self.address)
-        if unproven or opened.remote != self.address:  # so that the next start can tell whose this is
+        if unproven or opened.remote != self.address:  # so that the next launch can tell whose this is
             opened = replace(opened, remote=self.address)
             await in_thread(each.journal.open_rank, opened, unproven)
         recorded = each.before.opened.settings if each.before.opened else ()

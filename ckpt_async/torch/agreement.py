@@ -167,7 +167,7 @@ def on_all_ranks(work: Callable[[], T]) -> T:
 
 
 def launch_id(group: dist.ProcessGroup | None = None) -> str | None:
-    """Return a text that all ranks of this start share and no other start has: `Uploader(…, launch_id=launch_id())`.
+    """Return a text that all ranks of this launch share and no other launch has: `Uploader(…, launch_id=launch_id())`.
 
     It is a random text that the first rank sends to the others in one collective, so every rank of the group must call
     it. None if torch.distributed is not initialized: then the launcher's values apply, as without this.

@@ -34,9 +34,9 @@ METADATA = ".metadata"
 class FolderWriter(FileSystemWriter):
     """torch's FileSystemWriter, made safe for files that are being uploaded. Can be pickled.
 
-    torch overwrites existing files, but an earlier start's upload may still be reading such a file: so each is unlinked
-    first. Each rank also unlinks an old `.metadata` before it writes, so that the folder never looks complete while it
-    is a mixture. Nothing is touched before all ranks have a plan. Nothing is fsynced: the uploader's engine does that,
+    torch overwrites existing files, but an earlier launch's upload may still be reading such a file: so each is
+    unlinked first. Each rank also unlinks an old `.metadata` before it writes, so that the folder never looks complete
+    while it is a mixture. Nothing is touched before all ranks have a plan. Nothing is fsynced: the uploader's engine does that,
     off the trainer's path.
     """
 

@@ -1,4 +1,4 @@
-"""The checkpoints of this start while the trainer fills and seals them. What becomes of them later is in the
+"""The checkpoints of this launch while the trainer fills and seals them. What becomes of them later is in the
 journal.
 """
 
@@ -88,7 +88,7 @@ class Checkpoints:
 
     def __init__(self) -> None:
         self._open: dict[int, OpenCheckpoint] = {}
-        # Every sealed step of this start, in order: it is rejected if it comes again.
+        # Every sealed step of this launch, in order: it is rejected if it comes again.
         self._sealed = array("q")
         # Shards that the garbage collector has dropped while they were written. Not recorded yet.
         self.dropped: deque[tuple[OpenCheckpoint, str]] = deque()

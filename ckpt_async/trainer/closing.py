@@ -1,4 +1,4 @@
-"""The end of a start, or of a node: get as much as possible into the store, and report what is left."""
+"""The end of a launch, or of a node: get as much as possible into the store, and report what is left."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt_async.trainer.handle import EngineHandle, deadline_in
 
 logger = logging.getLogger(__name__)
 
-# How long a start that has committed nothing waits, at its end, for the store to say which ranks opened it.
+# How long a launch that has committed nothing waits, at its end, for the store to say which ranks opened it.
 MEMBERS_TIMEOUT_S = 30.0
 
 
@@ -70,7 +70,7 @@ def drain(engine: EngineHandle, deadline: float, *, grace_s: float) -> None:
 
 
 def flush(engine: EngineHandle, timeout_s: float, num_committed: Callable[[], int]) -> FlushReport:
-    """See `Uploader.flush`; `num_committed` counts the checkpoints that this start has committed."""
+    """See `Uploader.flush`; `num_committed` counts the checkpoints that this launch has committed."""
     before, deadline = num_committed(), deadline_in(timeout_s)
 
     def work() -> FlushReport:
@@ -83,7 +83,7 @@ def flush(engine: EngineHandle, timeout_s: float, num_committed: Callable[[], in
 def finish(
     engine: EngineHandle, deadline: float, settings: Settings, *, is_late_an_error: bool
 ) -> CkptAsyncError | None:
-    """Wait at the end of a start for what was sealed. Returns what is wrong if it was in vain, or not over in time."""
+    """Wait at the end of a launch for what was sealed. Returns what is wrong if it was in vain, or not over in time."""
     engine.runner.expect_end()
     if not engine.runner.is_alive:
         return None
@@ -109,7 +109,7 @@ def log_what_is_left(local: Local) -> None:
     if left != unsealed:
         logger.warning(
             "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d;"
-            " the next start, `ckpt-async drain` or the sweeper will finish what was sealed",
+            " the next launch, `ckpt-async drain` or the sweeper will finish what was sealed",
             _named(left, local.generation),
             report.num_shards_left,
             report.size_bytes_left,
@@ -117,7 +117,7 @@ def log_what_is_left(local: Local) -> None:
 
 
 def _named(checkpoints: Sequence[CheckpointId], own: int) -> str:
-    """Name steps of this start by their numbers alone: [3@g1, 3, 4]."""
+    """Name steps of this launch by their numbers alone: [3@g1, 3, 4]."""
     names = [str(each.step) if each.generation == own else each.short for each in checkpoints]
     return f"[{', '.join(names)}]"
 
@@ -134,12 +134,12 @@ def note_what_is_left(engine: EngineHandle, *, is_cut_short: bool) -> None:
     if left := [each.id.step for each in backlog.undecided(local) if each.sealed is not None]:
         engine.cut_short = UploadFailedError(
             f"`close` was interrupted before {named('step', left)} {'was' if len(left) == 1 else 'were'} committed",
-            hint="the next start on this node, `ckpt-async drain` or the sweeper will finish what is left",
+            hint="the next launch on this node, `ckpt-async drain` or the sweeper will finish what is left",
         )
 
 
 def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncError | None:
-    """Return why nothing that this start has sealed will ever be committed; None if it may be, or if there is no
+    """Return why nothing that this launch has sealed will ever be committed; None if it may be, or if there is no
     time to find out.
     """
     steps = in_vain(engine.view().fresh_local())

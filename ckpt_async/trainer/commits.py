@@ -36,7 +36,7 @@ def _wait(engine: EngineHandle, id_: CheckpointId, timeout_s: float | None, dead
         _raise_shard_failure(view, id_, is_final=deadline is None or is_over)
         if is_over:
             raise CommitTimeoutError(_describe_unfinished(view, id_, timeout_s))
-        if view.missing_ranks(id_):  # the missing ranks may be in the newer start
+        if view.missing_ranks(id_):  # the missing ranks may be in the newer launch
             engine.check_not_fenced()
         return False
 

@@ -142,7 +142,7 @@ class EngineHandle:
             undo.pop_all()
 
     def release(self) -> None:
-        """Release the journal and the rank for the next start. Idempotent."""
+        """Release the journal and the rank for the next launch. Idempotent."""
         try:
             self.journal.close()
         finally:

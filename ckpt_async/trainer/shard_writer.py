@@ -35,7 +35,7 @@ class ShardWriter(io.BufferedWriter):
     ) -> None:
         """Open the file. When it ends, `enqueue` or `drop` is called, or `drop_later`, which must take no lock, by
         the garbage collector. An existing file that was last modified before `replaces_before` (Unix time) was left
-        by an earlier start and is replaced, never written to; any other raises InvalidShardError.
+        by an earlier launch and is replaced, never written to; any other raises InvalidShardError.
         """
         self.path = path
         self._enqueue, self._drop, self._drop_later = enqueue, drop, drop_later
@@ -108,7 +108,7 @@ class ShardWriter(io.BufferedWriter):
 
 
 def _remove_left(path: Path, before: float) -> None:
-    """Remove a file left by an earlier start. If that start had enqueued it, its content lives on in the spool,
+    """Remove a file left by an earlier launch. If that launch had enqueued it, its content lives on in the spool,
     under its own inode.
     """
     with contextlib.suppress(FileNotFoundError):

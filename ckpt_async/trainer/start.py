@@ -87,8 +87,8 @@ def _launch_key(environment: Mapping[str, str], world_size: int, generation: int
     if world_size == 1 or generation is not None:
         return f"single={os.urandom(16).hex()}"
     raise SettingsError(
-        "the launcher does not identify this start of the run, so ranks of two starts could be mistaken for one",
-        hint="set CKPT_ASYNC_LAUNCH_ID to a value that is the same on all ranks and new at every start, or"
+        "the launcher does not identify this launch of the run, so ranks of two launches could be mistaken for one",
+        hint="set CKPT_ASYNC_LAUNCH_ID to a value that is the same on all ranks and new at every launch, or"
         " pass generation=",
     )
 

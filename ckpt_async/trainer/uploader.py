@@ -63,17 +63,17 @@ class Uploader:
             run itself.
         rank, world_size: Default: RANK and WORLD_SIZE of the launcher; 0 and 1 if nothing hints at other processes.
             Giving only one of the two is rejected.
-        generation: A number that all ranks of this start share, larger than any before. Default: agreed through the
+        generation: A number that all ranks of this launch share, larger than any before. Default: agreed through the
             store from what the launcher provides (torchrun, Slurm, or CKPT_ASYNC_LAUNCH_ID).
-        launch_id: A value that all ranks of this start share and no other start has, if the launcher does not provide
+        launch_id: A value that all ranks of this launch share and no other launch has, if the launcher does not provide
             one: for example a random string that one rank broadcast.
         store_options: Endpoint, region, SSE, storage class, tags, …
         settings_file: TOML file with settings; keyword arguments and CKPT_ASYNC_* take precedence over it.
         on_event: Called on rank 0 with a `ckpt_async.Event` when a checkpoint was committed, given up or removed here,
-            when this start was fenced, or when uploads fall behind; also with events of earlier starts that nobody was
-            told of. Calls come one after the other, on a separate thread: while one blocks, only later events wait.
-            Exceptions are logged. Each event is delivered at least once: one delivered just before a kill is delivered
-            again, with the same `id`.
+            when this launch was fenced, or when uploads fall behind; also with events of earlier launches that
+            nobody was told of. Calls come one after the other, on a separate thread: while one blocks, only
+            later events wait. Exceptions are logged. Each event is delivered at least once: one delivered just before a
+            kill is delivered again, with the same `id`.
         settings: Any field of `ckpt_async.Settings`, e.g. `num_checkpoints_to_keep=3`.
 
     Opening blocks until the store was reached and the generation agreed. It raises at once, with nothing changed,
@@ -223,10 +223,10 @@ class Uploader:
         is sent afterwards. `name` is the checkpoint's, as in `enqueue`.
 
         Nothing is promised before `close`: after a crash the file is an ordinary one that nobody enqueued. A later
-        start that comes to the same step replaces it (where the folder's file system has hard links). An exception
+        launch that comes to the same step replaces it (where the folder's file system has hard links). An exception
         in the `with` removes the file. `seal` is rejected while a file is open. `publish_as`: see `enqueue`.
 
-        Raises what `enqueue` raises; InvalidShardError if such a file or shard already exists in this start.
+        Raises what `enqueue` raises; InvalidShardError if such a file or shard already exists in this launch.
         """
         self._check_usable()
         id_ = self._checkpoint(step)
@@ -245,7 +245,7 @@ class Uploader:
                 enqueue=lambda: self._written(checkpoint, source, shard, published),
                 drop=lambda: self._not_written(checkpoint, shard),
                 drop_later=lambda: self._checkpoints.dropped.append((checkpoint, shard)),
-                # Without hard links, what an earlier start enqueued may still have to be read from its file.
+                # Without hard links, what an earlier launch enqueued may still have to be read from its file.
                 replaces_before=self._opened_at if self._folder.can_link else 0.0,
             )
             checkpoint.growing.add(shard)
@@ -306,7 +306,7 @@ class Uploader:
         `timeout_s`; without a timeout, once.
 
         Raises CheckpointAbortedError, UploadFailedError, CommitTimeoutError (which names the ranks whose part is
-        missing); FencedError if it waits for ranks and a newer start has superseded this one; SealedError if this
+        missing); FencedError if it waits for ranks and a newer launch has superseded this one; SealedError if this
         rank has not sealed the checkpoint, because then it could never be committed.
         """
         self._check_process()
@@ -318,7 +318,7 @@ class Uploader:
         wait_for_commit(self._engine, id_, timeout_s)
 
     def is_committed(self, step: int) -> bool:
-        """Return whether the checkpoint at `step` of this start is known to be committed, with all ranks. Returns
+        """Return whether the checkpoint at `step` of this launch is known to be committed, with all ranks. Returns
         at once, also when closed.
 
         Raises CheckpointAbortedError if it was given up.
@@ -332,7 +332,7 @@ class Uploader:
         return self._engine.view().missing_ranks(self._checkpoint(step))
 
     def wait_for_predecessor(self, timeout_s: float) -> bool:
-        """Block until everything that an earlier start of the run had sealed on this rank is decided, or older than
+        """Block until everything that an earlier launch of the run had sealed on this rank is decided, or older than
         a commit that this rank knows, for at most `timeout_s`. Returns whether it is. Call it before choosing what to
         resume from: the newest checkpoint is often the one that was still uploading when the trainer was killed.
         """
@@ -364,13 +364,13 @@ class Uploader:
 
         Waits until this rank's part is in the store (at most `timeout_s`, default `upload_timeout_s`), retrying
         failed uploads, and then up to `close_grace_s` for the other ranks, so that latest and local retention are
-        done too. What is left on return is in the journal: the next start, `ckpt-async drain` or the sweeper
+        done too. What is left on return is in the journal: the next launch, `ckpt-async drain` or the sweeper
         finishes it. Ctrl-C ends the waiting, and the uploader is closed all the same.
 
         In strict mode, raises what failed and, if called without `timeout_s`, UploadFailedError if this rank's part
         is still not in the store, or if Ctrl-C ended an earlier call and something is not committed. Also raises if
-        this start committed nothing of what it sealed and never can, after the other ranks had their time:
-        FencedError if a newer start has begun, UploadFailedError if some ranks never opened it. Both modes log
+        this launch committed nothing of what it sealed and never can, after the other ranks had their time:
+        FencedError if a newer launch has begun, UploadFailedError if some ranks never opened it. Both modes log
         this; ranks that are merely late cause a warning.
         """
         if os.getpid() != self.pid or (self._is_closed and not self._is_half_closed):

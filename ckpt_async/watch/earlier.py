@@ -1,4 +1,4 @@
-"""What earlier starts of the run have left undecided, above all if there were other nodes then."""
+"""What earlier launches of the run have left undecided, above all if there were other nodes then."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def in_journal(options: Options) -> Mapping[CheckpointId, CheckpointStatus]:
 
 
 class Earlier:
-    """The checkpoints that earlier starts had sealed. `known` is what the journal said before this start began."""
+    """The checkpoints that earlier launches had sealed. `known` is what the journal said before this launch began."""
 
     def __init__(
         self,

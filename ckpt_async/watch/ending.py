@@ -50,7 +50,7 @@ def parts(missing: Mapping[int, Sequence[int]], steps: Sequence[int], *, is_open
     """Describe what is awaited.
 
     `missing` has, by node, the steps that other nodes have not handed in; `steps` are all that are not decided.
-    `is_open`: the store has answered, and the nodes have agreed on a start of the run.
+    `is_open`: the store has answered, and the nodes have agreed on a launch of the run.
     """
     left = named("step", sorted(steps))
     if not is_open:

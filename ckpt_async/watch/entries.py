@@ -175,7 +175,7 @@ class Entries:
             except (ValueError, LookupError, TypeError) as error:
                 raise CkptAsyncError(
                     f"{str(path)!r} cannot be read: {error}",
-                    hint="move it aside; the watcher rebuilds its content on the next start",
+                    hint="move it aside; the watcher rebuilds its content on the next launch",
                 ) from None
             self._remember(entry)
         for folder in self._staged.iterdir():

@@ -224,7 +224,7 @@ class Lookout:
             self._teller.pass_by(folder, path)
 
     def _refuse_again(self, found: Found) -> None:
-        """Repeat the refusal of an earlier start for as long as the checkpoint is there.
+        """Repeat the refusal of an earlier launch for as long as the checkpoint is there.
 
         Otherwise somebody might believe that it was uploaded.
         """

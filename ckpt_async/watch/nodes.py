@@ -57,7 +57,7 @@ CLOCKS_S = 1.0
 
 
 class Nodes:
-    """What this node has heard from the others in one start of the run, and what it tells them.
+    """What this node has heard from the others in one launch of the run, and what it tells them.
 
     With a single node, it does nothing.
     """
@@ -72,7 +72,7 @@ class Nodes:
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step, with when; not handed in yet
         self._known: set[int] = set()  # every announced step
         self._next_look_at = self._next_look_at_all = self._next_roll_at = 0.0
-        self._last_before: int | None = None  # the newest entry that was there when this start began
+        self._last_before: int | None = None  # the newest entry that was there when this launch began
         self._has_told_all = False
         self._ended_at: float | None = None
         self.awaited: list[int] = []  # at the end: nodes that may still announce something
@@ -89,7 +89,7 @@ class Nodes:
     def listen(self) -> None:
         """Read new announcements.
 
-        Raises FencedError if another node has begun a new start, which this one has to join.
+        Raises FencedError if another node has begun a new launch, which this one has to join.
         """
         if self._num_nodes == 1:
             return
@@ -112,7 +112,7 @@ class Nodes:
                 self._heard[id_.step] = told, time.monotonic()
 
     def check_newest(self) -> None:
-        """Raise FencedError if another node has begun a new start."""
+        """Raise FencedError if another node has begun a new launch."""
         if self._num_nodes == 1:
             return
         if (newest := self._remote.newest_generation(self.generation)) > self.generation:
@@ -194,7 +194,7 @@ class Nodes:
     def _staged(self, announced: Announcement) -> Entry | None:
         """Return the entry that this node has already staged for an announced checkpoint, or None.
 
-        It was staged or handed in by an earlier start, or staged because this node has the mark too.
+        It was staged or handed in by an earlier launch, or staged because this node has the mark too.
         """
         for entry in reversed(self._entries.of_path(announced.path)):
             is_same = not entry.is_settled and (entry.step, entry.name) == (
@@ -348,10 +348,10 @@ class Nodes:
                 self._holds.drop(hold)
 
     def settle_earlier(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
-        """Settle what this node knew of before this start.
+        """Settle what this node knew of before this launch.
 
         Tell the other nodes once this node has announced all of it. When all others have done the same, release
-        checkpoints that one of them had announced in an earlier start and none has in this one.
+        checkpoints that one of them had announced in an earlier launch and none has in this one.
         """
         if self._num_nodes == 1:
             return

@@ -1,4 +1,4 @@
-"""Decides which checkpoints are taken, which are refused, and to which start of the run they belong. Pure."""
+"""Decides which checkpoints are taken, which are refused, and to which launch of the run they belong. Pure."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int)
 
 
 def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
-    """Return the refused entry for this version of a candidate, perhaps from an earlier start.
+    """Return the refused entry for this version of a candidate, perhaps from an earlier launch.
 
     None if the version is being uploaded or in the store.
     """
@@ -292,8 +292,8 @@ def gone_back(entry: Entry, known: Collection[Entry]) -> str:
 def predecessors(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> list[Entry]:
     """Return the entries that were saved before this one, are not decided yet, and must be decided first.
 
-    If the trainer has gone back and the earlier one is handed in again in a later start, that one would be the
-    newest. With several nodes, a node that was killed may not have sealed its part of what an earlier start handed
+    If the trainer has gone back and the earlier one is handed in again in a later launch, that one would be the
+    newest. With several nodes, a node that was killed may not have sealed its part of what an earlier launch handed
     in: that is handed in again, and must come first, or it would be passed over.
     """
     earlier = [each for each in known if each.state is State.HANDED and each.number < entry.number]
@@ -308,13 +308,13 @@ def predecessors(entry: Entry, known: Iterable[Entry], generation: int, *, num_n
 def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
     """Return why the entry would wrongly become the newest, or "" if it would not.
 
-    It would if it is older than what an earlier start of the watcher has committed.
+    It would if it is older than what an earlier launch of the watcher has committed.
     """
     for each in known:
         is_earlier = each.state is State.COMMITTED and 0 < each.generation < generation
         if is_earlier and each.step > entry.step and entry.marked_ns <= each.written_ns:
             return (
-                f"it is older than step {each.step}, which an earlier start has committed, but would become the"
+                f"it is older than step {each.step}, which an earlier launch has committed, but would become the"
                 " newest: adopt it with --kind, or into another remote"
             )
     return ""
@@ -376,7 +376,7 @@ def are_many(num_handed: int, size_bytes: int) -> bool:
 
 
 def has_told_all(known: Iterable[Entry], generation: int, last_number: int) -> bool:
-    """Return whether everything that this node had found is decided or was announced in this start.
+    """Return whether everything that this node had found is decided or was announced in this launch.
 
     Only entries up to `last_number` count.
     """

@@ -100,7 +100,7 @@ class Refusals:
             self._unshown.clear()
 
     def close(self, *, at_once: bool = False) -> None:
-        """Deliver what can be delivered within `event_grace_s`; the rest waits for the next start."""
+        """Deliver what can be delivered within `event_grace_s`; the rest waits for the next launch."""
         self._write()
         if self._couriers is not None:
             self._couriers.close(0.0 if at_once else self._grace_s)

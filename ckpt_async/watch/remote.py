@@ -107,7 +107,7 @@ class Remote:
         return self._nodes_with(f"{keys.members_prefix(generation)}ended-", keys.parse_ended_key)
 
     def say_told_all(self, generation: int, node: int) -> None:
-        """Tell the other nodes that this one has announced all that it knew of when this start began."""
+        """Tell the other nodes that this one has announced all that it knew of when this launch began."""
         self.call(lambda store: create_once(store, keys.told_all_key(generation, node), b"{}\n"))
 
     def told_all(self, generation: int) -> set[int]:

@@ -15,7 +15,7 @@ MAX_GONE = 100_000
 
 @dataclass(slots=True)
 class Seen:
-    """The files that the looks of this start have seen."""
+    """The files that the looks of this launch have seen."""
 
     _until_ns: dict[str, int] = field(default_factory=dict)  # by path
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # What cannot be read for a moment (a folder that another node is deleting, too many open files) only counts
 # as refused after this long.
 UNREADABLE_S = 30.0
-# Nodes that are restarted for a good reason begin fewer new starts than this within the time.
+# Nodes that are restarted for a good reason begin fewer new launches than this within the time.
 MANY_STARTS, MANY_STARTS_S = 5, 60.0
 # How long a complete checkpoint may wait for earlier ones to be decided before that is reported.
 HELD_UP_S = 60.0
@@ -59,10 +59,10 @@ class Told:
 class Report:
     """What a watcher has done by its end.
 
-    `unfinished` were handed in and are not decided: the next start, or `ckpt-async drain STATE`, finishes them.
+    `unfinished` were handed in and are not decided: the next launch, or `ckpt-async drain STATE`, finishes them.
     `incomplete` are those without a mark so far, by path, with the reason. `is_cut_short`: the time to finish was
     over before the store, or the other nodes, had answered. `num_there`: found in the store already; with `is_once`
-    also those in the folder that an earlier start has committed.
+    also those in the folder that an earlier launch has committed.
     """
 
     num_committed: int
@@ -198,14 +198,14 @@ class Teller:
             self.on_refused(refused)
 
     def note_joined(self, node: int, num_nodes: int) -> None:
-        """Note that this node has joined a new start that another node has begun."""
+        """Note that this node has joined a new launch that another node has begun."""
         now = self._clock()
         self._joined.append(now)
         if len(self._joined) == MANY_STARTS and now - self._joined[0] < MANY_STARTS_S:
             self.say(
                 "many_starts",
                 "",
-                "the nodes keep beginning new starts, and whatever is not committed is sent again each time: does"
+                "the nodes keep beginning new launches, and whatever is not committed is sent again each time: does"
                 f" another watcher also use --node {node}/{num_nodes}, or a different number of nodes? Each needs its"
                 f" own --node I/{num_nodes}",
             )

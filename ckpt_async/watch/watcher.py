@@ -46,9 +46,9 @@ from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
 
-# How often a checkpoint that no start could finish is handed in again while its bytes are still there.
+# How often a checkpoint that no launch could finish is handed in again while its bytes are still there.
 MAX_ATTEMPTS = 20
-# How long the uploader may finish what it has in hand before a new start begins; the journal keeps the rest.
+# How long the uploader may finish what it has in hand before a new launch begins; the journal keeps the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
 
@@ -85,7 +85,7 @@ class Watcher:
         """Watch until `stopping` is set, then finish what was handed in.
 
         With `is_once`, end as soon as everything that is complete is committed. Raises whatever keeps the watcher
-        from working; nothing is lost then, because the next start continues. `again` is called with the error first,
+        from working; nothing is lost then, because the next launch continues. `again` is called with the error first,
         and the folder is still looked at for as many seconds as it returns.
         """
         self._stopping = stopping
@@ -150,7 +150,7 @@ class Watcher:
         finally:
             self._refusals.close(at_once=close_s == 0.0)
 
-    # --- a start of the run --------------------------------------------------------------------------------
+    # --- a launch of the run --------------------------------------------------------------------------------
 
     def _open_while_linking(self) -> None:
         """Open the remote on another thread and keep looking at the folder: the store may be slow or unreachable."""
@@ -220,13 +220,13 @@ class Watcher:
             except FencedError:
                 if self.options.num_nodes == 1:
                     raise
-                logger.warning("start_joined: another node has begun a new start; joining it")
+                logger.warning("start_joined: another node has begun a new launch; joining it")
                 self._teller.note_joined(self.options.node, self.options.num_nodes)
                 self._reopen(0.0)  # nothing more is committed in this generation
                 continue
             except (StoreError, NoSpaceError, OSError) as error:
                 self._teller.trouble(error)
-            # When stopping, checkpoints that only another node can continue are left to the next start.
+            # When stopping, checkpoints that only another node can continue are left to the next launch.
             left = [each for each in self.entries.open() if not (was_stopping and plan.awaits_others(each))]
             assert self._nodes is not None
             is_idle = is_whole and not (left or self._lookout.num_left or self._nodes.has_heard)
@@ -248,7 +248,7 @@ class Watcher:
             return "recently written files to stop changing"
         if self._uploader is None or self._nodes is None:
             return ending.parts({}, [each.step for each in left], is_open=False)
-        left = [each for each in left if not plan.awaits_others(each)]  # the next start continues them
+        left = [each for each in left if not plan.awaits_others(each)]  # the next launch continues them
         if not left and self._nodes.awaited:
             return f"{named('node', self._nodes.awaited)} to finish, since more may be announced"
         return _decision_on(left, self._uploader)
@@ -372,7 +372,7 @@ class Watcher:
                 outcomes.append((entry, str(error)))
         for entry, reason in with_sums(self._remote, outcomes, num_nodes=num_nodes):
             if reason:
-                self._nodes.check_newest()  # a newer start has given it up, and there it comes again
+                self._nodes.check_newest()  # a newer launch has given it up, and there it comes again
                 self._given_up(entry, reason)
             else:
                 self._settle_committed(entry)

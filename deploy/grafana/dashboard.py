@@ -194,7 +194,7 @@ ROWS: dict[str, tuple[Graph, ...]] = {
         ),
         Graph(
             "Superseded trainers",
-            "1: a newer start of the run has taken over, and this trainer hands in nothing new.",
+            "1: a newer launch of the run has taken over, and this trainer hands in nothing new.",
             "none",
             (Query(f"max by (run, instance) (ckpt_async_fenced{{{RUN}}})", "{{run}} {{instance}}"),),
             alarm=1,
@@ -203,7 +203,7 @@ ROWS: dict[str, tuple[Graph, ...]] = {
     "Backlog": (
         Graph(
             "Shards that are not in the store, by state",
-            "failed: lost, or not uploaded in time and retried later. retrying: left by an earlier start.",
+            "failed: lost, or not uploaded in time and retried later. retrying: left by an earlier launch.",
             "none",
             (Query(f"sum by (state) ({of_node('ckpt_async_queue_files', 'run, state')})", "{{state}}"),),
             is_stacked=True,

@@ -223,7 +223,7 @@ def test_a_taken_metrics_port_does_not_stop_a_sweep(folder: Path, remote: str) -
 def test_a_bug_in_one_sweep_is_reported_and_the_next_sweep_runs(
     folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A process that died of such a bug would hit it again at every start, and clean up nothing else."""
+    """A process that died of such a bug would hit it again at every launch, and clean up nothing else."""
     train(folder, remote, 1)
     sweep, num_sweeps = Sweeper.sweep, 0
 

@@ -43,7 +43,7 @@ def say_step(step: int, loss: float, to: str = "/dev/fd/1") -> None:
 
 
 def say_left(folder: Path, to: str = "/dev/fd/1") -> None:
-    """Report what an earlier start has left, complete or not."""
+    """Report what an earlier launch has left, complete or not."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.is_symlink():
             say(f"LEFT {path.name} {json.dumps(sums_of(path))}", to)

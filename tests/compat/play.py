@@ -48,7 +48,7 @@ def ranks(count: int) -> list[str]:
 
 
 class Training:
-    """One start of a training script. Iterate over it for its losses as they come; it is always killed at the end."""
+    """One launch of a training script. Iterate over it for its losses as they come; it is always killed at the end."""
 
     def __init__(self, command: Sequence[str | Path], node: Path, log: Path) -> None:
         self._mark = uuid.uuid4().hex
@@ -89,7 +89,7 @@ class Training:
         return self.losses
 
     def processes(self) -> list[int]:
-        """Return every process of this start: ranks and what they started, whether adopted by init or not."""
+        """Return every process of this launch: ranks and what they started, whether adopted by init or not."""
         mark = f"{_MARK}={self._mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():

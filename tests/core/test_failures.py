@@ -16,6 +16,6 @@ def test_a_start_in_vain_is_told_which_start_has_fenced_it() -> None:
 def test_a_start_in_vain_in_a_wiped_remote_is_told_that_another_has_taken_its_number() -> None:
     error = why_in_vain(Local(0, generation=3), [100], 3, None)
     assert isinstance(error, FencedError)
-    assert "another start has taken generation 3" in error.without_hint
+    assert "another launch has taken generation 3" in error.without_hint
     assert "has started" not in error.without_hint
     assert "restart all ranks" not in error.hint

@@ -41,15 +41,15 @@ def test_two_starts_derive_different_launch_keys() -> None:
 
 
 def test_explicit_launch_id_takes_precedence_and_no_launcher_gives_none() -> None:
-    """The operator knows best; and where no launcher identifies the start, guessing would mix two starts."""
+    """The operator knows best; and where no launcher identifies the start, guessing would mix two launches."""
     assert key({**ONE_NODE, **SLURM, "CKPT_ASYNC_LAUNCH_ID": "x"}) == "id=x"
     assert key({}) is None
     assert key({"WORLD_SIZE": "8", "RANK": "0"}) is None
 
 
 def test_a_parent_that_restarts_ranks_itself_does_not_identify_a_start() -> None:
-    """Ray's raylet is the parent process of every start of a gang, so every start used to get the same key. torchrun's
-    agent says which restart it is, even if it was given no id.
+    """Ray's raylet is the parent process of every launch of a gang, so every launch used to get the same key.
+    torchrun's agent says which restart it is, even if it was given no id.
     """
     assert key({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) is None
     plain = {**ONE_NODE, "TORCHELASTIC_RUN_ID": "none"}

@@ -105,7 +105,7 @@ def test_only_committed_checkpoints_count_and_are_removed() -> None:
 
 
 def test_checkpoints_kept_for_good_leave_the_journal() -> None:
-    """The journal need not remember them forever, and a later start that keeps fewer checkpoints must not remove them.
+    """The journal need not remember them forever, and a later launch that keeps fewer checkpoints must not remove them.
 
     The newest stays in the journal, because `latest` and the symlink depend on it.
     """

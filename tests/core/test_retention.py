@@ -92,7 +92,7 @@ def test_last_picks_the_newest(count: int, expected: list[int]) -> None:
 
 
 def test_newest_is_by_generation_before_step() -> None:
-    """After a restart from step 10, the new start's step 20 is newer than step 90 of the previous start."""
+    """After a restart from step 10, the new launch's step 20 is newer than step 90 of the previous launch."""
     found = [made(80), made(90), made(10, 2), made(20, 2)]
     assert set(KeepLast(2).keep(found)) == {CheckpointId(2, 10), CheckpointId(2, 20)}
     assert set(retention.apply(KeepNamed(frozenset({"step-80"})), found)) == {

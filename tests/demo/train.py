@@ -185,7 +185,7 @@ def main() -> None:
         metrics_port=0 if rank == 0 else None,
     ) as saver:
         generation, metrics_url = saver.uploader.generation, saver.uploader.metrics_url
-        state = saver.load_latest(wait_s=60)  # <- first finishes what a killed start had sealed
+        state = saver.load_latest(wait_s=60)  # <- first finishes what a killed launch had sealed
         first_step = 0
         if state is not None:
             load_sharded_state(model, optimizer, state["tensors"])

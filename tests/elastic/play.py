@@ -103,7 +103,7 @@ class Nodes:
         return [(row[0], *map(int, row[1:])) for row in rows if len(row) == 5]
 
     def starts(self) -> list[int]:
-        """Return the step after which each start of rank 0 resumed."""
+        """Return the step after which each launch of rank 0 resumed."""
         return [step for word, rank, step, *_ in self.lines() if word == "START" and rank == 0]
 
     def saves_again(self, start: int, count: int = 10) -> Callable[[], bool]:

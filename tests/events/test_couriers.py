@@ -87,14 +87,14 @@ def test_what_a_full_disk_cannot_note_is_noted_later_and_not_delivered_again(
 
 
 def test_a_disk_that_stays_full_holds_up_no_end(box: Box, caplog: pytest.LogCaptureFixture) -> None:
-    """The next start delivers the event again, and the log says so."""
+    """The next launch delivers the event again, and the log says so."""
     sink = Sink(1)
     box.is_full = True
     put(box, 1)
     courier = Courier(box, sink)
     wait_until(lambda: box.num_refused > 0)
     courier.close(0.05)
-    assert "events_left sink=exec num=1 cut_short=1; the next start delivers them" in caplog.text
+    assert "events_left sink=exec num=1 cut_short=1; the next launch delivers them" in caplog.text
     assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-async-exec")]
 
 

@@ -259,7 +259,7 @@ def test_a_kill_between_commit_and_delivery_loses_no_event(tmp_path: Path, when:
         with opened(tmp_path, event_webhook=receiver.url):
             pass
     assert len(receiver.bodies) == 1
-    # The killed start had no function to call; but if it had not learned of the commit, it has not noted it
+    # The killed launch had no function to call; but if it had not learned of the commit, it has not noted it
     # either.
     assert len(seen) == (when == "within")
 
@@ -462,7 +462,7 @@ def test_a_command_that_still_runs_at_close_is_ended_and_run_by_the_next_start(
     save(uploader, 1)
     wait_until((tmp_path / "pids").exists)
     uploader.close()
-    assert _left(caplog) == ["events_left sink=exec num=1 cut_short=1; the next start delivers them"]
+    assert _left(caplog) == ["events_left sink=exec num=1 cut_short=1; the next launch delivers them"]
     assert not _is_running(int((tmp_path / "pids").read_text()))
     script.write_text(f"echo $CKPT_ASYNC_EVENT_STEP > {tmp_path}/told\n")
     with opened(tmp_path, event_exec=f"sh {script}"):
@@ -479,7 +479,7 @@ def test_what_could_not_be_delivered_is_summed_up_at_close(
         save(uploader, 1, 2, 3)
         for step in (1, 2, 3):
             uploader.wait(step)
-    assert _left(caplog) == ["events_left sink=webhook num=3 cut_short=0; the next start delivers them"]
+    assert _left(caplog) == ["events_left sink=webhook num=3 cut_short=0; the next launch delivers them"]
 
 
 def _left(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -57,7 +57,7 @@ def agree(remote: Path, rank: int) -> tuple[int, str]:
 def main(out: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder, remote = out / f"node-{rank}", out / "remote"
-    os.environ["CKPT_ASYNC_LAUNCH_ID"] = os.environ["MASTER_PORT"]  # every start has a new one
+    os.environ["CKPT_ASYNC_LAUNCH_ID"] = os.environ["MASTER_PORT"]  # every launch has a new one
     with Uploader(folder, f"file://{remote}", rank=rank, world_size=world_size) as uploader:
         uploader.wait_for_predecessor(timeout_s=20)
         first, place = agree(remote, rank)

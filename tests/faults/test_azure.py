@@ -133,7 +133,7 @@ def test_refusing_half_of_all_requests_loses_nothing(
 def test_a_killed_upload_is_resumed_and_no_finished_block_is_sent_again(
     nursery: Nursery, azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
-    """After a SIGKILL in the middle of a shard, the next start asks the store for the shard's uncommitted blocks."""
+    """After a SIGKILL in the middle of a shard, the next launch asks the store for the shard's uncommitted blocks."""
     remote, size_bytes = f"{azure_url}/run", 6 * PART + 12345
     arguments: dict[str, Any] = {
         "folder": str(tmp_path / "folder"),

@@ -20,7 +20,7 @@ SETTINGS = {"decision_poll_s": 0.05, "close_grace_s": 0.0, "retry_initial_s": 0.
 
 
 class Run:
-    """One folder and one remote; every round is a start of the run that ends with a SIGKILL of each rank."""
+    """One folder and one remote; every round is a launch of the run that ends with a SIGKILL of each rank."""
 
     def __init__(
         self, nursery: Nursery, folder: Path, remote: str, seed: int, num_local: int, longest_s: float

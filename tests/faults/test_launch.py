@@ -1,4 +1,4 @@
-"""A start that is repeated with the same launch key after some of its ranks died before they opened."""
+"""A launch that is repeated with the same launch key after some of its ranks died before they opened."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.faults.processes import Nursery, Trainer
 def test_ranks_with_a_reused_launch_key_share_one_new_generation(
     nursery: Nursery, tmp_path: Path, runner: str
 ) -> None:
-    """R5: a place that a dead rank never took used to be mistaken for one in the new start. That left two
+    """R5: a place that a dead rank never took used to be mistaken for one in the new launch. That left two
     generations, neither of which ever committed anything, and exit code 0. With `process`, the dead
     trainer's engine goes on for a while.
     """

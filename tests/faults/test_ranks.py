@@ -87,7 +87,7 @@ def test_the_last_rank_commits_even_if_all_others_are_dead(nursery: Nursery, tmp
 def test_a_restart_with_another_world_size_never_mixes_shards(
     nursery: Nursery, tmp_path: Path, remote: str
 ) -> None:
-    """R5: step 2 of the first start lacks rank 3; receipts of later starts with fewer ranks must not complete it."""
+    """R5: step 2 of the first launch lacks rank 3; receipts of later launches with fewer ranks must not complete it."""
     world_sizes = {1: 4, 2: 2, 3: 3}
     promised: set[CheckpointId] = set()
     for generation, num_ranks in world_sizes.items():
@@ -117,7 +117,7 @@ def test_a_restart_with_another_world_size_never_mixes_shards(
 def test_eight_processes_agree_on_the_generation_and_a_reused_launch_key_gets_a_new_one(
     nursery: Nursery, tmp_path: Path, remote: str
 ) -> None:
-    """R5: ranks that disagreed would never commit, and two starts in one generation would mix their shards."""
+    """R5: ranks that disagreed would never commit, and two launches in one generation would mix their shards."""
     for wanted in (1, 2):
         trainers = start(nursery, tmp_path, remote, 8, launch="always the same")
         assert {trainer.expect("opened") for trainer in trainers} == {f"opened {wanted}"}
@@ -126,7 +126,7 @@ def test_eight_processes_agree_on_the_generation_and_a_reused_launch_key_gets_a_
 
 
 def test_an_explicit_generation_that_was_used_is_rejected(tmp_path: Path) -> None:
-    """A job script that passes the same number at every start would overwrite committed checkpoints."""
+    """A job script that passes the same number at every launch would overwrite committed checkpoints."""
     remote = f"file://{tmp_path}/remote"
     with Uploader(tmp_path / "a", remote, rank=0, world_size=1, generation=3) as uploader:
         assert uploader.generation == 3

@@ -283,7 +283,7 @@ def test_training_continues_while_s3_is_down_and_everything_commits_afterwards(
 def test_exiting_without_close_is_bounded_while_the_store_is_silent(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
-    """A job that cannot end blocks a node; what is left is in the journal, for the next start."""
+    """A job that cannot end blocks a node; what is left is in the journal, for the next launch."""
     script = """
 import sys
 from pathlib import Path

@@ -137,7 +137,7 @@ def kill_a_trainer(place: Place, kill_at: int) -> int:
 
 
 def kill_a_sweep(place: Place, kill_at: int) -> int:
-    """Cover the adoption of what two starts left (upload, commit, give up), then prune and clean-up."""
+    """Cover the adoption of what two launches left (upload, commit, give up), then prune and clean-up."""
     if not place.num_starts:
         place.train("wait 2", steps=[1, 2])
         place.train(steps=[3, 4], play="saves_and_dies")

@@ -91,7 +91,7 @@ class Stage:
     def start_ranks(
         self, play: str, world_size: int, *, environment: Mapping[str, str] | None = None, **arguments: Any
     ) -> list[Trainer]:
-        """Start all ranks of one start, as a launcher does that does not say which start it is."""
+        """Start all ranks of one launch, as a launcher does that does not say which start it is."""
         with socket.socket() as server:
             server.bind(("127.0.0.1", 0))
             port = server.getsockname()[1]

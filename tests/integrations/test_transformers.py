@@ -166,7 +166,7 @@ def test_a_best_checkpoint_that_is_damaged_leaves_nothing_behind(
 def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, remote: str) -> None:
     old = tmp_path / "a" / "checkpoint-1"
     old.mkdir(parents=True)
-    (old / "model.safetensors").write_text("of an earlier start, and half of it")
+    (old / "model.safetensors").write_text("of an earlier launch, and half of it")
     trainer = stage.start(
         "train",
         folder=f"{tmp_path}/a",
@@ -181,7 +181,7 @@ def test_a_checkpoint_made_on_sigterm_is_uploaded(stage: Stage, tmp_path: Path, 
     assert {"model.safetensors", "trainer_state.json"} <= committed(remote, 2).files.keys()
     assert restore.find(remote, step=91) is not None  # nobody announced it
     assert restore.find(remote, step=90) is None  # its writer is not done
-    assert restore.find(remote, step=1) is None  # it was there before this start
+    assert restore.find(remote, step=1) is None  # it was there before this launch
 
 
 def test_a_training_that_committed_nothing_ends_with_an_error(

@@ -267,7 +267,7 @@ def test_remove_source_leaves_another_file_at_the_same_path(folder: Folder) -> N
 def test_remove_source_leaves_a_file_that_is_written_to_the_path_at_that_moment(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Retention of an older start may run just as a restarted trainer saves the same step again."""
+    """Retention of an older launch may run just as a restarted trainer saves the same step again."""
     path = write(folder, "step-1/a", b"old")
     identity, _ = link(folder, "step-1/a", "spool/1/a")
     move, make_link = os.rename, os.link

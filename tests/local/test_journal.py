@@ -260,7 +260,7 @@ def test_a_crash_during_the_migration_loses_and_duplicates_nothing(folder: Folde
 def test_a_damaged_shared_journal_blocks_nobody(
     folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No start may be blocked by a file that nobody can read.
+    """No launch may be blocked by a file that nobody can read.
 
     Each rank starts afresh from its manifests; the last one moves the damaged file aside, and it is never deleted.
     """

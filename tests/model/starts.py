@@ -55,7 +55,7 @@ class Wire:
 
 @dataclass(eq=False, slots=True)
 class Rank:
-    """The process of one rank of one start."""
+    """The process of one rank of one launch."""
 
     start: int
     rank: int
@@ -198,7 +198,7 @@ class Starts:
     # --- what is played ------------------------------------------------------------------------------------
 
     def play_start(self, start: int, num_steps: int, *, spread_s: float = 0.0) -> None:
-        """Play one start, after killing all earlier ones. Some of its ranks die before they open, some later, and
+        """Play one launch, after killing all earlier ones. Some of its ranks die before they open, some later, and
         some of these are restarted alone.
         """
         self.close()

@@ -29,7 +29,7 @@ async def _none_decided(_: Any, *, after: int) -> int:
 
 
 def in_any_order(seed: int) -> None:
-    """Without timing guarantees: a rank that is mistaken for dead is fenced, and never mixed with another start."""
+    """Without timing guarantees: a rank that is mistaken for dead is fenced, and never mixed with another launch."""
     rng = random.Random(seed)
     starts = Starts(rng.randint(2, 4), rng, has_conditional_put=rng.random() < 0.8)
     try:

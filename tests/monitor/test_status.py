@@ -224,7 +224,7 @@ def test_the_last_row_of_a_killed_trainers_journal_is_read(tmp_path: Path) -> No
 
 
 def test_the_recorded_remote_is_read_back(tmp_path: Path) -> None:
-    """`drain` relies on it, so encryption arguments must survive too; the newest start counts."""
+    """`drain` relies on it, so encryption arguments must survive too; the newest launch counts."""
     address = RemoteAddress(
         "r2://bucket/run", "https://r2:9", "auto", "path", {"SSEKMSKeyId": "k", "Metadata": {"a": "b"}}
     )

@@ -38,7 +38,7 @@ async def count_beats(store: MemoryStore, number: int) -> int:
 
 
 def test_a_number_that_has_decisions_is_not_claimed_again() -> None:
-    """The store had lost the records of generations: a new start wrote under the keys of what was committed."""
+    """The store had lost the records of generations: a new launch wrote under the keys of what was committed."""
 
     async def main() -> None:
         store = MemoryStore()
@@ -66,7 +66,7 @@ def test_a_nonce_that_another_rank_may_replace_is_not_remembered(has_conditional
 
 
 def test_joining_an_older_generation_is_rejected() -> None:
-    """The generation belongs to a start that another has overtaken, so its checkpoints would never be the newest."""
+    """The generation belongs to a launch that another has overtaken, so its checkpoints would never be the newest."""
 
     async def main() -> None:
         store = MemoryStore()
@@ -83,7 +83,7 @@ def test_joining_an_older_generation_is_rejected() -> None:
 
 
 def test_a_creator_sends_heartbeats_until_all_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After that nobody needs the heartbeat any more, so a start stops costing requests."""
+    """After that nobody needs the heartbeat any more, so a launch stops costing requests."""
     monkeypatch.setattr(generations, "BEAT_S", 0.01)
 
     async def main() -> None:
@@ -162,7 +162,7 @@ def test_a_launch_key_may_recur_after_another_launch() -> None:
 def test_without_conditional_put_rank_0_claims_and_the_others_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """F32: this also holds for the next start when an earlier one left a free place; rank 0 never joins an existing
+    """F32: this also holds for the next launch when an earlier one left a free place; rank 0 never joins an existing
     one.
     """
     monkeypatch.setattr(generations, "CLAIM_POLL_S", 0.01)
@@ -247,7 +247,7 @@ class Down(Meddled):
 @pytest.mark.parametrize("down_s", [14, 60])
 def test_an_outage_does_not_split_a_start(down_s: int) -> None:
     """The creator's heartbeat used to be in a long back-off when the others could ask again. They took it for dead, and
-    nothing of that start was ever committed.
+    nothing of that launch was ever committed.
     """
 
     async def main() -> int:

@@ -93,7 +93,7 @@ def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: li
 
 
 def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
-    """In a run's first start `find` returns None, which callers may forget."""
+    """In a run's first launch `find` returns None, which callers may forget."""
     checkpoint: Any = restore.find(f"file://{tmp_path}/run")
     for take in (lambda: restore.fetch(checkpoint, tmp_path / "there"), lambda: restore.open(checkpoint)):
         with pytest.raises(SettingsError, match=r"None is not a checkpoint .*a fresh start"):

@@ -206,7 +206,7 @@ def test_all_damaged_is_not_a_fresh_start(any_run: Run) -> None:
 
 
 def test_find_by_step_considers_only_the_newest_generation(run_: Run) -> None:
-    """A checkpoint that an older start saved at that step is a different one and must not silently be used instead."""
+    """A checkpoint that an older launch saved at that step is a different one and must not silently be used instead."""
     run_.commit(20)
     run_.commit(20, generation=2)
     run_.delete(shard_key(20, "rank-0.pt", 2))

@@ -1,4 +1,4 @@
-"""A new start begins with the number of connections that the last one noted, instead of searching from scratch."""
+"""A new launch begins with the number of connections that the last one noted, instead of searching from scratch."""
 
 import os
 import time

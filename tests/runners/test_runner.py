@@ -784,12 +784,12 @@ def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
 def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Otherwise its locks would keep out the next start until somebody killed it."""
+    """Otherwise its locks would keep out the next launch until somebody killed it."""
     monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.2)
     monkeypatch.setattr(process_module, "PING_TIMEOUT_S", 0.2)
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
     shared = PROCESS | {"node_shared": True, "world_size": 2, "generation": 1}
-    # It may learn of the newer start before the commit, even while it closes.
+    # It may learn of the newer launch before the commit, even while it closes.
     with Uploader(folder, remote, rank=1, on_error="warn", **shared) as other:
         with Uploader(folder, remote, rank=0, **shared) as uploader:
             (runner,) = wait_until(lambda: runners(folder))
@@ -798,7 +798,7 @@ def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
             uploader.close(timeout_s=0.1)
         assert "runner_hangs" in caplog.text
         wait_until(lambda: runner not in runners(folder))
-        save(other, 1)  # by then, a newer start might have superseded it
+        save(other, 1)  # by then, a newer launch might have superseded it
         with Uploader(folder, remote, rank=0, **shared | {"generation": 2}) as again:
             assert wait_until(lambda: runners(folder)) != [runner]
             with contextlib.suppress(FencedError):
@@ -876,7 +876,7 @@ def test_a_runner_always_killed_while_it_starts_is_reported(
 
 
 def test_a_runner_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package was upgraded while a node's process lingered, or between two starts of a process."""
+    """The package was upgraded while a node's process lingered, or between two launches of a process."""
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/store"
     with monkeypatch.context() as upgraded:
         upgraded.setattr(wire, "VERSION", wire.VERSION + 1)

@@ -534,7 +534,7 @@ def test_a_flush_before_sigterm_does_not_wait_for_saves_that_a_newer_start_has_e
     open_saver: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fenced(*_: object) -> None:
-        raise FencedError("a newer start")
+        raise FencedError("a newer launch")
 
     saver = open_saver(save_interval="1ba", saves_last=False)
     monkeypatch.setattr(saver.uploader, "check_takes", fenced)

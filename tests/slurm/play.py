@@ -24,7 +24,7 @@ TRAINER = ROOT / "tests/slurm/train.py"
 
 
 class Run:
-    """A job's logs: what each rank has reported in each of its starts."""
+    """A job's logs: what each rank has reported in each of its launches."""
 
     def __init__(self, cluster: Cluster, name: str, ranks: int) -> None:
         self.shared = cluster.root / name
@@ -38,7 +38,7 @@ class Run:
         return [str(self.folder), *trainer]
 
     def starts(self, rank: int) -> list[tuple[int, str, int]]:
-        """Return (step it resumed after, node, last step that it saved) for each start."""
+        """Return (step it resumed after, node, last step that it saved) for each launch."""
         log = self.shared / f"log-{rank}"
         found: list[tuple[int, str, int]] = []
         for line in log.read_text().splitlines() if log.exists() else ():

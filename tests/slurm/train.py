@@ -26,7 +26,7 @@ def newest(remote: str, shared: Path) -> str | None:
 
 
 def meet(shared: Path, rank: int, step: int) -> None:
-    """Wait until all ranks of this start are here, as in an all-reduce."""
+    """Wait until all ranks of this launch are here, as in an all-reduce."""
     start = f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     (shared / f"at-{start}-{rank}-{step}").touch()
     ranks = range(int(os.environ["SLURM_NTASKS"]))

@@ -58,7 +58,7 @@ class Meddled:
 
 
 class Faulty(Meddled):
-    """A store that fails the first `times` puts of keys that start with `start`, before they have any effect."""
+    """A store that fails the first `times` puts of keys that launch with `start`, before they have any effect."""
 
     start, times, error = "", 0, BaseException()
 
@@ -77,7 +77,7 @@ class Ambiguous(Meddled):
 
 
 class Slow(Meddled):
-    """A store that holds PUTs of keys that start with `start` until `go` is set, and counts how many it holds."""
+    """A store that holds PUTs of keys that launch with `start` until `go` is set, and counts how many it holds."""
 
     start = "ckpt/"
 

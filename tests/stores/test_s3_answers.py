@@ -87,7 +87,7 @@ OTHERS = {
     "the whole bucket": ("list", objects(prefix="")),
     "a longer prefix": ("list", objects(prefix="run/.ckpt_async/leases/")),
     "another run": ("list", objects(prefix="run-2/")),
-    "another start": ("list", objects(StartAfter="run/x")),
+    "another launch": ("list", objects(StartAfter="run/x")),
     "a later page": ("list", objects(ContinuationToken="t")),
     "keys of others": ("list", objects("run2/a", Prefix=None)),
     "a key above": ("list", objects("run")),

@@ -385,7 +385,7 @@ def test_a_folder_is_not_drained_to_another_remote(
 def test_what_a_lost_journal_left_of_another_remote_is_not_committed_to_this_one(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    """The spool's manifests name the remote too, so neither a start nor a drain can mistake it."""
+    """The spool's manifests name the remote too, so neither a launch nor a drain can mistake it."""
     other = f"file://{tmp_path}/other"
     trainers.die(folder, remote, 500)
     lose_journal(folder)
@@ -531,10 +531,10 @@ def _objects(store: Path) -> dict[Path, tuple[int, bytes]]:
 
 
 def _refused(call: Drain, folder: Path) -> int:
-    """Return how many ranks a drain refuses, all of them, because of another start."""
+    """Return how many ranks a drain refuses, all of them, because of another launch."""
     code, told = call("drain", folder)
     assert (code, told["is_drained"]) == (1, False)
-    reason = "may have given that number or an earlier one to another start"
+    reason = "may have given that number or an earlier one to another launch"
     assert all(reason in each["error"] for each in told["ranks"])
     return len(told["ranks"])
 
@@ -599,7 +599,7 @@ def test_what_a_rank_has_left_of_an_earlier_number_is_refused_by_every_drain(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
     """The first drain claimed the second start's number again, for its rank that had nothing older. The next one then
-    replaced the files of the new first start.
+    replaced the files of the new first launch.
     """
     store = Path(remote.removeprefix("file://"))
     trainers.die(folder, remote, 3)
@@ -616,7 +616,7 @@ def test_what_a_rank_has_left_of_an_earlier_number_is_refused_by_every_drain(
 def test_what_was_drained_again_after_another_start_is_refused_too(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    """The second start's number is back, for whatever reason, and the first one's is another start's."""
+    """The second start's number is back, for whatever reason, and the first one's is another launch's."""
     store = Path(remote.removeprefix("file://"))
     trainers.die(folder, remote, 3)
     trainers.die(folder, remote, 5, generation=2)
@@ -635,7 +635,7 @@ def test_what_was_drained_again_after_another_start_is_refused_too(
 def test_a_start_in_a_wiped_remote_is_not_fenced_by_the_drain_of_an_old_folder(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    """The drain claimed its number, 2, above the other start's, which ended with FencedError. The old folder's step
+    """The drain claimed its number, 2, above the other launch's, which ended with FencedError. The old folder's step
     became `latest`.
     """
     store = Path(remote.removeprefix("file://"))
@@ -652,7 +652,7 @@ def test_a_start_in_a_wiped_remote_is_not_fenced_by_the_drain_of_an_old_folder(
 def test_a_drain_into_a_remote_that_was_put_back_takes_its_number_again(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    """The newest start that the backup knows is this rank's own."""
+    """The newest launch that the backup knows is this rank's own."""
     store = Path(remote.removeprefix("file://"))
     for step in (1, 2):
         assert _save(folder, remote, step) == step
@@ -691,7 +691,7 @@ async def _never(*_: object) -> None:
 def test_a_drain_into_a_wiped_remote_takes_its_number_again(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, num_ranks: int
 ) -> None:
-    """The next start in another folder took the same number, and overwrote what was drained."""
+    """The next launch in another folder took the same number, and overwrote what was drained."""
     store = Path(remote.removeprefix("file://"))
     launch: Json = {"world_size": num_ranks}
     trainers.kill(*(trainers.start(folder, remote, 3, rank=rank, **launch) for rank in range(num_ranks)))
@@ -705,7 +705,7 @@ def test_a_drain_into_a_wiped_remote_takes_its_number_again(
 
 
 def test_what_a_wiped_remote_had_confirmed_is_uploaded_again(call: Drain, folder: Path, remote: str) -> None:
-    """A drain committed it without the shards of rank 0, and deleted the only copies. The next start of the folder was
+    """A drain committed it without the shards of rank 0, and deleted the only copies. The next launch of the folder was
     refused, because the generation that the drain had taken again had no members.
     """
     store, launch = Path(remote.removeprefix("file://")), {"world_size": 2, "launch_id": "1"}

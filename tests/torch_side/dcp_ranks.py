@@ -241,7 +241,7 @@ class Rank:
 
 
 class Crew:
-    """All ranks of one start of the job."""
+    """All ranks of one launch of the job."""
 
     def __init__(self, world_size: int, scratch: Path) -> None:
         context = multiprocessing.get_context("forkserver")

@@ -343,7 +343,7 @@ def test_sigterm_flushes_and_then_ends_the_process_as_usual(started: Any) -> Non
 
 
 def test_sigterm_with_an_unresponsive_store_ends_within_the_budget(started: Any) -> None:
-    """SIGKILL follows after the budget; the next start finishes what is left."""
+    """SIGKILL follows after the budget; the next launch finishes what is left."""
     trainer = started("stuck", sigterm_flush_s=0.5)
     assert 0.5 <= trainer.terminate() < 1.5 + 1.0
     assert trainer.process.returncode == -signal.SIGTERM

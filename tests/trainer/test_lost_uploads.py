@@ -226,7 +226,7 @@ def test_a_listing_alone_proves_no_loss(opened: Open) -> None:
 def test_a_launch_whose_remote_is_wiped_goes_on_with_what_it_has(
     opened: Open, caplog: pytest.LogCaptureFixture, world_size: int
 ) -> None:
-    """What was in flight is uploaded again, the generation is taken again, and the next start is not refused."""
+    """What was in flight is uploaded again, the generation is taken again, and the next launch is not refused."""
     store = Undecided()
     store.may_decide = True
     names = ["a.pt", "b.pt"]
@@ -388,7 +388,7 @@ def test_a_commit_of_what_another_launch_has_uploaded_is_not_taken_for_ones_own(
                 save_of_the_other(new)
                 wait_until(lambda: new._engine.view().fenced_by == 1, new)
                 assert not new.is_committed(2)
-                with pytest.raises(FencedError, match="another start has taken generation 1"):
+                with pytest.raises(FencedError, match="another launch has taken generation 1"):
                     save(new, 3)
 
         with pytest.raises(FencedError, match="nothing of generation 1 was committed"):
@@ -438,7 +438,7 @@ def test_a_listing_alone_does_not_prove_that_the_remote_was_wiped(
 
 
 def test_a_launch_takes_its_place_in_the_wiped_remote_again(opened: Open) -> None:
-    """Without it, another rank of the launch, or the next start, would take this rank for one that never came."""
+    """Without it, another rank of the launch, or the next launch, would take this rank for one that never came."""
     store, place = Meddled(), keys.member_key(1, 0)
     with opened(store) as uploader:
         save(uploader, 1)
@@ -462,10 +462,10 @@ def test_a_launch_is_fenced_by_another_start_in_its_wiped_remote(opened: Open) -
         _put_record(store, GENERATION, records.encode_generation(other))
         save(uploader, 2)
         wait_until(lambda: uploader._engine.view().fenced_by is not None, uploader)
-        with pytest.raises(FencedError, match="another start has taken generation 1"):
+        with pytest.raises(FencedError, match="another launch has taken generation 1"):
             save(uploader, 3)
         problem = uploader.exporter.problem
-        assert problem.startswith("fenced: another start has taken generation 1")
+        assert problem.startswith("fenced: another launch has taken generation 1")
     assert json.loads(store.bucket.objects[GENERATION].data)["nonce"] == "nonce"
 
 

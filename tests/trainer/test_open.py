@@ -223,7 +223,7 @@ def test_a_forked_child_leaves_its_parents_file_alone(uploader: Uploader) -> Non
 
 
 def test_a_start_that_comes_to_a_step_again_replaces_the_file_of_an_earlier_one(tmp_path: Path) -> None:
-    """Whether the earlier start was killed while or after it wrote the file, what it enqueued is committed with its
+    """Whether the earlier launch was killed while or after it wrote the file, what it enqueued is committed with its
     own bytes.
     """
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"

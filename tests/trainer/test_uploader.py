@@ -701,7 +701,7 @@ def test_without_hard_links_a_deleted_file_is_reported_as_lost(
 
 @pytest.mark.parametrize("keep", [-1, 0, 1, 3])
 def test_local_retention_counts_committed_checkpoints_over_restarts(opened: Open, keep: int) -> None:
-    """R7, R8: what is not committed is never removed; what an earlier start committed counts too."""
+    """R7, R8: what is not committed is never removed; what an earlier launch committed counts too."""
     store = Slow()
     store.go.set()
     with opened(store, num_checkpoints_to_keep=keep) as uploader:
@@ -745,7 +745,7 @@ def _commit(uploader: Uploader, *steps: int) -> None:
 
 
 def test_local_retention_covers_what_an_earlier_start_kept_for_good(opened: Open) -> None:
-    """First -1, then 2: what the first start kept counts and is removed in its turn, except files that were replaced
+    """First -1, then 2: what the first launch kept counts and is removed in its turn, except files that were replaced
     or rotated away by the trainer. The times of the saves are remembered too, because `every-seconds` needs them.
     """
     store = Meddled()
@@ -771,7 +771,7 @@ def test_local_retention_covers_what_an_earlier_start_kept_for_good(opened: Open
 
 
 def test_a_start_with_a_remote_that_cannot_be_opened_forgets_nothing(tmp_path: Path) -> None:
-    """After a mistyped URL, the next start with the right one must still know what it keeps, and prune it in turn."""
+    """After a mistyped URL, the next launch with the right one must still know what it keeps, and prune it in turn."""
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
     more: Any = QUICK | {"num_checkpoints_to_keep": 2}
     with Uploader(folder, remote, **more) as uploader:

@@ -111,7 +111,7 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
 def test_a_step_that_a_rank_never_saved_is_waited_for_only_until_a_newer_one_is_committed(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every later start waited for the whole time, without a word."""
+    """Every later launch waited for the whole time, without a word."""
     store = Meddled()
     with opened(store, rank=0, world_size=2, generation=1, on_error="warn") as uploader:
         save(uploader, 4)

@@ -1,4 +1,4 @@
-"""What earlier starts have left undecided, if there are other nodes now."""
+"""What earlier launches have left undecided, if there are other nodes now."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def sealed(state: str, **more: Any) -> CheckpointStatus:
 
 
 class Now:
-    """A start of the run, and what the journal says meanwhile."""
+    """A launch of the run, and what the journal says meanwhile."""
 
     def __init__(self, before: CheckpointStatus, num_nodes: int) -> None:
         self.now_s, self.journal = 0.0, {ID: before}

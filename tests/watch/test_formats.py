@@ -142,7 +142,7 @@ def test_transformers_arguments_say_how_many_ranks_there_were() -> None:
         assert reasons(written, rules) == "missing rng_state_2.pth"
         assert not reasons({"checkpoint-40/rng_state_2.pth": torch_zip(x=1), **written}, rules)
     more = {f"checkpoint-40/rng_state_{rank}.pth": torch_zip(x=1) for rank in (2, 3)}
-    assert "is unknown" in reasons({**more, **written}), "of another start: they are counted, and waited for"
+    assert "is unknown" in reasons({**more, **written}), "of another launch: they are counted, and waited for"
 
 
 def test_transformers_shards_that_the_index_names_are_missed() -> None:

@@ -359,7 +359,7 @@ def test_the_end_says_which_node_it_waits_for(nodes: Nodes) -> None:
 
 
 def test_two_watchers_that_say_they_are_the_same_node_are_told_so(nodes: Nodes, tmp_path: Path) -> None:
-    """An old pod that is not gone: each start ends the other's."""
+    """An old pod that is not gone: each launch ends the other's."""
     nodes.watch(0)
     copied = Nodes(tmp_path / "copied", tmp_path)
     copied.remote = nodes.remote

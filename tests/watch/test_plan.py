@@ -172,7 +172,7 @@ def test_a_trainer_that_goes_back_begins_a_new_generation() -> None:
     assert plan.needs_new_generation(entry(3, 200, written_s=30), known, 1), "the same step once more"
     assert plan.needs_new_generation(entry(3, 150, written_s=30), known, 1), "from step 100"
     assert not plan.needs_new_generation(entry(3, 150, written_s=15), known, 1), "it was only late"
-    assert not plan.needs_new_generation(entry(3, 150, written_s=30), known, 2), "a new start already"
+    assert not plan.needs_new_generation(entry(3, 150, written_s=30), known, 2), "a new launch already"
 
 
 def test_a_file_that_was_copied_with_its_time_makes_no_checkpoint_old() -> None:
@@ -188,7 +188,7 @@ def test_what_is_older_than_an_earlier_start_s_newest_never_becomes_the_newest()
     assert plan.passed_over(entry(2, 100, written_s=10), known, 2)
     assert not plan.passed_over(entry(2, 100, written_s=30), known, 2), "the trainer has gone back"
     assert not plan.passed_over(entry(2, 100, written_s=10), known, 1), (
-        "of this start: latest does not go back"
+        "of this launch: latest does not go back"
     )
     assert not plan.passed_over(entry(2, 300, written_s=10), known, 2)
 
@@ -209,11 +209,11 @@ def test_what_was_staged_by_a_clock_that_was_an_hour_ahead_is_handed_in_all_the_
 
 
 def test_after_a_trainer_has_gone_back_what_it_saved_before_is_decided_first() -> None:
-    """Else, handed in again in another start, that would be the newest."""
+    """Else, handed in again in another launch, that would be the newest."""
     again = entry(3, 20, written_s=30, state=State.STAGED)
     assert plan.predecessors(again, [entry(1, 20, written_s=10)], 1, num_nodes=1)
     assert plan.predecessors(again, [entry(1, 20, written_s=10)], 2, num_nodes=1), (
-        "of an earlier start, and not decided"
+        "of an earlier launch, and not decided"
     )
     assert not plan.predecessors(again, [entry(1, 20, written_s=10, state=State.COMMITTED)], 1, num_nodes=1)
     assert not plan.predecessors(again, [entry(1, 10, written_s=10)], 1, num_nodes=1)

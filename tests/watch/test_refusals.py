@@ -102,7 +102,7 @@ def test_a_full_disk_and_a_store_that_goes_away_while_a_trainer_goes_back_end_no
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(Both only for a moment, so the answers of the system and of the store are made up.)"""
-    saved = {step: save(place, step) for step in (20, 10)}  # the second is newer: another start of the run
+    saved = {step: save(place, step) for step in (20, 10)}  # the second is newer: another launch of the run
     full = [OSError(errno.ENOSPC, "No space left on device")]
     away = [StoreError("no answer", reason=FailureReason.TRANSIENT)]
     put, open_, num_opened = Entries.put, Remote.__init__, [0]
@@ -179,7 +179,7 @@ def test_refusals_are_counted_from_0_over_all_starts_of_the_run_and_are_on_the_p
     save(place, 30)
     watching.until("committed", 30)
     (place.out / "checkpoint-30").rename(place.here / "aside")
-    save(place, 20)  # the trainer has gone back: a new start of the run, and another uploader
+    save(place, 20)  # the trainer has gone back: a new launch of the run, and another uploader
     watching.until("committed", 20)
     wait_until(lambda: counts(port, place.remote).get("changed") == 1)
     assert watching.end() == 1

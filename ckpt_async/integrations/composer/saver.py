@@ -41,7 +41,7 @@ class CheckpointSaver(ComposersSaver):
             that part is dropped (`{run_name}/…` below `s3://bucket/{run_name}`). With None there are no copies, which
             would take space.
         num_checkpoints_to_keep: Applies locally; for the store see `remote_retention=`.
-        overwrite: As in Composer, except for files that killed starts of this same run have left in `folder`.
+        overwrite: As in Composer, except for files that killed launches of this same run have left in `folder`.
         num_concurrent_uploads, upload_timeout_in_seconds: As in the settings of `Uploader`; 1 concurrent upload means
             our default.
 

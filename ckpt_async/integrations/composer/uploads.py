@@ -141,7 +141,7 @@ class SaverUploads:
         _open.add(self)
 
     def clear_leftovers(self, state: State) -> None:
-        """Remove what killed starts of this run have left of later saves, complete or not. Called at `fit_start`.
+        """Remove what killed launches of this run have left of later saves, complete or not. Called at `fit_start`.
 
         If training does not continue from the newest checkpoint they stay, and Composer refuses the folder.
         """
@@ -153,7 +153,7 @@ class SaverUploads:
         for path in sorted(self._folder.iterdir()):
             if path.is_file() and names.is_ahead(path.name, self.saver.filename.filename, run, now):
                 logger.warning(
-                    "left_over_save_removed path=%s: an earlier start was killed after writing it", path
+                    "left_over_save_removed path=%s: an earlier launch was killed after writing it", path
                 )
                 path.unlink(missing_ok=True)
         dist.barrier()

@@ -89,7 +89,7 @@ class Files:
 
     def is_root_there(self) -> bool:
         """Return whether the root is a folder. Raises StoreError if a file is in its place, or above it on a POSIX-like
-        file system: that is a wrong URL, not a first start.
+        file system: that is a wrong URL, not a first launch.
         """
         self._fs.invalidate_cache()
         path = self._root

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_each_checkpoint_becomes_one_version_with_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpoints of two starts are registered in MLflow's own file store; an event reported
+    """Checkpoints of two launches are registered in MLflow's own file store; an event reported
     twice must not register twice.
     """
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")

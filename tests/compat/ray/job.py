@@ -1,4 +1,4 @@
-"""What the Ray job runs: `job.py FOLDER REMOTE`. The first start is killed in the middle."""
+"""What the Ray job runs: `job.py FOLDER REMOTE`. The first launch is killed in the middle."""
 
 import os
 import signal

@@ -39,7 +39,7 @@ def test_a_killed_run_goes_on_on_a_fresh_node(job: Job) -> None:
 
 @pytest.mark.timeout(300 + 120 * KILLS)
 def test_killed_workers_never_leave_a_partial_checkpoint(job: Job) -> None:
-    """Ray's issue 41700: at each start, everything that Ray has registered is compared with what was
+    """Ray's issue 41700: at each launch, everything that Ray has registered is compared with what was
     written, by SHA-256, and the losses show that no states were mixed. The group may fail as often as it
     was killed, and not once more.
     """
@@ -60,7 +60,7 @@ def test_killed_workers_never_leave_a_partial_checkpoint(job: Job) -> None:
     assert training.losses == undisturbed
     checked = [int(line.split()[1]) for line in training.said if line.startswith("CHECKED ")]
     print(f"{sum(checked)} checkpoints compared in {len(checked)} looks", file=sys.stderr)
-    assert len(checked) == KILLS + 2, "a look at every start, and at the end"
+    assert len(checked) == KILLS + 2, "a look at every launch, and at the end"
     assert checked[-1] >= 2
     assert sum(checked) >= KILLS
 

@@ -1,8 +1,8 @@
 """A TorchTrainer with 2 workers, as docs/integrations.md shows it. Each worker has a state of its own, and the loss
 depends on both, so a checkpoint made of two steps would show.
 
-Each worker records the SHA-256 of every file before it reports it. At each start, and at the end, every checkpoint that
-Ray has registered is fetched from the store and compared.
+Each worker records the SHA-256 of every file before it reports it. At each launch, and at the end, every checkpoint
+that Ray has registered is fetched from the store and compared.
 """
 
 import hashlib
