@@ -1,11 +1,11 @@
 """How all ranks of one launch agree on its generation through the store, without a collective.
 
 The first rank of a launch creates `generations/<g>.json`; the others find it by the launch key that they share, and
-each takes its place in it. But a launch key may recur (a gang that is started again on the same port, an operator's own
-id), and a free place proves nothing, because its rank may have died before it opened. So the creator sends heartbeats (it
-counts up a small object until all ranks are there), and a rank joins only once it has seen that the creator was alive
-after the rank itself began. As long as no process of an earlier launch lives, all members of a generation belong to one
-launch.
+each takes its place in it. But a launch key may recur (a gang that is started again on the same port, an operator's
+own id), and a free place proves nothing, because its rank may have died before it opened. So the creator sends
+heartbeats (it counts up a small object until all ranks are there), and a rank joins only once it has seen that the
+creator was alive after the rank itself began. As long as no process of an earlier launch lives, all members of a
+generation belong to one launch.
 """
 
 from __future__ import annotations

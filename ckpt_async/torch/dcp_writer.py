@@ -36,8 +36,8 @@ class FolderWriter(FileSystemWriter):
 
     torch overwrites existing files, but an earlier launch's upload may still be reading such a file: so each is
     unlinked first. Each rank also unlinks an old `.metadata` before it writes, so that the folder never looks complete
-    while it is a mixture. Nothing is touched before all ranks have a plan. Nothing is fsynced: the uploader's engine does that,
-    off the trainer's path.
+    while it is a mixture. Nothing is touched before all ranks have a plan. Nothing is fsynced: the uploader's engine
+    does that, off the trainer's path.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, thread_count: int = 1) -> None:
