@@ -118,6 +118,18 @@ def fenced(generation: int, by: int) -> FencedError:
     )
 
 
+def why_taken(local: Local, fenced_by: int | None) -> FencedError | None:
+    """Return what to raise at the end of a launch whose generation another one has taken: what it has sealed since will
+    never be committed. None if that is not so.
+    """
+    left = (each.id for each in backlog.undecided(local) if each.sealed is not None)
+    steps = [id_.step for id_ in left if id_.generation == local.generation]
+    if fenced_by is None or fenced_by > local.generation or not steps:
+        return None
+    error = fenced(local.generation, fenced_by)
+    return FencedError(f"{named('step', steps)} will not be committed: {error.without_hint}", hint=error.hint)
+
+
 def why_in_vain(
     local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int] | None
 ) -> CkptAsyncError | None:

@@ -191,10 +191,11 @@ async def _upload_unless_settled(state: State, checkpoint: LocalCheckpoint) -> N
     What is committed is uploaded again as well: under the same keys, the same bytes, and the same receipt.
     """
     decision = await steps.read_settled(state.store, checkpoint.id)
-    if decision is None or decision.outcome is Outcome.COMMIT:
+    is_committed = decision is not None and decision.outcome is Outcome.COMMIT
+    if decision is None or (is_committed and await _is_of_us(state, checkpoint, decision)):
         _upload_again(state, [checkpoint.id])
     else:
-        _learn(state, checkpoint, decision)
+        await _learn_ours(state, checkpoint, decision)
 
 
 def _upload_again(state: State, ids: Sequence[CheckpointId]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt_async.core import backlog
-from ckpt_async.core.failures import in_vain, not_sent, why_in_vain
+from ckpt_async.core.failures import in_vain, not_sent, why_in_vain, why_taken
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
@@ -89,14 +89,14 @@ def finish(
         return None
     drain(engine, deadline, grace_s=settings.close_grace_s)
     local = engine.view().fresh_local()
-    log_what_is_left(local)
+    log_what_is_left(local, is_taken=why_taken(local, engine.view().fenced_by) is not None)
     late: CkptAsyncError | None = None
     if is_late_an_error and time.monotonic() >= deadline:
         late = not_sent(local, settings.upload_timeout_s)
     return why_nothing_will_commit(engine, deadline) or late
 
 
-def log_what_is_left(local: Local) -> None:
+def log_what_is_left(local: Local, *, is_taken: bool = False) -> None:
     report = report_of(local, 0)
     left = sorted(id_ for id_, each in local.checkpoints.items() if each.decision is None)
     unsealed = [id_ for id_ in left if local.checkpoints[id_].sealed is None]
@@ -108,11 +108,13 @@ def log_what_is_left(local: Local) -> None:
         )
     if left != unsealed:
         logger.warning(
-            "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d;"
-            " the next launch, `ckpt-async drain` or the sweeper will finish what was sealed",
+            "closed_with_unfinished steps=%s shards_to_upload=%d bytes_to_upload=%d; %s",
             _named(left, local.generation),
             report.num_shards_left,
             report.size_bytes_left,
+            "another launch has their generation, so nobody will finish them; the files stay in the folder"
+            if is_taken
+            else "the next launch, `ckpt-async drain` or the sweeper will finish what was sealed",
         )
 
 
@@ -142,8 +144,13 @@ def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncE
     """Return why nothing that this launch has sealed will ever be committed; None if it may be, or if there is no
     time to find out.
     """
-    steps = in_vain(engine.view().fresh_local())
-    if not steps or time.monotonic() >= deadline:
+    view = engine.view()
+    local = view.fresh_local()
+    steps = in_vain(local)
+    if not steps or view.fenced_by is not None:
+        error = why_in_vain(local, steps, view.fenced_by, None) if steps else why_taken(local, view.fenced_by)
+        return _told(error)
+    if time.monotonic() >= deadline:
         return None
 
     def look() -> None:
@@ -157,7 +164,10 @@ def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncE
     absent_ranks = view.absent_ranks
     if absent_ranks is None and time.monotonic() >= deadline:
         absent_ranks = []  # the caller left no time to find out
-    error = why_in_vain(view.fresh_local(), steps, view.fenced_by, absent_ranks)
+    return _told(why_in_vain(view.fresh_local(), steps, view.fenced_by, absent_ranks))
+
+
+def _told(error: CkptAsyncError | None) -> CkptAsyncError | None:
     if error is not None:
         logger.error("closed_in_vain error=%s", error)
     return error

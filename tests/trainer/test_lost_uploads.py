@@ -322,28 +322,39 @@ class SlowToList(Meddled):
 
 
 def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_generation(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Both write under the same keys: it replaced the other's shards, or committed in its name."""
     monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.0)
     store = SlowToList()
-    with opened(store) as old:
-        save(old, 1)
-        old.wait(1, timeout_s=10)
-        store.bucket.objects.clear()
-        state = old._engine.view().state  # type: ignore[attr-defined]
-        wait_until(lambda: state.remote.is_idle and state.now() >= state.remote.look_for_successor_at, old)
-        with opened(Meddled(store.bucket), tmp_path / "other") as new:
-            assert (old.generation, new.generation) == (1, 1)
-            save(old, 2, "a.pt")
-            wait_until(lambda: old._engine.view().fenced_by == 1, old)
-            assert not store.keys("ckpt/")
-            assert not store.keys(keys.RECEIPTS)
-            save_of_the_other(new)
-            new.wait(2, timeout_s=10)
-            assert store.bucket.objects["ckpt/step-2.g1/a.pt"].data == b"of the other"
+
+    def live() -> None:
+        with opened(store) as old:
+            save(old, 1)
+            old.wait(1, timeout_s=10)
+            store.bucket.objects.clear()
+            state = old._engine.view().state  # type: ignore[attr-defined]
+            wait_until(
+                lambda: state.remote.is_idle and state.now() >= state.remote.look_for_successor_at, old
+            )
+            with opened(Meddled(store.bucket), tmp_path / "other") as new:
+                assert (old.generation, new.generation) == (1, 1)
+                save(old, 2, "a.pt")
+                wait_until(lambda: old._engine.view().fenced_by == 1, old)
+                assert not store.keys("ckpt/")
+                assert not store.keys(keys.RECEIPTS)
+                save_of_the_other(new)
+                new.wait(2, timeout_s=10)
+                assert store.bucket.objects["ckpt/step-2.g1/a.pt"].data == b"of the other"
+
+    with pytest.raises(
+        FencedError, match="step 2 will not be committed: another launch has taken generation 1"
+    ):
+        live()
     assert decisions(store) == {CheckpointId(1, 2): "commit"}
-    assert (old.folder / "step-2/a.pt").exists()
+    assert (tmp_path / "folder/step-2/a.pt").exists()
+    (left,) = [each for each in caplog.messages if each.startswith("closed_with_unfinished")]
+    assert left.endswith("nobody will finish them; the files stay in the folder")
 
 
 def test_a_launch_that_never_looked_before_does_not_take_the_record_of_another_for_its_own(
