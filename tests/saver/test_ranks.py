@@ -66,9 +66,7 @@ def test_a_sharded_checkpoint_is_one_of_torchs(saved: Saved, newest: Newest) -> 
     checkpoint = newest("sharded")
     assert checkpoint.name == "ep0-ba6"
     state = {"batch": 0, "weight": torch.zeros(100)}
-    with pytest.warns(UserWarning, match="single process"):
-        found = ckpt.load_latest(state, checkpoint.remote)
-    assert found == checkpoint
+    assert ckpt.load_latest(state, checkpoint.remote) == checkpoint
     assert state["batch"] == 6
     assert torch.equal(state["weight"], torch.full((100,), 6.0))
 

@@ -475,10 +475,10 @@ def test_a_cancelled_checksum_reads_no_further_and_nothing_once_it_has_returned(
     """The descriptor is closed next, and its number soon belongs to another file."""
     read_into, reached, may_go, reads = Source.read_into, threading.Event(), threading.Event(), list[int]()
 
-    def slow(source: Source, piece: memoryview, offset: int, flags: int = 0) -> None:
+    def slow(source: Source, piece: memoryview, offset: int) -> None:
         reached.set()
         assert may_go.wait(PATIENCE_S)
-        read_into(source, piece, offset, flags)
+        read_into(source, piece, offset)
         reads.append(offset)
 
     async def main() -> None:
