@@ -65,7 +65,6 @@ class Remote:
     look_for_successor_at: float = 0.0
     is_idle: bool = True  # nothing of this launch is open
     must_look_first: bool = False  # for a successor, because that was long ago when something was opened
-    is_taken: bool = False  # another launch has our generation: nothing may be written any more
     are_members_asked_for: bool = False
     to_publish: CheckpointId | None = None  # committed; this engine must move latest to it
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
@@ -254,8 +253,6 @@ _WRITES = (SendAhead, Upload, StoreReceipt, Commit, Abort)
 
 def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
     """Return everything that is due now for one rank, oldest checkpoint first."""
-    if remote.is_taken:
-        return []
     actions: list[Action] = []
     for _, checkpoint in sorted(local.checkpoints.items()):
         if checkpoint.decision is None:

@@ -206,7 +206,8 @@ class Engine:
         wake_at, num_due = now + POLL_S, 0
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []
-        for action in decide.decide(state.local, state.remote, state.policy, now):
+        actions = decide.decide(state.local, state.remote, state.policy, now)
+        for action in () if state.is_taken else actions:
             if isinstance(action, decide.WaitUntil):
                 wake_at = min(wake_at, action.time)
                 continue

@@ -152,8 +152,6 @@ async def look_for_successor(state: State) -> None:
 def _fence(state: State, by: int) -> None:
     own = state.local.generation
     state.fenced_by = by
-    if by <= own:
-        state.remote = replace(state.remote, is_taken=True)
     state.observer.fenced()
     state.record(notices=state.teller.fenced(own, by))
     logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, by)
@@ -292,7 +290,7 @@ async def _learn_ours(state: State, checkpoint: LocalCheckpoint, decision: Decis
     """Record a decision, unless it commits what another launch has uploaded that has taken our generation."""
     is_own = state.is_trainer and checkpoint.id.generation == state.local.generation
     if is_own and not await _is_of_us(state, checkpoint, decision):
-        if not state.remote.is_taken:
+        if not state.is_taken:
             _fence(state, state.local.generation)
         return
     _learn(state, checkpoint, decision)

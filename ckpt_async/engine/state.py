@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ckpt_async.core import decide, keys, retention
 from ckpt_async.core.failures import Failing, Failure
@@ -88,6 +89,16 @@ class State:
         self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
         self.failing, self.is_hurried = dead.failing, dead.is_hurried
         self.num_distrusted = dead.num_distrusted
+        self.look_first()
+
+    def look_first(self) -> None:
+        """Write nothing before a look for a successor: an engine before this one, which died, was the last to look."""
+        self.remote = replace(self.remote, look_for_successor_at=0.0)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another launch has our generation: nothing may be written any more."""
+        return self.fenced_by is not None and self.fenced_by <= self.local.generation
 
     def now(self) -> float:
         return self.loop.time()

@@ -145,6 +145,8 @@ class Host:
                 # just linking would look left behind.
                 if self._start.generation is None:
                     await self.engine.recover(local.opened)
+                else:
+                    self.engine.state.look_first()
                 if started(generation):
                     await self._work(store, self.engine)
             finally:

@@ -341,6 +341,7 @@ def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_gener
                 assert (old.generation, new.generation) == (1, 1)
                 save(old, 2, "a.pt")
                 wait_until(lambda: old._engine.view().fenced_by == 1, old)
+                _crash(old, monkeypatch)
                 assert not store.keys("ckpt/")
                 assert not store.keys(keys.RECEIPTS)
                 save_of_the_other(new)
@@ -355,6 +356,22 @@ def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_gener
     assert (tmp_path / "folder/step-2/a.pt").exists()
     (left,) = [each for each in caplog.messages if each.startswith("closed_with_unfinished")]
     assert left.endswith("nobody will finish them; the files stay in the folder")
+
+
+def _crash(uploader: Uploader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a bug of ours end the engine, and wait until the one that follows it has looked at what is due."""
+    dead, noticed_idleness = uploader._engine.view(), decide.noticed_idleness
+
+    def noticed(local: Any, remote: Any, now: float) -> Any:
+        if dead.state.local is local:  # type: ignore[attr-defined]
+            raise ZeroDivisionError("an injected bug")
+        return noticed_idleness(local, remote, now)
+
+    monkeypatch.setattr(decide, "noticed_idleness", noticed)
+    dead.wake()
+    wait_until(lambda: uploader._engine.view() is not dead, uploader)
+    asked = uploader._engine.view().wake()
+    wait_until(lambda: uploader._engine.view().last_seen_wake >= asked, uploader)
 
 
 def test_a_launch_that_never_looked_before_does_not_take_the_record_of_another_for_its_own(
