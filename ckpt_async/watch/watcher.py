@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -143,12 +144,11 @@ class Watcher:
 
     def _end(self, close_s: float) -> None:
         assert self._refusals is not None
-        try:
-            self._lookout.end()
-            self._teller.end()
-            self._close(close_s)
-        finally:
-            self._refusals.close(at_once=close_s == 0.0)
+        with contextlib.ExitStack() as ending:  # the last first, and all of them
+            ending.callback(self._refusals.close, at_once=close_s == 0.0)
+            ending.callback(self._close, close_s)
+            ending.callback(self._teller.end)
+            ending.callback(self._lookout.end)
 
     # --- a launch of the run --------------------------------------------------------------------------------
 
@@ -195,10 +195,11 @@ class Watcher:
         self._uploader = self._remote = None
         if self._refusals is not None:
             self._refusals.count_in(None)
-        if remote is not None:
-            remote.close()
-        if uploader is not None:
-            uploader.close(timeout_s)
+        with contextlib.ExitStack() as closing:  # the last first, and all of them
+            if uploader is not None:
+                closing.callback(uploader.close, timeout_s)
+            if remote is not None:
+                closing.callback(remote.close)
 
     def _reopen(self, close_s: float = REOPEN_S) -> None:
         self._close(close_s)

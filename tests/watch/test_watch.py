@@ -198,6 +198,22 @@ def test_a_watcher_that_has_ended_leaves_nothing_open(place: Place, command: str
     assert [num_open(), num_open()] == [before, before]
 
 
+def test_what_fails_at_the_end_leaves_nothing_else_open(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(place, 3)
+    with monkeypatch.context() as broken:
+
+        def fail(_: object) -> None:
+            raise OSError(errno.EIO, "broken")
+
+        broken.setattr(watcher.Remote, "close", fail)
+        broken.setattr(watcher.Teller, "end", fail)
+        assert place.once()[0] != 0
+    save(place, 4)
+    assert place.once()[0] == 0, "the lock and the journal are free"
+
+
 def test_no_concurrent_uploads_are_refused(place: Place) -> None:
     code, told = place.once("--uploads", "0")
     assert code == 2
