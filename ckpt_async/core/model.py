@@ -101,6 +101,8 @@ class Receipt:
     metrics: tuple[tuple[str, float], ...] = ()
     # Shards, of any rank, without which the checkpoint is incomplete (R5).
     expected: tuple[str, ...] = ()
+    # Of the record of the generation in which this launch saved; "": not known, or written by an earlier version.
+    nonce: str = ""
 
     @property
     def size_bytes(self) -> int:

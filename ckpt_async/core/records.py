@@ -63,6 +63,7 @@ def encode_receipt(receipt: Receipt) -> bytes:
                 for shard in receipt.shards
             ],
             **_expected_fields(receipt),
+            **({"nonce": receipt.nonce} if receipt.nonce else {}),
         },
     )
 
@@ -82,6 +83,7 @@ def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
         shards=_stored_shards(_list(fields, "shards"), keys.data_prefix(name, expected.generation)),
         metrics=_metrics(fields),
         expected=_expected(fields),
+        nonce=_str(fields, "nonce") if "nonce" in fields else "",
     )
     if (receipt.checkpoint, receipt.rank) != (expected, rank):
         raise InvalidRecordError(

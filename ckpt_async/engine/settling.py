@@ -19,7 +19,7 @@ from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, InvalidRecordError
 from ckpt_async.protocol import cas, deciding, presence, steps
-from ckpt_async.protocol.generation import absent_ranks, look_from, nonce_of, take_place
+from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of, take_place
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
@@ -35,12 +35,25 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
     data = records.encode_receipt(_receipt(state, checkpoint))
     key = keys.receipt_key(checkpoint.id, state.rank)
     there = await cas.create_once(state.store, key, data)
-    if there != data:
-        await abort(state, checkpoint, "another process wrote a different receipt for this rank")
+    if there != data and not _is_same(there, _receipt(state, checkpoint)):
+        await look_for_successor(state)  # it may be of a launch that has taken our generation
+        if not state.is_taken:
+            await abort(state, checkpoint, "another process wrote a different receipt for this rank")
         return
     state.record(ReceiptStored(checkpoint.id))
     if decide.is_alone(checkpoint):
-        state.receipts[checkpoint.id] = data
+        state.receipts[checkpoint.id] = there
+
+
+def _is_same(there: bytes, ours: Receipt) -> bool:
+    """Return whether it is the same receipt, of which one does not know its launch: an earlier version of this package
+    has written it, or our journal was lost.
+    """
+    try:
+        found = records.decode_receipt(there, ours.checkpoint, ours.rank)
+    except InvalidRecordError:
+        return False
+    return "" in (found.nonce, ours.nonce) and replace(found, nonce="") == replace(ours, nonce="")
 
 
 def _receipt(state: State, checkpoint: LocalCheckpoint) -> Receipt:
@@ -57,6 +70,7 @@ def _receipt(state: State, checkpoint: LocalCheckpoint) -> Receipt:
         ),
         checkpoint.sealed.metrics,
         checkpoint.sealed.expected,
+        state.local.opened.nonces.get(checkpoint.id.generation, "") if state.local.opened else "",
     )
 
 
@@ -144,13 +158,17 @@ async def look_for_successor(state: State) -> None:
     own = state.local.generation
     if state.is_trainer and state.fenced_by is None:
         newest, record = await look_from(state.store, own)
-        if newest > own or not await _is_still_ours(state, record):
+        if not await _is_still_ours(state, record):
+            _fence(state, own)
+        elif newest > own:
             _fence(state, newest)
     state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
 
 
 def _fence(state: State, by: int) -> None:
     own = state.local.generation
+    if state.is_taken or (state.fenced_by is not None and by > own):
+        return  # another look, beside this one, has found out
     state.fenced_by = by
     state.observer.fenced()
     state.record(notices=state.teller.fenced(own, by))
@@ -176,7 +194,8 @@ async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
             opened.generation,
         )
     if not await recovery.reclaim(state.store, opened):
-        return record is None  # without a proof, it is not written again: the next launch will be refused
+        # Without a proof, it is not written again: the next launch will be refused.
+        return not await is_taken(state.store, {opened.generation: opened.nonce})
     await take_place(state.store, opened.generation, state.rank)
     state.generation_mark = None
     _upload_again(state, await recovery.with_lost_uploads(state.store, state.local))
@@ -290,8 +309,7 @@ async def _learn_ours(state: State, checkpoint: LocalCheckpoint, decision: Decis
     """Record a decision, unless it commits what another launch has uploaded that has taken our generation."""
     is_own = state.is_trainer and checkpoint.id.generation == state.local.generation
     if is_own and not await _is_of_us(state, checkpoint, decision):
-        if not state.is_taken:
-            _fence(state, state.local.generation)
+        _fence(state, state.local.generation)
         return
     _learn(state, checkpoint, decision)
 

@@ -25,6 +25,7 @@ from ckpt_async.transfer.together import all_or_none, both
 logger = logging.getLogger(__name__)
 
 Alongside = Callable[[], Coroutine[Any, Any, None]]
+FindOut = Callable[[], Coroutine[Any, Any, tuple[Decision, float] | None]]
 _NONE_KNOWN: Mapping[int, bytes] = {}
 # For how long what was found out in the store is relied upon: whoever deletes there does not wait for us.
 VALID_S = 10.0
@@ -83,14 +84,21 @@ async def settle(
         return None
     decided = await _decided(store, *created, alongside)
     if decided[0].outcome is Outcome.COMMIT and clock() >= found[1]:
-        again = await find_out()
-        if again is None or again[0].outcome is Outcome.ABORT:
-            logger.error(
-                "commit_is_damaged %s reason=%s; the store lost it while it took its decision",
-                checkpoint,
-                again[0].reason if again else "a receipt is gone",
-            )
+        await _compare_again(checkpoint, find_out)
     return decided
+
+
+async def _compare_again(checkpoint: CheckpointId, find_out: FindOut) -> None:
+    """Compare a commit once more, over which the store has taken long. Raises UploadsLostError."""
+    try:
+        again = await find_out()
+        reason = "a receipt is gone" if again is None else again[0].reason
+    except OthersLostError as lost:
+        reason = str(lost)
+    if reason:
+        logger.error(
+            "commit_is_damaged %s reason=%s; the store lost it while it took its decision", checkpoint, reason
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +124,8 @@ class _Comparison:
         if not are_there:
             raise UploadsLostError
         if raw is None:
+            if self.rank is not None and not await has_receipt(store, self.checkpoint, self.rank):
+                raise UploadsLostError
             return None
         receipts = [receipt_from(data, self.checkpoint, each) for each, data in enumerate(raw)]
         obstacle, name = agreement.obstacle(self.checkpoint, receipts), agreement.name_of(receipts)
@@ -167,8 +177,10 @@ class _Comparison:
         gone: Sequence[StoredShard] = ()
         for _ in range(MAX_COMPARISONS):
             if self.clock() - seen_at > VALID_S:
-                listing, seen_at = None, self.clock()
-                without = await ranks_without_receipt(self.store, self.checkpoint, self.world_size)
+                seen_at = self.clock()
+                listing, without = await both(
+                    self._listed(name), ranks_without_receipt(self.store, self.checkpoint, self.world_size)
+                )
                 if self.rank in without:
                     raise UploadsLostError
                 if without:

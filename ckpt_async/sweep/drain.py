@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,43 +77,42 @@ async def drain(
     one without its files' times is not refused, either.
 
     What keeps one rank or remote from being worked on is in the reports; the others are finished. It is raised (as a
-    StoreError, say) if no rank's remote could be worked with.
+    StoreError, say, or as a SettingsError if the remote is not known) if no rank's remote could be worked with.
 
-    Raises NoJournalError, JournalError if the folder is a copy without its files' times, SettingsError if the remote is
-    not known.
+    Raises NoJournalError, JournalError if the folder is a copy without its files' times or a kind's folder cannot be
+    read.
     """
     path = place_of(folder)
     if not (path / keys.PRIVATE).is_dir():
         raise journals.none_in(path)
+    settings = settings or Settings()
     reports: list[RankReport] = []
+    ranks: list[_Adopted] = []
     adoptions: list[_Adoption] = []
-    shared = defaultdict[str, Budgets](lambda: Budgets(settings or Settings()))
+    shared = defaultdict[str, Budgets](lambda: Budgets(settings))
     with contextlib.ExitStack() as held:
         for kind in journals.kinds(path):
             opened = Folder(path, kind=kind)
-            adopted, others = await _adopt(opened, held, settings or Settings(), on_event)
+            adopted, others = await _adopt(opened, held, settings, on_event)
             await in_thread(shared_journal.leave_damaged, opened.private)
             reports += others
+            ranks += adopted
             changed = _change_of_kind(change, kind)
             if not is_original_lost:
                 await in_thread(_refuse_copies_without_times, opened, adopted)
-            for address, ranks in await in_thread(_by_remote, opened, adopted, changed):
-                adoptions.append(
-                    _Adoption(
-                        opened,
-                        address,
-                        profile,
-                        settings or Settings(),
-                        timeout_s,
-                        ranks,
-                        shared[keys.run_remote(address.url, kind)],
-                        is_original_lost=is_original_lost,
+            for address, members in await in_thread(_by_remote, opened, adopted, changed):
+                with _refusing(members):
+                    budgets = shared[keys.run_remote(address.url, kind)]
+                    adoptions.append(
+                        _Adoption(
+                            *(opened, address, profile, settings, timeout_s, members, budgets),
+                            is_original_lost=is_original_lost,
+                        )
                     )
-                )
         deadline = time.monotonic() + timeout_s
-        done = await all_or_none(each.run(deadline, grace_s) for each in adoptions)
-        reports += [report for each in done for report in each]
-        _check_any_remote(rank for each in adoptions for rank in each.ranks)
+        await all_or_none(each.run(deadline, grace_s) for each in adoptions)
+        _check_any_remote(ranks)
+        reports += [_report(each) for each in ranks]
     remotes = tuple(each.address.url for each in adoptions)
     return DrainReport(str(path), remotes, tuple(sorted(reports, key=lambda each: (each.rank, each.kind))))
 
@@ -205,35 +204,51 @@ def _refuse_copies_without_times(folder: Folder, adopted: Iterable[_Adopted]) ->
 def _by_remote(
     folder: Folder, adopted: Iterable[_Adopted], change: Change | None
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
-    """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Blocks.
-
-    Raises JournalError or SettingsError if what is left of a rank cannot be finished like this.
+    """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Refuses those
+    whose remote is not known. Blocks.
     """
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
-        local = each.before
-        address = local.remote
-        if address is None and (lost := recovery.remote_of_lost(folder, local)):
-            address = address_of(lost, None, env=os.environ)
-        address = change(address) if change else address
-        if address is None:
-            of_kind = f" of kind {each.kind!r}" if each.kind else ""
-            raise SettingsError(
-                f"the journal{of_kind} does not name the remote of rank {local.rank}",
-                hint="pass the run's remote with --remote",
-            )
-        if (stranded := recovery.stranded(folder, local, address.url)) is not None:
-            id_, there = stranded
-            raise SettingsError(
-                f"rank {local.rank} was uploading {id_} to {there!r}, not to {address.url!r}",
-                hint="shards already verified there would be missing here: use the original remote",
-            )
-        group = next((members for known, members in groups if known == address), None)
-        if group is None:
-            groups.append((address, [each]))
-        else:
-            group.append(each)
+        with _refusing([each]):
+            address = _remote_of(folder, each, change)
+            group = next((members for known, members in groups if known == address), None)
+            if group is None:
+                groups.append((address, [each]))
+            else:
+                group.append(each)
     return groups
+
+
+def _remote_of(folder: Folder, adopted: _Adopted, change: Change | None) -> RemoteAddress:
+    local = adopted.before
+    address = local.remote
+    if address is None and (lost := recovery.remote_of_lost(folder, local)):
+        address = address_of(lost, None, env=os.environ)
+    address = change(address) if change else address
+    if address is None:
+        of_kind = f" of kind {adopted.kind!r}" if adopted.kind else ""
+        raise SettingsError(
+            f"the journal{of_kind} does not name the remote of rank {local.rank}",
+            hint="pass the run's remote with --remote",
+        )
+    if (stranded := recovery.stranded(folder, local, address.url)) is not None:
+        id_, there = stranded
+        raise SettingsError(
+            f"rank {local.rank} was uploading {id_} to {there!r}, not to {address.url!r}",
+            hint="shards already verified there would be missing here: use the original remote",
+        )
+    return address
+
+
+@contextlib.contextmanager
+def _refusing(ranks: Sequence[_Adopted]) -> Iterator[None]:
+    """Refuse these ranks if there is anything wrong with their remote; others are worked on."""
+    try:
+        yield
+    except (CkptAsyncError, OSError) as error:
+        for each in ranks:
+            each.refuse(error)
+            each.release()  # the others may take long
 
 
 class _Adopted:
@@ -337,12 +352,12 @@ class _Adoption:
         )
         self._changed = asyncio.Event()
 
-    async def run(self, deadline: float, grace_s: float) -> list[RankReport]:
+    async def run(self, deadline: float, grace_s: float) -> None:
         """Work until everything is finished, nothing more can be done here, or the time is up."""
         left_s = max(0.0, deadline - time.monotonic())
         try:
             if not await self._open(min(OPEN_TIMEOUT_S, left_s)):
-                return [_report(each) for each in self.ranks]
+                return
             try:
                 for each in self.ranks:
                     if not each.is_given_back and each.refusal is None:
@@ -359,7 +374,6 @@ class _Adoption:
             for each in self.ranks:
                 each.release()  # adoptions of other remotes may take longer
             await self._store.close()
-        return [_report(each) for each in self.ranks]
 
     async def _open(self, timeout_s: float) -> bool:
         """Open the store. Return False if it cannot be opened, or every trainer came back before that succeeded."""

@@ -1,5 +1,7 @@
 """What receipts must agree on (R5), and what finding that out costs."""
 
+from dataclasses import replace
+
 from ckpt_async.core.agreement import obstacle
 from ckpt_async.core.model import CheckpointId, Checksum, Receipt, StoredShard
 
@@ -26,6 +28,15 @@ def receipt(rank: int, world_size: int, name: str = "step-100") -> Receipt:
 def test_ranks_that_call_the_checkpoint_differently_are_named() -> None:
     receipts = [receipt(0, 3), receipt(2, 3, "best-100"), receipt(1, 3)]
     assert obstacle(ID, receipts) == "rank 2 calls it 'best-100', other ranks 'step-100'"
+
+
+def test_receipts_of_different_launches_are_not_committed_together() -> None:
+    """Two launches that have opened the same generation of a remote that was wiped write under the same keys."""
+    receipts = [receipt(0, 3), replace(receipt(1, 3), nonce="a"), replace(receipt(2, 3), nonce="b")]
+    assert obstacle(ID, receipts) == "the receipts of ranks 1, 2 are of different launches"
+    assert obstacle(ID, [*receipts[:2], replace(receipts[2], nonce="a")]) is None, (
+        "one does not know its launch"
+    )
 
 
 def test_the_cost_per_rank_does_not_grow_with_the_number_of_ranks() -> None:

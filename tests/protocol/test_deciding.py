@@ -101,6 +101,47 @@ def test_nothing_is_decided_if_a_receipt_vanishes_while_the_store_does_not_answe
     assert settled is None
 
 
+def test_of_a_receipt_that_is_gone_its_own_rank_is_told() -> None:
+    with pytest.raises(deciding.UploadsLostError):
+        settle_while("put", DECISION, lose(keys.receipt_key(ID, 0)), rank=0)
+    settled, _ = settle_while("put", DECISION, lose(keys.receipt_key(ID, 1)), rank=0)
+    assert settled is None
+
+
+def test_a_commit_that_others_have_damaged_is_still_one(caplog: pytest.LogCaptureFixture) -> None:
+    """The store takes the decision, after a time in which it has lost what another rank had uploaded. That rank was
+    waited for, `latest` did not move, and it was then taken for whole.
+    """
+
+    class Slow(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if (operation, key) == ("put", DECISION):
+                await asyncio.sleep(20)
+                del self.bucket.objects[f"{DATA}rank-1.pt"]
+
+    async def main() -> tuple[Decision, bool] | None:
+        world = await World.begun()
+        for each in range(world.world_size):
+            await world.receipt(ID, each)
+        return await deciding.settle(
+            PatientStore(Slow(world.bucket), Settings()),
+            ID,
+            world_size=world.world_size,
+            by="test",
+            now=world.now,
+            name="step-1",
+            rank=0,
+            may_give_up=False,
+            clock=asyncio.get_running_loop().time,
+        )
+
+    settled = run(main())
+    assert settled is not None
+    assert settled[0].outcome is Outcome.COMMIT
+    (told,) = [each for each in caplog.messages if each.startswith("commit_is_damaged")]
+    assert "rank-1.pt of rank 1 had been uploaded" in told
+
+
 def test_what_is_still_there_is_committed_in_the_end() -> None:
     settled, asked = settle_while("put", DECISION, lambda _: None)
     assert settled is not None

@@ -369,6 +369,40 @@ def test_a_lost_journal_is_rebuilt_given_the_remote(
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
 
 
+def test_a_rank_without_a_remote_keeps_no_other_from_being_finished(
+    trainers: Trainers, call: Drain, folder: Path, remote: str
+) -> None:
+    for rank in (0, 1):
+        trainers.die(folder, remote, 3, rank=rank, world_size=2)
+    for each in (folder / ".ckpt_async").rglob("journal-00001*"):
+        each.unlink()
+    for each in (folder / ".ckpt_async/spool/rank-00001").glob("*.json"):
+        each.write_text(json.dumps({**json.loads(each.read_text()), "remote": ""}))
+    code, told = call("drain", folder, "--grace", "0")
+    zero, one = told["ranks"]
+    assert (code, zero["error"], zero["uploaded_bytes"] > 0, steps(zero["waiting"])) == (1, None, True, [3])
+    assert "does not name the remote of rank 1" in one["error"]
+    code, told = call("drain", folder, "--remote", remote)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
+
+
+def test_a_rank_that_may_not_go_to_a_remote_keeps_no_other_from_being_finished(
+    trainers: Trainers, folder: Path, remote: str
+) -> None:
+    for rank in (0, 1):
+        trainers.die(folder, remote, 3, rank=rank, world_size=2)
+
+    def changed(recorded: RemoteAddress | None) -> RemoteAddress:
+        assert recorded is not None
+        changes.append(recorded)
+        return recorded if len(changes) == 1 else replace(recorded, url="nowhere://bucket/run")
+
+    changes: list[RemoteAddress] = []
+    report = asyncio.run(drain(folder, timeout_s=20, grace_s=0, change=changed))
+    assert [each.uploaded_shards for each in report.ranks] == [1, 0]
+    assert "nowhere" in report.ranks[1].error
+
+
 def test_a_folder_is_not_drained_to_another_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:

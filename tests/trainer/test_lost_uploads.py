@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import CheckpointAbortedError, FencedError, Uploader
+from ckpt_async import CheckpointAbortedError, FencedError, Uploader, UploadFailedError
 from ckpt_async.core import decide, keys, records
-from ckpt_async.core.model import CheckpointId, Generation, Outcome
+from ckpt_async.core.model import CheckpointId, Generation, Outcome, Receipt
 from ckpt_async.engine import settling
 from ckpt_async.errors import FailureReason
 from ckpt_async.protocol import deciding, steps
@@ -321,6 +321,12 @@ class SlowToList(Meddled):
             await asyncio.sleep(0.2)
 
 
+def _wait_until_idle(uploader: Uploader) -> None:
+    """Wait until the next save has to wait for a look for a successor."""
+    state = uploader._engine.view().state  # type: ignore[attr-defined]
+    wait_until(lambda: state.remote.is_idle and state.now() >= state.remote.look_for_successor_at, uploader)
+
+
 def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_generation(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -333,10 +339,7 @@ def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_gener
             save(old, 1)
             old.wait(1, timeout_s=10)
             store.bucket.objects.clear()
-            state = old._engine.view().state  # type: ignore[attr-defined]
-            wait_until(
-                lambda: state.remote.is_idle and state.now() >= state.remote.look_for_successor_at, old
-            )
+            _wait_until_idle(old)
             with opened(Meddled(store.bucket), tmp_path / "other") as new:
                 assert (old.generation, new.generation) == (1, 1)
                 save(old, 2, "a.pt")
@@ -463,6 +466,103 @@ def test_a_listing_alone_does_not_prove_that_the_remote_was_wiped(
         wait_until(lambda: store.asked["get", GENERATION] > num_asked, uploader)
     assert set(decisions(store).values()) == {"commit"}
     assert not [each for each in caplog.messages if each.startswith("remote_was_wiped")]
+
+
+def test_a_listing_that_lags_does_not_hide_who_has_taken_the_generation(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was answered late. The record of the other launch was then read, and still taken for none."""
+    monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.0)
+    store = HidesGeneration()
+
+    def live() -> None:
+        with opened(store) as old:
+            save(old, 1)
+            old.wait(1, timeout_s=10)
+            store.bucket.objects.clear()
+            store.is_hiding = True
+            _wait_until_idle(old)
+            with opened(Meddled(store.bucket), tmp_path / "other") as new:
+                assert (old.generation, new.generation) == (1, 1)
+                save(old, 2, "a.pt")
+                wait_until(lambda: old._engine.view().fenced_by == 1, old)
+                assert not store.keys("ckpt/")
+
+    with pytest.raises(FencedError, match="another launch has taken generation 1"):
+        live()
+
+
+def test_a_generation_that_is_taken_is_known_beside_a_newer_one(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two launches have begun in the wiped remote: the old one was fenced by the second, and finished what it had
+    sealed, under the keys of the first.
+    """
+    monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 0.0)
+    store = Meddled()
+
+    def live() -> None:
+        with opened(store) as old:
+            save(old, 1)
+            old.wait(1, timeout_s=10)
+            store.bucket.objects.clear()
+            for number in (1, 2):
+                other = Generation(number, "other", 1, "host", f"nonce {number}", 1.0)
+                _put_record(store, keys.generation_key(number), records.encode_generation(other))
+            _wait_until_idle(old)
+            save(old, 2, "a.pt")
+            wait_until(lambda: old._engine.view().fenced_by == 1, old)
+            assert not store.keys("ckpt/")
+
+    with pytest.raises(FencedError, match="another launch has taken generation 1"):
+        live()
+    assert len([each for each in caplog.messages if each.startswith("fenced")]) == 1
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_foreign_receipt_ends_the_launch_whose_generation_is_taken_and_no_other(
+    opened: Open, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch that was stopped in the middle of an upload gave up the checkpoint of the one that had taken its
+    generation, which raised an error there.
+    """
+    monkeypatch.setattr(settling, "look_for_successor", _looks_for_nobody)
+    store = Undecided()
+    theirs = Receipt(FIRST, "step-1", 0, 1, (), nonce="theirs")
+
+    def live() -> None:
+        with opened(store) as uploader:
+            _put_record(store, keys.receipt_key(FIRST, 0), records.encode_receipt(theirs))
+            if is_taken:
+                monkeypatch.undo()
+                other = Generation(1, "other", 1, "host", "theirs", 1.0)
+                _put_record(store, GENERATION, records.encode_generation(other))
+            save(uploader, 1)
+            wait_until(lambda: bool(uploader._engine.view().fenced_by or decisions(store)), uploader)
+
+    with pytest.raises(FencedError if is_taken else UploadFailedError, match="another"):
+        live()
+    assert decisions(store) == ({} if is_taken else {FIRST: "abort"})
+
+
+@pytest.mark.parametrize("lacks", ["theirs", "ours"])
+def test_a_receipt_without_its_launch_is_ones_own(
+    opened: Open, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier version has written it, or the journal with the launch is lost."""
+    store = Undecided()
+    _killed_before_the_decision(opened, store)
+    (key,) = store.keys(RECEIPTS)
+    receipt = records.decode_receipt(store.bucket.objects[key].data, FIRST, 0)
+    assert receipt.nonce
+    known = replace(receipt, nonce="" if lacks == "theirs" else receipt.nonce)
+    there, ours = (
+        records.encode_receipt(known),
+        replace(receipt, nonce=receipt.nonce if lacks == "theirs" else ""),
+    )
+    assert settling._is_same(there, ours)
+    assert not settling._is_same(there, replace(ours, metrics=(("loss", 1.0),)))
+    assert not settling._is_same(records.encode_receipt(replace(receipt, nonce="other")), receipt)
 
 
 def test_a_launch_takes_its_place_in_the_wiped_remote_again(opened: Open) -> None:
