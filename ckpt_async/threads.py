@@ -222,6 +222,14 @@ def _on_ctrl_c(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def outcome(future: Future[T]) -> T:
+    """Wait for what another thread returns or raises, as `Future.result` does, but notice Ctrl-C within CTRL_C_S."""
+    while not future.done():
+        with contextlib.suppress(TimeoutError):  # if it is the future's own, it is raised below
+            return future.result(CTRL_C_S)
+    return future.result()
+
+
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `function` in a worker thread. If cancelled, still wait for the thread before returning: it uses
     descriptors and buffers, and the number of a closed descriptor is soon reused for another file.

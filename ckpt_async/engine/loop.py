@@ -291,6 +291,8 @@ class Engine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            # From Python 3.12 on, awaiting tasks that have all ended does not let `_finished` run.
+            await asyncio.sleep(0)
         self.state.store.has_more(None)
         if self._crash.done():
             self._crash.exception()  # marked as retrieved: it was raised, or something worse is being raised

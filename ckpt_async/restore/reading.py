@@ -22,7 +22,7 @@ from ckpt_async.restore.peers import Peer, Peers, PeerSource
 from ckpt_async.restore.session import MAX_CONCURRENT_READS, damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.stores.interface import Sink
-from ckpt_async.threads import in_thread
+from ckpt_async.threads import in_thread, outcome
 from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class Reader:
         )
         self._thread.start()
         try:
-            self._loop = opened.result()
+            self._loop = outcome(opened)
         except BaseException:  # Ctrl-C, perhaps while the store does not respond
             self._is_closed = True
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
@@ -237,7 +237,7 @@ class Reader:
                 raise closed
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            future.result()
+            outcome(future)
         except CancelledError:
             raise closed from None
         except BaseException:

@@ -31,7 +31,7 @@ from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, companions, wire
 from ckpt_async.runners.view import ReportedEngine
 from ckpt_async.runners.wire import Channel, Meeting
-from ckpt_async.threads import Latch
+from ckpt_async.threads import Latch, outcome
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class ProcessRunner:
     def start(self) -> int:
         self._thread.start()
         try:
-            return self._started.result()
+            return outcome(self._started)
         except BaseException:
             self.end()
             raise

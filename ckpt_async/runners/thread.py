@@ -18,7 +18,7 @@ from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start
 from ckpt_async.runners.host import Backends, Host
 from ckpt_async.runners.loop import new_loop
-from ckpt_async.threads import Latch
+from ckpt_async.threads import Latch, outcome
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ThreadRunner:
         self._host = self._new_host(thread.backends)
         try:
             thread.begin(self)
-            return self._started.result()
+            return outcome(self._started)
         except BaseException:
             if self._started.cancel():  # interrupted while waiting, perhaps for a store that does not respond
                 thread.cancel(self)

@@ -20,6 +20,7 @@ import torch
 
 from ckpt_async.errors import DamagedCheckpointError, FormatError, UnsafePickleError
 from ckpt_async.restore import Reader, ReadInto
+from ckpt_async.threads import outcome
 from ckpt_async.torch import flashpoint
 from ckpt_async.torch.torchfile import Record, read_layout
 
@@ -154,7 +155,8 @@ class Assembler:
             try:
                 reading = [ahead.submit(self._read, batch) for batch in _first(batches)]
                 while reading:
-                    ready = deque(reading.pop().result())
+                    found = outcome(reading.pop())
+                    ready = deque(found)
                     reading = [ahead.submit(self._read, batch) for batch in _first(batches)]
                     while ready:
                         whole, data = ready.popleft()

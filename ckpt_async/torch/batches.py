@@ -12,6 +12,8 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.planner import ReadItem
 
+from ckpt_async.threads import outcome
+
 # Size of a batch. Besides the state itself, a load holds one batch more than are read ahead. What was saved
 # as one piece is read as one, so a larger piece makes a larger batch.
 BATCH_BYTES = 64 << 20
@@ -94,7 +96,7 @@ def read_ahead(
             while waiting and len(reading) < num_ahead:
                 begin()
             batch, memory, filled = reading.popleft()
-            contents = filled.result()
+            contents = outcome(filled)
             if waiting:
                 begin()
             yield batch, contents

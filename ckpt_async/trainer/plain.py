@@ -23,7 +23,7 @@ from ckpt_async.local.links import identity_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners.loop import new_loop
 from ckpt_async.stores import StoreOptions, check_key_length
-from ckpt_async.threads import LoopThread
+from ckpt_async.threads import LoopThread, outcome
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.source import Source
 from ckpt_async.transfer.upload import upload
@@ -84,7 +84,7 @@ class PlainUploader:
         self.failures: dict[str, Exception] = {}
         self._thread = LoopThread("ckpt-async-plain", new_loop())
         try:
-            self._thread.begin(self._store.open(OPEN_TIMEOUT_S)).result()
+            outcome(self._thread.begin(self._store.open(OPEN_TIMEOUT_S)))
         except BaseException:
             self._stop()
             raise

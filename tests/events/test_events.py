@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ckpt_async import Event, Uploader
 from ckpt_async.cli import main
 from ckpt_async.core import keys
 from ckpt_async.errors import SettingsError
-from ckpt_async.events import is_signed
+from ckpt_async.events import couriers, is_signed
 from ckpt_async.events.command import Command
 from tests.events.receiver import free_port, receiving, wait_until
 from tests.events.saves import QUICK, save
@@ -220,6 +221,7 @@ def test_a_receiver_whose_certificate_nobody_vouches_for_gets_nothing(
 KILLED = """
 import json, os, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
 from ckpt_async import Uploader
 from ckpt_async.events.couriers import Courier
 told = json.loads(sys.argv[1])
@@ -472,13 +474,15 @@ def test_a_command_that_still_runs_at_close_is_ended_and_run_by_the_next_start(
 
 
 def test_what_could_not_be_delivered_is_summed_up_at_close(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        couriers, "random", SimpleNamespace(uniform=lambda *_: 1000.0)
+    )  # no retry is due at the end
     url = f"http://127.0.0.1:{free_port()}/hook"
-    with opened(tmp_path, event_webhook=url, event_grace_s=0.0) as uploader:
+    with opened(tmp_path, event_webhook=url, event_grace_s=0.0, event_backlog_checkpoints=0) as uploader:
         save(uploader, 1, 2, 3)
-        for step in (1, 2, 3):
-            uploader.wait(step)
+        wait_until(lambda: caplog.text.count("event_not_delivered") == 3)
     assert _left(caplog) == ["events_left sink=webhook num=3 cut_short=0; the next launch delivers them"]
 
 
