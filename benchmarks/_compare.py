@@ -15,11 +15,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import peers
 from _child import MIB, Measured, Prepare, Work, measure, measure_command
 from sink import SinkServer, Stats
+
+if TYPE_CHECKING:
+    from tests.seaweed import SeaweedServer
 
 BUCKET = "ckpt"
 
@@ -31,6 +34,7 @@ class Server:
 
     def __init__(self, kind: str, folder: Path, **options: Any) -> None:
         self.is_sink = kind != "seaweed"
+        self._server: SinkServer | SeaweedServer
         if self.is_sink:
             self._server = SinkServer(is_tls=kind == "tls", **options)
         else:

@@ -103,7 +103,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int, num_processes: int, folder: Path, remote: str) -> None:
         self.all = range(num_ranks)
-        self._processes = []
+        self._processes: list[subprocess.Popen[str]] = []
         for number in range(num_processes):
             ranks = [*self.all[number::num_processes]]
             settings = {"folder": str(folder), "remote": remote, "world_size": num_ranks, "ranks": ranks}
@@ -114,19 +114,21 @@ class Ranks:
 
     def tell(self, verb: str, step: int, *ranks: int) -> list[float]:
         for each in self._processes:
+            assert each.stdin is not None
             each.stdin.write(f"{verb} {step} {' '.join(map(str, ranks))}\n")
             each.stdin.flush()
         return [at for answer in self._answers() for at in answer]
 
     def _answers(self) -> list[Any]:
-        lines = [each.stdout.readline() for each in self._processes]
+        lines = [each.stdout.readline() for each in self._processes if each.stdout is not None]
         if not all(lines):
             raise RuntimeError("a rank failed")
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:
         for each in self._processes:
-            each.stdin.close()
+            if each.stdin is not None:
+                each.stdin.close()
         if any(each.wait(60) for each in self._processes):
             raise RuntimeError("a rank failed at its end")
 

@@ -103,8 +103,8 @@ def prepare_open(work: Work) -> Callable[[], float]:
 
 def prepare_fsspec(work: Work) -> Callable[[], float]:
     import s3fs  # noqa: F401  imported now, not at first use
-    from torch.distributed.checkpoint import async_save
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    from torch.distributed.checkpoint.state_dict_saver import async_save
 
     state = state_of(work)
 

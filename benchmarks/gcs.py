@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
 import peers
 from _child import MIB
@@ -69,12 +70,12 @@ def serve() -> None:
             if request.method == "POST" and "uploadId" in query:
                 upload = self.uploads.pop(query["uploadId"])
                 whole = Hole()
-                whole.size_bytes = sum(each.size_bytes for each in upload.parts.values())
-                parts = [each for _, each in sorted(upload.parts.items())]
-                facts = {"size": str(whole.size_bytes)}
+                parts = [each for _, each in sorted(upload.parts.items()) if isinstance(each, Hole)]
+                whole.size_bytes = sum(each.size_bytes for each in parts)
+                facts: dict[str, object] = {"size": str(whole.size_bytes)}
                 if all(each.crc32c for each in parts):
-                    told = [(Checksum("crc32c", each.crc32c), each.size_bytes) for each in parts]
-                    facts["crc32c"] = combine(told, "crc32c").value
+                    summed = [(Checksum("crc32c", each.crc32c), each.size_bytes) for each in parts]
+                    facts["crc32c"] = combine(summed, "crc32c").value
                 self.put(upload.name, whole, facts)
                 return gcs_peer.as_xml("CompleteMultipartUploadResult", '<ETag>"e"</ETag>')
             name = request.path.partition("/o/")[2] or request.path.removeprefix(f"/{self.bucket}/")
@@ -83,7 +84,7 @@ def serve() -> None:
             if is_media and request.method in ("GET", "HEAD") and found and isinstance(found.data, Hole):
                 return self.media(request, found.data.size_bytes, str(found.generation))
             if is_media and request.method == "GET" and "uploadId" not in query:
-                request.raw_path = f"/download/storage/v1/b/{self.bucket}/o/{gcs_peer.object_path(name)}"
+                request.raw_path = f"/download/storage/v1/b/{self.bucket}/o/{quote(name, safe='')}"
             return super().serve(request)
 
         def resource(self, name: str) -> dict[str, object]:

@@ -92,8 +92,9 @@ class Run:
         def is_at_rest() -> bool:
             return engine.last_seen_wake >= asked and not engine.num_due
 
-        with changed:
-            if not changed.wait_for(is_at_rest, PATIENCE_S):
+        deadline = time.monotonic() + PATIENCE_S
+        while not changed.wait(deadline - time.monotonic(), unless=is_at_rest):
+            if time.monotonic() >= deadline:
                 raise RuntimeError(f"{engine.num_due} actions are still to be done")
 
     def measure(self, took: list[float], requests: float) -> dict[str, Any]:

@@ -204,7 +204,7 @@ def environment(name: str) -> dict[str, str] | None:
     python = peers.install(peers.UPLOADS[name][0])
     if python is None:
         return None
-    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return {**os.environ, "PYTHONPATH": subprocess.check_output(where, text=True).strip()}
 
 

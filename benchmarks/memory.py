@@ -76,7 +76,7 @@ def measure(settings: dict[str, Any]) -> tuple[float, float, float]:
     """Return the MiB of the idle processes, the peak in MiB above that, and the seconds."""
     command = [sys.executable, __file__, "--child", json.dumps(settings)]
     mark = f"CKPT_BENCH_{uuid.uuid4().hex}"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes, env={**os.environ, mark: ""}) as child:
         assert child.stdin is not None
         assert child.stdout is not None

@@ -77,7 +77,7 @@ def prepare_obstore_unsigned(work: Work) -> Callable[[], None]:
     return _obstore(work, unsigned_payload=True)
 
 
-def given(work: Work, part_bytes: str, concurrency: str = "") -> dict[str, int]:
+def given(work: Work, part_bytes: str, concurrency: str = "") -> dict[str, Any]:
     """Return the settings of `work` as keywords of these names; none where it asks for the client's own defaults."""
     named = {part_bytes: work.part_bytes, concurrency: work.concurrency}
     return {name: value for name, value in named.items() if name and value}
@@ -416,7 +416,7 @@ def _gcs_blob(work: Work) -> Any:
 
     client = storage.Client(
         project="test",
-        credentials=AnonymousCredentials(),
+        credentials=AnonymousCredentials(),  # type: ignore[no-untyped-call]
         client_options={"api_endpoint": work.endpoint_url},
     )
     return client.bucket(work.bucket).blob(work.key)

@@ -143,7 +143,7 @@ PARTS = [
 
 def run(part: Part, folder: Path) -> bool:
     name, *arguments = shlex.split(part.command)
-    command = [sys.executable, Path(__file__).with_name(f"{name}.py"), *arguments, "--json"]
+    command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *arguments, "--json"]
     print(f"./dev bench {part.command}", file=sys.stderr, flush=True)
     began = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

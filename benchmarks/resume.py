@@ -69,7 +69,7 @@ def check(state: dict[str, Any], mib: int) -> None:
 
 
 def load_ours(work: Work, *, is_partial: bool = False, **places: Any) -> Callable[[], None]:
-    from torch.distributed.checkpoint import load
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     import ckpt_async.stores.s3.client  # noqa: F401  imported now, not at first use
     from ckpt_async import restore
@@ -126,8 +126,8 @@ def read_ours(work: Work) -> Callable[[], None]:
 
 def load_fsspec(work: Work, *, is_partial: bool = False) -> Callable[[], None]:
     import s3fs  # noqa: F401  imported now, not at first use
-    from torch.distributed.checkpoint import load
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     mib = work.size_bytes // MIB
     state = empty_state(tenth(mib) if is_partial else shapes(mib))
@@ -144,7 +144,8 @@ def load_fsspec_partly(work: Work) -> Callable[[], None]:
 
 
 def load_files(work: Work) -> Callable[[], None]:
-    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     state = empty_state(shapes(work.size_bytes // MIB))
 
@@ -193,6 +194,7 @@ def peer(folder: Path, prefix: str) -> Iterator[str]:
 
     files = {f"{prefix}/{path.name}": path for path in folder.iterdir()}
     with restore.PeerServer(files, "127.0.0.1") as server:
+        assert server.peer is not None
         yield server.peer.url
 
 
@@ -247,9 +249,9 @@ def main() -> None:
             runs[client].append(clients.run(client, __file__, work, environment))
             target.unlink(missing_ok=True)
             needed = sum(tenth(mib).values()) * 4 if "10 %" in client else work.size_bytes
-            moved[client] = (server.stats() - before).bytes_out / needed if server.is_sink else None
-            if server.is_sink and client not in NEARER and moved[client] < 1:
-                raise RuntimeError(f"{client}: {moved[client]:.2f} bytes left for each byte that was needed")
+            times = moved[client] = (server.stats() - before).bytes_out / needed if server.is_sink else None
+            if times is not None and client not in NEARER and times < 1:
+                raise RuntimeError(f"{client}: {times:.2f} bytes left for each byte that was needed")
     report(arguments, title_of(arguments, mib), rows_of(runs, moved, mib))
 
 

@@ -107,18 +107,18 @@ class Plain(Way):
 class AsyncSave(Way):
     def __init__(self, work: Work, *, keeps_stager: bool) -> None:
         super().__init__(work)
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         # Without an accelerator, the two options that need one are off; `stage` blocks in any case.
         options = (False, True, False, False) if DEVICE == "cpu" else (True, False, False, True)
         kept = DefaultStager(StagingOptions(*options)) if keeps_stager else None
-        self.options = {"async_stager": kept} if keeps_stager else {}
-        self.dcp, self.future = dcp, None
+        self.options: dict[str, Any] = {"async_stager": kept} if keeps_stager else {}
+        self.async_save = async_save
 
     def save(self, state: Any, number: int) -> None:
         path = self.folder / str(number)
-        self.future: Any = self.dcp.async_save(state, checkpoint_id=path, **self.options)
+        self.future: Any = self.async_save(state, checkpoint_id=path, **self.options)
 
     def finish(self) -> None:
         self.future.result(TIMEOUT_S)

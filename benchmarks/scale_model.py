@@ -161,7 +161,7 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
 # --- a store on a virtual clock ----------------------------------------------------------------------------
 
 
-class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _Selector(selectors.DefaultSelector):
     """A selector that does not wait, but tells the loop that the time has passed."""
 
     passed_s = 0.0
@@ -183,9 +183,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual.passed_s
 
-    def run_in_executor(self, executor: Any, function: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002
+    # Typed for the only call there is, that of `asyncio.to_thread`.
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]  # noqa: ARG002
         done = self.create_future()
-        done.set_result(function(*args))
+        done.set_result(func(*args))
         return done
 
 
@@ -378,7 +379,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
     for rank in range(num_writers):
         journal = ListJournal(rank)
         shard = Shard(f"rank-{rank}.bin", "", FileIdentity(1, rank, GIB, 1), is_linked=True)
-        events = [
+        events: list[Event] = [
             Opened(1, num_writers),
             Enqueued(CHECKPOINT, NAME, shard),
             Sealed(CHECKPOINT, NAME, num_writers),
@@ -445,16 +446,13 @@ def check(simulated: Simulated, paper: Commit, num_writers: int) -> None:
 def dollars_a_month(arguments: argparse.Namespace, writes: float, gets: float) -> float:
     """The cost of requests. DELETE is free, and so is incoming traffic."""
     checkpoints = 30 * 86_400 / arguments.interval_s
-    return (
-        checkpoints
-        * (writes * arguments.dollars_per_1000_puts + gets * arguments.dollars_per_1000_gets)
-        / 1000
-    )
+    dollars = writes * arguments.dollars_per_1000_puts + gets * arguments.dollars_per_1000_gets
+    return float(checkpoints * dollars / 1000)
 
 
 def storage_dollars_a_month(arguments: argparse.Namespace) -> float:
     """The cost of storage. What AWS bills as a GB is 2**30 bytes."""
-    return arguments.ranks * arguments.gib * arguments.kept * arguments.dollars_per_gb_month
+    return float(arguments.ranks * arguments.gib * arguments.kept * arguments.dollars_per_gb_month)
 
 
 # --- the whole ---------------------------------------------------------------------------------------------

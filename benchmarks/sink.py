@@ -162,7 +162,7 @@ def build(*, is_tls: bool = False) -> Path:
     if not program.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         temporary = program.with_suffix(f".{os.getpid()}")
-        command = [compiler, "-O2", "-pthread", "-o", temporary, SOURCE, *flags]
+        command = [compiler, "-O2", "-pthread", "-o", str(temporary), str(SOURCE), *flags]
         done = subprocess.run(command, stderr=subprocess.PIPE)
         if done.returncode:
             sys.exit(f"benchmarks: {compiler} cannot compile sink.c:\n{done.stderr.decode()}")
