@@ -36,13 +36,13 @@ def test_each_checkpoint_becomes_an_artifact_that_refers_to_its_files(
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    told: list[str] = []
+    told: dict[int | None, str] = {}  # in the order of the commits, which need not be that of the steps
     with Uploader(
         tmp_path / "folder",
         f"file://{tmp_path}/run",
         event_exec=f"{sys.executable} {script}",
         event_grace_s=120.0,
-        on_event=lambda event: told.append(event.id),
+        on_event=lambda event: told.update({event.step: event.id}),
     ) as uploader:
         for step in (1, 2):
             shard = uploader.folder / f"{step}.pt"
@@ -53,8 +53,9 @@ def test_each_checkpoint_becomes_an_artifact_that_refers_to_its_files(
     for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
         found = {each.WhichOneof("record_type"): each for each in records(path.read_bytes())}
         logged[found["run"].run.run_id] = found["artifact"].artifact
-    assert logged.keys() == set(told)
-    for step, id_ in enumerate(told, 1):
+    assert logged.keys() == {*told.values()}
+    assert told.keys() == {1, 2}
+    for step, id_ in told.items():
         artifact: Any = logged[id_]
         assert (artifact.name, artifact.type, {*artifact.aliases}) == (
             "model",
