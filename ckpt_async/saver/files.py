@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import cast
@@ -187,11 +187,12 @@ def conflict(files: Files, resumed: Timestamp) -> str:
         is_ours = was_here or sealed.has_begun_with_remote(files.private, files.run_id, rank)
     if is_ours:
         return ""
+    # In this order: a saver of this process may be finishing a file, which it notes before it is no more unfinished.
+    found = conflicting(files, resumed)
+    unfinished = sealed.unfinished_file(files.private, files.run_id, rank)
     notes = sealed.read(files.private, files.run_id, rank)
-    known = {each.source for note in notes for each in note.shards}
-    if unfinished := sealed.unfinished_file(files.private, files.run_id, rank):
-        known.add(unfinished)
-    path = conflicting(files, resumed, known)
+    known = {unfinished, *(each.source for note in notes for each in note.shards)}
+    path = next((each for each in found if each.relative_to(files.folder).as_posix() not in known), None)
     if path is None:
         return ""
     saved = (
@@ -205,15 +206,16 @@ def conflict(files: Files, resumed: Timestamp) -> str:
     )
 
 
-def conflicting(files: Files, resumed: Timestamp, known: Collection[str] = ()) -> Path | None:
-    """Return the first file, except those that are known, that this run would save again after `resumed`, or None."""
+def conflicting(files: Files, resumed: Timestamp) -> list[Path]:
+    """Return the files, sorted, that this run would save again after `resumed`."""
     template = str(PurePosixPath(files.filename))
     depth = template.count("/")
-    for path in sorted(files.folder.glob("/".join(["*"] * (depth + 1)))):
-        relative = path.relative_to(files.folder).as_posix()
-        if relative not in known and names.is_ahead(relative, template, files.run, resumed):
-            return path
-    return None
+    found = sorted(files.folder.glob("/".join(["*"] * (depth + 1))))
+    return [
+        each
+        for each in found
+        if names.is_ahead(each.relative_to(files.folder).as_posix(), template, files.run, resumed)
+    ]
 
 
 def is_of_run(folder: Path, remote: str, kind: str = "") -> bool:

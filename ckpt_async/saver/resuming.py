@@ -124,7 +124,7 @@ class Resuming:
         before = replace(now, batch=max(0, now.batch - 1))
         again: object = ", ".join(self._earlier.names(now.step)[-8:])
         if not again and self._what.is_writer:
-            again = conflicting(self._files, before)
+            again = next(iter(conflicting(self._files, before)), None)
         if again:
             raise CheckpointConflictError(
                 f"in {str(self._files.folder)!r} an earlier launch has saved {again}, and this one does not continue"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from ckpt_async import torch as ckpt
 from ckpt_async.errors import CheckpointConflictError, FolderInUseError
+from ckpt_async.local import sealed
 from ckpt_async.saver import CheckpointSaver, local_only
 
 OPTIONS: dict[str, Any] = {"remote": None, "save_interval": "1ba", "num_checkpoints_to_keep": 2}
@@ -219,6 +220,39 @@ def test_beside_a_saver_of_this_process_without_a_remote_one_with_a_remote_is_re
             CheckpointSaver(folder, remote)
         assert time.monotonic() - began_s < 10
     CheckpointSaver(folder, remote).close()
+
+
+def test_what_a_saver_of_this_process_notes_meanwhile_is_no_other_run_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a remote read the notes, then the file was noted, and then it was not unfinished any more either."""
+    folder, put = tmp_path / "local", sealed.put
+    written, looked, noted = (threading.Event() for _ in range(3))
+
+    def put_late(*args: Any) -> None:
+        written.set()
+        assert looked.wait(30)
+        put(*args)
+
+    def then_noted(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reads(*args: Any) -> Any:
+            found = read(*args)
+            looked.set()
+            assert noted.wait(30)
+            return found
+
+        return reads
+
+    with CheckpointSaver(folder, None, save_interval="1ba", saves_last=False) as before:
+        monkeypatch.setattr(sealed, "put", put_late)
+        monkeypatch.setattr(sealed, "has_sealed", lambda *_: noted.set())
+        before.step({"batch": 1}, 1)
+        assert written.wait(30)
+        assert list(files(folder)) == ["ep0-ba1-rank0.pt"]
+        monkeypatch.setattr(sealed, "read", then_noted(sealed.read))
+        monkeypatch.setattr(sealed, "unfinished_file", then_noted(sealed.unfinished_file))
+        with pytest.raises(FolderInUseError):
+            CheckpointSaver(folder, f"file://{tmp_path}/remote")
 
 
 def test_savers_of_one_process_share_the_lock_until_all_are_closed(tmp_path: Path) -> None:
