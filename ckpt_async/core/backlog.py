@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ckpt_async.core import retention
 from ckpt_async.core.decide import Receipts, candidate, is_loadable, missing_ranks, why_hopeless
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
@@ -60,6 +62,15 @@ def left_by_predecessors(local: Local, generation: int) -> list[CheckpointId]:
         and (newest is None or each.id > newest)
         and why_hopeless(each, generation) is None
     ]
+
+
+def nonces_of_left(local: Local, lost: Mapping[int, str]) -> dict[int, str]:
+    """Return the nonces, as far as they are known, of the generation that this rank has opened last, and of those of
+    which it has something left; `lost` are those of what the journal has lost.
+    """
+    known = {**lost, **(local.opened.nonces if local.opened else {})}
+    left = {local.generation, *lost, *(each.id.generation for each in undecided(local))}
+    return {number: nonce for number, nonce in known.items() if number in left}
 
 
 def unsent_bytes(checkpoint: LocalCheckpoint) -> int:

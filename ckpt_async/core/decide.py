@@ -258,7 +258,7 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
         if checkpoint.decision is None:
             actions += _towards_decision(checkpoint, local, remote, policy, now)
     actions += _after_decision(local, remote, policy)
-    if not policy.is_adopted and has_open(local):
+    if has_open(local, policy):
         at, is_first = remote.look_for_successor_at, remote.must_look_first
         if is_first:
             actions = [each for each in actions if not isinstance(each, _WRITES)]
@@ -268,11 +268,10 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
     return actions
 
 
-def has_open(local: Local) -> bool:
-    """Return whether any checkpoint of this launch is undecided."""
-    return any(
-        id_.generation == local.generation for id_, each in local.checkpoints.items() if each.decision is None
-    )
+def has_open(local: Local, policy: Policy) -> bool:
+    """Return whether any checkpoint of this launch (of any launch, if it has ended) is undecided."""
+    undecided = (id_ for id_, each in local.checkpoints.items() if each.decision is None)
+    return any(policy.is_adopted or id_.generation == local.generation for id_ in undecided)
 
 
 def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
@@ -282,11 +281,11 @@ def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote
     return replace(remote, look_for_successor_at=now + pause_s)
 
 
-def noticed_idleness(local: Local, remote: Remote, now: float) -> Remote:
+def noticed_idleness(local: Local, remote: Remote, policy: Policy, now: float) -> Remote:
     """Note whether something is open. After an idle time, in which another launch may have taken the remote, what is
     opened waits for a look at it.
     """
-    if (is_idle := not has_open(local)) == remote.is_idle:
+    if (is_idle := not has_open(local, policy)) == remote.is_idle:
         return remote
     must_look = not is_idle and now >= remote.look_for_successor_at
     return replace(remote, is_idle=is_idle, must_look_first=must_look)

@@ -88,6 +88,21 @@ def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
     )
 
 
+def not_committed(local: Local, within_s: float) -> UploadFailedError | None:
+    """Return what to raise if this rank, which still has something to do, delivered what is not committed within
+    `within_s`, else None: the store has refused the decision, or a request before it.
+    """
+    left = [each.id.step for each in backlog.undecided(local) if each.has_receipt]
+    if not left:
+        return None
+    return UploadFailedError(
+        f"{named('step', left)} of this rank reached the store, but {'was' if len(left) == 1 else 'were'} not"
+        f" committed within {within_s:g} s (upload_timeout_s), because of the store (see the log)",
+        hint="the next launch, `ckpt-async drain` or the sweeper will commit it; check the permissions below"
+        " `.ckpt_async/decisions/`",
+    )
+
+
 def in_vain(local: Local) -> list[int]:
     """Return the steps that this launch has sealed and that nobody has decided.
 

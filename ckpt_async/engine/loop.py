@@ -202,7 +202,7 @@ class Engine:
         if self._is_retry_asked:
             self._is_retry_asked = False
             book.retry_all()
-        state.remote = decide.noticed_idleness(state.local, state.remote, now)
+        state.remote = decide.noticed_idleness(state.local, state.remote, state.policy, now)
         wake_at, num_due = now + POLL_S, 0
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []

@@ -61,14 +61,18 @@ def remote_of_lost(folder: Folder, local: Local) -> str:
     return remotes.pop() if len(remotes) == 1 else ""
 
 
+TAKEN = (
+    "another launch has taken the generation, because the remote was wiped or put back meanwhile: nothing more is"
+    " uploaded, and the files stay in the folder"
+)
+
+
 def nonces_of_left(folder: Folder, local: Local) -> dict[int, str]:
     """Return the nonces, as far as they are known, of the generation that this rank has opened last, and of those of
     which it has something left. Blocks.
     """
     lost = {id_.generation: found.nonce for id_, found in _lost(folder, local) if found.nonce}
-    known = lost | (local.opened.nonces if local.opened else {})
-    left = {local.generation, *lost, *(each.id.generation for each in backlog.undecided(local))}
-    return {number: nonce for number, nonce in known.items() if number in left}
+    return backlog.nonces_of_left(local, lost)
 
 
 def _lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointId, records.Manifest]]:

@@ -154,9 +154,14 @@ async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
 
 
 async def look_for_successor(state: State) -> None:
-    """Look for a newer generation, which means that this trainer is superseded (rule R11)."""
+    """Look for a newer generation, which means that this trainer is superseded, and for another launch that has taken
+    ours, or that of what a dead launch has left (rule R11).
+    """
     own = state.local.generation
-    if state.is_trainer and state.fenced_by is None:
+    if state.fenced_by is None and not state.is_trainer:
+        if await is_taken(state.store, backlog.nonces_of_left(state.local, {})):
+            _fence(state, own)
+    elif state.fenced_by is None:
         newest, record = await look_from(state.store, own)
         if not await _is_still_ours(state, record):
             _fence(state, own)
@@ -170,6 +175,12 @@ def _fence(state: State, by: int) -> None:
     if state.is_taken or (state.fenced_by is not None and by > own):
         return  # another look, beside this one, has found out
     state.fenced_by = by
+    if not state.is_trainer:
+        logger.error(
+            "generation_taken generation=%d; another launch has it, or an earlier one: nothing more is uploaded",
+            own,
+        )
+        return
     state.observer.fenced()
     state.record(notices=state.teller.fenced(own, by))
     logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, by)
@@ -307,7 +318,7 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
 
 async def _learn_ours(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
     """Record a decision, unless it commits what another launch has uploaded that has taken our generation."""
-    is_own = state.is_trainer and checkpoint.id.generation == state.local.generation
+    is_own = not state.is_trainer or checkpoint.id.generation == state.local.generation
     if is_own and not await _is_of_us(state, checkpoint, decision):
         _fence(state, state.local.generation)
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt_async.core import backlog
-from ckpt_async.core.failures import in_vain, not_sent, why_in_vain, why_taken
+from ckpt_async.core.failures import in_vain, not_committed, not_sent, why_in_vain, why_taken
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
@@ -93,6 +93,8 @@ def finish(
     late: CkptAsyncError | None = None
     if is_late_an_error and time.monotonic() >= deadline:
         late = not_sent(local, settings.upload_timeout_s)
+        if late is None and engine.view().num_due:
+            late = not_committed(local, settings.upload_timeout_s)
     return why_nothing_will_commit(engine, deadline) or late
 
 

@@ -368,10 +368,10 @@ class Uploader:
         finishes it. Ctrl-C ends the waiting, and the uploader is closed all the same.
 
         In strict mode, raises what failed and, if called without `timeout_s`, UploadFailedError if this rank's part
-        is still not in the store, or if Ctrl-C ended an earlier call and something is not committed. Also raises if
-        this launch committed nothing of what it sealed and never can, after the other ranks had their time:
-        FencedError if a newer launch has begun, UploadFailedError if some ranks never opened it. Both modes log
-        this; ranks that are merely late cause a warning.
+        is still not in the store, if the store still refuses to commit it, or if Ctrl-C ended an earlier call and
+        something is not committed. Also raises if this launch committed nothing of what it sealed and never can,
+        after the other ranks had their time: FencedError if a newer launch has begun, UploadFailedError if some
+        ranks never opened it. Both modes log this; ranks that are merely late cause a warning.
         """
         if os.getpid() != self.pid or (self._is_closed and not self._is_half_closed):
             self._engine.raise_cut_short(is_late_an_error=timeout_s is None)

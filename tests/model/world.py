@@ -54,6 +54,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local import kept
 from ckpt_async.protocol import cas, deciding, presence, steps, sweep_plan
+from ckpt_async.protocol import generation as generations
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
@@ -544,7 +545,7 @@ class World:
         )
         patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(sending, "Source", Source))
-        for module in (steps, deciding, presence, settling, publishing, remote_sweep):
+        for module in (steps, deciding, presence, generations, settling, publishing, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
         patch(mock.patch.object(deciding, "both", lambda *both: in_turn(both)))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))

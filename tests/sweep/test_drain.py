@@ -18,7 +18,7 @@ import pytest
 
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import drain as drain_command
-from ckpt_async.core import keys
+from ckpt_async.core import decide, keys
 from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import (
@@ -715,6 +715,40 @@ def test_a_folder_that_has_lost_its_journal_too_overwrites_nothing_in_a_wiped_re
         with pytest.raises(JournalError, match="the remote was wiped"):
             Uploader(folder, remote)
     assert _objects(store) == before
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_drain_does_not_take_the_commit_of_a_launch_that_has_taken_its_generation_meanwhile_for_its_own(
+    trainers: Trainers,
+    call: Drain,
+    folder: Path,
+    remote: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_late: bool,
+) -> None:
+    """The remote was wiped while it uploaded. It told that its step was committed, and removed the only copy."""
+    monkeypatch.setattr(decide, "SUCCESSOR_POLL_S", 3600.0 if is_late else 0.0)
+    store, upload = Path(remote.removeprefix("file://")), Engine._upload
+
+    async def upload_late(engine: Engine, action: decide.Upload) -> None:
+        if not engine.state.is_trainer:
+            shutil.rmtree(store)
+            assert await asyncio.to_thread(_save, tmp_path / "other", remote, 3) == 1
+            if not is_late:
+                await _never()
+        await upload(engine, action)
+
+    trainers.die(folder, remote, 3)
+    monkeypatch.setattr(Engine, "_upload", upload_late)
+    code, told = call("drain", folder)
+    (rank,) = told["ranks"]
+    assert (code, rank["committed"], rank["aborted"]) == (1, [], [])
+    assert "another launch has taken the generation" in rank["error"]
+    assert is_late or (store / "ckpt/step-3.g1/rank0.bin").read_bytes() == b"other" * 1000
+    assert (folder / "step-3/rank0.bin").exists()
+    assert call("ls", remote)[1]["latest"] == {"generation": 1, "step": 3}
+    assert _refused(call, folder) == 1
 
 
 async def _never(*_: object) -> None:

@@ -365,10 +365,10 @@ def _crash(uploader: Uploader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a bug of ours end the engine, and wait until the one that follows it has looked at what is due."""
     dead, noticed_idleness = uploader._engine.view(), decide.noticed_idleness
 
-    def noticed(local: Any, remote: Any, now: float) -> Any:
+    def noticed(local: Any, remote: Any, policy: Any, now: float) -> Any:
         if dead.state.local is local:  # type: ignore[attr-defined]
             raise ZeroDivisionError("an injected bug")
-        return noticed_idleness(local, remote, now)
+        return noticed_idleness(local, remote, policy, now)
 
     monkeypatch.setattr(decide, "noticed_idleness", noticed)
     dead.wake()

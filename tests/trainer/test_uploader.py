@@ -391,6 +391,36 @@ def test_closing_with_something_not_in_the_store_is_an_error_unless_the_caller_s
     assert "closed_with_unfinished steps=[1, 2]" in caplog.text
 
 
+@pytest.mark.parametrize("settings", [{}, {"on_error": "warn"}])
+def test_closing_is_an_error_while_the_store_takes_the_shards_but_not_the_decision(
+    opened: Open, settings: dict[str, Any]
+) -> None:
+    """A job whose credentials may not write decisions exited with status 0, and nothing was committed."""
+    store = Slow()
+    store.start = keys.DECISIONS
+    with opened(store, **{**QUICK, "upload_timeout_s": 1, **settings}) as uploader:
+        save(uploader, 1)
+        try:
+            if settings:
+                uploader.close()
+            else:
+                with pytest.raises(
+                    UploadFailedError, match=r"step 1 .* was not committed within 1 s .*decisions/"
+                ):
+                    uploader.close()
+        finally:
+            store.go.set()
+
+
+def test_the_store_s_slowness_to_commit_is_no_error_for_ranks_that_wait(opened: Open) -> None:
+    """This rank has done its part: another one is late."""
+    settings = {**QUICK, "upload_timeout_s": 1, "world_size": 2, "generation": 1}
+    bucket = MemoryBucket()
+    with opened(Meddled(bucket), rank=0, **settings) as zero, opened(Meddled(bucket), rank=1, **settings):
+        save(zero, 1)
+        zero.close()
+
+
 def test_closing_before_the_time_is_over_does_not_say_that_it_is(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
