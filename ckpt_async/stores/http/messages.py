@@ -20,7 +20,8 @@ _INTERIM = re.compile(rb"HTTP/1\.[0-9] 1[0-9][0-9].*?\r\n\r\n", re.DOTALL)
 _STATUS = re.compile(r"[0-9]{3}(?: |\Z)")
 # A name extends to the colon (RFC 9110, 5.1); a value has no control characters, and lines are not folded.
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*+")
-_HEADERS = re.compile(rf"(?:{_HEADER.pattern}\r\n)*+{_HEADER.pattern}|")
+# No possessive group: before 3.11.5, CPython matches those wrongly (gh-106052).
+_HEADERS = re.compile(rf"(?:{_HEADER.pattern}\r\n)*{_HEADER.pattern}|")
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 _WHOLE = re.compile(r"[0-9]{1,19}")
 # The headers that say where an answer ends.
@@ -116,7 +117,7 @@ def parsed(head: bytes) -> Response:
         raise http.client.BadStatusLine(first)
     all_lines = lines.split("\r\n") if lines else []
     if not _HEADERS.fullmatch(lines):
-        line = next(each for each in all_lines if not _HEADER.fullmatch(each))
+        line = next((each for each in all_lines if not _HEADER.fullmatch(each)), lines)
         raise MalformedResponseError(f"the answer has a header line {line[:80]!r}")
     headers: dict[str, str] = {}
     for line in all_lines:
