@@ -15,6 +15,7 @@ from ckpt_async.errors import SettingsError
 from ckpt_async.events import signing
 from ckpt_async.events.couriers import DeliveryError
 from ckpt_async.events.event import Event
+from ckpt_async.stores.http.connections import trusted_for
 
 TIMEOUT_S = 10.0
 
@@ -72,7 +73,13 @@ class Webhook:
             headers[signing.HEADER] = signing.signature(body, self._secret, time.time())
         async with (
             aiohttp.ClientSession(trust_env=True) as session,
-            session.post(self._url, data=body, headers=headers, allow_redirects=False) as response,
+            session.post(
+                self._url,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
+                ssl=trusted_for(self.host, None),
+            ) as response,
         ):
             if response.status // 100 == 3:
                 raise DeliveryError(f"{self.host} answered {response.status}: redirects are not followed")

@@ -21,8 +21,10 @@ from ckpt_async.core import keys
 from ckpt_async.errors import SettingsError
 from ckpt_async.events import couriers, is_signed
 from ckpt_async.events.command import Command
+from ckpt_async.stores.http import tls
 from tests.events.receiver import free_port, receiving, wait_until
 from tests.events.saves import QUICK, save
+from tests.stores.lax_authority import LaxAuthority
 from tests.sweep.trainers import Trainers
 
 
@@ -216,6 +218,24 @@ def test_a_receiver_whose_certificate_nobody_vouches_for_gets_nothing(
         wait_until(lambda: "event_not_delivered" in caplog.text)
     assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
     assert receiver.raw == []
+
+
+def test_a_receiver_whose_authority_states_no_key_usage_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = LaxAuthority()
+    monkeypatch.setenv("SSL_CERT_FILE", authority.write_to(tmp_path))
+    tls._context.cache_clear()
+    try:
+        with (
+            receiving(authority.context(tmp_path)) as receiver,
+            opened(tmp_path, event_webhook=receiver.url) as uploader,
+        ):
+            save(uploader, 1)
+            (body,) = receiver.wait_for(1)
+            assert body["kind"] == "committed"
+    finally:
+        tls._context.cache_clear()
 
 
 KILLED = """

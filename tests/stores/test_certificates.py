@@ -1,4 +1,6 @@
-"""A trusted certificate that belongs to another host: no client of any store sends anything."""
+"""Which certificates are trusted: none of another host, and those of a file that is replaced, or that Python 3.13 would
+refuse.
+"""
 
 import contextlib
 import ssl
@@ -11,10 +13,12 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.http.offload import Offload
 from ckpt_async.stores.http.small_uploads import SmallRequest, SmallUploads
 from ckpt_async.stores.http.uploads import Uploads
 from ckpt_async.stores.interface import BytesBody
 from tests.stores.bodies import put
+from tests.stores.lax_authority import LaxAuthority
 from tests.stores.peer import Peer, answer
 from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
 
@@ -149,5 +153,62 @@ def test_a_replaced_bundle_is_read_again_by_small_requests(run, authority, tmp_p
                 await asking()
             assert len(peer.requests) == 1
             await session.close()
+
+    run(body())
+
+
+@pytest.fixture
+def lax(tmp_path) -> tuple[ssl.SSLContext, str]:
+    authority = LaxAuthority()
+    return authority.context(tmp_path), authority.write_to(tmp_path)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "Offload"])
+def test_an_authority_without_key_usage_is_trusted_by_our_connections(run, lax, way):
+    """As Python 3.12 and earlier, and the AWS SDK with any Python, do."""
+    kind, request = WAYS.get(way, (Downloads, get))
+    context, ca_file = lax
+
+    async def body():
+        offload = Offload(1) if way == "Offload" else Offload(0)
+        if way == "Offload":
+            offload.start()
+        more = {"offload": offload} if kind is Downloads else {}
+        peer = Peer(lambda _: answer(200, headers={"ETag": "e"}, body=b"hello"), tls=context)
+        async with peer.serve() as url:
+            connections = kind(
+                max_connections=1, connect_timeout_s=5, read_timeout_s=5, ca_file=ca_file, **more
+            )
+            with contextlib.closing(connections):
+                assert (await request(connections, url)).status == 200
+                assert offload.is_running is (way == "Offload")
+
+    run(body())
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "https"])
+def test_an_authority_without_key_usage_is_trusted_by_the_stores(run, lax, monkeypatch, scheme):
+    context, ca_file = lax
+    for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.setenv(name, ca_file)
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", "sig=x")
+
+    async def body():
+        peer = Peer(lambda _: answer(200, headers={"ETag": "e"}, body=b"hello"), tls=context)
+        async with peer.serve() as url:
+            if scheme == "gs":
+                session = open_store("gs://bucket/run", StoreOptions(endpoint_url=url))._session
+                session._connect()  # looking for credentials would use the network
+                await session.request("get", "a", "GET", f"{url}/a")
+                await session.close()
+            else:
+                endpoint = {"s3": url, "az": f"{url}/account"}.get(scheme)
+                address = f"{url}/run" if scheme == "https" else f"{scheme}://bucket/run"
+                store = open_store(address, StoreOptions(endpoint_url=endpoint))
+                await store.open(is_read_only=True)
+                with contextlib.suppress(StoreError):  # its answer does not matter
+                    await store.get("a", max_size_bytes=9)
+                await store.close()
+            assert peer.requests
 
     run(body())

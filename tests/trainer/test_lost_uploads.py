@@ -321,10 +321,19 @@ class SlowToList(Meddled):
             await asyncio.sleep(0.2)
 
 
-def _wait_until_idle(uploader: Uploader) -> None:
-    """Wait until the next save has to wait for a look for a successor."""
-    state = uploader._engine.view().state  # type: ignore[attr-defined]
-    wait_until(lambda: state.remote.is_idle and state.now() >= state.remote.look_for_successor_at, uploader)
+def _wipe_while_idle(uploader: Uploader, store: Meddled) -> None:
+    """Wipe the remote once nothing looks at it any more, and the next save has to wait for a look for a successor. A
+    look under way would take the generation again.
+    """
+    engine = uploader._engine.view()
+    state, running = engine.state, engine._book.running  # type: ignore[attr-defined]
+
+    def is_idle() -> bool:
+        looks = [each for each in list(running) if isinstance(each, decide.Look | decide.LookForSuccessor)]
+        return state.remote.is_idle and not looks and state.now() >= state.remote.look_for_successor_at
+
+    wait_until(is_idle, uploader)
+    store.bucket.objects.clear()
 
 
 def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_generation(
@@ -338,8 +347,7 @@ def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_gener
         with opened(store) as old:
             save(old, 1)
             old.wait(1, timeout_s=10)
-            store.bucket.objects.clear()
-            _wait_until_idle(old)
+            _wipe_while_idle(old, store)
             with opened(Meddled(store.bucket), tmp_path / "other") as new:
                 assert (old.generation, new.generation) == (1, 1)
                 save(old, 2, "a.pt")
@@ -479,9 +487,8 @@ def test_a_listing_that_lags_does_not_hide_who_has_taken_the_generation(
         with opened(store) as old:
             save(old, 1)
             old.wait(1, timeout_s=10)
-            store.bucket.objects.clear()
+            _wipe_while_idle(old, store)
             store.is_hiding = True
-            _wait_until_idle(old)
             with opened(Meddled(store.bucket), tmp_path / "other") as new:
                 assert (old.generation, new.generation) == (1, 1)
                 save(old, 2, "a.pt")
@@ -505,11 +512,10 @@ def test_a_generation_that_is_taken_is_known_beside_a_newer_one(
         with opened(store) as old:
             save(old, 1)
             old.wait(1, timeout_s=10)
-            store.bucket.objects.clear()
+            _wipe_while_idle(old, store)
             for number in (1, 2):
                 other = Generation(number, "other", 1, "host", f"nonce {number}", 1.0)
                 _put_record(store, keys.generation_key(number), records.encode_generation(other))
-            _wait_until_idle(old)
             save(old, 2, "a.pt")
             wait_until(lambda: old._engine.view().fenced_by == 1, old)
             assert not store.keys("ckpt/")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import re
-import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
@@ -34,6 +33,7 @@ from ckpt_async.stores.http.connections import KEEPALIVE_S, has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
 from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
+from ckpt_async.stores.http.tls import trusting
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.interface import (
     Body,
@@ -107,14 +107,13 @@ class WebStore(WholeObjects):
         timeout = aiohttp.ClientTimeout(
             sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
         )
-        context = ssl.create_default_context(cafile=self._ca_file)
         self._session = aiohttp.ClientSession(
             timeout=timeout,
             headers=_HEADERS,
             trust_env=True,
             auto_decompress=False,
             connector=aiohttp.TCPConnector(
-                limit=options.max_connections, ssl=context, keepalive_timeout=KEEPALIVE_S
+                limit=options.max_connections, ssl=trusting(self._ca_file), keepalive_timeout=KEEPALIVE_S
             ),
         )
         self._downloads = Downloads(
