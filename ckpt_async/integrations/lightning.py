@@ -73,7 +73,9 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     or at the first save, and closed when the trainer finishes. Invalid settings, credentials or buckets raise when it
     is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they raise.
 
-    If several files are saved at one step, only the first is uploaded. So prefer `save_last="link"` (`save_last=True`
+    If several files are saved at one step, the first is uploaded as the checkpoint of the step. A further one is
+    uploaded as a kind of its own if it was saved for a metric (the kind is named after it) or has only weights
+    (`weights`); else it has the same state and is not uploaded. So prefer `save_last="link"` (`save_last=True`
     writes the same state a second time), and list a full `ModelCheckpoint` before one with `save_weights_only`.
     Checkpoints that the trainer removes are removed only locally.
 

@@ -155,7 +155,7 @@ def tune(folder: str, remote: str) -> dict[str, Any]:
     trainer, model = _trainer(pl, folder, uploading, {}), Model()
     tuner = import_module("lightning.pytorch.tuner").Tuner(trainer)
     tuner.lr_find(model, num_training=5)
-    tuner.scale_batch_size(model, max_trials=2)
+    tuner.scale_batch_size(model, max_trials=3)
     return {"step": trainer.global_step, "batch_size": model.batch_size}
 
 
