@@ -10,7 +10,7 @@ What `./dev compat NAME` found: each framework in an environment of its own, pin
 trainer is SIGKILLed at a random moment, its node is lost with all its files, and a fresh node goes on from the store;
 the losses must be those of a run that nobody disturbed. A row is replaced when its framework's plays are run again.
 
-`./dev test` has none of this, for an import of these frameworks alone takes seconds: run `./dev compat all` every night.
+`./dev test` has none of this, for an import of these frameworks alone takes seconds: run `./dev compat all` each night.
 (It has tests of its own for Lightning, transformers and accelerate.)
 
 """
