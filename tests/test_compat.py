@@ -5,6 +5,9 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
+from tests.compat.__main__ import main
 from tests.compat.page import Row, page, summary
 from tests.compat.play import Training
 
@@ -14,6 +17,12 @@ import subprocess, sys
 subprocess.Popen([sys.executable, "-c", "import threading; threading.Event().wait()"], start_new_session=True)
 print("\\nLOSS 1 0x1p+0", flush=True)
 """
+
+
+def test_without_names_the_frameworks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "or all: " in (said := capsys.readouterr().err)
+    assert "lightning" in said
 
 
 def test_rows_of_what_ran_are_replaced_and_others_stay() -> None:

@@ -175,6 +175,42 @@ def would_keep_nothing(policy: RetentionPolicy, candidates: Iterable[Candidate])
     return bool(ordered) and not policy.keep(ordered)
 
 
+def metrics_of(policy: RetentionPolicy) -> list[str]:
+    """Return the metrics by which the policy chooses."""
+    if isinstance(policy, AnyOf):
+        return [metric for each in policy.policies for metric in metrics_of(each)]
+    return [policy.metric] if isinstance(policy, KeepBest) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """How many of the checkpoints lack a metric by which the policy chooses."""
+
+    metric: str
+    count: int
+    total: int
+
+    @property
+    def is_all(self) -> bool:
+        return self.count == self.total
+
+    def __str__(self) -> str:
+        return f"{self.count} of {self.total} checkpoints have no metric {self.metric!r}"
+
+
+def unmeasured(policy: RetentionPolicy, candidates: Sequence[Candidate]) -> list[Unmeasured]:
+    """Return the metrics of the policy that some of the checkpoints lack. If all lack one, nothing may be pruned.
+
+    Whatever was the best by it may have been saved without it, or the name was mistyped.
+    """
+    counted = lasting(candidates)
+    found = [
+        Unmeasured(metric, sum(metric not in each.metrics for each in counted), len(counted))
+        for metric in dict.fromkeys(metrics_of(policy))
+    ]
+    return [each for each in found if each.count]
+
+
 def lasting(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
     """Return the candidates that are not ephemeral."""
     return [each for each in candidates if EPHEMERAL not in each.metrics]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -19,6 +20,7 @@ from ckpt_async import Settings, StoreOptions, Uploader, restore
 from ckpt_async.errors import (
     CheckpointAbortedError,
     CkptAsyncError,
+    InvalidNameError,
     SealedError,
     SettingsError,
     UploadFailedError,
@@ -32,6 +34,9 @@ DRAIN_TIMEOUT_S = 300.0
 CLOSE_TIMEOUT_S = 600.0
 # Training has failed, and the user waits for its traceback: long enough to write receipts.
 CLOSE_AFTER_ERROR_S = 10.0
+MAX_KIND_LENGTH = 32
+# Settings that name what the run has once; its further kinds have their own defaults.
+_OF_THE_RUN = frozenset({"kind", "latest_filename", "composer_symlink"})
 
 
 class HeldUploader:
@@ -63,6 +68,24 @@ class HeldUploader:
         self.newest_step: int | None = None  # the last step that this launch handed over
         self._not_handed_over: CkptAsyncError | None = None  # why the last step was not handed over
         self._has_raised = False
+        self._has_handed_over = False  # in this launch
+        self._kinds: dict[str, HeldUploader] = {}
+
+    def of_kind(self, kind: str) -> HeldUploader | None:
+        """Return the uploader of a further kind, open and with the same settings; None if this one is lent.
+
+        It is opened at the first call, by all ranks, and closed with this one.
+        """
+        uploader = self.uploader
+        if uploader is None or self._is_lent:
+            return None
+        if (held := self._kinds.get(kind)) is None:
+            settings = {name: value for name, value in self._settings.items() if name not in _OF_THE_RUN}
+            own = self._settings.get("kind")
+            settings["kind"] = f"{own}-{kind}"[:MAX_KIND_LENGTH] if own else kind
+            held = self._kinds[kind] = HeldUploader(self.remote, None, self._close_timeout_s, settings)
+        held.open(uploader.folder, uploader.rank, uploader.world_size)
+        return held
 
     def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
         """Open the uploader for a start of training, or check that the lent one fits.
@@ -73,6 +96,7 @@ class HeldUploader:
             assert self.remote is not None
             assert folder is not None
             self.newest_step, self._not_handed_over, self._has_raised = None, None, False
+            self._has_handed_over = False
             self.uploader = Uploader(
                 folder,
                 self.remote,
@@ -98,14 +122,15 @@ class HeldUploader:
         files: Collection[str] | None = None,
         metrics: Mapping[str, float] | None = None,
         publish_as: str | None = None,
-    ) -> None:
+    ) -> bool:
         """Enqueue this rank's part of a checkpoint and seal it.
 
         On return SIGKILL cannot lose it, and the files may be deleted. The checkpoint is committed to the store once
-        all ranks have done so. One that is sealed already stays as it is.
+        all ranks have done so. Returns False if this step is sealed already: it stays as it is.
 
         In warn mode nothing is raised: a checkpoint that could not be handed over is reported in the log, given up on
-        all ranks, and never committed.
+        all ranks, and never committed. Only an unsafe name raises at the first save, because later ones would have
+        such names, too.
         """
         uploader = self.uploader
         assert uploader is not None
@@ -114,21 +139,32 @@ class HeldUploader:
             if files is None or files or uploader.rank == 0:  # without rank 0's files there is no checkpoint
                 uploader.enqueue(path, step, name, files=files, publish_as=publish_as)
             uploader.seal(step, name=name, metrics=metrics)
+            self._has_handed_over = True
         except SealedError:
-            logger.info("step_is_uploaded_already step=%d path=%s", step, path)
+            return False
         except CkptAsyncError as error:
+            if isinstance(error, InvalidNameError) and not self._has_handed_over:
+                self._has_raised = True
+                raise InvalidNameError(
+                    f"{os.fspath(path)} cannot be uploaded: {error.without_hint}",
+                    hint=f"save it under another name: {error.hint}",
+                ) from error
             if uploader.settings.on_error == "raise":
                 self._has_raised = True
                 raise
             logger.exception("checkpoint_not_handed_over step=%d path=%s", step, path)
             self._not_handed_over = error
             give_up(uploader, step, name, error)
+        return True
 
     def wait_for_newest(self) -> None:
         """Block until the newest checkpoint is committed with all ranks, at most `close_timeout_s`.
 
         Otherwise raises UploadFailedError, with either `on_error`: training is over, so this stops nothing.
         """
+        self._wait_for_newest(self._close_timeout_s)
+
+    def _wait_for_newest(self, timeout_s: float) -> None:
         uploader, step = self.uploader, self.newest_step
         if uploader is None or step is None or self._has_raised:
             return
@@ -136,7 +172,7 @@ class HeldUploader:
             try:
                 # At the interpreter's exit the uploader may be closed by now, and then `wait` refuses.
                 if not uploader.is_committed(step):
-                    uploader.wait(step, self._close_timeout_s)
+                    uploader.wait(step, timeout_s)
                 return
             except CkptAsyncError as error:
                 why = error
@@ -154,16 +190,24 @@ class HeldUploader:
 
         A lent uploader stays open, and its owner hears of failures when closing it.
         """
-        uploader = self.uploader
-        if uploader is None:
+        if self.uploader is None:
             return
         is_failing = sys.exc_info()[0] is not None  # the frameworks clean up inside their `except`
         is_brief = is_failing or self._has_raised
         timeout_s = min(CLOSE_AFTER_ERROR_S, self._close_timeout_s) if is_brief else self._close_timeout_s
         deadline = time.monotonic() + timeout_s
+        with contextlib.ExitStack() as closing:
+            for each in (*self._kinds.values(), self):  # the last one first
+                closing.callback(each.finish, deadline, is_failing=is_failing)
+
+    def finish(self, deadline: float, *, is_failing: bool) -> None:
+        """Close this uploader alone, by `deadline`."""
+        uploader = self.uploader
+        if uploader is None:
+            return
         try:
             if not self._is_lent and not is_failing:
-                self.wait_for_newest()
+                self._wait_for_newest(max(0.0, deadline - time.monotonic()))
         finally:
             self._close(uploader, max(0.0, deadline - time.monotonic()), is_failing=is_failing)
 

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.errors import SettingsError
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader, fetch_newest
+from ckpt_async.integrations.held import (
+    CLOSE_TIMEOUT_S,
+    DRAIN_TIMEOUT_S,
+    MAX_KIND_LENGTH,
+    HeldUploader,
+    fetch_newest,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -48,6 +54,10 @@ logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step=(\d+)")
 _LAST = re.compile(r"last(-v\d+)?\.ckpt")
+# What the Tuner saves before a trial, loads after it and removes.
+_TUNERS = re.compile(r"\.(lr_find|scale_batch_size)_.*\.ckpt")
+_NOT_IN_KIND = re.compile(r"[^a-z0-9_-]+")
+_WEIGHTS = "weights"
 
 
 def _on_cpu(storage: Any, _location: str) -> Any:
@@ -63,7 +73,9 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     or at the first save, and closed when the trainer finishes. Invalid settings, credentials or buckets raise when it
     is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they raise.
 
-    If several files are saved at one step, only the first is uploaded. So prefer `save_last="link"` (`save_last=True`
+    If several files are saved at one step, the first is uploaded as the checkpoint of the step. A further one is
+    uploaded as a kind of its own if it was saved for a metric (the kind is named after it) or has only weights
+    (`weights`); else it has the same state and is not uploaded. So prefer `save_last="link"` (`save_last=True`
     writes the same state a second time), and list a full `ModelCheckpoint` before one with `save_weights_only`.
     Checkpoints that the trainer removes are removed only locally.
 
@@ -93,6 +105,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         # The step of the newest save, and whether its first file has the full state.
         self._step: int | None = None
         self._is_full = False
+        # The checkpoints that are named in one that was loaded, by path: the kind that each may have.
+        self._kinds_of: dict[str, str] = {}
         if uploader is not None:
             self.open()  # rejects an unsuitable one at once
 
@@ -110,51 +124,89 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     ) -> None:
         self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
         step = checkpoint.get("global_step")
-        if step is None:
-            return  # not a trainer's checkpoint: spawned ranks return their weights through a file
+        # Spawned ranks return their weights through a file, which has no step.
+        if step is None or _TUNERS.fullmatch(Path(path).name):
+            return
         self.open()
         is_full = "optimizer_states" in checkpoint
         if step != self._step:
             self._step, self._is_full = step, is_full
-        elif is_full and not self._is_full:
-            logger.warning(
-                "not_uploaded step=%d path=%s: the weights-only file of this step is already uploaded; put"
-                " the ModelCheckpoint with save_weights_only last",
-                step,
-                path,
-            )
-        self._held.hand_over(path, step, Path(path).stem, metrics=_scores(checkpoint, path))
+        scores = _scores(checkpoint, path)
+        name = _name(checkpoint, Path(path))
+        if not self._held.hand_over(path, step, name, metrics=scores):
+            kind = _kind(next(iter(scores))) if scores else None if is_full else _WEIGHTS
+            if is_full and not self._is_full:
+                logger.warning(
+                    "not_uploaded step=%d path=%s: the weights-only file of this step is already uploaded; put"
+                    " the ModelCheckpoint with save_weights_only last",
+                    step,
+                    path,
+                )
+            else:
+                _hand_over_again(self._held, path, step, name, kind, scores)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a local file. If a file below the folder is missing, fetch it from the store first.
+        """Load a local file. If a file of this run is missing, fetch it from the store first.
 
-        It is taken from the checkpoint of the step in its name (`step=100`), or from the newest one for `last.ckpt`.
+        A file is of this run if it is below the folder, or if a `ModelCheckpoint` in a checkpoint loaded before names
+        it. It is searched by the step in its name (`step=100`), or else by the name; `last.ckpt` is the newest.
         """
         if not os.path.exists(path):
             path = self._fetch(Path(path))
         how = {} if weights_only is None else {"weights_only": weights_only}  # since Lightning 2.6
-        return self._checkpoint_io.load_checkpoint(path, map_location, **how)
+        checkpoint = self._checkpoint_io.load_checkpoint(path, map_location, **how)
+        for state in _states(checkpoint):
+            for each in (*state["best_k_models"], state.get("best_model_path"), state.get("last_model_path")):
+                if each:
+                    self._kinds_of.setdefault(each, _kind(state["monitor"]) if state.get("monitor") else "")
+        return checkpoint
 
     def _fetch(self, path: Path) -> Path:
         """Fetch the file and return its local path; `path` unchanged if the store does not have it either."""
-        folder = self._held.uploader.folder if self._held.uploader is not None else self._folder
-        said, is_last = _STEP.search(path.name), _LAST.fullmatch(path.name)
-        assert folder is not None
-        assert self._held.remote is not None
-        # A file outside the folder may belong to another run.
-        if not (said or is_last) or not path.resolve().is_relative_to(Path(folder).resolve()):
-            return path
-        checkpoint = restore.find(
-            self._held.remote, step=int(said[1]) if said else None, store_options=self._held.store_options
-        )
-        names = [each for each in checkpoint.files if is_last or each == path.name] if checkpoint else []
-        if checkpoint is None or len(names) != 1:
-            return path
-        report = restore.fetch(checkpoint, path.parent, files=names)
-        logger.info("fetched step=%d path=%s", checkpoint.step, report.paths[names[0]])
-        return report.paths[names[0]]
+        given = self._held.uploader.folder if self._held.uploader is not None else self._folder
+        assert given is not None
+        folder = Path(given)
+        is_below = path.resolve().is_relative_to(folder.resolve())
+        if not is_below and os.fspath(path) not in self._kinds_of:
+            return path  # it may belong to another run
+        kinds = dict.fromkeys((None, self._kinds_of.get(os.fspath(path)) or None, _WEIGHTS))
+        for kind in kinds:
+            if (found := self._find(path, kind)) is not None:
+                checkpoint, name = found
+                report = restore.fetch(checkpoint, path.parent if is_below else folder, files=[name])
+                logger.info("fetched step=%d path=%s", checkpoint.step, report.paths[name])
+                return report.paths[name]
+        return path
+
+    def _find(self, path: Path, kind: str | None) -> tuple[restore.Checkpoint, str] | None:
+        """Find the newest checkpoint of this kind that has the file, and the file's name in it."""
+        said, is_last = _STEP.search(path.name), _LAST.fullmatch(path.name) is not None
+        step = int(said[1]) if said else None
+        passed: dict[Any, str] = {}
+        while True:
+            try:
+                assert self._held.remote is not None
+                checkpoint = restore.find(
+                    self._held.remote,
+                    kind=kind,
+                    step=step,
+                    store_options=self._held.store_options,
+                    passing_over=passed,
+                )
+            except (restore.NoUsableCheckpointError, restore.UnknownKindError):
+                return None
+            if checkpoint is None:
+                return None
+            files = list(checkpoint.files)
+            if path.name in files:
+                return checkpoint, path.name
+            if is_last and len(files) == 1:
+                return checkpoint, files[0]
+            if said or is_last:
+                return None
+            passed[checkpoint.id] = f"it has no {path.name}"
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self._checkpoint_io.remove_checkpoint(path)
@@ -230,7 +282,10 @@ class CkptAsyncCallback(Callback):
             self._seen.add((path, changed_ns))
             if os.path.isdir(path):
                 files = files_of_rank(Path(path), uploader.rank, uploader.world_size)
-                self._held.hand_over(path, trainer.global_step, Path(path).name, files=files, metrics=scores)
+                step, name = trainer.global_step, Path(path).name
+                if not self._held.hand_over(path, step, name, files=files, metrics=scores):
+                    kind = _kind(next(iter(scores))) if scores else None
+                    _hand_over_again(self._held, path, step, name, kind, scores, files)
             else:
                 logger.warning(
                     "not_uploaded path=%s: it is a single file; use CkptAsyncCheckpointIO for those", path
@@ -271,12 +326,59 @@ def _hold(
     return HeldUploader(remote, uploader, close_timeout_s, settings)
 
 
+def _hand_over_again(
+    held: HeldUploader,
+    path: str | Path,
+    step: int,
+    name: str,
+    kind: str | None,
+    scores: Mapping[str, float],
+    files: list[str] | None = None,
+) -> None:
+    """Upload a further checkpoint of a step as one of this kind; None: it has the state that is uploaded already."""
+    if kind is None:
+        logger.info("step_is_uploaded_already step=%d path=%s", step, path)
+    elif (of_kind := held.of_kind(kind)) is None:
+        logger.warning(
+            "not_uploaded step=%d path=%s: another file of this step is already uploaded, and only an uploader that"
+            " the integration opens itself has further kinds; pass folder and remote instead of uploader",
+            step,
+            path,
+        )
+    elif not of_kind.hand_over(path, step, name, files=files, metrics=scores):
+        logger.warning(
+            "not_uploaded step=%d path=%s: another file of this step and kind %r is already uploaded",
+            step,
+            path,
+            kind,
+        )
+
+
+def _kind(metric: str) -> str:
+    """The kind of what is saved for a metric at a step that is uploaded already: `val/loss` becomes `val_loss`."""
+    return _NOT_IN_KIND.sub("_", metric.lower()).strip("_-")[:MAX_KIND_LENGTH] or "best"
+
+
+def _states(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of the `ModelCheckpoint`s. Files with only weights have none."""
+    states = checkpoint.get("callbacks", {}).values()
+    return [each for each in states if isinstance(each, Mapping) and "best_k_models" in each]
+
+
+def _name(checkpoint: Mapping[str, Any], path: Path) -> str:
+    """The name in the store; with the folders of a `filename` that has some, such as `{epoch}/{val_loss}`."""
+    for state in _states(checkpoint):
+        if state.get("dirpath") and path.is_relative_to(state["dirpath"]):
+            return "-".join(path.relative_to(state["dirpath"]).with_suffix("").parts)
+    return path.stem
+
+
 def _scores(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, float]:
     """The monitored metrics of the `ModelCheckpoint`s that chose this file, for retention by value."""
     return {
         state["monitor"]: float(state["best_k_models"][os.fspath(path)])
-        for state in checkpoint.get("callbacks", {}).values()
-        if isinstance(state, Mapping) and os.fspath(path) in state.get("best_k_models", ())
+        for state in _states(checkpoint)
+        if os.fspath(path) in state["best_k_models"]
     }
 
 

@@ -7,7 +7,7 @@ must not happen twice or out of order is decided by compare-and-swap on the deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, retention
@@ -168,6 +168,7 @@ class Wait:
 
     checkpoint: CheckpointId
     reason: str
+    is_refusal: bool = False  # the policy cannot be what was meant, so it prunes nothing
 
 
 Planned = (
@@ -292,17 +293,15 @@ def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: Retentio
     """
     candidates = _candidates(view, valid)
     kept = _kept(view, valid, policy)
-    is_refused = retention.would_keep_nothing(policy, candidates)
+    why_nothing = _why_nothing(policy, candidates)
+    beyond = "; ".join(["beyond retention", *map(str, retention.unmeasured(policy, candidates))])
     for id_ in sorted({each.id for each in candidates} - kept.keys()):
-        if is_refused:
-            yield Wait(
-                id_,
-                "the policy matches no checkpoint, so nothing is pruned: is it the policy that you meant?",
-            )
+        if why_nothing:
+            yield Wait(id_, why_nothing, is_refusal=True)
         elif view.latest is None or view.latest.checkpoint <= id_:
-            yield Wait(id_, "beyond retention, but latest does not point to a newer checkpoint yet")
+            yield Wait(id_, f"{beyond}, but latest does not point to a newer checkpoint yet")
         else:
-            yield BeginPrune(id_, "beyond retention")
+            yield BeginPrune(id_, beyond)
     for id_, each in sorted(valid.items()):
         if each.outcome is Outcome.PRUNING:
             readers = sorted(lease.reader for lease in _live_leases(view, id_))
@@ -310,6 +309,19 @@ def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: Retentio
                 yield Wait(id_, f"being pruned, but read by {', '.join(readers)}")
             else:
                 yield FinishPrune(id_, each.world_size, "being pruned, and no reader is left")
+
+
+def _why_nothing(policy: RetentionPolicy, candidates: Sequence[Candidate]) -> str:
+    """Return why the policy must not prune anything here, "" if it may."""
+    if retention.would_keep_nothing(policy, candidates):
+        return "the policy matches no checkpoint, so nothing is pruned: is it the policy that you meant?"
+    nowhere = [each for each in retention.unmeasured(policy, candidates) if each.is_all]
+    if not nowhere:
+        return ""
+    return (
+        f"the policy keeps the best by a metric, but {', '.join(map(str, nowhere))}, so nothing is pruned:"
+        " correct the metric's name, or remove best= from the policy"
+    )
 
 
 def _candidates(view: View, valid: Mapping[CheckpointId, Decision]) -> list[Candidate]:

@@ -106,6 +106,9 @@ class RemoteSweep:
             if not fresh:
                 report.done += [Done(action) for action in planned if isinstance(action, sweep_plan.Wait)]
                 break
+        waits = [each.action for each in report.done if isinstance(each.action, sweep_plan.Wait)]
+        for reason in sorted({each.reason for each in waits if each.is_refusal}):
+            logger.warning("nothing_pruned %s: %s", self.store.url, reason)
         report.violations = list(self.unreadable.values())
         report.overview = overview(self.store.url, view, [each.key for each in report.violations])
         return report

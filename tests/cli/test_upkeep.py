@@ -382,7 +382,8 @@ def test_a_policy_that_matches_nothing_prunes_nothing(
     assert [each["stays"] for each in dry["remotes"][0]["checkpoints"]] == [True] * 3
     assert all("matches no checkpoint" in each["reason"] for each in actions)
     assert call("prune", remote, "--keep", f"{keep},last=1", "--yes")[0] == 0
-    assert steps(call, remote) == [3]
+    # The best may have been saved without the metric.
+    assert steps(call, remote) == ([1, 2, 3] if keep.startswith("best=") else [3])
 
 
 def test_a_pin_holds_until_it_is_removed(

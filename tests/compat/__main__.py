@@ -1,4 +1,4 @@
-"""`./dev compat [NAME…]`: play each framework in an environment of its own, and write docs/compatibility.md.
+"""`./dev compat NAME…`, or `all`: play each framework in an environment of its own, and write docs/compatibility.md.
 
 A framework is a folder beside this file. It has a `requirements.txt`, whose first line pins the framework itself, and
 `test_*.py` files, whose docstrings say in their first lines what is played. Other arguments (`-k …`, `-x`) are passed
@@ -29,13 +29,18 @@ LIMIT_S = 7200
 
 def main(argv: list[str]) -> int:
     known = sorted({path.parent.name for path in HERE.glob("*/test_*.py")})
+    if not argv:
+        say(f"name the frameworks to play, or all: {', '.join(known)}")
+        return 2
+    if argv == ["all"]:
+        argv = known
     names = [each for each in argv if each in known]
     options = [each for each in argv if each not in known]
     if options and not (names and options[0].startswith("-")):
         say(f"no framework {options[0]!r}; these are there: {', '.join(known)}")
         return 2
     failed = []
-    for name in names or known:
+    for name in names:
         python = environment(name)
         say(f"playing {name}")
         result = play(name, python, options)
@@ -44,7 +49,7 @@ def main(argv: list[str]) -> int:
             PAGE.write_text(page(text, [row(name, python, result)]))
         if result.startswith("failed"):
             failed.append(name)
-    say(f"FAILED: {', '.join(failed)}" if failed else f"all good: {', '.join(names or known)}")
+    say(f"FAILED: {', '.join(failed)}" if failed else f"all good: {', '.join(names)}")
     return 1 if failed else 0
 
 

@@ -5,12 +5,12 @@ from dataclasses import astuple, dataclass, fields
 
 HEAD = """# Compatibility
 
-What `./dev compat [NAME]` found: each framework in an environment of its own, pinned in
+What `./dev compat NAME` found: each framework in an environment of its own, pinned in
 `tests/compat/NAME/requirements.txt`, on one machine without a GPU, with a real S3 server (SeaweedFS). In a play a real
 trainer is SIGKILLed at a random moment, its node is lost with all its files, and a fresh node goes on from the store;
 the losses must be those of a run that nobody disturbed. A row is replaced when its framework's plays are run again.
 
-`./dev test` has none of this, for an import of these frameworks alone takes seconds: run `./dev compat` every night.
+`./dev test` has none of this, for an import of these frameworks alone takes seconds: run `./dev compat all` each night.
 (It has tests of its own for Lightning, transformers and accelerate.)
 
 """

@@ -187,6 +187,15 @@ def test_a_policy_that_matches_nothing_is_detected(policy: retention.RetentionPo
     assert not retention.would_keep_nothing(policy, [])
 
 
+def test_checkpoints_without_a_metric_of_the_policy_are_counted() -> None:
+    found = [made(10), made(20, metrics={"loss": 1.0}), made(30, metrics={retention.EPHEMERAL: 1.0})]
+    policy = retention.parse("last=1,best=1:loss,best=1:accuracy:max")
+    loss, accuracy = retention.unmeasured(policy, found)
+    assert str(loss) == "1 of 2 checkpoints have no metric 'loss'"
+    assert (loss.is_all, accuracy.is_all) == (False, True)
+    assert retention.unmeasured(policy, []) == []
+
+
 def test_policies_that_could_keep_nothing_cannot_be_constructed() -> None:
     """Zero must never mean "delete all", so it is an error."""
     for make in (

@@ -33,6 +33,7 @@ def _model(pl: Any, is_sharded: bool) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(WIDTH, WIDTH)
+            self.lr, self.batch_size = 0.1, 4
 
         def configure_model(self) -> None:
             if is_sharded:
@@ -45,8 +46,11 @@ def _model(pl: Any, is_sharded: bool) -> Any:
             self.log("loss", loss)
             return loss
 
+        def validation_step(self, batch: torch.Tensor, _: int) -> None:
+            self.log("val_loss", self.layer(batch).square().mean())
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), lr=0.1)
+            return torch.optim.Adam(self.parameters(), lr=self.lr)
 
     torch.manual_seed(1)
     return Model()
@@ -133,3 +137,63 @@ def train(
         "failure": failure,
         "is_closed": uploading.uploader is None,
     }
+
+
+def tune(folder: str, remote: str) -> dict[str, Any]:
+    """Search for a learning rate and a batch size before training."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    pl = import_module("lightning.pytorch")
+    from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO
+
+    class Model(type(_model(pl, False))):  # type: ignore[misc]
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(torch.ones(64, WIDTH), batch_size=self.batch_size)
+
+        val_dataloader = train_dataloader
+
+    uploading = CkptAsyncCheckpointIO(folder, remote)
+    trainer, model = _trainer(pl, folder, uploading, {}), Model()
+    tuner = import_module("lightning.pytorch.tuner").Tuner(trainer)
+    tuner.lr_find(model, num_training=5)
+    tuner.scale_batch_size(model, max_trials=3)
+    return {"step": trainer.global_step, "batch_size": model.batch_size}
+
+
+def find_best(folder: str, remote: str, fresh: str) -> list[str]:
+    """Train, then evaluate the best checkpoint where its file is missing: in this folder, and in a fresh one."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    pl = import_module("lightning.pytorch")
+    from ckpt_async.integrations.lightning import CkptAsyncCheckpointIO, newest_checkpoint
+
+    # The loss falls, so the first save stays the best.
+    mode = {"filename": "mine-{loss:.2f}", "monitor": "loss", "mode": "max"}
+    trainer = _trainer(pl, folder, CkptAsyncCheckpointIO(folder, remote), mode, {"filename": "newest"})
+    model = _model(pl, False)
+    trainer.fit(model, _data())
+    best = trainer.checkpoint_callback.best_model_path
+    os.remove(best)
+    trainer.validate(model, _data(), ckpt_path="best", verbose=False)
+    found = [os.path.relpath(best, folder)] if os.path.exists(best) else []
+    os.rename(folder, f"{folder}.away")
+
+    trainer = _trainer(pl, fresh, CkptAsyncCheckpointIO(fresh, remote), mode, {"filename": "newest"})
+    trainer.fit(model, _data(), ckpt_path=newest_checkpoint(fresh, remote))
+    trainer.validate(model, _data(), ckpt_path="best", verbose=False)
+    return [*found, *sorted(each for each in os.listdir(fresh) if each.startswith("mine"))]
+
+
+def _trainer(pl: Any, folder: str, uploading: Any, *modes: dict[str, Any]) -> Any:
+    callbacks = [
+        pl.callbacks.ModelCheckpoint(folder, **{"every_n_train_steps": 1, "save_top_k": 1} | each)
+        for each in modes
+    ]
+    return pl.Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        max_steps=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+        plugins=[uploading],
+    )

@@ -148,3 +148,51 @@ def test_a_failing_training_loop_is_not_delayed(stage: Stage, tmp_path: Path, re
     ended = trainer.hear()
     assert (ended["step"], ended["failure"], ended["is_closed"]) == (2, "the training loop fails", True)
     committed(remote, 2)
+
+
+def test_what_the_tuner_saves_stays_local(stage: Stage, tmp_path: Path, remote: str) -> None:
+    tuned = stage.start("tune", folder=f"{tmp_path}/a", remote=remote)
+    assert tuned.hear()["batch_size"] == 8
+    assert "checkpoint_committed" not in tuned.log()
+    assert not list(tmp_path.glob("remote/**/*.ckpt"))
+
+
+def test_the_best_of_a_step_that_is_uploaded_already_is_a_kind_of_its_own(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    modes = [{}, {"filename": "best-{loss:.2f}", "monitor": "loss", "mode": "max"}]
+    trainer = stage.start("train", folder=f"{tmp_path}/a", remote=remote, num_steps=3, checkpoints=modes)
+    assert trainer.hear()["is_closed"]
+    assert list(committed(remote, 1).files) == ["epoch=0-step=1.ckpt"]
+    best = restore.find(remote, kind="loss")
+    assert best is not None
+    assert (best.step, list(best.metrics)) == (1, ["loss"])
+    assert [name.startswith("best-loss=") for name in best.files] == [True]
+
+
+def test_the_best_file_is_fetched_by_the_name_that_the_user_gave(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    trainer = stage.start("find_best", folder=f"{tmp_path}/a", remote=remote, fresh=f"{tmp_path}/b")
+    in_place, in_fresh = trainer.hear()
+    assert in_place == in_fresh
+    assert in_place.startswith("mine-loss=")
+
+
+def test_a_name_that_stores_refuse_is_told_at_the_first_save(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    modes = [{"filename": "my best {step}"}]
+    ended = stage.start("train", folder=f"{tmp_path}/a", remote=remote, num_steps=3, checkpoints=modes).hear()
+    assert ended["step"] == 1
+    assert f"{tmp_path}/a/my best step=1.ckpt cannot be uploaded" in ended["failure"]
+    assert "save it under another name: use 1 to 200 of A-Z" in ended["failure"]
+    assert ended["is_closed"]
+
+
+def test_the_folders_of_a_file_name_are_part_of_the_name_in_the_store(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    modes = [{"filename": "{epoch}/{loss:.1f}"}]
+    stage.start("train", folder=f"{tmp_path}/a", remote=remote, num_steps=1, checkpoints=modes).hear()
+    assert committed(remote, 1).name.startswith("epoch=0-loss=")

@@ -210,3 +210,17 @@ def test_an_unreadable_boundary_protects_what_it_may_cover() -> None:
     assert acted_on(seen) == {OLD, NEW}
     assert acted_on(replace(seen, is_boundary_readable=False)) == {NEW}
     assert acted_on(replace(seen, unreadable=frozenset({OLD}))) == {NEW}
+
+
+def test_a_plan_says_how_many_checkpoints_lack_the_metric_of_the_policy() -> None:
+    ids = [CheckpointId(2, step) for step in (1, 2, 3)]
+    commits = {each: decision(each, Outcome.COMMIT) for each in ids}
+    commits[ids[1]] = replace(commits[ids[1]], metrics={"loss": 1.0})
+    seen = view(decisions=commits, latest=Latest(ids[2], "step-3", "ckpt/", 1, "nonce"))
+    (prune,) = [
+        each
+        for each in sweep_plan.plan(seen, parse("best=1:loss"), AGES)
+        if isinstance(each, sweep_plan.BeginPrune)
+    ]
+    assert prune.checkpoint == ids[0]
+    assert prune.reason == "beyond retention; 2 of 3 checkpoints have no metric 'loss'"
