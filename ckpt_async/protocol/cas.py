@@ -12,10 +12,12 @@ from typing import TypeVar
 
 from ckpt_async.core.records import MAX_RECORD_SIZE_BYTES
 from ckpt_async.errors import (
+    FailureReason,
     InvalidRecordError,
     ObjectNotFoundError,
     ObjectTooLargeError,
     PreconditionFailedError,
+    StoreError,
 )
 from ckpt_async.stores.interface import Condition, Create, Match
 from ckpt_async.transfer.patient import PatientStore
@@ -24,11 +26,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# So many refusals in a row to create an object that is not there are no competition: from then on with pauses.
+MAX_REFUSALS = 5
+
 
 async def create_once(store: PatientStore, key: str, data: bytes) -> bytes:
     """Create the object unless it exists, and return what is there now: `data` if and only if we won.
 
-    Raises InvalidRecordError if the object there is larger than any record and than `data`.
+    Raises InvalidRecordError if the object there is larger than any record and than `data`, and StoreError if the store
+    goes on refusing although there is none.
     """
     limit = max(len(data), MAX_RECORD_SIZE_BYTES)
     if not store.capabilities.conditional_put:
@@ -37,7 +43,7 @@ async def create_once(store: PatientStore, key: str, data: bytes) -> bytes:
             return there[0]
         await store.put(key, data)
         return data
-    while True:
+    for _ in range(MAX_REFUSALS):
         try:
             await store.put(key, data, Create())
             return data
@@ -46,6 +52,12 @@ async def create_once(store: PatientStore, key: str, data: bytes) -> bytes:
             if there is not None:
                 return there[0]
             # Either a 409 because of a concurrent write that then failed, or the object has been deleted: try again.
+    raise StoreError(
+        "the store refuses to create it, as if it were there, but does not have it",
+        reason=FailureReason.TRANSIENT,
+        operation="put",
+        key=key,
+    )
 
 
 async def advance(

@@ -156,10 +156,29 @@ async def vanished(store: PatientStore, committed: Collection[CheckpointId]) -> 
         return []
     if sweep_plan.is_void(newest, boundary):
         return []
+    gone = await _undecided(store, committed)
+    return sorted({newest, *(id_ for id_ in gone if not sweep_plan.is_void(id_, boundary))})
+
+
+async def lost(store: PatientStore, committed: Collection[CheckpointId]) -> list[CheckpointId]:
+    """Return what `vanished` returns, also if the newest is there: a launch may have begun anew in the wiped store.
+
+    Costs one listing, and one request more if anything is missing.
+    """
+    gone = await _undecided(store, committed)
+    if not gone:
+        return []
+    try:
+        boundary = await read_boundary(store)
+    except InvalidRecordError as error:
+        logger.warning("boundary_unreadable error=%s; taking what is missing for collected", error)
+        return []
+    return sorted(id_ for id_ in gone if not sweep_plan.is_void(id_, boundary))
+
+
+async def _undecided(store: PatientStore, ids: Collection[CheckpointId]) -> set[CheckpointId]:
     listing = await store.list(keys.DECISIONS)
-    there = {keys.parse_decision_key(each.key) for each in listing.objects}
-    gone = {id_ for id_ in committed if id_ not in there and not sweep_plan.is_void(id_, boundary)}
-    return sorted({*gone, newest})
+    return {*ids} - {keys.parse_decision_key(each.key) for each in listing.objects}
 
 
 async def read_decisions(

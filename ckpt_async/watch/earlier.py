@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -14,6 +15,9 @@ from ckpt_async.watch import plan
 from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.remote import Remote
+
+logger = logging.getLogger(__name__)
 
 # With several nodes: how long we wait for a checkpoint that was sealed before a node restarted to be
 # committed by the others, before it is handed in again. New checkpoints wait for that, and the other nodes
@@ -60,6 +64,28 @@ class Earlier:
         now = self._read(self._options).get(id_)
         is_ours = now is not None and now.ranks == (self._options.node,)
         return is_ours and now is not None and now.state in ("uploading", "waiting") and not now.is_delivered
+
+
+def forget_lost(entries: Entries, lookout: Lookout, remote: Remote) -> None:
+    """Let go of what the store has lost since it was committed, so that what the folder still has is taken anew.
+
+    A watcher that was running when the remote was wiped has gone on with what was not committed yet. What would then
+    wrongly become the newest is refused.
+    """
+
+    def id_of(entry: Entry) -> CheckpointId | None:
+        is_known = entry.state is State.COMMITTED and entry.generation > 0
+        return CheckpointId(entry.generation, entry.step) if is_known else None
+
+    known = {id_ for each in entries.all.values() if (id_ := id_of(each)) is not None}
+    lost = remote.lost(known) if known else []
+    for entry in [each for each in entries.all.values() if id_of(each) in lost]:
+        logger.error(
+            "commit_lost %s name=%s path=%s; the store was wiped or put back: what the folder still has of it is taken"
+            " anew",
+            *(id_of(entry), entry.name, entry.path),
+        )
+        lookout.forget(entry)
 
 
 def release_followed(

@@ -135,6 +135,10 @@ class Remote:
 
         return self.call(work)
 
+    def lost(self, committed: Collection[CheckpointId]) -> list[CheckpointId]:
+        """Return which of these committed checkpoints the store has lost: it was wiped or put back since."""
+        return self.call(lambda store: steps.lost(store, committed))
+
     def decisions(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Decision]:
         """Return the decisions on these checkpoints, without those that are not decided."""
 

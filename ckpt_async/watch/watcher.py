@@ -104,10 +104,9 @@ class Watcher:
             self._settle_in()
             close_s = REOPEN_S
             try:
-                if self.options.is_once:
-                    self._lookout.look()
-                    self._num_there_before = self.entries.num_committed_in(self._lookout.tree)
                 self._open_while_linking()
+                if self.options.is_once:
+                    self._num_there_before = self.entries.num_committed_in(self._lookout.tree)
                 self.entries.bind()
                 self._work()
                 if self._is_cut_short:
@@ -159,6 +158,7 @@ class Watcher:
         attend(opened, self._go_on)
         assert self._remote is not None
         self._remote.meanwhile = self._go_on
+        earlier.forget_lost(self.entries, self._lookout, self._remote)
 
     def _go_on(self) -> None:
         """Do the work that cannot wait for the store.

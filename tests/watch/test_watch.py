@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli, restore
+from ckpt_async.core import keys
 from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
 from ckpt_async.watch import formats, watcher
@@ -89,6 +90,31 @@ def test_once_again_sends_nothing_and_another_watcher_finds_it_by_its_checksums(
     assert place.once("--state", place.here / "third")[1]["committed"] == 1, (
         "of the same size and other content"
     )
+
+
+def test_what_a_wiped_remote_has_lost_is_not_said_to_be_there(place: Place, tmp_path: Path) -> None:
+    """A watcher that was running had claimed its generation again and had gone on with newer checkpoints. The next one
+    only asked for the newest, and ended with 0.
+    """
+    saved = {step: save(place, step) for step in (1, 2, 3)}
+    assert place.once()[1]["committed"] == 3
+    shutil.rmtree(place.out / "checkpoint-1")
+    for step in (1, 2):
+        for what in (f"{keys.RECEIPTS}*{step}/*", f"{keys.DECISIONS}*{step}.json", f"ckpt/*-{step}.g1/*"):
+            found = list((tmp_path / "remote").glob(what))
+            assert found, what
+            for each in found:
+                each.unlink()
+    for _ in range(2):
+        code, ended = place.once()
+        assert (code, ended["committed"], ended["there"]) == (1, 0, 1)
+        assert "adopt it with --kind" in ended["refused"]["checkpoint-2"], "or else it would be the newest"
+    assert place.committed(3) == saved[3]
+    shutil.rmtree(place.out / "checkpoint-3")
+    place.once("--kind", "again")
+    found = restore.find(place.remote, kind="again")
+    assert found is not None
+    assert found.step == 2
 
 
 @pytest.mark.parametrize("changed", ["model.safetensors", "trainer_state.json", "everything"])
