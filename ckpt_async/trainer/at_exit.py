@@ -38,6 +38,7 @@ class Closes(Protocol):
 
 _open: set[Closes] = set()
 _is_registered = False
+_is_closing = False
 
 
 def companions(start: Start) -> list[Closes]:
@@ -97,6 +98,11 @@ def add(uploader: Closes) -> None:
             register(_close_all)
 
 
+def is_closing() -> bool:
+    """Return whether the interpreter is exiting, and closes what is open."""
+    return _is_closing
+
+
 def discard(uploader: Closes) -> None:
     _open.discard(uploader)
 
@@ -105,6 +111,8 @@ def _close_all() -> None:
     """Close all open uploaders. Each gets at most the time of a `close` without arguments, and at most what the
     others have left of the common time limit.
     """
+    global _is_closing  # noqa: PLW0603  there is one exit
+    _is_closing = True
     deadline = time.monotonic() + EXIT_TIMEOUT_S
     for uploader in list(_open):
         if uploader.pid != os.getpid():  # this is a dataloader worker, which must not close it
