@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Time limit for all of them together: the process should end, and the journal has what is left.
 EXIT_TIMEOUT_S = 60.0
+# The same where no thread can be started: most stores need new ones for an upload, and it would only be retried.
+THREADLESS_TIMEOUT_S = 5.0
 
 
 class Closes(Protocol):
@@ -113,7 +115,7 @@ def _close_all() -> None:
     """
     global _is_closing  # noqa: PLW0603  there is one exit
     _is_closing = True
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    deadline = time.monotonic() + _limit_s()
     for uploader in list(_open):
         if uploader.pid != os.getpid():  # this is a dataloader worker, which must not close it
             continue
@@ -128,3 +130,18 @@ def _close_all() -> None:
             uploader.close(timeout_s=min(left_s, uploader.settings.upload_timeout_s))
         except Exception:  # the others must still be closed
             logger.exception("close_failed folder=%s", uploader.folder)
+
+
+def _limit_s() -> float:
+    if not any(each.pid == os.getpid() for each in list(_open)):
+        return 0.0
+    try:
+        threading.Thread(target=lambda: None, name="ckpt-async-trial", daemon=True).start()
+    except RuntimeError as error:
+        logger.warning(
+            "no_threads_at_exit error=%s; Python 3.12.0 and 3.12.1 start none: close before the script ends, or"
+            " update Python; the next launch finishes what is left",
+            error,
+        )
+        return THREADLESS_TIMEOUT_S
+    return EXIT_TIMEOUT_S
