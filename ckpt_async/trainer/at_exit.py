@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Time limit for all of them together: the process should end, and the journal has what is left.
 EXIT_TIMEOUT_S = 60.0
+# The same where no thread can be started: most stores need new ones for an upload, and it would only be retried.
+THREADLESS_TIMEOUT_S = 5.0
 
 
 class Closes(Protocol):
@@ -38,6 +40,7 @@ class Closes(Protocol):
 
 _open: set[Closes] = set()
 _is_registered = False
+_is_closing = False
 
 
 def companions(start: Start) -> list[Closes]:
@@ -97,6 +100,11 @@ def add(uploader: Closes) -> None:
             register(_close_all)
 
 
+def is_closing() -> bool:
+    """Return whether the interpreter is exiting, and closes what is open."""
+    return _is_closing
+
+
 def discard(uploader: Closes) -> None:
     _open.discard(uploader)
 
@@ -105,7 +113,9 @@ def _close_all() -> None:
     """Close all open uploaders. Each gets at most the time of a `close` without arguments, and at most what the
     others have left of the common time limit.
     """
-    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    global _is_closing  # noqa: PLW0603  there is one exit
+    _is_closing = True
+    deadline = time.monotonic() + _limit_s()
     for uploader in list(_open):
         if uploader.pid != os.getpid():  # this is a dataloader worker, which must not close it
             continue
@@ -120,3 +130,18 @@ def _close_all() -> None:
             uploader.close(timeout_s=min(left_s, uploader.settings.upload_timeout_s))
         except Exception:  # the others must still be closed
             logger.exception("close_failed folder=%s", uploader.folder)
+
+
+def _limit_s() -> float:
+    if not any(each.pid == os.getpid() for each in list(_open)):
+        return 0.0
+    try:
+        threading.Thread(target=lambda: None, name="ckpt-async-trial", daemon=True).start()
+    except RuntimeError as error:
+        logger.warning(
+            "no_threads_at_exit error=%s; Python 3.12.0 and 3.12.1 start none: close before the script ends, or"
+            " update Python; the next launch finishes what is left",
+            error,
+        )
+        return THREADLESS_TIMEOUT_S
+    return EXIT_TIMEOUT_S

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from ckpt_async.errors import UploaderClosedError
+from ckpt_async.trainer import at_exit
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +80,17 @@ class _Handler:
     def handle(self, number: int, frame: FrameType | None) -> None:
         # A forked dataloader worker inherits the handler but has nothing to flush.
         is_over = self._has_ended.is_set() or not self._flushed or os.getpid() != self._pid
+        if not is_over and not self._has_begun.is_set():
+            self._has_begun.set()
+            try:
+                threading.Thread(target=self._work, name="ckpt-async-sigterm", daemon=True).start()
+            except RuntimeError:  # there are too many, or none may start at exit (Python 3.12.0 and 3.12.1)
+                self._has_ended.set()
+                is_over = not at_exit.is_closing()  # which uploads the same, in another order
         if is_over and self._ends_process:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        if not is_over and not self._has_begun.is_set():
-            self._has_begun.set()
-            threading.Thread(target=self._work, name="ckpt-async-sigterm", daemon=True).start()
         if callable(self._before):
             self._before(number, frame)
 

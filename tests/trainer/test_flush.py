@@ -226,6 +226,16 @@ def mine(number, frame):
     print("mine", uploader._checkpoints.is_sealed(1), flush=True)
 
 Engine._upload, Uploader.flush = waits, flushes
+if how.startswith("no threads"):
+    start = threading.Thread.start
+
+    def starts(self):
+        if self.name == "ckpt-async-sigterm":
+            may_go.set()
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(self)
+
+    threading.Thread.start = starts
 if how == "handler":
     signal.signal(signal.SIGTERM, mine)
 if how == "ignored":
@@ -250,9 +260,11 @@ if how == "closed":
     closing = threading.Thread(target=uploader.close)
     closing.start()
     closing.join()
-if how == "closing":
+if how in ("closing", "no threads at exit"):
     expect_end = uploader._engine.runner.expect_end
     uploader._engine.runner.expect_end = lambda: (expect_end(), print("saved", flush=True))
+    if how == "no threads at exit":
+        sys.exit(3)
     uploader.close()
     print("closed", flush=True)
     sys.stdin.read()
@@ -400,6 +412,23 @@ def test_sigterm_during_close_flushes(started: Any) -> None:
     assert trainer.process.returncode == -signal.SIGTERM
     assert trainer.is_committed()
     assert "sigterm_flushed report=FlushReport(is_done=True, num_committed=1" in trainer.errors
+    assert "Traceback" not in trainer.errors
+
+
+def test_sigterm_at_exit_without_another_thread_does_not_stop_the_upload(started: Any) -> None:
+    """Python 3.12.0 and 3.12.1 start none then. The handler's error ended the upload."""
+    trainer = started("no threads at exit", sigterm_flush_s=20.0)
+    trainer.terminate()
+    assert trainer.process.returncode == 3
+    assert trainer.is_committed()
+    assert "Traceback" not in trainer.errors
+
+
+def test_sigterm_without_another_thread_ends_the_process(started: Any) -> None:
+    """There may be too many. The handler raised an error in the midst of training."""
+    trainer = started("no threads", sigterm_flush_s=20.0)
+    assert trainer.terminate() < 10
+    assert trainer.process.returncode == -signal.SIGTERM
     assert "Traceback" not in trainer.errors
 
 
