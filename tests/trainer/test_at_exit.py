@@ -20,12 +20,16 @@ def test_what_cannot_be_uploaded_at_exit_for_lack_of_threads_delays_it_for_secon
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     limits: list[float] = []
+
+    def close(timeout_s: float) -> None:
+        limits.append(timeout_s)
+
     uploader: Any = SimpleNamespace(
         folder="folder",
         pid=os.getpid(),
         before_exit=limits.append,
         settings=SimpleNamespace(upload_timeout_s=1000.0),
-        close=lambda timeout_s: limits.append(timeout_s),
+        close=close,
     )
     monkeypatch.setattr(at_exit, "_open", {at_exit: uploader}.values())
     monkeypatch.setattr(at_exit, "_is_closing", False)
