@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Time limit for all of them together: the process should end, and the journal has what is left.
 EXIT_TIMEOUT_S = 60.0
-# The same where no thread can be started: most stores need new ones for an upload, and it would only be retried.
+# For each of them if no thread can be started: most stores need new ones for an upload, which would only be retried.
 THREADLESS_TIMEOUT_S = 5.0
 
 
@@ -115,7 +115,7 @@ def _close_all() -> None:
     """
     global _is_closing  # noqa: PLW0603  there is one exit
     _is_closing = True
-    deadline = time.monotonic() + _limit_s()
+    deadline, longest_s = time.monotonic() + EXIT_TIMEOUT_S, _longest_s()
     for uploader in list(_open):
         if uploader.pid != os.getpid():  # this is a dataloader worker, which must not close it
             continue
@@ -127,12 +127,13 @@ def _close_all() -> None:
         try:
             uploader.before_exit(max(0.0, deadline - time.monotonic()))
             left_s = max(0.0, deadline - time.monotonic())
-            uploader.close(timeout_s=min(left_s, uploader.settings.upload_timeout_s))
+            uploader.close(timeout_s=min(left_s, longest_s, uploader.settings.upload_timeout_s))
         except Exception:  # the others must still be closed
             logger.exception("close_failed folder=%s", uploader.folder)
 
 
-def _limit_s() -> float:
+def _longest_s() -> float:
+    """Return how long closing one may take. Warns if that is short."""
     if not any(each.pid == os.getpid() for each in list(_open)):
         return 0.0
     try:
