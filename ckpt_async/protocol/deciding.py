@@ -67,6 +67,7 @@ async def settle(
 
     If the store refuses the decision for longer than `VALID_S`, everything is compared again before the next retry, and
     if it takes longer over one attempt, afterwards: then UploadsLostError means that the checkpoint may be committed.
+    Each retry first reads whether the decision is there.
     """
     find_out = _Comparison(
         store, checkpoint, world_size, by, now, name, rank, known, may_give_up, clock
@@ -75,6 +76,10 @@ async def settle(
 
     async def attempt(once: PatientStore) -> tuple[Decision, bytes] | None:
         nonlocal found
+        if found is not None:  # it is there if only the answer was lost, or if another rank was quicker
+            there = await read(once, keys.decision_key(checkpoint))
+            if there is not None:
+                return found[0], there[0]
         if found is None or found[0].outcome is Outcome.ABORT or clock() >= found[1]:
             found = await find_out()
         return None if found is None else (found[0], await _create(once, found[0]))

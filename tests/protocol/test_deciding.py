@@ -3,13 +3,14 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.errors import FailureReason, PreconditionFailedError, StoreError
 from ckpt_async.protocol import deciding
 from ckpt_async.transfer.patient import PatientStore
 from tests.stores.misbehaving import Meddled, trouble
@@ -106,6 +107,46 @@ def test_of_a_receipt_that_is_gone_its_own_rank_is_told() -> None:
         settle_while("put", DECISION, lose(keys.receipt_key(ID, 0)), rank=0)
     settled, _ = settle_while("put", DECISION, lose(keys.receipt_key(ID, 1)), rank=0)
     assert settled is None
+
+
+@pytest.mark.parametrize("has_competitor", [False, True])
+def test_a_decision_whose_answer_never_comes_is_read_back(has_competitor: bool) -> None:
+    """It was put again for as long as the answers were lost, also if another rank had decided meanwhile."""
+
+    async def main() -> None:
+        world = await World.begun()
+        how: Any = {"world_size": world.world_size, "now": world.now, "name": "step-1"}
+        for each in range(world.world_size):
+            await world.receipt(ID, each)
+
+        class Silent(Meddled):
+            async def before(self, operation: str, key: str) -> None:
+                if (operation, key) == ("put", DECISION) and has_competitor:
+                    await deciding.settle(world.store, ID, by="other", **how)
+
+            async def after(self, operation: str, key: str) -> None:
+                if (operation, key) == ("put", DECISION):
+                    raise trouble(FailureReason.TIMEOUT)
+
+            def __getattr__(self, operation: str) -> Any:
+                request = super().__getattr__(operation)
+
+                async def unheard(*args: Any, **kwargs: Any) -> Any:
+                    try:
+                        return await request(*args, **kwargs)
+                    except PreconditionFailedError:
+                        raise trouble(FailureReason.TIMEOUT) from None
+
+                return unheard
+
+        silent = Silent(world.bucket)
+        settled = await deciding.settle(PatientStore(silent, Settings()), ID, by="test", **how)
+        assert settled is not None
+        decision, is_ours = settled
+        assert (decision.outcome, is_ours) == (Outcome.COMMIT, not has_competitor)
+        assert silent.asked["put", DECISION] == 1
+
+    run(main())
 
 
 def test_a_commit_that_others_have_damaged_is_still_one(caplog: pytest.LogCaptureFixture) -> None:
