@@ -36,7 +36,7 @@ CLOSE_TIMEOUT_S = 600.0
 CLOSE_AFTER_ERROR_S = 10.0
 MAX_KIND_LENGTH = 32
 # Settings that name what the run has once; its further kinds have their own defaults.
-_OF_THE_RUN = frozenset({"kind", "latest_filename", "composer_symlink"})
+_OF_THE_RUN = frozenset({"kind", "latest_filename", "composer_symlink", "remote_retention"})
 
 
 class HeldUploader:

@@ -73,11 +73,11 @@ class CkptAsyncCheckpointIO(CheckpointIO):
     or at the first save, and closed when the trainer finishes. Invalid settings, credentials or buckets raise when it
     is opened. Later failures are logged and counted, and training continues; with `on_error="raise"` they raise.
 
-    If several files are saved at one step, the first is uploaded as the checkpoint of the step. A further one is
-    uploaded as a kind of its own if it was saved for a metric (the kind is named after it) or has only weights
-    (`weights`); else it has the same state and is not uploaded. So prefer `save_last="link"` (`save_last=True`
-    writes the same state a second time), and list a full `ModelCheckpoint` before one with `save_weights_only`.
-    Checkpoints that the trainer removes are removed only locally.
+    Files with only weights are uploaded as kind `weights`, because nothing can be resumed from them. If several full
+    files are saved at one step, the first is uploaded as the checkpoint of the step. A further one is uploaded as a
+    kind of its own if it was saved for a metric (the kind is named after it); else it has the same state and is not
+    uploaded. So prefer `save_last="link"` (`save_last=True` writes the same state a second time). Checkpoints that the
+    trainer removes are removed only locally.
 
     Args:
         folder: A folder on a local disk that contains everything saved: the `dirpath` of the `ModelCheckpoint`s, or a
@@ -102,11 +102,9 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         self._held = _hold(folder, remote, uploader, close_timeout_s, settings)
         self._folder = folder
         self._checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
-        # The step of the newest save, and whether its first file has the full state.
-        self._step: int | None = None
-        self._is_full = False
-        # The checkpoints that are named in one that was loaded, by path: the kind that each may have.
+        # By path, of what was saved or is named in a checkpoint that was loaded: the kind that it may have.
         self._kinds_of: dict[str, str] = {}
+        self._step_of_weights: int | None = None  # of the newest file with only weights in a lent uploader
         if uploader is not None:
             self.open()  # rejects an unsuitable one at once
 
@@ -128,22 +126,20 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         if step is None or _TUNERS.fullmatch(Path(path).name):
             return
         self.open()
-        is_full = "optimizer_states" in checkpoint
-        if step != self._step:
-            self._step, self._is_full = step, is_full
         scores = _scores(checkpoint, path)
         name = _name(checkpoint, Path(path))
-        if not self._held.hand_over(path, step, name, metrics=scores):
-            kind = _kind(next(iter(scores))) if scores else None if is_full else _WEIGHTS
-            if is_full and not self._is_full:
-                logger.warning(
-                    "not_uploaded step=%d path=%s: the weights-only file of this step is already uploaded; put"
-                    " the ModelCheckpoint with save_weights_only last",
-                    step,
-                    path,
-                )
-            else:
-                _hand_over_again(self._held, path, step, name, kind, scores)
+        # Not the step's checkpoint, whichever comes first: nothing can be resumed from it.
+        kind = None if "optimizer_states" in checkpoint else _WEIGHTS
+        of_kind = None if kind is None else self._held.of_kind(kind)
+        if (of_kind or self._held).hand_over(path, step, name, metrics=scores):
+            if kind is not None and of_kind is None:
+                self._step_of_weights = step
+        else:
+            if kind is None and (scores or step == self._step_of_weights):
+                kind = _kind(next(iter(scores), ""))
+            _hand_over_again(self._held, path, step, name, kind, scores)
+        if kind is not None:
+            self._kinds_of[os.fspath(path)] = kind
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = _on_cpu, weights_only: bool | None = None
@@ -151,7 +147,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         """Load a local file. If a file of this run is missing, fetch it from the store first.
 
         A file is of this run if it is below the folder, or if a `ModelCheckpoint` in a checkpoint loaded before names
-        it. It is searched by the step in its name (`step=100`), or else by the name; `last.ckpt` is the newest.
+        it. It is searched by its name, in the run and its kinds as far as they are known. If no checkpoint has it, it
+        is the one of the step in its name (`step=100`), which has the same state; `last.ckpt` is the newest.
         """
         if not os.path.exists(path):
             path = self._fetch(Path(path))
@@ -172,15 +169,18 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         if not is_below and os.fspath(path) not in self._kinds_of:
             return path  # it may belong to another run
         kinds = dict.fromkeys((None, self._kinds_of.get(os.fspath(path)) or None, _WEIGHTS))
-        for kind in kinds:
-            if (found := self._find(path, kind)) is not None:
+        for kind, may_be_named_otherwise in (*((each, False) for each in kinds), (None, True)):
+            found = self._find(path, kind, may_be_named_otherwise=may_be_named_otherwise)
+            if found is not None:
                 checkpoint, name = found
                 report = restore.fetch(checkpoint, path.parent if is_below else folder, files=[name])
                 logger.info("fetched step=%d path=%s", checkpoint.step, report.paths[name])
                 return report.paths[name]
         return path
 
-    def _find(self, path: Path, kind: str | None) -> tuple[restore.Checkpoint, str] | None:
+    def _find(
+        self, path: Path, kind: str | None, *, may_be_named_otherwise: bool
+    ) -> tuple[restore.Checkpoint, str] | None:
         """Find the newest checkpoint of this kind that has the file, and the file's name in it."""
         said, is_last = _STEP.search(path.name), _LAST.fullmatch(path.name) is not None
         step = int(said[1]) if said else None
@@ -202,10 +202,8 @@ class CkptAsyncCheckpointIO(CheckpointIO):
             files = list(checkpoint.files)
             if path.name in files:
                 return checkpoint, path.name
-            if is_last and len(files) == 1:
-                return checkpoint, files[0]
             if said or is_last:
-                return None
+                return (checkpoint, files[0]) if may_be_named_otherwise and len(files) == 1 else None
             passed[checkpoint.id] = f"it has no {path.name}"
 
     def remove_checkpoint(self, path: str | Path) -> None:

@@ -80,23 +80,20 @@ def test_only_rank_0_uploads_single_file_checkpoints(stage: Stage, tmp_path: Pat
     assert [each["weights"] for each in resumed] == whole
 
 
-def test_a_weights_only_save_before_the_full_one_is_warned_about(
-    stage: Stage, tmp_path: Path, remote: str
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_file_with_only_weights_is_never_the_checkpoint_of_its_step(
+    stage: Stage, tmp_path: Path, remote: str, is_first: bool
 ) -> None:
+    """If it came first, the full file of the step was not uploaded, and nothing could be resumed."""
     weights = {"save_weights_only": True, "filename": "weights-{step}", "monitor": "loss"}
-    for folder, modes in (("a", [weights, {}]), ("b", [{}, weights])):
-        trainer = stage.start(
-            "train",
-            folder=f"{tmp_path}/{folder}",
-            remote=f"{remote}-{folder}",
-            num_steps=1,
-            checkpoints=modes,
-        )
-        assert trainer.hear()["step"] == 1
-        is_wrong = folder == "a"
-        assert (f"not_uploaded step=1 path={tmp_path}/a/epoch=0-step=1.ckpt" in trainer.log()) is is_wrong
-        expected = "weights-step=1.ckpt" if is_wrong else "epoch=0-step=1.ckpt"
-        assert list(committed(f"{remote}-{folder}", 1).files) == [expected]
+    modes = [weights, {}] if is_first else [{}, weights]
+    trainer = stage.start("train", folder=f"{tmp_path}/a", remote=remote, num_steps=1, checkpoints=modes)
+    assert trainer.hear()["is_closed"]
+    assert "not_uploaded" not in trainer.log()
+    assert list(committed(remote, 1).files) == ["epoch=0-step=1.ckpt"]
+    found = restore.find(remote, kind="weights")
+    assert found is not None
+    assert list(found.files) == ["weights-step=1.ckpt"]
 
 
 def test_a_state_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, remote: str) -> None:
