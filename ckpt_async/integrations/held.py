@@ -9,8 +9,11 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ CLOSE_TIMEOUT_S = 600.0
 # Training has failed, and the user waits for its traceback: long enough to write receipts.
 CLOSE_AFTER_ERROR_S = 10.0
 MAX_KIND_LENGTH = 32
+# A further kind is opened in the middle of training, which waits for so long if the store is away.
+OPEN_KIND_S = 20.0
 # Settings that name what the run has once; its further kinds have their own defaults.
 _OF_THE_RUN = frozenset({"kind", "latest_filename", "composer_symlink", "remote_retention"})
 
@@ -70,22 +75,31 @@ class HeldUploader:
         self._has_raised = False
         self._has_handed_over = False  # in this launch
         self._kinds: dict[str, HeldUploader] = {}
+        # Of a further kind, which is opened on a thread of its own, beside training.
+        self._open_with: Callable[[], Uploader] | None = None
+        self._opening: Future[Uploader] | None = None
+
+    @property
+    def has_kinds(self) -> bool:
+        return not self._is_lent
 
     def of_kind(self, kind: str) -> HeldUploader | None:
-        """Return the uploader of a further kind, open and with the same settings; None if this one is lent.
+        """Return the uploader of a further kind, open and with the same settings; None, which is logged, if it cannot
+        be opened now: in warn mode that does not end training. Only if this one is not lent.
 
         It is opened at the first call, by all ranks, and closed with this one.
         """
         uploader = self.uploader
-        if uploader is None or self._is_lent:
-            return None
+        assert uploader is not None
         if (held := self._kinds.get(kind)) is None:
             settings = {name: value for name, value in self._settings.items() if name not in _OF_THE_RUN}
             own = self._settings.get("kind")
             settings["kind"] = f"{own}-{kind}"[:MAX_KIND_LENGTH] if own else kind
             held = self._kinds[kind] = HeldUploader(self.remote, None, self._close_timeout_s, settings)
-        held.open(uploader.folder, uploader.rank, uploader.world_size)
-        return held
+        is_open = held.uploader is not None or held._open_meanwhile(
+            uploader.folder, uploader.rank, uploader.world_size
+        )
+        return held if is_open else None
 
     def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
         """Open the uploader for a start of training, or check that the lent one fits.
@@ -93,18 +107,7 @@ class HeldUploader:
         All ranks must call it: a collective, if there are several.
         """
         if self.uploader is None:
-            assert self.remote is not None
-            assert folder is not None
-            self.newest_step, self._not_handed_over, self._has_raised = None, None, False
-            self._has_handed_over = False
-            self.uploader = Uploader(
-                folder,
-                self.remote,
-                rank=rank,
-                world_size=world_size,
-                launch_id=launch_id() if world_size > 1 else None,
-                **self._settings,
-            )
+            self.uploader = self._opener(folder, rank, world_size)()
         elif (self.uploader.rank, self.uploader.world_size) != (rank, world_size):
             raise SettingsError(
                 f"the uploader was opened for rank {self.uploader.rank} of {self.uploader.world_size},"
@@ -112,6 +115,40 @@ class HeldUploader:
                 hint=f"open it with rank={rank}, world_size={world_size}",
             )
         return self.uploader
+
+    def _opener(
+        self, folder: str | os.PathLike[str] | None, rank: int, world_size: int
+    ) -> Callable[[], Uploader]:
+        assert self.remote is not None
+        assert folder is not None
+        self.newest_step, self._not_handed_over, self._has_raised = None, None, False
+        self._has_handed_over = False
+        launch = launch_id() if world_size > 1 else None
+        settings = {"rank": rank, "world_size": world_size, "launch_id": launch, **self._settings}
+        return partial(Uploader, folder, self.remote, **settings)
+
+    def _open_meanwhile(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> bool:
+        """Return whether it is open, after OPEN_KIND_S at most. In warn mode, failures are logged."""
+        wait_s = 0.0
+        if self._open_with is None:  # a collective, so never again
+            self._open_with = self._opener(folder, rank, world_size)
+        if self._opening is None:
+            wait_s, self._opening = OPEN_KIND_S, Future()
+            work = (self._opening, self._open_with)
+            threading.Thread(target=_settle, args=work, name="ckpt-async-open", daemon=True).start()
+        what = f"kind={self._settings['kind']} remote={self.remote}"
+        if not wait({self._opening}, wait_s).done:
+            logger.warning("kind_not_open %s; until it is open, its files are not uploaded", what)
+            return False
+        try:
+            self.uploader = self._opening.result()
+        except CkptAsyncError:
+            self._opening = None  # the next file tries again
+            if self._settings["on_error"] == "raise":
+                raise
+            logger.exception("kind_not_open %s; its files are not uploaded", what)
+            return False
+        return True
 
     def hand_over(
         self,
@@ -197,6 +234,7 @@ class HeldUploader:
         timeout_s = min(CLOSE_AFTER_ERROR_S, self._close_timeout_s) if is_brief else self._close_timeout_s
         deadline = time.monotonic() + timeout_s
         with contextlib.ExitStack() as closing:
+            closing.callback(self._kinds.clear)
             for each in (*self._kinds.values(), self):  # the last one first
                 closing.callback(each.finish, deadline, is_failing=is_failing)
 
@@ -204,6 +242,8 @@ class HeldUploader:
         """Close this uploader alone, by `deadline`."""
         uploader = self.uploader
         if uploader is None:
+            if self._opening is not None:
+                self._opening.add_done_callback(_close_unused)
             return
         try:
             if not self._is_lent and not is_failing:
@@ -222,6 +262,18 @@ class HeldUploader:
             if uploader.settings.on_error == "raise" and not is_failing:
                 raise
             logger.exception("close_failed folder=%s", uploader.folder)
+
+
+def _settle(future: Future[Uploader], work: Callable[[], Uploader]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001  raised where it is waited for
+        future.set_exception(error)
+
+
+def _close_unused(opened: Future[Uploader]) -> None:
+    if opened.exception() is None:
+        opened.result().close(0.0)
 
 
 def _refuse_unknown(settings: Mapping[str, Any]) -> None:

@@ -130,9 +130,12 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         name = _name(checkpoint, Path(path))
         # Not the step's checkpoint, whichever comes first: nothing can be resumed from it.
         kind = None if "optimizer_states" in checkpoint else _WEIGHTS
-        of_kind = None if kind is None else self._held.of_kind(kind)
-        if (of_kind or self._held).hand_over(path, step, name, metrics=scores):
-            if kind is not None and of_kind is None:
+        is_of_kind = kind is not None and self._held.has_kinds
+        held = self._held.of_kind(kind) if kind is not None and is_of_kind else self._held
+        if held is None:
+            return  # it is logged
+        if held.hand_over(path, step, name, metrics=scores):
+            if kind is not None and not is_of_kind:
                 self._step_of_weights = step
         else:
             if kind is None and (scores or step == self._step_of_weights):
@@ -336,14 +339,16 @@ def _hand_over_again(
     """Upload a further checkpoint of a step as one of this kind; None: it has the state that is uploaded already."""
     if kind is None:
         logger.info("step_is_uploaded_already step=%d path=%s", step, path)
-    elif (of_kind := held.of_kind(kind)) is None:
+    elif not held.has_kinds:
         logger.warning(
             "not_uploaded step=%d path=%s: another file of this step is already uploaded, and only an uploader that"
             " the integration opens itself has further kinds; pass folder and remote instead of uploader",
             step,
             path,
         )
-    elif not of_kind.hand_over(path, step, name, files=files, metrics=scores):
+    elif (of_kind := held.of_kind(kind)) is not None and not of_kind.hand_over(
+        path, step, name, files=files, metrics=scores
+    ):
         logger.warning(
             "not_uploaded step=%d path=%s: another file of this step and kind %r is already uploaded",
             step,

@@ -2,14 +2,17 @@
 whom, and one uploader per trainer.
 """
 
+import functools
 import importlib
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt_async import SettingsError, Uploader, restore
-from ckpt_async.errors import InvalidNameError, InvalidShardError, UploadFailedError
+from ckpt_async.errors import InvalidNameError, InvalidShardError, UploaderClosedError, UploadFailedError
 from ckpt_async.integrations import held as held_module
 from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.held import HeldUploader, fetch_newest
@@ -140,6 +143,66 @@ def test_each_opening_is_a_separate_start(tmp_path: Path, remote: str) -> None:
         assert held.open(tmp_path / "folder", 0, 1) is held.uploader
         held.close()
     assert generations == [1, 2]
+
+
+def test_a_kind_that_cannot_be_opened_now_neither_stops_nor_ends_training(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was opened in the middle of training, which waited for as long as the store refused it."""
+    is_back, troubles = threading.Event(), [SettingsError("not now")]
+
+    @functools.wraps(Uploader)
+    def opened(*args: Any, **settings: Any) -> Uploader:
+        if settings.get("kind"):
+            if troubles:
+                raise troubles.pop()
+            assert is_back.wait(30)
+        return Uploader(*args, **settings)
+
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    held.open(tmp_path, 0, 1)
+    monkeypatch.setattr(held_module, "OPEN_KIND_S", 5.0)
+    monkeypatch.setattr(held_module, "Uploader", opened)
+    assert held.of_kind("best") is None
+    assert "not now" in caplog.text
+    monkeypatch.setattr(held_module, "OPEN_KIND_S", 0.01)
+    for _ in range(2):
+        assert held.of_kind("best") is None
+        assert "until it is open, its files are not uploaded" in caplog.text
+    is_back.set()
+    opening = held._kinds["best"]._opening
+    assert opening is not None
+    opening.result(30)
+    best = held.of_kind("best")
+    assert best is not None
+    best.hand_over(written(tmp_path, "b.pt") / "b.pt", 1, "b")
+    held.close()
+    assert [each.step for each in (restore.find(remote, kind="best"),) if each] == [1]
+
+
+def test_a_kind_that_opens_only_after_the_end_is_closed(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over, late = threading.Event(), list[Uploader]()
+
+    @functools.wraps(Uploader)
+    def opened(*args: Any, **settings: Any) -> Uploader:
+        if settings.get("kind"):
+            assert is_over.wait(30)
+        late.append(Uploader(*args, **settings))
+        return late[-1]
+
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    held.open(tmp_path, 0, 1)
+    monkeypatch.setattr(held_module, "OPEN_KIND_S", 0.01)
+    monkeypatch.setattr(held_module, "Uploader", opened)
+    assert held.of_kind("best") is None
+    [thread] = [each for each in threading.enumerate() if each.name == "ckpt-async-open"]
+    held.close()
+    is_over.set()
+    thread.join(30)
+    with pytest.raises(UploaderClosedError):
+        late[0].seal(1)
 
 
 def test_a_users_own_uploader_is_flushed_and_stays_open(tmp_path: Path, remote: str) -> None:
