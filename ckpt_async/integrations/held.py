@@ -142,7 +142,7 @@ class HeldUploader:
             return False
         try:
             self.uploader = self._opening.result()
-        except CkptAsyncError:
+        except Exception:  # whatever it is, in warn mode training goes on
             self._opening = None  # the next file tries again
             if self._settings["on_error"] == "raise":
                 raise
