@@ -234,7 +234,22 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     """Run `function` in a worker thread. If cancelled, still wait for the thread before returning: it uses
     descriptors and buffers, and the number of a closed descriptor is soon reused for another file.
     """
-    return await result_of(asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs)), lambda: True)
+    work = asyncio.to_thread(answering(function), *args, **kwargs)
+    return await result_of(asyncio.ensure_future(work), lambda: True)
+
+
+def answering(function: Callable[P, T]) -> Callable[P, T]:
+    """Make StopIteration a RuntimeError, as in a generator: no future of asyncio takes one, and whoever waits for it
+    would wait for ever.
+    """
+
+    def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except StopIteration as error:
+            raise RuntimeError("StopIteration in a worker thread") from error
+
+    return answer
 
 
 async def result_of(work: asyncio.Future[T], cancel: Callable[[], bool]) -> T:

@@ -333,7 +333,7 @@ def checked(tree: Path, tests: str, *limits: str) -> subprocess.CompletedProcess
     (tree / "test_hang.py").write_text(tests)
     command = load(DEV.parent).CHECKS["pytest"]
     settings = ("-c", str(DEV.parent / "pyproject.toml"), "--rootdir", str(tree), "-p", "no:cacheprovider")
-    # Other installed packages register plugins that take seconds to import, in each of three processes.
+    # Other installed packages register plugins that take seconds to import, in each of four processes.
     plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout")
     return run(
         [sys.executable, "-m", *command, *plugins, *settings, *limits, str(tree / "test_hang.py")],

@@ -18,6 +18,11 @@ from ckpt_async.local.journal import Journal
 from ckpt_async.torch import SnapshotBuffers
 
 
+def test_stop_iteration_in_a_worker_thread_is_raised_and_waited_for_by_nobody_for_ever() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        threads.run(asyncio.wait_for(threads.in_thread(next, iter(())), 10))
+
+
 def run_in_a_running_loop(work: Coroutine[Any, Any, None]) -> None:
     """Run it without `asyncio.run`, which has a SIGINT handler of its own."""
 

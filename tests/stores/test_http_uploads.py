@@ -221,6 +221,17 @@ def test_a_broken_connection_is_an_error(run: Any, wire: Wire) -> None:
     run(main())
 
 
+def test_stop_iteration_within_a_request_is_an_error_and_no_hang(run: Any, wire: Wire) -> None:
+    """No future takes StopIteration, so nobody would hear of it."""
+
+    async def main() -> None:
+        async with wire.uploads() as uploads:
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await asyncio.wait_for(uploads._in_thread(lambda token: next(iter(()))), PATIENCE_S)
+
+    run(main())
+
+
 def test_a_file_that_changes_during_the_upload_is_an_error(run: Any, wire: Wire) -> None:
     """The server must not take what it has received for a complete body."""
     received: list[bytes] = []

@@ -26,7 +26,7 @@ from urllib.parse import SplitResult, urlsplit
 from ckpt_async.niceness import BulkThreads
 from ckpt_async.stores.http.tls import BLOCK_S, BLOCKED, trusting
 from ckpt_async.stores.http.traffic import Traffic
-from ckpt_async.threads import result_of
+from ckpt_async.threads import answering, result_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -133,7 +133,7 @@ class Connections:
         """
         token, self._loop = CancelToken(), asyncio.get_running_loop()
         try:
-            done = self._loop.run_in_executor(self._threads, work, token)
+            done = self._loop.run_in_executor(self._threads, answering(work), token)
         except RuntimeError as error:
             # An executor that cannot start a thread leaves the work queued for its other threads.
             token.cancel()

@@ -93,6 +93,12 @@ class FirstRequests:
                     outcomes[index] = await self._alone(request)
         return outcomes
 
+    async def outcome_of_last(self, request: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Return what a request returned or raised that nothing depends on: it is repeated only where connections are
+        known to be few.
+        """
+        return await (self._alone if self._is_scarce else self._once)(request)
+
     async def _once(self, request: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         try:
             with self._turns.one():

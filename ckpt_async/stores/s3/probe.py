@@ -142,7 +142,7 @@ class Probe:
     async def _delete(self) -> None:
         """Delete the objects, best effort: credentials without the right to delete are allowed, and keep them."""
         keys = [self._key, self._spoiled, self._trailed]
-        [outcome] = await self._requests.outcomes(partial(self._store.delete, keys))
+        outcome = await self._requests.outcome_of_last(partial(self._store.delete, keys))
         if not isinstance(outcome, StoreError):
             _result(outcome)
 
