@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import hypothesis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -219,11 +220,17 @@ class PublishingSteady(Steady):
     publishes = True
 
 
-def explore(max_examples: int, machine: type[Protocol] = Protocol, **more: Any) -> None:
-    """Run the machine. `phases` without shrinking find a mistake in seconds; with it, explaining it takes a minute."""
+def explore(
+    max_examples: int, machine: type[Protocol] = Protocol, *, seed: int | None = None, **more: Any
+) -> None:
+    """Run the machine; `seed` chooses the schedules. `phases` without shrinking find a mistake in seconds; with it,
+    explaining it takes a minute.
+    """
     # What earlier tests left is logged with tracebacks, for which CPython 3.11 parses; if that happens while Hypothesis
     # parses, too, it fails with "AST constructor recursion depth mismatch".
     gc.collect()
+    if seed is not None:
+        machine = hypothesis.seed(seed)(type(machine.__name__, (machine,), {}))
     run_state_machine_as_test(
         machine,
         settings=settings(
