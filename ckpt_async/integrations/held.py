@@ -74,9 +74,9 @@ class HeldUploader:
         self._not_handed_over: CkptAsyncError | None = None  # why the last step was not handed over
         self._has_raised = False
         self._has_handed_over = False  # in this launch
+        self._launch: str | None = None  # what all ranks call this launch
         self._kinds: dict[str, HeldUploader] = {}
         # Of a further kind, which is opened on a thread of its own, beside training.
-        self._open_with: Callable[[], Uploader] | None = None
         self._opening: Future[Uploader] | None = None
 
     @property
@@ -87,7 +87,8 @@ class HeldUploader:
         """Return the uploader of a further kind, open and with the same settings; None, which is logged, if it cannot
         be opened now: in warn mode that does not end training. Only if this one is not lent.
 
-        It is opened at the first call, by all ranks, and closed with this one.
+        It is opened at the first call, by every rank on its own, and closed with this one. There is no collective: one
+        rank may have failed before, and the others would wait for it.
         """
         uploader = self.uploader
         assert uploader is not None
@@ -97,7 +98,7 @@ class HeldUploader:
             settings["kind"] = f"{own}-{kind}"[:MAX_KIND_LENGTH] if own else kind
             held = self._kinds[kind] = HeldUploader(self.remote, None, self._close_timeout_s, settings)
         is_open = held.uploader is not None or held._open_meanwhile(
-            uploader.folder, uploader.rank, uploader.world_size
+            uploader.folder, uploader.rank, uploader.world_size, self._launch
         )
         return held if is_open else None
 
@@ -107,7 +108,8 @@ class HeldUploader:
         All ranks must call it: a collective, if there are several.
         """
         if self.uploader is None:
-            self.uploader = self._opener(folder, rank, world_size)()
+            self._launch = launch_id() if world_size > 1 else None
+            self.uploader = self._opener(folder, rank, world_size, self._launch)()
         elif (self.uploader.rank, self.uploader.world_size) != (rank, world_size):
             raise SettingsError(
                 f"the uploader was opened for rank {self.uploader.rank} of {self.uploader.world_size},"
@@ -117,24 +119,23 @@ class HeldUploader:
         return self.uploader
 
     def _opener(
-        self, folder: str | os.PathLike[str] | None, rank: int, world_size: int
+        self, folder: str | os.PathLike[str] | None, rank: int, world_size: int, launch: str | None
     ) -> Callable[[], Uploader]:
         assert self.remote is not None
         assert folder is not None
         self.newest_step, self._not_handed_over, self._has_raised = None, None, False
         self._has_handed_over = False
-        launch = launch_id() if world_size > 1 else None
         settings = {"rank": rank, "world_size": world_size, "launch_id": launch, **self._settings}
         return partial(Uploader, folder, self.remote, **settings)
 
-    def _open_meanwhile(self, folder: str | os.PathLike[str], rank: int, world_size: int) -> bool:
+    def _open_meanwhile(
+        self, folder: str | os.PathLike[str], rank: int, world_size: int, launch: str | None
+    ) -> bool:
         """Return whether it is open, after OPEN_KIND_S at most. In warn mode, failures are logged."""
         wait_s = 0.0
-        if self._open_with is None:  # a collective, so never again
-            self._open_with = self._opener(folder, rank, world_size)
         if self._opening is None:
             wait_s, self._opening = OPEN_KIND_S, Future()
-            work = (self._opening, self._open_with)
+            work = (self._opening, self._opener(folder, rank, world_size, launch))
             threading.Thread(target=_settle, args=work, name="ckpt-async-open", daemon=True).start()
         what = f"kind={self._settings['kind']} remote={self.remote}"
         if not wait({self._opening}, wait_s).done:

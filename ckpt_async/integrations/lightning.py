@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +105,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         self._checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         # By path, of what was saved or is named in a checkpoint that was loaded: the kind that it may have.
         self._kinds_of: dict[str, str] = {}
-        self._step_of_weights: int | None = None  # of the newest file with only weights in a lent uploader
+        self._handing = _HandingOver(self._held)
         if uploader is not None:
             self.open()  # rejects an unsuitable one at once
 
@@ -126,22 +127,10 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         if step is None or _TUNERS.fullmatch(Path(path).name):
             return
         self.open()
-        scores = _scores(checkpoint, path)
-        name = _name(checkpoint, Path(path))
         # Not the step's checkpoint, whichever comes first: nothing can be resumed from it.
-        kind = None if "optimizer_states" in checkpoint else _WEIGHTS
-        is_of_kind = kind is not None and self._held.has_kinds
-        held = self._held.of_kind(kind) if kind is not None and is_of_kind else self._held
-        if held is None:
-            return  # it is logged
-        if held.hand_over(path, step, name, metrics=scores):
-            if kind is not None and not is_of_kind:
-                self._step_of_weights = step
-        else:
-            if kind is None and (scores or step == self._step_of_weights):
-                kind = _kind(next(iter(scores), ""))
-            _hand_over_again(self._held, path, step, name, kind, scores)
-        if kind is not None:
+        has_weights_only = "optimizer_states" not in checkpoint
+        save = _Save(path, step, _name(checkpoint, Path(path)), _scores(checkpoint, path), has_weights_only)
+        if (kind := self._handing.hand_over(save)) is not None:
             self._kinds_of[os.fspath(path)] = kind
 
     def load_checkpoint(
@@ -245,7 +234,9 @@ class CkptAsyncCallback(Callback):
     ) -> None:
         self._held = _hold(folder, remote, uploader, close_timeout_s, settings)
         self._folder = folder
-        self._seen: set[tuple[str, int]] = set()
+        self._handing = _HandingOver(self._held)
+        self._seen: dict[str, int] = {}  # by path, when this rank's part was written
+        self._files: dict[str, list[str]] = {}  # by path, this rank's
 
     @property
     def uploader(self) -> Uploader | None:
@@ -257,7 +248,8 @@ class CkptAsyncCallback(Callback):
             self._held.open(self._folder, trainer.global_rank, trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._seen = set(_saved(trainer))  # saved by an earlier launch
+        saved = {path: self._written_ns(path) for path in _saved(trainer)}
+        self._seen = {path: ns for path, ns in saved.items() if ns is not None}  # saved by an earlier launch
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -276,21 +268,44 @@ class CkptAsyncCallback(Callback):
             self._held.close()
 
     def _hand_over(self, trainer: Trainer) -> None:
-        uploader = self._held.uploader
-        for (path, changed_ns), scores in _saved(trainer).items():
-            if uploader is None or (path, changed_ns) in self._seen:
+        if self._held.uploader is None:
+            return
+        for path, (scores, has_weights_only) in _saved(trainer).items():
+            written_ns = self._written_ns(path)
+            if written_ns is None or written_ns <= self._seen.get(path, -1):
                 continue
-            self._seen.add((path, changed_ns))
+            self._seen[path] = written_ns
             if os.path.isdir(path):
-                files = files_of_rank(Path(path), uploader.rank, uploader.world_size)
+                files = self._files[path] = self._files_of_rank(path)
                 step, name = trainer.global_step, Path(path).name
-                if not self._held.hand_over(path, step, name, files=files, metrics=scores):
-                    kind = _kind(next(iter(scores))) if scores else None
-                    _hand_over_again(self._held, path, step, name, kind, scores, files)
+                self._handing.hand_over(_Save(path, step, name, scores, has_weights_only, files))
             else:
                 logger.warning(
                     "not_uploaded path=%s: it is a single file; use CkptAsyncCheckpointIO for those", path
                 )
+
+    def _written_ns(self, path: str) -> int | None:
+        """When this rank's files of the folder were written; None if it is not there.
+
+        Not when the folder was changed: that says nothing of files that are overwritten in place, and changes while
+        rank 0 deletes the folder, which other ranks may still list.
+        """
+        if not os.path.exists(path):
+            return None
+        if path not in self._files:
+            self._files[path] = self._files_of_rank(path)
+        try:
+            if not os.path.isdir(path):
+                return os.stat(path).st_mtime_ns
+            names = self._files[path] or os.listdir(path)
+            return max((os.stat(os.path.join(path, name)).st_mtime_ns for name in names), default=0)
+        except FileNotFoundError:
+            del self._files[path]
+            return None
+
+    def _files_of_rank(self, path: str) -> list[str]:
+        assert self._held.uploader is not None
+        return files_of_rank(path, self._held.uploader.rank, self._held.uploader.world_size)
 
 
 def newest_checkpoint(
@@ -327,34 +342,63 @@ def _hold(
     return HeldUploader(remote, uploader, close_timeout_s, settings)
 
 
-def _hand_over_again(
-    held: HeldUploader,
-    path: str | Path,
-    step: int,
-    name: str,
-    kind: str | None,
-    scores: Mapping[str, float],
-    files: list[str] | None = None,
-) -> None:
-    """Upload a further checkpoint of a step as one of this kind; None: it has the state that is uploaded already."""
-    if kind is None:
-        logger.info("step_is_uploaded_already step=%d path=%s", step, path)
-    elif not held.has_kinds:
-        logger.warning(
-            "not_uploaded step=%d path=%s: another file of this step is already uploaded, and only an uploader that"
-            " the integration opens itself has further kinds; pass folder and remote instead of uploader",
-            step,
-            path,
-        )
-    elif (of_kind := held.of_kind(kind)) is not None and not of_kind.hand_over(
-        path, step, name, files=files, metrics=scores
-    ):
-        logger.warning(
-            "not_uploaded step=%d path=%s: another file of this step and kind %r is already uploaded",
-            step,
-            path,
-            kind,
-        )
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What is to be uploaded: a file, or (these files of) a folder."""
+
+    path: str | Path
+    step: int
+    name: str
+    scores: Mapping[str, float]
+    has_weights_only: bool
+    files: list[str] | None = None
+
+
+class _HandingOver:
+    """Decides which save of a step is its checkpoint, and of which kinds the others are."""
+
+    def __init__(self, held: HeldUploader) -> None:
+        self._held = held
+        self._step_of_weights: int | None = None  # of the newest save with only weights in a lent uploader
+
+    def hand_over(self, save: _Save) -> str | None:
+        """Hand it over, and return its kind; None: it is the step's, or the same as that, or its kind is not open."""
+        kind = _WEIGHTS if save.has_weights_only else None
+        is_of_kind = kind is not None and self._held.has_kinds
+        held = self._held.of_kind(_WEIGHTS) if is_of_kind else self._held
+        if held is None:
+            return None  # it is logged
+        if _hand_over_to(held, save):
+            if kind is not None and not is_of_kind:
+                self._step_of_weights = save.step
+        else:
+            if kind is None and (save.scores or save.step == self._step_of_weights):
+                kind = _kind(next(iter(save.scores), ""))
+            self._hand_over_again(save, kind)
+        return kind
+
+    def _hand_over_again(self, save: _Save, kind: str | None) -> None:
+        """Upload a further save of a step as one of this kind; None: it has the state that is uploaded already."""
+        if kind is None:
+            logger.info("step_is_uploaded_already step=%d path=%s", save.step, save.path)
+        elif not self._held.has_kinds:
+            logger.warning(
+                "not_uploaded step=%d path=%s: another file of this step is already uploaded, and only an uploader"
+                " that the integration opens itself has further kinds; pass folder and remote instead of uploader",
+                save.step,
+                save.path,
+            )
+        elif (of_kind := self._held.of_kind(kind)) is not None and not _hand_over_to(of_kind, save):
+            logger.warning(
+                "not_uploaded step=%d path=%s: another file of this step and kind %r is already uploaded",
+                save.step,
+                save.path,
+                kind,
+            )
+
+
+def _hand_over_to(held: HeldUploader, save: _Save) -> bool:
+    return held.hand_over(save.path, save.step, save.name, files=save.files, metrics=save.scores)
 
 
 def _kind(metric: str) -> str:
@@ -385,15 +429,17 @@ def _scores(checkpoint: Mapping[str, Any], path: str | Path) -> dict[str, float]
     }
 
 
-def _saved(trainer: Trainer) -> dict[tuple[str, int], dict[str, float]]:
-    """The checkpoints that `ModelCheckpoint`s have saved and kept: path and modification time, with the scores."""
-    found: dict[tuple[str, int], dict[str, float]] = {}
+def _saved(trainer: Trainer) -> dict[str, tuple[dict[str, float], bool]]:
+    """The paths that the `ModelCheckpoint`s have saved and kept, with the scores, and whether only weights are there;
+    first those from which training can be resumed.
+    """
+    found: dict[str, tuple[dict[str, float], bool]] = {}
     for callback in trainer.checkpoint_callbacks:
         if not isinstance(callback, ModelCheckpoint):
             continue
         for path in (*callback.best_k_models, callback.best_model_path, callback.last_model_path):
-            if path and os.path.exists(path) and not os.path.islink(path):
+            if path and not os.path.islink(path):
                 score = callback.best_k_models.get(path)
                 scores = {} if score is None or callback.monitor is None else {callback.monitor: float(score)}
-                found.setdefault((path, os.stat(path).st_mtime_ns), scores)
-    return found
+                found.setdefault(path, (scores, callback.save_weights_only))
+    return dict(sorted(found.items(), key=lambda each: each[1][1]))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import ckpt_async.stores.directory
 import ckpt_async.stores.s3.client  # noqa: F401
+from ckpt_async import restore
 from ckpt_async.errors import CkptAsyncError
 from tests.integrations.stage import PATIENCE_S, tell
 
@@ -137,6 +139,42 @@ def train(
         "failure": failure,
         "is_closed": uploading.uploader is None,
     }
+
+
+def see_what_is_new(folder: str, remote: str) -> list[str]:
+    """As a rank on another node than rank 0 sees it, or on the same while rank 0 deletes what this rank still lists."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    pl = import_module("lightning.pytorch")
+    from ckpt_async.integrations.lightning import CkptAsyncCallback
+
+    def save(step: int, name: str) -> Path:
+        path = Path(folder, name)
+        path.mkdir(parents=True, exist_ok=True)
+        for file in ("__0_0.distcp", "meta.pt"):
+            (path / file).write_text(f"{file} {step}")  # in place, which does not change the folder
+        trainer.global_step = step
+        if name == "last.ckpt":
+            keeping.last_model_path = str(path)
+        else:
+            keeping.best_k_models[str(path)] = torch.tensor(1.0)
+        uploading.on_train_batch_start(trainer, None, None, 0)
+        uploading.uploader.wait(step, PATIENCE_S)
+        return path
+
+    keeping = pl.callbacks.ModelCheckpoint(folder, monitor="loss", save_top_k=2)
+    uploading: Any = CkptAsyncCallback(folder, remote)
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[keeping], global_step=0, global_rank=0, world_size=1)
+    uploading.setup(trainer, None, "fit")
+    uploading.on_train_start(trainer, None)
+    save(1, "last.ckpt")
+    save(2, "last.ckpt")
+    older = save(3, "b-3")
+    (older / "meta.pt").unlink()
+    save(4, "b-4")
+    (older / "__0_0.distcp").unlink()
+    save(5, "b-5")
+    uploading.teardown(trainer, None, "fit")
+    return [checkpoint.name for step in range(1, 6) if (checkpoint := restore.find(remote, step=step))]
 
 
 def tune(folder: str, remote: str) -> dict[str, Any]:

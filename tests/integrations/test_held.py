@@ -180,6 +180,29 @@ def test_a_kind_that_cannot_be_opened_now_neither_stops_nor_ends_training(
     assert [each.step for each in (restore.find(remote, kind="best"),) if each] == [1]
 
 
+def test_a_rank_opens_a_kind_without_the_others(
+    tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a collective: a rank that had failed before, and did not come to it, left the others waiting."""
+    launches = ["this", "this"]
+    monkeypatch.setattr(held_module, "launch_id", launches.pop)
+    with_file = written(tmp_path, "b/a")
+    ranks = [HeldUploader(remote, None, CLOSE_TIMEOUT_S, {}) for _ in range(2)]
+    threads = [threading.Thread(target=held.open, args=(tmp_path, n, 2)) for n, held in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank, held in enumerate(ranks):
+        best = held.of_kind("best")
+        assert best is not None
+        best.hand_over(with_file / "b", 1, "b", files=["a"] if rank == 0 else [])
+    for held in ranks:
+        held.close()
+    assert not launches
+    assert [each.world_size for each in (restore.find(remote, kind="best"),) if each] == [2]
+
+
 def test_a_kind_that_opens_only_after_the_end_is_closed(
     tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,34 @@ def test_a_file_with_only_weights_is_never_the_checkpoint_of_its_step(
     assert list(found.files) == ["weights-step=1.ckpt"]
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_sharded_save_of_only_weights_is_never_the_checkpoint_of_its_step(
+    stage: Stage, tmp_path: Path, remote: str, is_first: bool
+) -> None:
+    """If it came first, the full one of the step was not uploaded, and nothing could be resumed."""
+    weights = {"save_weights_only": True, "filename": "weights-{step}", "monitor": "loss"}
+    modes = [weights, {}] if is_first else [{}, weights]
+    run: dict[str, Any] = {"remote": remote, "is_sharded": True}
+    ranks = stage.start_ranks("train", 2, folder=f"{tmp_path}/a", num_steps=1, checkpoints=modes, **run)
+    assert all(each.hear()["is_closed"] for each in ranks)
+    assert not any("not_uploaded" in each.log() for each in ranks)
+    assert committed(remote, 1).name == "epoch=0-step=1.ckpt"
+    found = restore.find(remote, kind="weights")
+    assert found is not None
+    assert (found.name, found.world_size) == ("weights-step=1.ckpt", 2)
+
+
+def test_what_is_new_in_a_folder_is_told_by_the_files_of_this_rank(
+    stage: Stage, tmp_path: Path, remote: str
+) -> None:
+    """It was told by the folder: one that rank 0 was deleting, and that another rank still listed because the metric
+    differs between ranks, was taken for the checkpoint of the present step; and `last.ckpt`, written again, was not
+    seen on other nodes than rank 0's.
+    """
+    play = stage.start("see_what_is_new", folder=f"{tmp_path}/a", remote=remote)
+    assert play.hear() == ["last.ckpt-1", "last.ckpt-2", "b-3", "b-4", "b-5"]
+
+
 def test_a_state_written_twice_is_uploaded_once(stage: Stage, tmp_path: Path, remote: str) -> None:
     trainer = stage.start(
         "train",
