@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import inspect
 import logging
 import os
@@ -95,7 +96,7 @@ class HeldUploader:
         if (held := self._kinds.get(kind)) is None:
             settings = {name: value for name, value in self._settings.items() if name not in _OF_THE_RUN}
             own = self._settings.get("kind")
-            settings["kind"] = f"{own}-{kind}"[:MAX_KIND_LENGTH] if own else kind
+            settings["kind"] = cut_kind(f"{own}-{kind}") if own else kind
             held = self._kinds[kind] = HeldUploader(self.remote, None, self._close_timeout_s, settings)
         is_open = held.uploader is not None or held._open_meanwhile(
             uploader.folder, uploader.rank, uploader.world_size, self._launch
@@ -263,6 +264,14 @@ class HeldUploader:
             if uploader.settings.on_error == "raise" and not is_failing:
                 raise
             logger.exception("close_failed folder=%s", uploader.folder)
+
+
+def cut_kind(name: str) -> str:
+    """Return a name that is no longer than a kind's may be; two long ones are not cut to the same."""
+    if len(name) <= MAX_KIND_LENGTH:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{name[: MAX_KIND_LENGTH - len(digest) - 1]}-{digest}"
 
 
 def _settle(future: Future[Uploader], work: Callable[[], Uploader]) -> None:

@@ -22,8 +22,8 @@ from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.held import (
     CLOSE_TIMEOUT_S,
     DRAIN_TIMEOUT_S,
-    MAX_KIND_LENGTH,
     HeldUploader,
+    cut_kind,
     fetch_newest,
 )
 
@@ -290,17 +290,15 @@ class CkptAsyncCallback(Callback):
         Not when the folder was changed: that says nothing of files that are overwritten in place, and changes while
         rank 0 deletes the folder, which other ranks may still list.
         """
-        if not os.path.exists(path):
-            return None
-        if path not in self._files:
-            self._files[path] = self._files_of_rank(path)
         try:
             if not os.path.isdir(path):
                 return os.stat(path).st_mtime_ns
+            if path not in self._files:
+                self._files[path] = self._files_of_rank(path)
             names = self._files[path] or os.listdir(path)
             return max((os.stat(os.path.join(path, name)).st_mtime_ns for name in names), default=0)
         except FileNotFoundError:
-            del self._files[path]
+            self._files.pop(path, None)
             return None
 
     def _files_of_rank(self, path: str) -> list[str]:
@@ -403,7 +401,7 @@ def _hand_over_to(held: HeldUploader, save: _Save) -> bool:
 
 def _kind(metric: str) -> str:
     """The kind of what is saved for a metric at a step that is uploaded already: `val/loss` becomes `val_loss`."""
-    return _NOT_IN_KIND.sub("_", metric.lower()).strip("_-")[:MAX_KIND_LENGTH] or "best"
+    return cut_kind(_NOT_IN_KIND.sub("_", metric.lower()).strip("_-") or "best")
 
 
 def _states(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:

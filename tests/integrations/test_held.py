@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from ckpt_async import SettingsError, Uploader, restore
+from ckpt_async.core.keys import is_kind
 from ckpt_async.errors import InvalidNameError, InvalidShardError, UploaderClosedError, UploadFailedError
 from ckpt_async.integrations import held as held_module
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import HeldUploader, fetch_newest
+from ckpt_async.integrations.held import HeldUploader, cut_kind, fetch_newest
 
 CLOSE_TIMEOUT_S = 60.0
 
@@ -298,6 +299,14 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_next_older(
     assert (checkpoint.step, path) == (1, tmp_path / "fresh" / "step-1")
     assert (path / "a").read_text() == "a"
     assert "checkpoint_passed_over" in caplog.text
+
+
+def test_long_names_of_kinds_are_valid_and_not_cut_to_the_same() -> None:
+    long = [f"a_metric_with_quite_a_long_name_of_{each}" for each in ("accuracy", "recall")]
+    names = [cut_kind(each) for each in ("val_loss", "k" * 32, *long)]
+    assert names[:2] == ["val_loss", "k" * 32]
+    assert len(set(names)) == 4
+    assert all(is_kind(each) for each in names)
 
 
 @pytest.mark.parametrize(
