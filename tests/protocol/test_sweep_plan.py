@@ -209,6 +209,15 @@ def test_an_upload_that_a_straggler_begins_for_a_collected_checkpoint_is_dropped
     assert [each.upload_id for each in aborted] == ([] if is_kept else ["upload"])
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_mark_of_a_damaged_checkpoint_goes_when_its_decision_is_collected(is_kept: bool) -> None:
+    boundary = Boundary(CheckpointId(1, 9), frozenset({OLD} if is_kept else ()), 1, "nonce")
+    kept = {OLD: decision(OLD, Outcome.COMMIT)} if is_kept else {}
+    seen = view(decisions=kept, damaged=frozenset({OLD}), boundary=boundary)
+    removed = [each.object_keys for each in planned(seen, sweep_plan.Delete)]
+    assert removed == ([] if is_kept else [(keys.damage_key(OLD),)])
+
+
 def test_an_unreadable_boundary_protects_what_it_may_cover() -> None:
     """Only the newest generation is certain to be above an unreadable boundary."""
 
