@@ -391,6 +391,10 @@ class _Fetching:
         self, partial: PartialFile, file: RemoteFile, source: FileSource, got: Counter[str]
     ) -> None:
         _tell(source, file, "the checksum differs")
+        self._drop(partial, got)
+
+    def _drop(self, partial: PartialFile, got: Counter[str]) -> None:
+        """Drop all that was got of a file. It no longer counts."""
         self._bytes_from -= got
         got.clear()
         partial.forget()
@@ -447,7 +451,7 @@ class _Fetching:
         try:
             await all_or_none(get_some() for _ in range(min(len(missing), self._num_at_once)))
         except CapabilityError:  # the server does not support ranges
-            partial.forget()
+            self._drop(partial, got)
             async with source.turn() as turn:
                 await get(turn, partial.missing)
 

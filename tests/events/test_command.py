@@ -2,8 +2,10 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from ckpt_async import Uploader
 from ckpt_async.cli import main
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.events.command import Command, environment, warn_if_missing
+from ckpt_async.events.couriers import DeliveryError
 from ckpt_async.events.event import Event, of_checkpoint
 from tests.descriptors import many_open
 from tests.events.saves import save
@@ -22,6 +25,25 @@ def test_a_command_is_run_in_a_trainer_with_thousands_of_open_files(tmp_path: Pa
     with many_open():
         Command(f"touch {tmp_path}/told-{{step}}", 60.0).deliver(event)
     assert (tmp_path / "told-7").exists()
+
+
+def test_what_a_command_has_started_ends_with_it_even_if_it_ignores_sigterm(tmp_path: Path) -> None:
+    """An evaluation that goes on after its command was ended would hold the GPU for ever."""
+    alive = tmp_path / "alive"
+    os.mkfifo(alive)
+    child = f"trap : TERM; exec > {alive}; echo begun; while :; do sleep 1000; done"
+    command = Command(f"sh -c '({child}) & wait'", 60.0)
+    event = of_checkpoint("committed", "s3://bucket/run", CheckpointId(1, 7), "step-7", 0.0)
+    with ThreadPoolExecutor(1) as thread:
+        delivery = thread.submit(command.deliver, event)
+        with alive.open() as reading:
+            assert reading.readline() == "begun\n"
+            command.stop()
+            with pytest.raises(DeliveryError, match="terminated"):
+                delivery.result(60)
+            ended = select.poll()
+            ended.register(reading, select.POLLHUP)
+            assert ended.poll(10_000), "it still runs"
 
 
 REAPER = """

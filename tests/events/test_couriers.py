@@ -14,6 +14,7 @@ from ckpt_async.errors import NoSpaceError
 from ckpt_async.events import couriers
 from ckpt_async.events.couriers import Courier, DeliveryError
 from ckpt_async.events.event import Event, of_checkpoint
+from ckpt_async.local import outbox
 from ckpt_async.local.outbox import OwnOutbox
 from tests.events.receiver import wait_until
 
@@ -111,6 +112,33 @@ def test_what_an_earlier_process_has_put_there_and_nobody_wants_now_is_dropped(b
     courier.close(5.0)
 
 
+def test_what_is_put_again_and_again_is_not_forgotten_and_delivered_again(
+    box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweeper finds the same damage at every sweep, however many other events there were since it was told."""
+    monkeypatch.setattr(outbox, "MAX_REMEMBERED", 2)
+
+    def found(now: float, *steps: int) -> None:
+        for step in steps:
+            notice = of_checkpoint("damaged", "s3://b/r", CheckpointId(1, step), "", 0.0)
+            box.put([Notice(notice.id, "exec", notice.to_json())], now)
+
+    def deliver() -> list[int | None]:
+        waiting = box.waiting("exec")
+        for each in waiting:
+            box.delivered(each.sequence)
+        assert box.tidy("exec") == 0
+        return [Event.from_json(each.body).step for each in waiting]
+
+    found(1, 1, 2)
+    assert deliver() == [1, 2]
+    for now in range(2, 6):
+        found(now, 1, 1 + now)
+        assert deliver() == [1 + now]
+    found(6, 2)
+    assert deliver() == [2], "nobody has put it again, so it is forgotten"
+
+
 HOUR_S = 3600.0
 
 
@@ -151,9 +179,26 @@ def test_an_event_is_old_only_if_attempts_have_failed_for_long(
     (waiting,) = box.waiting("exec")
     assert waiting.num_attempts >= 1
     box.retry_now("exec")
+    num_attempts = len(sink.steps)
     courier = Courier(box, sink)  # of another process, for which the time counts
     wait_until(lambda: courier.num_dropped == 1)
     courier.close(0.0)
+    assert len(sink.steps) == num_attempts + 1
+
+
+def test_a_new_launch_does_not_begin_to_count_the_attempts_again(box: Box) -> None:
+    """A command that always fails was run for ever, where launches are short."""
+    sink = Sink(1)
+    sink.is_away = True
+    put(box, 1)
+    for _ in range(sink.max_attempts - 1):
+        (waiting,) = box.waiting("exec")
+        box.failed(waiting.sequence, time.time() + HOUR_S)
+    box.retry_now("exec")
+    courier = Courier(box, sink)
+    wait_until(lambda: courier.num_dropped == 1)
+    courier.close(5.0)
+    assert sink.steps == [1]
 
 
 def test_what_an_earlier_process_with_another_clock_has_put_off_is_due(box: Box) -> None:

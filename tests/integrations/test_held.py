@@ -86,6 +86,25 @@ def test_a_failed_enqueue_is_logged_and_the_next_one_works(
     assert (checkpoint.step, list(checkpoint.files), checkpoint.metrics) == (2, ["b/a"], {"loss": 0.5})
 
 
+def test_a_name_that_stores_refuse_raises_at_the_first_save_and_ends_no_training_later(
+    tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A metric in the name, for example, that is not a number after a week: the next checkpoint has another name."""
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    held.open(tmp_path / "folder", 0, 1)
+    own = written(tmp_path / "folder" / "own", "a")
+    with pytest.raises(InvalidNameError, match="own cannot be uploaded"):
+        held.hand_over(own, 1, "loss=1:0")
+    held.hand_over(own, 1, "loss=1.0")
+    assert held.hand_over(own, 2, "loss=2:0")
+    assert "checkpoint_not_handed_over step=2" in caplog.text
+    held.hand_over(own, 3, "loss=3.0")
+    held.close()
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    assert checkpoint.step == 3
+
+
 def test_the_end_says_that_the_newest_checkpoint_was_not_handed_over(tmp_path: Path, remote: str) -> None:
     with_file = written(tmp_path / "folder" / "step-1", "a")
     ranks = [HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"generation": 1}) for _ in range(2)]
@@ -282,6 +301,22 @@ def test_closing_is_bounded_and_brief_after_a_training_failure(
     assert held.uploader is None
     held.close()
     assert "closed_with_unfinished steps=[1]" in caplog.text
+
+
+def test_closing_is_brief_once_a_save_has_raised(
+    tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The framework closes only after its `except`. Whoever waits for the error would wait for all uploads."""
+    monkeypatch.setattr(held_module, "CLOSE_AFTER_ERROR_S", 0.0)
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"max_bytes_per_s": 1, "on_error": "raise"})
+    held.open(tmp_path / "folder", 0, 1)
+    # Takes nine seconds.
+    held.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")
+    with pytest.raises(InvalidShardError):
+        held.hand_over(written(tmp_path / "other", "a"), 2, "step-2")
+    held.close()
+    assert held.uploader is None
+    assert "closed_with_unfinished steps=[1" in caplog.text
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_next_older(

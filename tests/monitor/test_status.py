@@ -151,6 +151,15 @@ def test_one_rank_that_read_the_decision_suffices() -> None:
     assert [each.state for each in status.view([knows, waits], {}, NOW).checkpoints] == ["committed"]
 
 
+def test_a_checkpoint_is_at_risk_until_all_ranks_of_the_node_have_delivered() -> None:
+    """Whoever turns the node off loses it if a single receipt is missing."""
+    saved = [enqueued(1, 9), sealed(1, 3), verified(1, "f0", 9)]
+    done, begun = local(*saved, ReceiptStored(id_(1)), rank=0), local(*saved, rank=1)
+    assert [each.id for each in status.view([done, begun], {}, NOW).at_risk] == [id_(1)]
+    done_too = local(*saved, ReceiptStored(id_(1)), rank=1)
+    assert status.view([done, done_too], {}, NOW).at_risk == ()
+
+
 def test_progress_never_exceeds_the_size_and_100_percent_means_complete() -> None:
     """99.9 % must not read as 100 %: someone might turn the machine off."""
     here = local(enqueued(1, 1000), sealed(1))

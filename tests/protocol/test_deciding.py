@@ -192,6 +192,33 @@ def test_what_is_still_there_is_committed_in_the_end() -> None:
     )  # not as often, either: there may be 10,000 receipts
 
 
+def test_what_is_back_before_the_abort_is_tried_again_is_committed() -> None:
+    """Its rank had uploaded it again. An abort is final, so it is compared before each try."""
+
+    async def main() -> None:
+        world = await World.begun()
+        for each in range(world.world_size):
+            await world.receipt(ID, each)
+        lost = f"{DATA}rank-0.pt"
+        uploaded_again = world.bucket.objects.pop(lost)
+
+        class Refusing(Meddled):
+            async def before(self, operation: str, key: str) -> None:
+                if (operation, key) == ("put", DECISION) and lost not in self.bucket.objects:
+                    self.bucket.objects[lost] = uploaded_again
+                    raise trouble(FailureReason.TRANSIENT)
+
+        loop, store = asyncio.get_running_loop(), Refusing(world.bucket)
+        how: Any = {"world_size": world.world_size, "now": world.now, "name": "step-1", "clock": loop.time}
+        settled = await deciding.settle(PatientStore(store, Settings()), ID, by="test", **how)
+        assert loop.time() < deciding.VALID_S
+        assert store.asked["put", DECISION] == 2
+        assert settled is not None
+        assert settled[0].outcome is Outcome.COMMIT
+
+    run(main())
+
+
 @pytest.mark.parametrize("reason", [FailureReason.AUTH, FailureReason.OTHER])
 def test_what_no_retry_can_heal_is_raised_at_once(reason: FailureReason) -> None:
     class Refused(Meddled):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.model import Beat, CheckpointId, Generation
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, FencedError, SettingsError
 from ckpt_async.protocol import generation as generations
@@ -61,6 +61,21 @@ def test_a_nonce_that_another_rank_may_replace_is_not_remembered(has_conditional
         found = [(await agree(store, rank=rank, **given)).nonce for rank in range(2)]
         assert len({*found}) == 1
         assert bool(found[0]) == has_conditional_put
+
+    asyncio.run(main())
+
+
+def test_a_record_that_cannot_be_read_does_not_show_that_another_launch_has_taken_the_number() -> None:
+    """A later version may have written it, or it is damaged: nothing that a rank has left is refused for that."""
+
+    async def main() -> None:
+        store = patient(MemoryStore())
+        await store.put(keys.generation_key(1), b"whatever it says")
+        assert not await generations.is_taken(store, {1: "ours"})
+        assert await generations.forgotten(store, 1, 0, {1: "ours"}) is None
+        theirs = Generation(2, "k", 1, "host", "theirs", 0.0)
+        await store.put(keys.generation_key(2), records.encode_generation(theirs))
+        assert await generations.is_taken(store, {1: "ours", 2: "ours"})
 
     asyncio.run(main())
 
@@ -125,6 +140,21 @@ def test_waiting_for_a_silent_creator_is_bounded(monkeypatch: pytest.MonkeyPatch
         assert await asyncio.gather(open_(store, 1), open_(store, 2)) == [2, 2]
 
     asyncio.run(main())
+
+
+def test_a_creator_whose_heartbeats_are_far_apart_is_not_taken_for_dead() -> None:
+    """Each of its requests takes long. What counts is the silence since the last heartbeat, not the whole wait."""
+
+    async def main() -> None:
+        store = MemoryStore()
+        assert await open_(store, 0) == 1
+        joining = asyncio.ensure_future(open_(store, 1))
+        for count in range(2, 2 + generations.NUM_SIGNS):
+            await asyncio.sleep(generations.PATIENCE_S * 0.7)
+            await patient(store).put(keys.beat_key(1), records.encode_beat(Beat(1, 0, count)))
+        assert await joining == 1
+
+    virtual_time.run(main())
 
 
 def test_a_straggler_of_an_older_launch_does_not_fence_a_newer_one() -> None:

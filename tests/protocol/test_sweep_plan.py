@@ -11,7 +11,7 @@ from ckpt_async.core.model import Boundary, CheckpointId, Checksum, Decision, La
 from ckpt_async.core.retention import KeepAll, parse
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages, CollectDecisions, GiveUp, Settle, View, Wait
-from ckpt_async.stores.interface import ObjectInfo
+from ckpt_async.stores.interface import MultipartInfo, ObjectInfo
 
 NOW = 1_000_000.0
 AGES = Ages(superseded_s=1000.0, newest_s=5000.0, help_s=60.0)
@@ -196,6 +196,26 @@ def test_a_decision_that_reappears_below_the_boundary_is_removed_again() -> None
     (action,) = collected(seen)
     assert (action.upto, action.kept) == (boundary.upto, boundary.kept)
     assert action.object_keys == (keys.decision_key(OLD),)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_upload_that_a_straggler_begins_for_a_collected_checkpoint_is_dropped_at_once(
+    is_kept: bool,
+) -> None:
+    """Nobody will complete it. What the boundary has kept is undecided, and may still be uploaded."""
+    boundary = Boundary(CheckpointId(1, 9), frozenset({OLD} if is_kept else ()), 1, "nonce")
+    begun = MultipartInfo(keys.data_key("step-5", 1, "a.pt"), "upload", NOW)
+    aborted = planned(view(multiparts=(begun,), boundary=boundary), sweep_plan.AbortMultipart)
+    assert [each.upload_id for each in aborted] == ([] if is_kept else ["upload"])
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_mark_of_a_damaged_checkpoint_goes_when_its_decision_is_collected(is_kept: bool) -> None:
+    boundary = Boundary(CheckpointId(1, 9), frozenset({OLD} if is_kept else ()), 1, "nonce")
+    kept = {OLD: decision(OLD, Outcome.COMMIT)} if is_kept else {}
+    seen = view(decisions=kept, damaged=frozenset({OLD}), boundary=boundary)
+    removed = [each.object_keys for each in planned(seen, sweep_plan.Delete)]
+    assert removed == ([] if is_kept else [(keys.damage_key(OLD),)])
 
 
 def test_an_unreadable_boundary_protects_what_it_may_cover() -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, restore
+from ckpt_async import Uploader, cli, restore
+from ckpt_async.cli.output import Exit
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
@@ -286,6 +287,7 @@ def test_an_error_is_raised_if_all_checkpoints_are_damaged(run_: Run, tmp_path: 
         restore.fetch_latest(run_.url, tmp_path / "there")
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch_latest(run_.url, tmp_path / "there", step=10)
+    assert cli.main(["pull", run_.url, str(tmp_path / "there")]) == Exit.INCOMPLETE
     assert left_in(tmp_path / "there") == []
 
 

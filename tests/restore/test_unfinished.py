@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,39 @@ def test_a_fallback_leaves_nothing_of_the_damaged_checkpoint(run_: Run, tmp_path
     assert found is not None
     assert found[0].step == 1
     assert is_only(there, 1)
+
+
+def test_a_fetch_that_was_killed_before_it_noted_its_file_leaves_no_empty_one(
+    run_: Run, tmp_path: Path
+) -> None:
+    there, old = tmp_path / "there", committed(run_, 1)
+    killed(old, there)
+    (there / PARTIAL_FOLDER / f"{1:032x}").touch()
+    restore.fetch(committed(run_, 2), there)
+    assert is_only(there, 2)
+    assert not (there / PARTIAL_FOLDER).exists()
+
+
+def test_what_has_finished_at_the_moment_when_the_next_fetch_looks_stays(
+    run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record was open already when it was removed: it was taken for that of a killed fetch, and the files went."""
+    there, old, new = tmp_path / "there", committed(run_, 1), committed(run_, 2)
+    killed(old, there)
+    flock, is_finished = fcntl.flock, False
+
+    def finish_first(descriptor: int, how: int) -> None:
+        nonlocal is_finished
+        is_record = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.startswith("fetch-")
+        if is_record and not is_finished:
+            is_finished = True
+            restore.fetch(old, there)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", finish_first)
+    restore.fetch(new, there)
+    assert is_finished
+    assert set(left_in(there)) == {*files_of(1)[0], *files_of(2)[0]}
 
 
 def test_what_others_have_put_there_since_stays(run_: Run, tmp_path: Path) -> None:

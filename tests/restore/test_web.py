@@ -18,6 +18,8 @@ from ckpt_async.errors import (
     ObjectNotFoundError,
     StoreError,
 )
+from ckpt_async.restore.destination import Destination
+from ckpt_async.restore.partial import RANGE_BYTES, locked_now
 from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import Store
 from tests.restore.runs import Run, files_of
@@ -234,3 +236,30 @@ def test_files_are_fetched_in_one_go_from_a_server_without_ranges(folder: Path, 
         data = os.urandom(33 << 20)
         (step / "model.pt").write_bytes(data)
         assert fetched(f"{url}/step1", tmp_path / "large")[1]["model.pt"] == data
+
+
+def test_what_a_killed_fetch_has_left_is_fetched_again_from_a_server_without_ranges(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The rest alone cannot be asked for. What is thrown away for that does not count as fetched."""
+    step, there, data = folder / "step1", tmp_path / "there", os.urandom(9 << 20)
+    step.mkdir()
+    (step / "config.yaml").write_bytes(b"{}")
+    (step / "model.pt").write_bytes(data)
+    with serving_whole_files(folder) as url:
+        found = restore.find(f"{url}/step1")
+        assert found is not None
+        file, killed = (
+            found.files["model.pt"],
+            Destination(there, found, is_verified=True, may_overwrite=False),
+        )
+        killed.make()
+        with locked_now(killed.partial_path(file), file.size_bytes, "crc64nvme") as partial:
+            assert partial is not None
+            assert killed.begin(partial, file)
+            partial.prepare()
+            partial.sink([(0, RANGE_BYTES)])(memoryview(data)[:RANGE_BYTES])
+        killed.close()
+        report = restore.fetch(found, there)
+    assert (there / "model.pt").read_bytes() == data
+    assert report.bytes_from == {"remote": len(data) + len(b"{}")}

@@ -80,3 +80,17 @@ def test_no_save_begins_before_the_last_is_committed_though_uploads_become_slowe
 def test_a_store_that_is_away_leaves_a_save_each_longest_interval(clock: Clock) -> None:
     begins = saved_at(clock, Auto(first_s=60, max_s=600), lambda _: 10**9, 3000)
     assert begins == [60, 660, 1260, 1860, 2460]
+
+
+def test_a_lasting_save_stands_for_the_ephemeral_one_that_would_be_due_soon(clock: Clock) -> None:
+    """What is kept for good can be resumed from, too: the next ephemeral save is due an interval later."""
+    schedule = schedules.parse("25s", ephemeral_save_interval="10s")
+    asking = Asking(schedule, 0, 1, chosen=lambda _: None, clock=clock)
+    saves: list[tuple[int, Due]] = []
+    for step in range(1, 51):
+        clock.now_s = float(step)
+        if (kept := asking.answer()) is not Due.NO:
+            asking.began(kept, step)
+            saves.append((step, kept))
+    some, all_ = Due.EPHEMERAL, Due.YES
+    assert saves == [(10, some), (20, some), (25, all_), (35, some), (45, some), (50, all_)]

@@ -109,6 +109,20 @@ def test_a_launch_that_goes_back_keeps_its_own_newest(tmp_path: Path) -> None:
     assert names(saver) == ["ba15.pt", "ba30.pt"]
 
 
+def test_the_folder_of_a_step_that_this_launch_comes_to_again_stays(tmp_path: Path) -> None:
+    """It may just have made the folder, to write the file of that step."""
+    before = LocalOnly(tmp_path / "local", num_checkpoints_to_keep=3)
+    for step in (1, 2, 3):
+        save(before, step, "step-{step}/a.pt")
+    saver = LocalOnly(tmp_path / "local", num_checkpoints_to_keep=1)
+    saver.continue_run()
+    save(saver, 1, "step-{step}/a.pt")
+    assert sorted(each.name for each in saver.folder.glob("step-*")) == ["step-1", "step-2", "step-3"]
+    assert [each.parent.name for each in saver.folder.glob("step-*/a.pt")] == ["step-1"]
+    save(saver, 2, "step-{step}/a.pt")
+    assert sorted(each.name for each in saver.folder.glob("step-*")) == ["step-2", "step-3"]
+
+
 def test_a_step_that_is_saved_again_is_one_checkpoint(tmp_path: Path) -> None:
     saver = launch(tmp_path, num_checkpoints_to_keep=-1)
     for step in (1, 2, 3):

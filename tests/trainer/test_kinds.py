@@ -18,9 +18,21 @@ from typing import Any
 import pytest
 
 from ckpt_async import Settings, SettingsError, Sweeper, Uploader, cli, restore
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Enqueued,
+    FileIdentity,
+    Outcome,
+    Released,
+    Removed,
+    Sealed,
+    Shard,
+)
 from ckpt_async.errors import FolderInUseError, InvalidNameError, UploadFailedError
 from ckpt_async.local import claims
 from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
 from ckpt_async.runners.process import ProcessRunner
 from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.upload import SMALL_BYTES
@@ -93,10 +105,13 @@ def test_each_kind_has_its_own_checkpoints_latest_and_retention(
     report = asyncio.run(Sweeper([folder], settings=Settings(remote_retention="last=2")).sweep())
     assert report.is_clean
     assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [4, 5], "weights": [3, 4, 5]}
+    # What it is told itself comes first.
+    asyncio.run(Sweeper([folder], kind_retention={"weights": "last=2"}).sweep())
+    assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [4, 5], "weights": [4, 5]}
     # A sweeper anywhere else finds the kinds below the remote, and keeps what it was not told to prune.
     elsewhere = Settings(remote_retention="last=1")
     asyncio.run(Sweeper(remotes=[remote], settings=elsewhere).sweep())
-    assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [5], "weights": [3, 4, 5]}
+    assert {kind: steps_of(remote, kind, capsys) for kind in KINDS} == {None: [5], "weights": [4, 5]}
     asyncio.run(Sweeper(remotes=[remote], kind_retention={"weights": "last=1"}).sweep())
     assert steps_of(remote, "weights", capsys) == [5]
 
@@ -330,6 +345,22 @@ def test_a_file_that_two_kinds_have_goes_with_the_last_of_them(folder: Path, rem
         "shared-3.json",
         "shared-4.json",
     ]
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_kind_that_has_removed_a_checkpoint_holds_no_file_of_it_for_its_copies(
+    folder: Path, is_removed: bool
+) -> None:
+    """The copies are made within the store. If it held the file, the other kind would leave it behind for good."""
+    id_, identity = CheckpointId(1, 1), FileIdentity(1, 2, 3, 4)
+    shard = Shard("a.pt", "shared/a.pt", identity, is_linked=True, publish_as="exact.pt")
+    with contextlib.closing(Journal(Folder(folder), 0)) as journal:
+        journal.append([Enqueued(id_, "step-1", shard), Sealed(id_, "step-1", 1)])
+        journal.append([Decided(id_, Outcome.COMMIT, "step-1"), Released(id_)])
+        journal.append([Removed(id_)] if is_removed else [])
+        assert journal.local().checkpoints[id_].to_copy
+    held = claims.of_other_kinds(Folder(folder, kind="weights"))
+    assert held == (set() if is_removed else {("shared/a.pt", identity)})
 
 
 def test_two_kinds_that_let_go_at_once_leave_no_file_behind(

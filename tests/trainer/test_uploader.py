@@ -760,6 +760,23 @@ def test_local_retention_counts_committed_checkpoints_over_restarts(opened: Open
         assert os.readlink(link) == "step-4"
 
 
+def test_a_file_that_two_checkpoints_have_goes_with_the_last_of_them(opened: Open) -> None:
+    """A tokenizer, for example, that is written once and enqueued with every step."""
+    with opened(Meddled(), num_checkpoints_to_keep=1) as uploader:
+        every, old = write(uploader, "every.json"), write(uploader, "old.json")
+        for step in (1, 2, 3):
+            uploader.enqueue(every, step)
+            if step < 3:
+                uploader.enqueue(old, step)
+            save(uploader, step, "a.pt")
+            uploader.wait(step, timeout_s=10)
+            if step == 2:
+                wait_until(lambda: not (uploader.folder / "step-1").exists(), uploader)
+                assert old.exists()
+        wait_until(lambda: not old.exists() and not (uploader.folder / "step-2").exists(), uploader)
+        assert every.exists()
+
+
 def test_local_retention_works_with_a_symlink_in_a_folder_of_its_own(opened: Open) -> None:
     """That folder was never made, so the symlink was never moved, and nothing was ever removed."""
     with opened(Meddled(), num_checkpoints_to_keep=1, latest_filename="links/latest-rank{rank}") as uploader:

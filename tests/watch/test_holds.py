@@ -13,6 +13,7 @@ from ckpt_async.watch.holds import MAX_HELD, Hold, Holds
 from ckpt_async.watch.plan import is_held
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.tree import Tree
+from ckpt_async.watch.wake import News
 
 
 class Place:
@@ -74,6 +75,21 @@ def test_a_rotation_that_has_begun_takes_nothing_from_what_was_seen(place: Place
     (place.out / A).unlink()
     (hold,) = place.holds.gone(place.look())
     assert (place.content(hold), hold.seen_ns) == ({A: "1", B: "2"}, seen_ns)
+
+
+def test_what_is_rotated_away_was_whole_until_its_first_file_was_removed(place: Place) -> None:
+    """Another node's mark of a later time is not of these files."""
+    paths = place.write("a", "1"), place.write("b", "2")
+    place.holds.miss(place.look(), News())
+    (hold,) = place.holds.all.values()
+    first, second = (place.holds.folder(hold) / each for each in (A, B))
+    paths[0].unlink()
+    clock = place.out.parent / "clock"
+    while not clock.exists() or clock.stat().st_ctime_ns <= first.stat().st_ctime_ns:
+        clock.touch()
+    paths[1].unlink()
+    place.holds.miss(Disk(place.out).look(), News(folders=frozenset({"", "step-10"})))
+    assert place.holds.all[hold.number].seen_ns == first.stat().st_ctime_ns < second.stat().st_ctime_ns
 
 
 def test_a_name_that_is_used_again_is_another_version_with_none_of_the_earlier_files(place: Place) -> None:

@@ -114,6 +114,19 @@ def test_the_room_for_the_next_checkpoint_is_not_kept_twice_while_it_is_written(
     assert place.told == [("refused", "step-1")]
 
 
+def test_what_the_user_wants_to_be_left_free_is_not_less_while_the_next_checkpoint_is_written(
+    place: Place, disk: Disk
+) -> None:
+    """It may be for something else than checkpoints."""
+    written(place.folder / "step-1")
+    looks(place)
+    (place.folder / "step-2").mkdir()
+    (place.folder / "step-2/model.bin").write_bytes(bytes(MIB * 3 // 4))
+    looks(place)
+    place.room.min_free_bytes, disk.free_bytes = 3 * MIB, 2 * MIB
+    assert place.room.lacking_bytes() == MIB
+
+
 def test_of_a_large_disk_little_is_kept_free_and_what_is_on_another_one_is_no_matter(
     place: Place, disk: Disk
 ) -> None:
