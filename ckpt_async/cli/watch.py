@@ -205,6 +205,7 @@ def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
 @going_on_unread()
 def watch(options: argparse.Namespace) -> Exit:
     """Watch a folder until SIGTERM or SIGINT or, with --once, until everything that is complete is committed."""
+    parse_url(options.remote)
     if options.once and not os.path.isdir(options.folder):
         raise SettingsError(f"there is no folder {options.folder!r}")
     stopping = Stop()
