@@ -230,7 +230,8 @@ def watch(options: argparse.Namespace) -> Exit:
             signal.signal(number, old)
         watcher.waker.close()
     if options.once and report.is_empty and not report.is_cut_short:
-        say(f"ckpt-async: {options.folder} has no checkpoint of a known format", "nothing_found")
+        hint = "it must be the folder above the checkpoints; for a format of your own use --done or --pattern"
+        say(f"ckpt-async: {options.folder} has no checkpoint of a known format ({hint})", "nothing_found")
         if options.json:
             print(json.dumps(_json(report, Exit.NOT_FOUND)))
         return Exit.NOT_FOUND

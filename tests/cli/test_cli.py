@@ -396,11 +396,6 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
         (["sweep", "x", "--dry"], 2, "unrecognized arguments: --dry (did you mean --dry-run?)"),
         (["drain", "x", "--time=5"], 2, "unrecognized arguments: --time=5 (did you mean --timeout?)"),
         (["ls", "file:///a/b", "--jsno"], 2, "(did you mean --json?)"),
-        (
-            ["run", "file:///a", "sh", "--", "x"],
-            2,
-            "unrecognized arguments: sh (see `ckpt-async run --help`)",
-        ),
         (["run", "sh", "file:///a"], 2, "unrecognized arguments: file:///a (see `ckpt-async run --help`)"),
         (["status", "file:///nonexistent/run"], 3, "open '/nonexistent/run': no such folder"),
         (["status", "x", "--interval", "0"], 2, "0 would mean no pause between refreshes"),
@@ -498,6 +493,16 @@ def test_a_command_without_separator_is_refused_with_what_to_write(
     assert "(did you mean `ckpt-async run file:///a -- sh -c 'a b'`?)" in capsys.readouterr().err
     assert cli.main(["run", "file:///a", "sh", "--", "x"]) == 2
     assert "unrecognized arguments: sh (see" in capsys.readouterr().err
+
+
+def test_watching_a_checkpoint_itself_is_answered_with_what_to_watch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "out/checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 5}')
+    assert cli.main(["watch", str(checkpoint), f"file://{tmp_path}/remote", "--once"]) == 3
+    assert "it must be the folder above the checkpoints" in capsys.readouterr().err
 
 
 def test_ctrl_c_while_the_package_is_imported_exits_without_a_traceback() -> None:
