@@ -20,9 +20,7 @@ These guarantees hold at any time, even after SIGKILL or power loss:
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # type checkers take it as true; importing `typing` costs more than all the rest here
 if TYPE_CHECKING:
     from ckpt_async.core.json_log import JsonFormatter
     from ckpt_async.core.settings import Settings
@@ -144,4 +142,6 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'ckpt_async' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"ckpt_async.{_HOMES.get(name, 'errors')}"), name)

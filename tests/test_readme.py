@@ -73,6 +73,14 @@ def test_the_readme_works_as_written(tmp_path: Path) -> None:
     told += run(sys.executable, "-c", uploader)
     assert not told, "nothing is said where nothing is wrong"
     run(sys.executable, "-c", resume + "\nassert report.paths and checkpoint.step == 300")
+    together = blocks(ROOT / "docs/restore.md", "python")[1].replace(
+        "file:///tmp", f"file://{tmp_path}/store"
+    )
+    run(
+        sys.executable,
+        "-c",
+        together + "\nassert found is not None and list(found[1].paths) == ['rank-0.pt']",
+    )
     ran = {}
     for arguments in commands(ROOT / "README.md"):
         made = [

@@ -128,7 +128,8 @@ def diff(options: argparse.Namespace) -> Exit:
     if tensors is not None:
         _print(tensors, str, "tensor")
         if silent:
-            print_line(f"the tensors of {counted(len(silent), 'file')} are unknown: {', '.join(silent[:5])}")
+            names = ", ".join([*silent[:5], *["…"] * (len(silent) > 5)])
+            print_line(f"the tensors of {counted(len(silent), 'file')} are unknown: {names}")
     return code
 
 

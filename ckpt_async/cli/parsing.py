@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ckpt_async.cli.output import Which
@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
         """Set up the parser. `define` adds its arguments once it is clear that the parser is needed."""
         super().__init__(allow_abbrev=False, **more)
         self._define = define
-        self.commands: Iterable[str] = ()
+        self.commands: Mapping[str, Parser] = {}
+        self.lacks_separator = False
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, self.prog)
@@ -57,13 +58,23 @@ class Parser(argparse.ArgumentParser):
         if self.commands and args:
             self._check_order(args)
         ours, argv = split_command(args) if self.commands and args else (args, [])
+        if self.commands:
+            self.commands[RUNS_ANOTHER].lacks_separator = "--" not in (args or ())
         found, unknown = super().parse_known_args(ours, namespace)
         if argv:
             found.argv = argv
         if unknown:
+            self._check_separator(args, unknown[0])
             meant = _similar(unknown[0].partition("=")[0], self._option_string_actions)
             raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", self.prog, meant=meant)
         return found, unknown
+
+    def _check_separator(self, args: Sequence[str], word: str) -> None:
+        """Refuse a command line of another program that does not begin after `--`."""
+        if self.lacks_separator and not word.startswith("-") and "://" not in word:
+            at = list(args).index(word)
+            meant = shlex.join([*self.prog.split(), *args[:at], "--", *args[at:]])
+            raise UsageError("the command to run must come after --", self.prog, meant=f"`{meant}`")
 
     def _check_order(self, args: Sequence[str]) -> None:
         """Refuse options that belong to commands before the command."""

@@ -205,6 +205,7 @@ def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
 @going_on_unread()
 def watch(options: argparse.Namespace) -> Exit:
     """Watch a folder until SIGTERM or SIGINT or, with --once, until everything that is complete is committed."""
+    parse_url(options.remote)
     if options.once and not os.path.isdir(options.folder):
         raise SettingsError(f"there is no folder {options.folder!r}")
     stopping = Stop()
@@ -229,7 +230,8 @@ def watch(options: argparse.Namespace) -> Exit:
             signal.signal(number, old)
         watcher.waker.close()
     if options.once and report.is_empty and not report.is_cut_short:
-        say(f"ckpt-async: {options.folder} has no checkpoint of a known format", "nothing_found")
+        hint = "it must be the folder above the checkpoints; for a format of your own use --done or --pattern"
+        say(f"ckpt-async: {options.folder} has no checkpoint of a known format ({hint})", "nothing_found")
         if options.json:
             print(json.dumps(_json(report, Exit.NOT_FOUND)))
         return Exit.NOT_FOUND

@@ -116,7 +116,10 @@ class Checkpoint:
         globs = None if files is None else several(files, "files")
         for glob in globs or ():
             if not any(fnmatch.fnmatchcase(each.name, glob) for each in theirs):
-                raise InvalidNameError(f"no requested file of {self.name} matches {glob!r}")
+                names = ", ".join([each.name for each in theirs[:5]] + ["…"] * (len(theirs) > 5))
+                raise InvalidNameError(
+                    f"no requested file of {self.name} matches {glob!r}", hint=f"it has {names or 'none'}"
+                )
         return [
             each
             for each in theirs
@@ -161,7 +164,7 @@ def check_found(checkpoint: object) -> None:
     nothing.
     """
     if not isinstance(checkpoint, Checkpoint):
-        hint = (
-            "`find` returns None where nothing was committed yet: a fresh start" if checkpoint is None else ""
-        )
+        hint = "pass what `find` returns"
+        if checkpoint is None:
+            hint = "`find` returns None where nothing was committed yet: a fresh start"
         raise SettingsError(f"{checkpoint!r} is not a checkpoint", hint=hint)

@@ -17,10 +17,20 @@ if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
     from ckpt_async.stores.options import StoreOptions
 
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # lone surrogates have no UTF-8 encoding
-
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # has no UTF-8 encoding
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _COLON_NO_PORT = re.compile(r":(?![0-9]+$)")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+
+
+def check_characters(url: str) -> None:
+    """Raise SettingsError if the URL has characters that no kind of store takes."""
+    if _SURROGATE.search(url):
+        raise SettingsError(
+            f"{url!r} is not valid UTF-8", hint="is the locale right? PYTHONUTF8=1 makes Python use UTF-8"
+        )
+    if UNPRINTABLE.search(url) or "\\" in url:
+        raise SettingsError(f"{url!r} has a control character or backslash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +76,7 @@ class Backend:
         # It may be a signature: do not repeat it.
         if ("?" in rest or "#" in rest) and not self.path_is_literal:
             raise SettingsError(f"a {scheme}:// URL has no query or fragment", hint=self.credentials_hint)
-        if UNPRINTABLE.search(rest) or "\\" in rest:
-            raise SettingsError(f"{url!r} has a control character or backslash")
+        check_characters(url)
         path = path.removesuffix("/")
         if path and any(segment in ("", ".", "..") for segment in path.split("/")):
             raise SettingsError(f"{url!r} has an empty, '.' or '..' segment")

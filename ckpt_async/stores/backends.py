@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Mapping
 from importlib import metadata
@@ -86,7 +88,10 @@ def backend_of(url: str) -> Backend:
     schemes = [scheme for backend in BACKENDS for scheme in backend.schemes]
     scheme, separator, _ = url.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
-        hint = f"did you mean {better}?" if (better := meant(url, schemes)) else _EXAMPLES
+        here = ""
+        with contextlib.suppress(OSError):  # the working directory may have been deleted
+            here = os.getcwd()
+        hint = f"did you mean {better}?" if (better := meant(url, schemes, here)) else _EXAMPLES
         raise SettingsError(f"{url!r} is not a store URL", hint=hint)
     for backend in BACKENDS:
         if backend.claims(url):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection
 
@@ -14,8 +15,15 @@ _WEB = re.compile(r"(?P<endpoint>https?://[^/]+)/(?P<path>.+)", re.IGNORECASE)
 _SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)(?::/*|//+)(?P<rest>[^/].*)", re.IGNORECASE)
 
 
-def meant(url: str, schemes: Collection[str]) -> str:
-    """Return what to write instead, as the end of the question "did you mean …?", or "" if nothing fits."""
+_RELATIVE = re.compile(r"(?:file:)?(?P<path>\.{1,2}(?:/.*)?)|file:(?P<rest>[^/].*)", re.IGNORECASE)
+
+
+def meant(url: str, schemes: Collection[str], folder: str = "") -> str:
+    """Return what to write instead, as the end of the question "did you mean …?", or "" if nothing fits. A relative
+    path is one below `folder`, if that is known.
+    """
+    if folder and (found := _RELATIVE.fullmatch(url)):
+        return f"file://{os.path.normpath(os.path.join(folder, found['path'] or found['rest']))}"
     if found := _AWS.fullmatch(url):
         bucket = f"{found['host']}/" if found["host"] else ""
         return f"s3://{bucket}{found['path']}".rstrip("/")

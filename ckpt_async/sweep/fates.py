@@ -84,7 +84,13 @@ def why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
     others: list[CkptAsyncError] = [
         each.error for each in engine.failures if isinstance(each.error, StoreError)
     ]
-    return next(iter([*failures, *map(str, reversed(others))]), "time ran out")
+    return next(iter([*failures, *map(str, reversed(others))]), _out_of_time(engine))
+
+
+def _out_of_time(engine: Engine) -> str:
+    """Say that time ran out and, since the store may be why, what it answered last to a request that failed."""
+    error = engine.state.store.last_error
+    return "time ran out" if error is None else f"time ran out; the store's last error was: {error}"
 
 
 def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:
@@ -95,4 +101,4 @@ def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:
         if each.action == decide.Copy.__name__ and isinstance(each.error, StoreError)
     }
     left = [each for _, each in sorted(local.checkpoints.items()) if each.to_copy]
-    return tuple(Fate(each.id, each.name, reasons.get(each.id, "time ran out")) for each in left)
+    return tuple(Fate(each.id, each.name, reasons.get(each.id, _out_of_time(engine))) for each in left)

@@ -157,6 +157,11 @@ class PatientStore:
     # --- the store -----------------------------------------------------------------------------------------
 
     @property
+    def last_error(self) -> StoreError | None:
+        """The last failed attempt of a request; it may have succeeded since."""
+        return self._health.last_error
+
+    @property
     def url(self) -> str:
         return self._store.url
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -395,6 +396,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
         (["sweep", "x", "--dry"], 2, "unrecognized arguments: --dry (did you mean --dry-run?)"),
         (["drain", "x", "--time=5"], 2, "unrecognized arguments: --time=5 (did you mean --timeout?)"),
         (["ls", "file:///a/b", "--jsno"], 2, "(did you mean --json?)"),
+        (["run", "sh", "file:///a"], 2, "unrecognized arguments: file:///a (see `ckpt-async run --help`)"),
         (["status", "file:///nonexistent/run"], 3, "open '/nonexistent/run': no such folder"),
         (["status", "x", "--interval", "0"], 2, "0 would mean no pause between refreshes"),
         (["drain", "s3://b/run"], 2, "`--remote s3://b/run`"),
@@ -482,6 +484,49 @@ def test_ctrl_c_exits_without_a_traceback(folder: Path) -> None:
     assert out == ""
     assert {line for line in err.splitlines() if "no answer yet" not in line} == set()
     assert process.returncode == 130
+
+
+def test_a_command_without_separator_is_refused_with_what_to_write(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["run", "file:///a", "sh", "-c", "a b"]) == 2
+    assert "(did you mean `ckpt-async run file:///a -- sh -c 'a b'`?)" in capsys.readouterr().err
+    assert cli.main(["run", "file:///a", "sh", "--", "x"]) == 2
+    assert "unrecognized arguments: sh (see" in capsys.readouterr().err
+
+
+def test_watching_a_checkpoint_itself_is_answered_with_what_to_watch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "out/checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 5}')
+    assert cli.main(["watch", str(checkpoint), f"file://{tmp_path}/remote", "--once"]) == 3
+    assert "it must be the folder above the checkpoints" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_package_is_imported_exits_without_a_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'ckpt_async.cli.parsing':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from ckpt_async.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    (script,) = metadata.entry_points(group="console_scripts", name="ckpt-async")
+    assert script.value == "ckpt_async.__main__:main"
+
+
+def test_the_command_begins_without_further_imports() -> None:
+    """Ctrl-C before the entry point runs would end in a traceback."""
+    code = "import sys; before = set(sys.modules); import ckpt_async.__main__; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['__future__', 'ckpt_async', 'ckpt_async.__main__']\n"
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--help"], ["version", "--json"], ["bogus", "--json"]])

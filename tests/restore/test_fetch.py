@@ -88,6 +88,8 @@ def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: li
         with pytest.raises(InvalidNameError):
             fetch(**which)
         assert not (tmp_path / str(which)).exists()
+    with pytest.raises(InvalidNameError, match=r"it has optim/rank-1\.pt, rank-1\.pt"):
+        fetch(ranks=[1], files=["nothing"])
     for number in (0, 1025, 1.5):
         with pytest.raises(SettingsError, match=rf"num_concurrent_reads={number} must be .* 1 to 1024"):
             fetch(num_concurrent_reads=number)
@@ -95,6 +97,10 @@ def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: li
 
 def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
     """In a run's first launch `find` returns None, which callers may forget."""
+    with pytest.raises(
+        SettingsError, match=r"'file:///run' is not a checkpoint \(pass what `find` returns\)"
+    ):
+        restore.fetch("file:///run", tmp_path / "there")  # type: ignore[arg-type]
     checkpoint: Any = restore.find(f"file://{tmp_path}/run")
     for take in (lambda: restore.fetch(checkpoint, tmp_path / "there"), lambda: restore.open(checkpoint)):
         with pytest.raises(SettingsError, match=r"None is not a checkpoint .*a fresh start"):

@@ -1,6 +1,7 @@
 """Which store a URL names, and which URLs are refused before anything is touched."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +301,32 @@ def test_a_mistyped_url_is_rejected_with_a_suggestion(url: str, better: str) -> 
         parse_url(url)
     assert ("did you mean" in caught.value.hint) == bool(better)
     assert not better or f"did you mean {better}?" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("url", "better"),
+    [(".", ""), ("./run", "/run"), ("../run", "/../run"), ("file:run", "/run"), ("file:../run", "/../run")],
+)
+def test_a_relative_path_is_rejected_with_the_whole_one(url, better, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match="is not a store URL") as refused:
+        parse_url(url)
+    assert refused.value.hint == f"did you mean file://{os.path.normpath(f'{tmp_path}{better}')}?"
+
+
+def test_a_relative_path_is_rejected_where_the_working_directory_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SettingsError, match="is not a store URL"):
+        parse_url("../run")
+
+
+@pytest.mark.parametrize("url", ["file:///data/m\udcfcller", "sftp://host/m\udcfcller"])
+def test_bytes_that_are_no_utf_8_are_named_as_such(url):
+    """So Python reads a command line in another locale's encoding."""
+    with pytest.raises(SettingsError, match="not valid UTF-8"):
+        parse_url(url)
 
 
 LONGEST = max(map(len, keys.longest_keys()))

@@ -34,6 +34,7 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.local.outbox import Outbox
 from ckpt_async.stores import StoreOptions, open_store
+from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.sweep.drain import drain
 from tests.seaweed import SeaweedServer
 from tests.sweep.trainers import Json, Trainers
@@ -335,6 +336,27 @@ def test_a_timeout_leaves_everything_in_the_journal(
         [1],
         "time ran out",
     )
+    assert call("drain", folder)[0] == 0
+
+
+def test_a_timeout_names_what_the_store_answers(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the disk of the store is full, while everything in it can still be read."""
+    trainers.die(folder, remote, 1)
+    put = DirectoryStore.put
+
+    async def full(store: DirectoryStore, key: str, *arguments: Any, **more: Any) -> Any:
+        if key.startswith("ckpt/"):
+            raise StoreError("the disk is full", reason=FailureReason.DISK, operation="put", key=key)
+        return await put(store, key, *arguments, **more)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(DirectoryStore, "put", full)
+        code, told = call("drain", folder, "--timeout", 2)
+    assert code == 6
+    reason = "time ran out; the store's last error was: put 'ckpt/step-1.g1/rank0.bin': the disk is full"
+    assert told["ranks"][0]["left"][0]["reason"] == reason
     assert call("drain", folder)[0] == 0
 
 

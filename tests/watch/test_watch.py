@@ -207,6 +207,8 @@ def test_a_state_of_another_remote_is_refused(place: Place) -> None:
     place.once()
     place.remote = f"file://{place.here}/another"
     assert place.once()[1]["error"]["exit_code"] == 2
+    place.remote = "another"
+    assert "'another' is not a store URL" in place.once()[1]["error"]["message"]
 
 
 @pytest.mark.parametrize("command", ["watch", "run"])

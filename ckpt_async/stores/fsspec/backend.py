@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
-from ckpt_async.stores.backend import UNPRINTABLE, Backend, Location
+from ckpt_async.stores.backend import Backend, Location, check_characters
 from ckpt_async.stores.options import StoreOptions
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class FsspecBackend(Backend):
             )
         if "?" in rest or "#" in rest:
             raise SettingsError(f"a {scheme}:// URL has no query or fragment", hint=self.credentials_hint)
-        if UNPRINTABLE.search(rest) or "\\" in rest:
-            raise SettingsError(f"{url!r} has a control character or backslash")
+        check_characters(url)
         path = path.removesuffix("/")
         if path and any(segment in ("", ".", "..") for segment in path.split("/")):
             raise SettingsError(f"{url!r} has an empty, '.' or '..' segment")
