@@ -90,7 +90,7 @@ def why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
 def _out_of_time(engine: Engine) -> str:
     """Say that time ran out and, since the store may be why, what it answered last to a request that failed."""
     error = engine.state.store.last_error
-    return "time ran out" if error is None else f"time ran out; the store's last error was: {error}"
+    return "time ran out" if not error else f"time ran out; the store's last error was: {error}"
 
 
 def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:

@@ -81,7 +81,7 @@ class Health:
     def __init__(self, url: str) -> None:
         self._url = url
         self.answered_at = -math.inf
-        self.last_error: StoreError | None = None  # kept when other requests succeed
+        self.last_error = ""  # in words, kept when other requests succeed
         self._failing_since: float | None = None
         self._has_warned = False
         self._answers_again = asyncio.Event()
@@ -96,7 +96,7 @@ class Health:
                 await self._answers_again.wait()
 
     def failed(self, error: StoreError, now: float) -> None:
-        self.last_error = error
+        self.last_error = str(error)
         if self._failing_since is None:
             self._failing_since = now
         elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:

@@ -157,8 +157,8 @@ class PatientStore:
     # --- the store -----------------------------------------------------------------------------------------
 
     @property
-    def last_error(self) -> StoreError | None:
-        """The last failed attempt of a request; it may have succeeded since."""
+    def last_error(self) -> str:
+        """The answer to the last attempt that failed; its request may have succeeded since. "": none has failed."""
         return self._health.last_error
 
     @property
