@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 MAX_CHECKSUM_ATTEMPTS = 5
 # Shorter outages of the store are not logged.
 QUIET_OUTAGE_S = 5.0
+# A store may refuse these alone: over a quota, or without the right to write. Answers to others then prove nothing.
+_WRITES = frozenset({"put", "create_multipart", "upload_part", "complete", "copy"})
 
 
 class Patience:
@@ -45,7 +47,7 @@ class Patience:
             return now >= give_up_at or (silence is not None and self._is_silent(silence, error, next_at))
 
         return tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(self._may_heal),
+            retry=tenacity.retry_if_exception(self.may_heal),
             wait=backoff,
             stop=is_final,
             sleep=self._health.pause,
@@ -66,7 +68,8 @@ class Patience:
         since = silence.since if is_refused else max(silence.since, self._health.answered_at)
         return next_at - since >= self.silence_s
 
-    def _may_heal(self, error: BaseException) -> bool:
+    def may_heal(self, error: BaseException) -> bool:
+        """Return whether a request that failed like this is made again."""
         if not isinstance(error, StoreError) or not error.reason.is_retryable:
             return False
         return self.is_patient or error.reason not in (FailureReason.AUTH, FailureReason.DISK)
@@ -82,8 +85,8 @@ class Health:
         self._url = url
         self.answered_at = -math.inf
         self.last_error = ""  # in words, kept when other requests succeed
-        self._failing_since: float | None = None
-        self._has_warned = False
+        self._failing_since: dict[bool, float] = {}  # by whether they are writes
+        self._warned_since: float | None = None
         self._answers_again = asyncio.Event()
 
     async def pause(self, duration_s: float) -> None:
@@ -95,24 +98,25 @@ class Health:
             async with asyncio.timeout(duration_s):
                 await self._answers_again.wait()
 
-    def failed(self, error: StoreError, now: float) -> None:
+    def failed(self, operation: str, error: StoreError, now: float, *, is_final: bool) -> None:
+        """`is_final`: it is not tried again, so its error is raised, and need not be logged."""
         self.last_error = str(error)
-        if self._failing_since is None:
-            self._failing_since = now
-        elif not self._has_warned and now - self._failing_since >= QUIET_OUTAGE_S:
-            self._has_warned = True
+        if is_final:
+            return
+        since = self._failing_since.setdefault(operation in _WRITES, now)
+        if self._warned_since is None and now - since >= QUIET_OUTAGE_S:
+            self._warned_since = since
             logger.warning(
-                "store_failing url=%s for_s=%.0f error=%s; retrying",
-                self._url,
-                now - self._failing_since,
-                error,
+                "store_failing url=%s for_s=%.0f error=%s; retrying", self._url, now - since, error
             )
 
-    def succeeded(self, now: float) -> None:
-        if self._failing_since is not None and now - self._failing_since >= QUIET_OUTAGE_S:
+    def succeeded(self, operation: str, now: float) -> None:
+        self.answered_at = now
+        kinds = (False, True) if operation in _WRITES else (False,)
+        over = [since for kind in kinds if (since := self._failing_since.pop(kind, None)) is not None]
+        if over and now - min(over) >= QUIET_OUTAGE_S:
             self._answers_again.set()
             self._answers_again = asyncio.Event()
-            if self._has_warned:
-                logger.info("store_recovered url=%s after_s=%.0f", self._url, now - self._failing_since)
-        self._failing_since, self._has_warned = None, False
-        self.answered_at = now
+        if self._warned_since is not None and not self._failing_since:
+            logger.info("store_recovered url=%s after_s=%.0f", self._url, now - self._warned_since)
+            self._warned_since = None

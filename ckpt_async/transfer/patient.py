@@ -454,17 +454,18 @@ class PatientStore:
                 reason=FailureReason.TIMEOUT,
                 operation=operation,
             )
-            self._failed(error)
+            self._failed(operation, error)
             raise error from None
         except StoreError as error:
-            self._failed(error)
+            self._failed(operation, error)
             raise
-        self._health.succeeded(loop.time())
+        self._health.succeeded(operation, loop.time())
         return result
 
-    def _failed(self, error: StoreError) -> None:
+    def _failed(self, operation: str, error: StoreError) -> None:
         if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
             return  # an answer, not a failure; the caller decides what it means
         self._observer.attempt_failed(error.reason)
         self._store.drop_idle()  # it may take only so many connections; or what broke one has broken the others
-        self._health.failed(error, asyncio.get_running_loop().time())
+        is_final = not self._patience.may_heal(error)
+        self._health.failed(operation, error, asyncio.get_running_loop().time(), is_final=is_final)

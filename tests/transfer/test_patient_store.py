@@ -750,6 +750,30 @@ def test_an_outage_is_one_warning_and_one_line_at_its_end(caplog: pytest.LogCapt
     ]
 
 
+def test_a_store_that_only_answers_reads_is_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """It is over its quota, or the right to write was withdrawn: what is listed meanwhile proves nothing."""
+
+    async def main() -> None:
+        store, loop = make(retry_max_s=2), asyncio.get_running_loop()
+
+        async def write(*_: object) -> None:
+            if loop.time() < 60:
+                raise trouble(FailureReason.AUTH)
+
+        async def read() -> None:
+            pass
+
+        writing = asyncio.ensure_future(store.bulk("put", 1, write))
+        while not writing.done():
+            await store.control("list", read)
+            await asyncio.sleep(1)
+        await writing
+
+    with caplog.at_level(logging.INFO, "ckpt_async"):
+        run(main())
+    assert [each.getMessage().split()[0] for each in caplog.records] == ["store_failing", "store_recovered"]
+
+
 def test_a_short_hiccup_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """503 SlowDown is routine for S3."""
 
