@@ -227,6 +227,7 @@ def test_a_connection_that_cannot_go_on_is_replaced(run: Any, wire: Wire, how: s
                 near.recv(1)
             case _:
                 http_wire.say_last(near, answer(content(number)).replace(b"1.1", b"1.0"))
+        near.close()
         has_closed.set()
 
     def got(number: int, data: bytes) -> None:
