@@ -253,8 +253,8 @@ def test_a_launch_whose_remote_is_wiped_goes_on_with_what_it_has(
             for each in ranks:
                 each.wait(3, timeout_s=10)
             wait_until(lambda: CheckpointId(1, 2) in decisions(store), ranks[0])
+            wait_until(lambda: bool(store.keys(GENERATION)), ranks[0])
         assert [each for each in caplog.messages if each.startswith("remote_was_wiped generation=1")]
-        assert store.keys(GENERATION)
         for id_, outcome in decisions(store).items():
             there = store.keys(keys.data_prefix(f"step-{id_.step}", 1))
             assert outcome == "abort" or len(there) == world_size
