@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ckpt_async.core.model import CheckpointId, Checksum, Decision, Receipt
 from ckpt_async.core.naming import several
+from ckpt_async.core.units import few
 from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.stores import StoreOptions
 
@@ -116,9 +117,9 @@ class Checkpoint:
         globs = None if files is None else several(files, "files")
         for glob in globs or ():
             if not any(fnmatch.fnmatchcase(each.name, glob) for each in theirs):
-                names = ", ".join([each.name for each in theirs[:5]] + ["…"] * (len(theirs) > 5))
+                names = few([each.name for each in theirs]) or "none"
                 raise InvalidNameError(
-                    f"no requested file of {self.name} matches {glob!r}", hint=f"it has {names or 'none'}"
+                    f"no requested file of {self.name} matches {glob!r}", hint=f"it has {names}"
                 )
         return [
             each

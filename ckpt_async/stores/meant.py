@@ -13,8 +13,6 @@ _AWS = re.compile(
 )
 _WEB = re.compile(r"(?P<endpoint>https?://[^/]+)/(?P<path>.+)", re.IGNORECASE)
 _SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)(?::/*|//+)(?P<rest>[^/].*)", re.IGNORECASE)
-
-
 _RELATIVE = re.compile(r"(?:file:)?(?P<path>\.{1,2}(?:/.*)?)|file:(?P<rest>[^/].*)", re.IGNORECASE)
 
 
