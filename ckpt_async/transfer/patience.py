@@ -111,9 +111,11 @@ class Health:
             )
 
     def succeeded(self, operation: str, now: float) -> None:
+        # A read is no proof that writes are taken, but the first answer of an outage is worth an attempt.
+        over = [since for since in self._failing_since.values() if since > self.answered_at]
         self.answered_at = now
         kinds = (False, True) if operation in _WRITES else (False,)
-        over = [since for kind in kinds if (since := self._failing_since.pop(kind, None)) is not None]
+        over += [since for kind in kinds if (since := self._failing_since.pop(kind, None)) is not None]
         if over and now - min(over) >= QUIET_OUTAGE_S:
             self._answers_again.set()
             self._answers_again = asyncio.Event()
