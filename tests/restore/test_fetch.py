@@ -168,6 +168,19 @@ def test_a_symlink_in_the_destination_is_not_followed(run_: Run, tmp_path: Path)
     assert is_whole(restore.fetch(checkpoint, tmp_path / "link"), {0: {"a/b/c.pt": b"x" * 100}})
 
 
+def test_the_remote_itself_is_no_destination(tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    with Uploader(tmp_path / "node", f"file://{remote}", rank=0, world_size=1) as uploader:
+        (tmp_path / "node/step-1").mkdir()
+        (tmp_path / "node/step-1/a.pt").write_bytes(b"x")
+        uploader.enqueue(tmp_path / "node/step-1", 1)
+        uploader.seal(1)
+    before = sorted(remote.rglob("*"))
+    with pytest.raises(restore.DestinationError, match="the remote itself"):
+        restore.fetch_latest(f"file://{remote}", remote)
+    assert sorted(remote.rglob("*")) == before
+
+
 def test_names_that_escape_the_destination_are_rejected(run_: Run, tmp_path: Path) -> None:
     """A Checkpoint may come from anywhere, so its names must be checked where they become paths."""
     checkpoint = _committed(run_)

@@ -914,6 +914,14 @@ def test_invalid_arguments_are_rejected(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_folder_cannot_be_its_own_remote(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for kind in (None, "weights"):
+        with pytest.raises(SettingsError, match="is also the remote"):
+            Uploader(tmp_path / "mine", f"file://{tmp_path}/link", kind=kind, rank=0, world_size=1)
+    assert [each.name for each in tmp_path.iterdir()] == ["link"]
+
+
 def test_timeouts_accept_any_number_of_seconds(opened: Open) -> None:
     """NaN would never expire; infinity is more than a lock can wait; a negative timeout means now."""
     with opened(Meddled()) as uploader:
