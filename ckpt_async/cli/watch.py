@@ -19,13 +19,13 @@ from ckpt_async.cli.events import OPTIONS, add_events, event_settings, given
 from ckpt_async.cli.output import Exit, Json, going_on_unread, let_go, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
 from ckpt_async.cli.stderr import say
-from ckpt_async.core import keys, launch
+from ckpt_async.core import launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units, one_line
 from ckpt_async.errors import SettingsError
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.local.journals import watcher_state
-from ckpt_async.stores import parse_url
+from ckpt_async.stores import folder_of, parse_url
 from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
 from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
@@ -304,7 +304,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
             f"--state {options.state} is in the watched folder",
             hint="use a folder beside it, on the same disk",
         )
-    if options.remote.startswith("file://") and Path(f"/{keys.path_in(options.remote)}").resolve() == folder:
+    if folder_of(options.remote) == folder:
         raise SettingsError(
             f"{options.remote} is the watched folder itself", hint="use another folder as the remote"
         )

@@ -15,7 +15,7 @@ from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
 from ckpt_async.restore.partial import PartialFile, checksum_of_file, discard_unlocked
 from ckpt_async.restore.sources import has_size
 from ckpt_async.restore.unfinished import Unfinished
-from ckpt_async.stores import parse_url
+from ckpt_async.stores import folder_of
 
 # Below the destination, so on the same file system: finished files are renamed into place.
 PARTIAL_FOLDER = ".ckpt_async-partial"
@@ -44,8 +44,7 @@ class Destination:
         self._is_over = False
 
     def make(self) -> None:
-        remote = parse_url(self._checkpoint.remote)
-        if remote.scheme == "file" and place_of(remote.prefix) == self.path:
+        if folder_of(self._checkpoint.remote) == self.path:
             raise DestinationError(
                 f"the destination {str(self.path)!r} is the remote itself; name another folder"
             )

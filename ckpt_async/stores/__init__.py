@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_async.core.keys import longest_keys
@@ -39,6 +40,7 @@ __all__ = [
     "StoreOptions",
     "address_of",
     "check_key_length",
+    "folder_of",
     "makes_folder",
     "open_store",
     "options_of",
@@ -50,6 +52,12 @@ __all__ = [
 def parse_url(url: str) -> Location:
     """Parse a store URL, rejecting what could mean another place than it seems to. Raises SettingsError."""
     return backend_of(url).locate(url)
+
+
+def folder_of(url: str) -> Path | None:
+    """Return the folder that a store URL names, without symbolic links, or None. Raises SettingsError."""
+    location = parse_url(url)
+    return Path(location.prefix).resolve() if location.scheme == "file" else None
 
 
 def open_store(

@@ -22,7 +22,7 @@ from ckpt_async.events.telling import format_wants
 from ckpt_async.local.folder import boot_id, place_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners import Start
-from ckpt_async.stores import StoreOptions, address_of, check_key_length, parse_url
+from ckpt_async.stores import StoreOptions, address_of, check_key_length, folder_of
 
 
 def start_of(
@@ -63,12 +63,17 @@ def start_of(
             " signal handlers"
         )
     address = address_of(keys.kind_remote(remote, kind), store_options, env=environment)
-    _check_apart(place_of(folder), remote)
+    place = place_of(folder)
+    if folder_of(remote) == place:
+        raise SettingsError(
+            f"the folder {str(place)!r} is also the remote",
+            hint="uploads need a place of their own, best on another disk or machine",
+        )
     if pointer:
         check_key_length(address.url, pointer)
     options = replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url)
     return Start(
-        str(place_of(folder)),
+        str(place),
         rank,
         world_size,
         address,
@@ -79,15 +84,6 @@ def start_of(
         kind=kind,
         wants=wants if rank == SPEAKER else "",
     )
-
-
-def _check_apart(folder: Path, remote: str) -> None:
-    location = parse_url(remote)
-    if location.scheme == "file" and place_of(location.prefix) == folder:
-        raise SettingsError(
-            f"the folder {str(folder)!r} is also the remote",
-            hint="uploads need a place of their own, best on another disk or machine",
-        )
 
 
 def _launch_key(environment: Mapping[str, str], world_size: int, generation: int | None) -> str:
