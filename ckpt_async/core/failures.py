@@ -74,7 +74,12 @@ def to_raise(
     return error
 
 
-def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
+def last_store_error(error: str) -> str:
+    """Return what to append to a message that time ran out: the store may be why."""
+    return f"; the store's last error was: {error}" if error else ""
+
+
+def not_sent(local: Local, within_s: float, store_error: str) -> UploadFailedError | None:
     """Return what to raise if sealed shards of this rank did not reach the store within `within_s`, else None."""
     left = [each for each in backlog.backlog(local) if each.sealed is not None]
     if not left:
@@ -82,13 +87,13 @@ def not_sent(local: Local, within_s: float) -> UploadFailedError | None:
     size_bytes = sum(map(backlog.unsent_bytes, left))
     return UploadFailedError(
         f"{named('step', [each.id.step for each in left])} of this rank did not reach the store within"
-        f" {within_s:g} s (upload_timeout_s): {in_units(size_bytes)} left to upload",
+        f" {within_s:g} s (upload_timeout_s): {in_units(size_bytes)} left to upload{last_store_error(store_error)}",
         hint="it is in the spool; the next launch on this node, `ckpt-async drain` or the sweeper will upload"
         " it",
     )
 
 
-def not_committed(local: Local, within_s: float) -> UploadFailedError | None:
+def not_committed(local: Local, within_s: float, store_error: str) -> UploadFailedError | None:
     """Return what to raise if this rank, which still has something to do, delivered what is not committed within
     `within_s`, else None: the store has refused the decision, or a request before it.
     """
@@ -97,7 +102,7 @@ def not_committed(local: Local, within_s: float) -> UploadFailedError | None:
         return None
     return UploadFailedError(
         f"{named('step', left)} of this rank reached the store, but {'was' if len(left) == 1 else 'were'} not"
-        f" committed within {within_s:g} s (upload_timeout_s), because of the store (see the log)",
+        f" committed within {within_s:g} s (upload_timeout_s){last_store_error(store_error)}",
         hint="the next launch, `ckpt-async drain` or the sweeper will commit it; check the permissions below"
         " `.ckpt_async/decisions/`",
     )

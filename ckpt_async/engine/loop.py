@@ -94,6 +94,10 @@ class Engine:
         return self.state.absent_ranks
 
     @property
+    def store_error(self) -> str:
+        return self.state.store.last_error
+
+    @property
     def num_distrusted(self) -> int:
         return self.state.num_distrusted
 

@@ -65,6 +65,10 @@ class EngineView(Protocol):
         """The actions that failed and are still due, or some of them if there are many."""
 
     @property
+    def store_error(self) -> str:
+        """The error of the last request that failed, in words, although others may have succeeded since; or ""."""
+
+    @property
     def local(self) -> Local:
         """The state as the engine knows it, or newer."""
 

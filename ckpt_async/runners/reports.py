@@ -23,7 +23,7 @@ REPORT_S = 0.25
 MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
 MAX_MISSING = 100
 MAX_FAILING = 100
-MAX_REASON_BYTES, MAX_DECISION_BYTES = 120, 500
+MAX_REASON_BYTES, MAX_DECISION_BYTES, MAX_ERROR_BYTES = 120, 500, 500
 # For this many checkpoints, the ranks that they wait for are reported even if nobody is waiting.
 MAX_WAITING = 3
 
@@ -109,6 +109,7 @@ class Reports:
         state = {
             "fenced_by": engine.fenced_by,
             "absent_ranks": engine.absent_ranks and engine.absent_ranks[:MAX_MISSING],
+            "store_error": wire.shortened(engine.store_error, MAX_ERROR_BYTES),
             "num_due": engine.num_due,
             "num_distrusted": engine.num_distrusted,
             "last_seen_wake": self._last_seen_wake,

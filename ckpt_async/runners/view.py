@@ -32,6 +32,7 @@ class ReportedEngine:
         self.outcomes = Outcomes()
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         self.failing: frozenset[Failing] = frozenset()
+        self.store_error = ""
         self._reported_failing: frozenset[Failing] = frozenset()  # by the present process
         self.num_due = 0
         self.last_seen_wake = 0
@@ -144,7 +145,7 @@ class ReportedEngine:
                 self._local = fold([row], self._local)
         self._missing = {CheckpointId(**id_): ranks for id_, ranks in report["missing"]}
         self.fenced_by, self.absent_ranks = report["fenced_by"], report["absent_ranks"]
-        self.num_due = report["num_due"]
+        self.store_error, self.num_due = report["store_error"], report["num_due"]
         self.last_seen_wake = max(self.last_seen_wake, report["last_seen_wake"])
         with self._telling:
             self._num_unread -= report["num_read"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_async.core import decide
+from ckpt_async.core.failures import last_store_error
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.engine.loop import Engine
@@ -89,8 +90,7 @@ def why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
 
 def _out_of_time(engine: Engine) -> str:
     """Say that time ran out and, since the store may be why, what it answered last to a request that failed."""
-    error = engine.state.store.last_error
-    return "time ran out" if not error else f"time ran out; the store's last error was: {error}"
+    return f"time ran out{last_store_error(engine.store_error)}"
 
 
 def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:

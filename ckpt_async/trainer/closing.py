@@ -92,9 +92,10 @@ def finish(
     log_what_is_left(local, is_taken=why_taken(local, engine.view().fenced_by) is not None)
     late: CkptAsyncError | None = None
     if is_late_an_error and time.monotonic() >= deadline:
-        late = not_sent(local, settings.upload_timeout_s)
-        if late is None and engine.view().num_due:
-            late = not_committed(local, settings.upload_timeout_s)
+        view = engine.view()
+        late = not_sent(local, settings.upload_timeout_s, view.store_error)
+        if late is None and view.num_due:
+            late = not_committed(local, settings.upload_timeout_s, view.store_error)
     return why_nothing_will_commit(engine, deadline) or late
 
 

@@ -505,6 +505,21 @@ def test_a_final_failure_is_raised_once_and_retried(
 
 
 @both
+def test_closing_in_vain_says_what_the_store_has_answered(
+    runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str
+) -> None:
+    """Whoever reads only the exception would look for a slow network."""
+    uploader = Uploader(
+        tmp_path / "folder", f"{s3_url}/run", runner=runner, **QUICK | {"upload_timeout_s": 2.0}
+    )
+    with contextlib.closing(uploader):
+        proxy.add(Fault("unavailable", "PUT", SHARDS))
+        save(uploader, 1, num_shards=1)
+        with pytest.raises(UploadFailedError, match=r"within 2 s .* left .*last error was: .*SlowDown"):
+            uploader.close()
+
+
+@both
 def test_wait_names_what_is_missing_or_lost(
     runner: str, tmp_path: Path, proxy: FaultProxy, s3_url: str
 ) -> None:
@@ -1123,6 +1138,7 @@ def test_a_report_that_does_not_fit_into_a_packet_is_sent_as_several() -> None:
     ranks = list(range(1000, 1000 + reports.MAX_MISSING))
     engine: Any = SimpleNamespace(
         fenced_by=7,
+        store_error="e" * 2000,
         absent_ranks=ranks,
         num_due=10_000,
         num_distrusted=0,
@@ -1187,6 +1203,7 @@ def test_the_largest_report_fits_into_a_packet(letter: str) -> None:
         ]
         * reports.MAX_FAILURES,
         "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * reports.MAX_FORGOTTEN,
+        "store_error": wire.shortened(letter * 2000, reports.MAX_ERROR_BYTES),
         "failing": [(id_, "LookForSuccessor")] * reports.MAX_FAILING,
         "missing": [(id_, list(range(1000, 1000 + reports.MAX_MISSING)))] * reports.MAX_MISSING,
     }
