@@ -93,9 +93,8 @@ async def look(state: State, action: decide.Look) -> None:
         if checkpoint.has_receipt and state.now() >= next_listing_at:
             receipts = await list_receipts(state, id_)
     if receipts is not None and receipts is not watch.receipts:
-        if decide.lacks_own(receipts, state.rank) and not await presence.has_receipt(
-            state.store, id_, state.rank
-        ):
+        is_missed = checkpoint.has_receipt and decide.lacks_own(receipts, state.rank)
+        if is_missed and not await presence.has_receipt(state.store, id_, state.rank):
             await _upload_unless_settled(state, checkpoint)
             return
         num_looks, now = watch.num_looks + 1, state.now()
