@@ -155,11 +155,11 @@ def test_11_the_remote_is_filled_in(open_saver: Open, tmp_path: Path) -> None:
     assert (found.name, list(found.files)) == ("ep1-ba42", ["ep1-ba42-rank0.pt"])
     # The exact key is a copy inside the store, below the remote; a leading '/' is stripped.
     name = "/{run_name}/checkpoints/ep{epoch}-ba{batch}-rank{rank}"
-    saver = open_saver("exact", remote=f"file://{tmp_path}/exact", publish=name)
+    saver = open_saver("exact", remote=f"file://{tmp_path}/store", publish=name)
     save(saver)
     saver.close()
     written = (tmp_path / "exact/ep1-ba42-rank0.pt").read_bytes()
-    assert (tmp_path / f"exact/{RUN}/checkpoints/ep1-ba42-rank0").read_bytes() == written
+    assert (tmp_path / f"store/{RUN}/checkpoints/ep1-ba42-rank0").read_bytes() == written
     save(open_saver("local", remote=None))  # nothing is uploaded
     assert (tmp_path / "local/ep1-ba42-rank0.pt").is_file()
 
