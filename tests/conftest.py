@@ -88,6 +88,9 @@ _link = tempfile.TemporaryDirectory(
 )
 os.environ["XDG_RUNTIME_DIR"] = _link.name
 
+# SeaweedFS, which is written in Go, takes a quarter less CPU on one core.
+os.environ["GOMAXPROCS"] = "1"
+
 # Background processes ignore SIGINT, and their children inherit that: tests of Ctrl-C would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

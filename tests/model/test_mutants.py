@@ -4,11 +4,11 @@ import pytest
 from hypothesis import Phase
 
 from tests.model.machines import Protocol, explore
-from tests.model.mutants import MUTANTS, Mutant, abort_does_not_compete, prunes_what_is_read
+from tests.model.mutants import MUTANTS, Mutant, prunes_what_is_read
 from tests.model.world import ViolationError
 
-# Where the search begins. These mistakes are found from anywhere, but from most places only after half a minute.
-SEEDS = {abort_does_not_compete: 1, prunes_what_is_read: 13}
+# Where the search begins. Every mistake is found from anywhere, but from most places some only after half a minute.
+SEED, SEEDS = 2, {prunes_what_is_read: 13}
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,4 @@ SEEDS = {abort_does_not_compete: 1, prunes_what_is_read: 13}
 def test_the_model_finds_each_seeded_mistake(mutant: Mutant, machine: type[Protocol], invariant: str) -> None:
     """A test that has never failed on purpose proves nothing."""
     with mutant(), pytest.raises(ViolationError, match=f"^({invariant}):"):
-        explore(6000, machine, seed=SEEDS.get(mutant), phases=[Phase.generate])
+        explore(6000, machine, seed=SEEDS.get(mutant, SEED), phases=[Phase.generate])

@@ -217,7 +217,9 @@ def test_a_lost_checkpoint_is_not_backlog(opened: Open, tmp_path: Path) -> None:
         lost = CheckpointId(1, 1)
         wait_until(lambda: lost in known(uploader) and known(uploader)[lost].loss is not None, uploader)
         save(uploader, 2)
-    assert store.asked.total() < 200  # it had looked for its receipt, which it has never written, again and again
+    assert (
+        store.asked.total() < 200
+    )  # it had looked for its receipt, which it has never written, again and again
 
 
 # --- supersede ---------------------------------------------------------------------------------------------
