@@ -207,6 +207,7 @@ def test_ls_omits_decisions_voided_by_the_boundary(
     boundary = Boundary(CheckpointId(1, 2), frozenset({CheckpointId(1, 1)}), 1, "nonce")
     on_store(remote, lambda store: store.put(keys.BOUNDARY, encode_boundary(boundary)))
     assert [each["step"] for each in json_of(capsys, "ls", remote, "--all")["checkpoints"]] == [1, 3]
+    assert cli.main(["pin", remote, "2"]) == 3
 
 
 def test_ls_shows_readable_checkpoints_beside_unreadable_records(

@@ -512,6 +512,20 @@ def test_a_slash_at_the_end_of_the_remote_keeps_the_recorded_endpoint() -> None:
     assert change(recorded) == recorded
 
 
+def test_what_is_given_takes_precedence_over_what_is_recorded_and_the_rest_is_kept() -> None:
+    recorded = RemoteAddress("s3://bucket/run", "http://here:9000", "eu-west-1", put_args={"Tagging": "a=b"})
+    for given in (
+        {"endpoint_url": "http://there:9000"},
+        {"region": "us-east-1"},
+        {"remote": "s3://other/run", "endpoint_url": "http://there:9000", "region": "us-east-1"},
+    ):
+        options = argparse.Namespace(**{"remote": None, "endpoint_url": None, "region": None, **given})
+        change = drain_command._change_of(options)
+        assert change is not None
+        wanted = {"url" if name == "remote" else name: value for name, value in given.items()}
+        assert change(recorded) == replace(recorded, **wanted)
+
+
 @pytest.mark.parametrize("who", ["drain", "trainer"])
 def test_what_one_server_has_verified_is_looked_up_at_another(
     folder: Path, s3_url: str, s3_server: SeaweedServer, call: Drain, who: str
