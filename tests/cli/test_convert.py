@@ -86,6 +86,24 @@ def test_the_kind_and_the_generation_that_are_asked_for_are_converted(tmp_path: 
         assert load(target)["model"]["w"].item() == value
 
 
+def test_a_damaged_checkpoint_that_was_passed_over_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise an older state would pass for the newest one."""
+    remote = f"file://{tmp_path}/remote"
+    with Uploader(tmp_path / "ckpts", remote) as uploader:
+        for step in (1, 2):
+            dump(STATE, tmp_path / "ckpts" / f"step{step}-rank0.pt")
+            uploader.enqueue(tmp_path / "ckpts" / f"step{step}-rank0.pt", step)
+            uploader.seal(step)
+    (tmp_path / "remote/ckpt/step-2.g1/step2-rank0.pt").unlink()
+    assert cli.main(["convert", remote, str(tmp_path / "whole.pt")]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("passed over ")
+    assert "step 2" in first
+    assert last.startswith("step-1 ")
+
+
 def test_one_of_two_parts_is_converted(tmp_path: Path) -> None:
     for part in ("model", "optim"):
         foreign_files.dcp(tmp_path / "run/step20" / part, {part: torch.ones(2)})
