@@ -74,6 +74,14 @@ def test_each_command_says_what_it_did_and_how_it_ended(
     assert {path.stat().st_mode & 0o777 for path in files.values()} == {0o644}
 
 
+def test_a_sweep_counts_what_it_finds_damaged(tmp_path: Path, remote: str) -> None:
+    file = tmp_path / "sweep.prom"
+    [shard] = (tmp_path / "saved-run/ckpt/step-1.g1").iterdir()
+    shard.unlink()
+    assert main(["sweep", "--remote", remote, "--verify", "--metrics-file", str(file)]) == 1
+    assert read(file)[f"command_violations['sweep', '{remote}']"] == 1
+
+
 def test_a_command_that_fails_says_so_and_a_file_that_cannot_be_written_changes_no_exit_code(
     tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
