@@ -228,6 +228,31 @@ def test_a_checkpoint_whose_record_cannot_be_read_is_not_said_to_be_missing(remo
     assert call("ls", remote, "1")[0] == 4
 
 
+def test_ls_and_du_tell_kinds_sizes_and_ages(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a" * 10, "b.bin": b"b" * 20})
+    save(tmp_path / "f", remote, 2, {"a.bin": b"a" * 10})
+    save(tmp_path / "w", remote, 3, {"a.bin": b"a" * 5}, kind="weights")
+    told = call("ls", "-l", remote)[1]
+    assert told["kinds"] == {"weights": {"latest": {"generation": 1, "step": 3}}}
+    first = told["checkpoints"][0]
+    assert (first["ranks"], first["shards"], first["age_s"] < 60) == (1, 2, True)
+    checksum = first["files"][0]["checksum"]
+    shown = text("ls", "-l", remote)[1]
+    assert shown.startswith("KIND")
+    assert f"{checksum['algorithm']}:{checksum['value']}" in shown
+    prefix = remote.rpartition("/")[0]
+    (run,) = call("ls", prefix)[1]["runs"]
+    assert (run["size_bytes"], run["age_s"] < 60) == (45, True)
+    used = text("du", remote)[1]
+    assert "  weights: step-3.g1" in used
+    assert used.splitlines()[-1].endswith(f"  {remote}")
+    save(tmp_path / "g", f"{remote}-2", 1, {"a.bin": b"a"})
+    sizes = call("du", prefix)[1]
+    assert sizes["size_bytes"] == sum(each["size_bytes"] for run in sizes["runs"] for each in run["used"])
+    assert len(sizes["runs"]) == 2
+    assert "of generation 3" in call("ls", remote, "--generation", 3)[1]["error"]["message"]
+
+
 # --- du ----------------------------------------------------------------------------------------------------
 
 

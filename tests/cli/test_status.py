@@ -18,6 +18,7 @@ import pytest
 from ckpt_async import Uploader, cli, restore
 from ckpt_async.cli import status_text
 from ckpt_async.cli.drawing import Block, Table, Terminal, drawn
+from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Enqueued, FileIdentity, Sealed, Shard
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
@@ -60,6 +61,9 @@ def test_a_remote_tells_who_has_delivered_and_who_has_not(
         r"step 2: 1 of 3 ranks have delivered, waits for ranks 1, 2, last change \d+ s ago", second
     )
     assert "start   generation 1, 3 ranks" in rest
+    (row,) = (line for line in rest if "in_flight" in line)
+    assert " 1/3 " in row
+    assert row.endswith("missing: 1, 2")
     found = told(capsys, remote)
     assert (found["remote"], found["generation"], found["world_size"]) == (remote, 1, 3)
     assert (found["last_committed"]["step"], found["last_committed"]["age_s"] < 60) == (1, True)
@@ -98,9 +102,20 @@ def test_a_remote_with_kinds_and_one_without_a_run(
     for kind in (None, "weights"):
         with Uploader(tmp_path / "a", remote, kind=kind, rank=0, world_size=1) as uploader:
             save(uploader, 5)
+    with Uploader(tmp_path / "a", remote, kind="ema", rank=0, world_size=1) as uploader:
+        (tmp_path / "a/more.bin").write_bytes(b"x" * 1000)
+        uploader.enqueue(tmp_path / "a/more.bin", 5)
+        save(uploader, 5)
     found = told(capsys, remote)
     assert found["last_committed"]["step"] == 5
     assert found["kinds"]["weights"]["remote"] == f"{remote}/kinds/weights"
+    sizes = [each["checkpoints"][0]["size_bytes"] for each in (found, found["kinds"]["ema"])]
+    assert sizes == [1000, 2000]
+    assert cli.main(["status", remote]) == 0
+    assert f"{remote}/kinds/ema" in capsys.readouterr().out.splitlines()
+    assert cli.main(["status", str(tmp_path / "a")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"the run itself, no kind", "kind weights", "kind ema"} <= set(lines)
     assert told(capsys, f"file://{tmp_path}/a", code=3)["error"]["kind"] == "ObjectNotFoundError"
 
 
@@ -145,6 +160,18 @@ def test_of_a_long_run_the_newest_are_shown_and_pins_are_told(
     assert (remarks["7"], remarks["12"]) == ("pinned", "newest")
 
 
+def test_what_a_remote_does_not_tell_is_named(remote: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(remote)
+    for step in (1, 2):
+        run.commit(step, moves_latest=False)
+    run.delete(keys.decision_key(CheckpointId(1, 2)))
+    run.put(keys.decision_key(CheckpointId(1, 1)), b"nonsense")
+    assert cli.main(["status", remote]) == 0
+    out = capsys.readouterr().out
+    assert "step 2: 2 of ? ranks have delivered, total number of ranks unknown" in out
+    assert f"cannot be read: {keys.decision_key(CheckpointId(1, 1))}" in out
+
+
 # --- folders -----------------------------------------------------------------------------------------------
 
 
@@ -173,6 +200,8 @@ def test_a_folder_whose_trainer_is_dead_says_how_to_finish_it(
     dead, live = shown
     assert dead[1] == "no uploader is running here; `ckpt-async drain` finishes what was sealed"
     assert "ranks   0 (stopped)" in dead
+    assert "queue   1 queued (1.0 MiB)" in dead
+    assert " 0/1 " in dead[-1]
     assert "ranks   0" in live
     assert dead[1] not in live
 
