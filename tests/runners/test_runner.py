@@ -34,7 +34,7 @@ from ckpt_async import (
     Uploader,
     UploadFailedError,
 )
-from ckpt_async.core import keys
+from ckpt_async.core import json_log, keys
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Outcome
@@ -1176,6 +1176,27 @@ def test_each_wish_of_a_trainer_reaches_the_engine_when_it_changes() -> None:
             told.clear()
             rank._serve_wants(engine, wants)
             assert told == heard, wants
+        ours.close()
+        theirs.close()
+
+    asyncio.run(main())
+
+
+def test_fields_that_are_too_long_do_not_keep_a_line_of_the_log_from_the_trainer() -> None:
+    """A packet is limited, and 10,000 ranks may be named."""
+
+    async def main() -> None:
+        ours, theirs = wire.Channel.pair()
+        rank = child._Rank(ours, child._Process())
+        for length, is_kept in ((10, True), (wire.MAX_PACKET_BYTES, False)):
+            record = logging.LogRecord("ckpt_async.x", logging.INFO, "", 0, "text", None, None)
+            fields = "event", {"ranks": "x" * length}
+            setattr(record, json_log.FIELDS, fields)
+            assert rank.log(record, "text")
+            message = theirs.receive()
+            assert message is not None
+            assert message[:4] == ["log", logging.INFO, "ckpt_async.x", "text"]
+            assert (message[4] is not None) is is_kept
         ours.close()
         theirs.close()
 
