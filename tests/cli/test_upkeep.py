@@ -541,6 +541,8 @@ def test_verify_reports_a_sound_run(
         "not_looked_at": [],
     }
     assert call("verify", remote, "--step", 2, "--read-data", 100)[1]["shards_read"] == 1
+    drawn = [call("verify", remote, "--read-data", 50, "--seed", seed)[1]["shards_read"] for seed in (0, 1)]
+    assert drawn == [0, 1]
     assert call("verify", remote, "--step", 7)[0] == Exit.NOT_FOUND
     assert cli.main(["verify", remote]) == 0
     assert (
