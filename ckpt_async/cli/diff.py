@@ -124,9 +124,9 @@ def diff(options: argparse.Namespace) -> Exit:
         return code
     for sign, each in (("-", a), ("+", b)):
         print_line(f"{sign * 3} {each.remote} step {each.step} ({each.name}, generation {each.generation})")
-    _print(files, _file_text, "file")
+    _print(files, _file_text, _change_text, "file")
     if tensors is not None:
-        _print(tensors, str, "tensor")
+        _print(tensors, str, lambda old, new: f"{old} -> {new}", "tensor")
         if silent:
             names = ", ".join([*silent[:5], *["…"] * (len(silent) > 5)])
             print_line(f"the tensors of {counted(len(silent), 'file')} are unknown: {names}")
@@ -152,16 +152,13 @@ def _tensors(checkpoint: restore.Checkpoint) -> Tensors:
         return tensors_of(reader)
 
 
-def _print(found: Difference[T], text: Callable[[T], str], noun: str) -> None:
+def _print(found: Difference[T], text: Callable[[T], str], change: Callable[[T, T], str], noun: str) -> None:
     for name, each in found.removed.items():
         print_line(f"- {name}  {text(each)}")
     for name, each in found.added.items():
         print_line(f"+ {name}  {text(each)}")
     for name, (old, new) in found.changed.items():
-        changed = (
-            f"{text(old)} -> {text(new)}" if text(old) != text(new) else f"{text(old)}, different content"
-        )
-        print_line(f"~ {name}  {changed}")
+        print_line(f"~ {name}  {change(old, new)}")
     print(
         f"{counted(found.num_same, noun)} the same, {len(found.changed)} changed, {len(found.removed)} only in A,"
         f" {len(found.added)} only in B"
@@ -170,6 +167,15 @@ def _print(found: Difference[T], text: Callable[[T], str], noun: str) -> None:
 
 def _file_text(file: RemoteFile) -> str:
     return in_units(file.size_bytes)
+
+
+def _change_text(old: RemoteFile, new: RemoteFile) -> str:
+    before, after = _file_text(old), _file_text(new)
+    if before != after:
+        return f"{before} -> {after}"
+    algorithms = {each.checksum and each.checksum.algorithm for each in (old, new)}
+    is_known = old.size_bytes != new.size_bytes or (len(algorithms) == 1 and None not in algorithms)
+    return f"{before}, {'different content' if is_known else 'no checksums to compare'}"
 
 
 def _file_json(file: RemoteFile) -> Json:

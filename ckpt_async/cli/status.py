@@ -92,7 +92,8 @@ def _watch(sights: Sequence[_Sight], options: argparse.Namespace) -> Exit:
     A change is a line of text or, with --json, an object for each look that found one.
     """
     every_s = options.interval or max(each.every_s for each in sights)
-    screen, before = drawing.Screen(), dict[str, str]()
+    screen = drawing.Screen()
+    before: dict[str, str] | None = None
     while True:
         for sight in sights:
             sight.look()
@@ -105,10 +106,10 @@ def _watch(sights: Sequence[_Sight], options: argparse.Namespace) -> Exit:
             blocks = [block for sight in sights for block in sight.blocks(is_titled=len(sights) > 1)]
             screen.show(drawing.drawn([*blocks, title], on), on)
         elif options.json:
-            if states != before or not before:
+            if states != before:
                 print(json.dumps(_json(sights)), flush=True)
         else:
-            for line in status_text.changes(before, states):
+            for line in status_text.changes(before or {}, states):
                 print_line(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} {line}")
         before = states
         pause_for_reader(every_s)
@@ -126,6 +127,7 @@ class _Sight(abc.ABC):
     def __init__(self, target: str) -> None:
         self.target = target
         self.error: CkptAsyncError | OSError | None = None
+        self._states_before: dict[str, str] = {}
 
     @property
     def code(self) -> Exit:
@@ -145,8 +147,16 @@ class _Sight(abc.ABC):
         return self._blocks(is_titled=is_titled)
 
     def states(self) -> dict[str, str]:
-        """Return the states to compare from look to look."""
-        return {self.target: told(self.error)} if self.error is not None else self._states()
+        """Return the states to compare from look to look.
+
+        What cannot be seen keeps the states it had: that says nothing about the checkpoints.
+        """
+        if self.error is not None:
+            self._states_before[self.target] = told(self.error)
+        else:
+            again = {self.target: "can be seen again"} if self.target in self._states_before else {}
+            self._states_before = self._states() | again
+        return dict(self._states_before)
 
     def json(self) -> Json:
         if self.error is not None:

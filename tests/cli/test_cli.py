@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, __version__, cli
+from ckpt_async import Uploader, __version__, cli, errors
+from ckpt_async.cli.failures import code_of
 from ckpt_async.cli.output import SILENCE_S
 from ckpt_async.core import keys
 from ckpt_async.core.model import (
@@ -207,6 +208,7 @@ def test_ls_omits_decisions_voided_by_the_boundary(
     boundary = Boundary(CheckpointId(1, 2), frozenset({CheckpointId(1, 1)}), 1, "nonce")
     on_store(remote, lambda store: store.put(keys.BOUNDARY, encode_boundary(boundary)))
     assert [each["step"] for each in json_of(capsys, "ls", remote, "--all")["checkpoints"]] == [1, 3]
+    assert cli.main(["pin", remote, "2"]) == 3
 
 
 def test_ls_shows_readable_checkpoints_beside_unreadable_records(
@@ -434,6 +436,32 @@ def test_an_error_is_one_line_on_stderr_and_a_json_object(
     assert err_again == err
     assert told["message"] in err
     assert (told["hint"] or "") in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.SettingsError("x"), 2),
+        (errors.InvalidNameError("x"), 2),
+        (errors.NoJournalError("x"), 3),
+        (errors.UnknownKindError("x"), 3),
+        (errors.ObjectNotFoundError("x"), 3),
+        (errors.IntegrityError("x"), 4),
+        (errors.DamagedCheckpointError("x"), 4),
+        (errors.NoUsableCheckpointError("x"), 4),
+        (errors.FolderInUseError("x"), 5),
+        (StoreError("x", reason=FailureReason.THROTTLED), 5),
+        (StoreError("x", reason=FailureReason.TRANSIENT), 5),
+        (StoreError("x", reason=FailureReason.TIMEOUT), 5),
+        (errors.UnreliableReadError("x"), 7),
+        (StoreError("x", reason=FailureReason.AUTH), 1),
+        (errors.JournalError("x"), 1),
+        (OSError("x"), 1),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Exception) else None,
+)
+def test_each_error_has_the_exit_code_on_which_scripts_branch(error: Exception, code: int) -> None:
+    assert code_of(error) == code
 
 
 def test_a_bug_is_one_line_unless_debugging_is_on(

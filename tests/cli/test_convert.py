@@ -73,6 +73,46 @@ def test_our_own_run_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert torch.equal(load(tmp_path / "model.safetensors")["w"], STATE["model"]["w"])
 
 
+def test_the_kind_and_the_generation_that_are_asked_for_are_converted(tmp_path: Path) -> None:
+    remote, target = f"file://{tmp_path}/remote", tmp_path / "whole.pt"
+    for value, more in enumerate(({"generation": 1}, {"generation": 2}, {"kind": "ema"}), start=1):
+        with Uploader(tmp_path / f"{value}", remote, **more) as uploader:
+            path = tmp_path / f"{value}" / "rank-0.pt"
+            dump(STATE | {"model": {"w": torch.tensor([value])}}, path)
+            uploader.enqueue(path, step=3)
+            uploader.seal(step=3)
+    for value, which in enumerate((["--step", "3@g1"], ["--step", "3@g2"], ["--kind", "ema"]), start=1):
+        assert cli.main(["convert", remote, str(target), "--overwrite", *which]) == 0
+        assert load(target)["model"]["w"].item() == value
+
+
+def test_a_damaged_checkpoint_that_was_passed_over_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise an older state would pass for the newest one."""
+    remote = f"file://{tmp_path}/remote"
+    with Uploader(tmp_path / "ckpts", remote) as uploader:
+        for step in (1, 2):
+            dump(STATE, tmp_path / "ckpts" / f"step{step}-rank0.pt")
+            uploader.enqueue(tmp_path / "ckpts" / f"step{step}-rank0.pt", step)
+            uploader.seal(step)
+    (tmp_path / "remote/ckpt/step-2.g1/step2-rank0.pt").unlink()
+    assert cli.main(["convert", remote, str(tmp_path / "whole.pt")]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("passed over ")
+    assert "step 2" in first
+    assert last.startswith("step-1 ")
+
+
+def test_one_of_two_parts_is_converted(tmp_path: Path) -> None:
+    for part in ("model", "optim"):
+        foreign_files.dcp(tmp_path / "run/step20" / part, {part: torch.ones(2)})
+    (tmp_path / "run/step20/config.yaml").write_text("model: {}")
+    target = tmp_path / "part.pt"
+    assert cli.main(["convert", str(tmp_path / "run/step20"), str(target), "--subfolder", "optim"]) == 0
+    assert torch.equal(load(target)["optim"], torch.ones(2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -81,6 +121,7 @@ def test_our_own_run_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["{run}", "x.pt.gz"], 1, "unknown format '.gz'"),
         (["{run}", "x.pt", "--step", "7"], 3, "has no complete checkpoint of step 7"),
         (["{run}", "x.pt", "--max-memory", "much"], 2, "is not a size"),
+        (["{run}", "x.pt", "--max-memory", "1KiB"], 2, "is not a number of at least 1 MiB"),
         (["{run}/step10/train", "x.pt"], 3, "has no complete checkpoint; to convert a single file"),
         (["{run}/step10/.metadata.json", "x.pt"], 1, "has 0 torch or safetensors files"),
         (["{run}", "{run}/taken.pt"], 1, "--overwrite"),

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import looking
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.transfer.patient import PatientStore
+from tests.restore.runs import Run
+from tests.torch_side import foreign_files
 
 Json = dict[str, Any]
 Call = Callable[..., tuple[int, Json]]
@@ -187,6 +192,67 @@ def test_ls_of_a_prefix_lists_the_runs_below(tmp_path: Path, remote: str, call: 
     assert call("ls", remote)[1]["latest"]["step"] == 3
 
 
+def test_a_run_below_a_prefix_is_shown_by_its_newest_commit_and_what_cannot_be_read_is_told(
+    tmp_path: Path, remote: str, call: Call, text: Any
+) -> None:
+    run = Run(remote)
+    for step in (3, 5):
+        run.commit(step)
+    prefix = f"file://{tmp_path}/store"
+    assert call("ls", prefix)[1]["runs"][0]["latest"] == {"generation": 1, "step": 5}
+    assert text("ls", prefix)[1].splitlines()[1].split()[:3] == [remote, "2", "5"]
+    run.put(keys.BOUNDARY, b"nonsense")
+    code, told = call("ls", prefix)
+    assert (code, told["runs"][0]["unreadable"]) == (4, [keys.BOUNDARY])
+    assert text("ls", prefix)[0] == 4
+
+
+def test_what_retention_has_begun_and_what_it_has_finished_are_told_apart(
+    remote: str, call: Call, text: Any
+) -> None:
+    run = Run(remote)
+    for step in (1, 2, 3):
+        run.commit(step)
+    run.prune(CheckpointId(1, 1))
+    run.prune(CheckpointId(1, 2), finish=False)
+    remarks = [line.split("  ")[-1].strip() for line in text("ls", "--all", remote)[1].splitlines()[1:]]
+    assert remarks == ["pruned", "being pruned", "latest"]
+    used = [line.split("  ")[-1].strip() for line in text("du", remote)[1].splitlines()[1:3]]
+    assert used == ["being pruned", "step-3.g1"]
+
+
+def test_a_checkpoint_whose_record_cannot_be_read_is_not_said_to_be_missing(remote: str, call: Call) -> None:
+    run = Run(remote)
+    run.commit(1)
+    run.put(keys.decision_key(CheckpointId(1, 1)), b"nonsense")
+    assert call("ls", remote, "1")[0] == 4
+
+
+def test_ls_and_du_tell_kinds_sizes_and_ages(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a" * 10, "b.bin": b"b" * 20})
+    save(tmp_path / "f", remote, 2, {"a.bin": b"a" * 10})
+    save(tmp_path / "w", remote, 3, {"a.bin": b"a" * 5}, kind="weights")
+    told = call("ls", "-l", remote)[1]
+    assert told["kinds"] == {"weights": {"latest": {"generation": 1, "step": 3}}}
+    first = told["checkpoints"][0]
+    assert (first["ranks"], first["shards"], first["age_s"] < 60) == (1, 2, True)
+    checksum = first["files"][0]["checksum"]
+    shown = text("ls", "-l", remote)[1]
+    assert shown.startswith("KIND")
+    assert f"{checksum['algorithm']}:{checksum['value']}" in shown
+    prefix = remote.rpartition("/")[0]
+    (run,) = call("ls", prefix)[1]["runs"]
+    assert (run["size_bytes"], run["age_s"] < 60) == (45, True)
+    used = text("du", remote)[1]
+    assert "  weights: step-3.g1" in used
+    assert used.splitlines()[-1].endswith(f"  {remote}")
+    save(tmp_path / "g", f"{remote}-2", 1, {"a.bin": b"a"})
+    sizes = call("du", prefix)[1]
+    assert sizes["size_bytes"] == sum(each["size_bytes"] for run in sizes["runs"] for each in run["used"])
+    assert len(sizes["runs"]) == 2
+    assert "of generation 3" in call("ls", remote, "--generation", 3)[1]["error"]["message"]
+
+
 # --- du ----------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +291,8 @@ def test_du_of_a_prefix_sums_its_runs(tmp_path: Path, remote: str, call: Call, t
     assert told["size_bytes"] > 2000
     lines = text("du", prefix)[1].splitlines()
     assert [line.split()[-1] for line in lines] == ["RUN", f"{remote}-a", f"{remote}-b", prefix]
+    *runs, in_all = [int(line.split()[2]) for line in lines[1:]]
+    assert in_all == sum(runs) == sum(each["objects"] for run in told["runs"] for each in run["used"])
 
 
 # --- diff --------------------------------------------------------------------------------------------------
@@ -250,10 +318,45 @@ def test_diff_compares_files_by_their_receipts(tmp_path: Path, remote: str, call
         assert call("diff", *wrong)[0] == 2
 
 
+def test_diff_compares_the_kind_and_the_generations_that_are_asked_for(
+    tmp_path: Path, remote: str, call: Call, text: Any
+) -> None:
+    for generation in (1, 2):
+        save(tmp_path / f"f{generation}", remote, 1, {"a": b"a" * generation}, generation=generation)
+    for step, files in enumerate(({"old": b"o"}, {"new": b"n", "more": b"m"}), start=1):
+        save(tmp_path / "w", remote, step, files, kind="weights")
+    changed = call("diff", f"{remote}#1@g1", "1@g2")[1]["files"]["changed"]
+    assert [changed["a"][side]["size_bytes"] for side in "ab"] == [1, 2]
+    shown = text("diff", "--kind", "weights", f"{remote}#1", "2")[1].splitlines()
+    where = f"{remote}/kinds/weights"
+    assert shown == [
+        f"--- {where} step 1 (step-1, generation 1)",
+        f"+++ {where} step 2 (step-2, generation 2)",
+        "- old  1 B",
+        "+ more  1 B",
+        "+ new  1 B",
+        "0 files the same, 0 changed, 1 only in A, 2 only in B",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_diff_does_not_say_that_files_differ_which_it_cannot_compare(
+    tmp_path: Path, call: Call, text: Any
+) -> None:
+    """Another tool has saved the same bytes twice, and its files have no checksums."""
+    for step in (10, 20):
+        foreign_files.olmo_core(tmp_path / f"run/step{step}", {"model": {"w": torch.ones(2)}}, {0: {}})
+    arguments = "diff", f"file://{tmp_path}/run#10", "20"
+    assert call(*arguments)[0] == 8
+    shown = text(*arguments)[1]
+    assert "train/rank0.pt" in shown
+    assert "no checksums to compare" in shown
+    assert "different content" not in shown
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_diff_of_tensors_reads_no_data(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
     import safetensors.torch
-    import torch
     import torch.distributed.checkpoint as dcp
 
     def files(extra: dict[str, Any], dtype: torch.dtype) -> dict[str, bytes]:

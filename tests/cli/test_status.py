@@ -5,18 +5,27 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, cli
+from ckpt_async import Uploader, cli, restore
+from ckpt_async.cli import status_text
 from ckpt_async.cli.drawing import Block, Table, Terminal, drawn
+from ckpt_async.core import keys
+from ckpt_async.core.model import CheckpointId, Enqueued, FileIdentity, Sealed, Shard
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.monitor.report import Seen
+from ckpt_async.monitor.status import view
 from tests.missing_ranks import lacking_ranks, save
+from tests.restore.runs import Run, shard_key
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -52,6 +61,9 @@ def test_a_remote_tells_who_has_delivered_and_who_has_not(
         r"step 2: 1 of 3 ranks have delivered, waits for ranks 1, 2, last change \d+ s ago", second
     )
     assert "start   generation 1, 3 ranks" in rest
+    (row,) = (line for line in rest if "in_flight" in line)
+    assert " 1/3 " in row
+    assert row.endswith("missing: 1, 2")
     found = told(capsys, remote)
     assert (found["remote"], found["generation"], found["world_size"]) == (remote, 1, 3)
     assert (found["last_committed"]["step"], found["last_committed"]["age_s"] < 60) == (1, True)
@@ -90,9 +102,20 @@ def test_a_remote_with_kinds_and_one_without_a_run(
     for kind in (None, "weights"):
         with Uploader(tmp_path / "a", remote, kind=kind, rank=0, world_size=1) as uploader:
             save(uploader, 5)
+    with Uploader(tmp_path / "a", remote, kind="ema", rank=0, world_size=1) as uploader:
+        (tmp_path / "a/more.bin").write_bytes(b"x" * 1000)
+        uploader.enqueue(tmp_path / "a/more.bin", 5)
+        save(uploader, 5)
     found = told(capsys, remote)
     assert found["last_committed"]["step"] == 5
     assert found["kinds"]["weights"]["remote"] == f"{remote}/kinds/weights"
+    sizes = [each["checkpoints"][0]["size_bytes"] for each in (found, found["kinds"]["ema"])]
+    assert sizes == [1000, 2000]
+    assert cli.main(["status", remote]) == 0
+    assert f"{remote}/kinds/ema" in capsys.readouterr().out.splitlines()
+    assert cli.main(["status", str(tmp_path / "a")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"the run itself, no kind", "kind weights", "kind ema"} <= set(lines)
     assert told(capsys, f"file://{tmp_path}/a", code=3)["error"]["kind"] == "ObjectNotFoundError"
 
 
@@ -118,6 +141,80 @@ def test_several_at_once_have_the_shape_of_the_page(
         True,
     ]
     assert err.startswith(f"ckpt-async: {nodes[1]}: there is no journal")
+
+
+def test_of_a_long_run_the_newest_are_shown_and_pins_are_told(
+    remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(remote)
+    for step in range(1, 13):
+        run.commit(step, {0: {"a": b"a"}}, moves_latest=False)
+    assert cli.main(["pin", remote, "7"]) == 0
+    capsys.readouterr()
+    assert cli.main(["status", remote]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"and 2 older ones, see `ckpt-async ls {remote}`"
+    rows = [line.split() for line in lines if "committed" in line][1:]
+    assert [row[0] for row in rows] == [str(step) for step in range(3, 13)]
+    remarks = {row[0]: row[-1] for row in rows}
+    assert (remarks["7"], remarks["12"]) == ("pinned", "newest")
+
+
+def test_what_a_remote_does_not_tell_is_named(remote: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(remote)
+    for step in (1, 2):
+        run.commit(step, moves_latest=False)
+    run.delete(keys.decision_key(CheckpointId(1, 2)))
+    run.put(keys.decision_key(CheckpointId(1, 1)), b"nonsense")
+    assert cli.main(["status", remote]) == 0
+    out = capsys.readouterr().out
+    assert "step 2: 2 of ? ranks have delivered, total number of ranks unknown" in out
+    assert f"cannot be read: {keys.decision_key(CheckpointId(1, 1))}" in out
+
+
+# --- folders -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    """Provide the journal of rank 0, which has sealed step 7 with a file of 1 MiB."""
+    id_, shard = CheckpointId(1, 7), Shard("a", "step-7/a", FileIdentity(1, 1, 1 << 20, 1), True)
+    journal = Journal(Folder(tmp_path / "node"), 0)
+    journal.append([Enqueued(id_, "step-7", shard), Sealed(id_, "step-7", 1)])
+    yield journal
+    journal.close()
+
+
+@pytest.mark.usefixtures("journal")
+def test_a_folder_whose_trainer_is_dead_says_how_to_finish_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = RankLock(Folder(tmp_path / "node"), 0)
+    shown = []
+    for is_running in (False, True):
+        if is_running:
+            lock.acquire()
+        assert cli.main(["status", str(tmp_path / "node")]) == 0
+        shown.append(capsys.readouterr().out.splitlines())
+    lock.release()
+    dead, live = shown
+    assert dead[1] == "no uploader is running here; `ckpt-async drain` finishes what was sealed"
+    assert "ranks   0 (stopped)" in dead
+    assert "queue   1 queued (1.0 MiB)" in dead
+    assert " 0/1 " in dead[-1]
+    assert "ranks   0" in live
+    assert dead[1] not in live
+
+
+def test_the_time_left_is_that_of_what_has_not_been_uploaded(journal: Journal) -> None:
+    id_ = CheckpointId(1, 7)
+    status = view([journal.local()], {(0, id_, "a"): 896 << 10}, 0.0)
+    [block] = status_text.folder_blocks(
+        "/f", {"": Seen(status, (0,), {id_: float(1 << 16)})}, is_titled=False
+    )
+    assert ("", "speed   64.0 KiB/s, 2 s left") in block.lines
+    assert block.table is not None
+    assert block.table.rows[0][-1] == "64.0 KiB/s, 2 s left"
 
 
 # --- again and again ---------------------------------------------------------------------------------------
@@ -162,6 +259,107 @@ def test_without_a_terminal_a_line_for_each_change(
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
         process.stdout.close()
+
+
+@pytest.fixture
+def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float]]:
+    """Have --watch do these acts, one in each pause, in place of waiting, and then end as with Ctrl-C."""
+
+    def meanwhile(*acts: Callable[[], object]) -> list[float]:
+        left, pauses_s = list(acts), list[float]()
+
+        def pause(pause_s: float) -> None:
+            pauses_s.append(pause_s)
+            if not left:
+                raise KeyboardInterrupt
+            left.pop(0)()
+
+        monkeypatch.setattr("ckpt_async.cli.status.pause_for_reader", pause)
+        return pauses_s
+
+    return meanwhile
+
+
+def changes(capsys: pytest.CaptureFixture[str], *targets: object) -> list[str]:
+    assert cli.main(["status", "--watch", *map(str, targets)]) == 130
+    return [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_target_that_cannot_be_seen_for_a_while_has_not_lost_its_checkpoints(
+    tmp_path: Path, remote: str, meanwhile: Callable[..., list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that did not answer once was reported as one that holds none of them any longer."""
+    Run(remote).commit(5)
+    store, away = tmp_path / "store/run-a", tmp_path / "away"
+    meanwhile(lambda: store.rename(away), lambda: None, lambda: away.rename(store))
+    seen, error, again = changes(capsys, remote)
+    assert (seen, again) == (f"{remote} step 5@g1 committed", f"{remote} can be seen again")
+    assert error.startswith(f"{remote} open ")
+
+
+def test_a_folder_that_appears_later_is_looked_at(
+    tmp_path: Path, remote: str, meanwhile: Callable[..., list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = tmp_path / "node"
+
+    def train() -> None:
+        with Uploader(node, remote, rank=0, world_size=1) as uploader:
+            save(uploader, 1)
+
+    meanwhile(train, lambda: shutil.rmtree(node))
+    first, *rest, last = changes(capsys, node)
+    assert first.startswith(f"{node} there is no journal")
+    assert rest == [f"{node} step 1@g1 committed", f"{node} can be seen again"]
+    assert last == first
+
+
+def test_what_is_no_longer_held_and_what_is_damaged_are_told(
+    tmp_path: Path, remote: str, meanwhile: Callable[..., list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, node = Run(remote), tmp_path / "node"
+    with Uploader(node, remote, rank=0, world_size=1, num_checkpoints_to_keep=1) as uploader:
+
+        def move_on() -> None:
+            save(uploader, 2)
+            uploader.flush(timeout_s=60)
+
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=60)
+        meanwhile(move_on)
+        assert f"{node} step 1@g1 is no longer held here" in changes(capsys, node)
+
+    def spoil() -> None:
+        run.flip(shard_key(2, "rank-0.bin"))
+        restore.fetch_latest(remote, tmp_path / "there")
+
+    meanwhile(spoil)
+    assert f"{remote} step 2@g1 damaged" in changes(capsys, remote)
+
+
+def test_a_remote_is_looked_at_less_often_than_a_folder(
+    tmp_path: Path, remote: str, meanwhile: Callable[..., list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each look at a remote costs requests, also beside a folder."""
+    with Uploader(tmp_path / "node", remote, rank=0, world_size=1):
+        pass
+    pauses_s = []
+    for targets in (["node"], ["node", remote], [remote, "node", "--interval", "0.5"]):
+        where = [str(tmp_path / each) if each == "node" else each for each in targets]
+        pauses_s.append(meanwhile())
+        changes(capsys, *where)
+    assert pauses_s == [[2.0], [10.0], [0.5]]
+
+
+def test_watching_as_json_prints_the_first_look_and_then_only_changes(
+    tmp_path: Path, remote: str, meanwhile: Callable[..., list[float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as nothing had been saved, every look was printed."""
+    with Uploader(tmp_path / "node", remote, rank=0, world_size=1) as uploader:
+        meanwhile(lambda: None, lambda: (save(uploader, 1), uploader.wait(1, timeout_s=60)), lambda: None)
+        assert cli.main(["status", "--watch", "--json", str(tmp_path / "node")]) == 130
+    looks = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    steps = [[each["step"] for each in look["folders"][0]["checkpoints"]] for look in looks]
+    assert steps == [[], [1]]
 
 
 @pytest.mark.usefixtures("ranks")

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from ckpt_async.cli.sweep import ACTIONS
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.steps import new_decision
 from ckpt_async.transfer.patient import connect
@@ -93,6 +95,80 @@ def test_sweep_finishes_a_folder_and_prunes_its_remote(
     ]
     assert all(each["what"] and each["reason"] for each in swept["actions"])
     assert steps(call, remote) == [2, 3]
+
+
+def test_the_policy_of_a_kind_is_its_own(call: Call, folder: Path, remote: str) -> None:
+    for kind in (None, "weights", "ema"):
+        with Uploader(folder, remote, rank=0, world_size=1, kind=kind) as uploader:
+            for step in (1, 2):
+                path = folder / f"{kind}-{step}.bin"
+                path.write_bytes(b"x")
+                uploader.enqueue(path, step)
+                uploader.seal(step)
+
+    def left() -> dict[str | None, list[int]]:
+        found: dict[str | None, list[int]] = {}
+        for each in call("ls", remote)[1]["checkpoints"]:
+            found.setdefault(each["kind"], []).append(each["step"])
+        return found
+
+    assert call("prune", remote, "--kind", "ema", "--keep", "last=1", "--yes")[0] == 0
+    assert left() == {None: [1, 2], "weights": [1, 2], "ema": [2]}
+    assert call("sweep", "--remote", remote, "--keep", "weights:last=1")[0] == 0
+    assert left() == {None: [1, 2], "weights": [2], "ema": [2]}
+
+
+def test_folders_only_prunes_nothing(
+    trainers: Trainers, call: Call, folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's permissions do not suffice for more."""
+    monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1")
+    trainers.die(folder, remote, 1, 2)
+    code, told = call("sweep", folder, "--folders-only")
+    assert (code, told["folders"][0]["committed"], told["remotes"]) == (0, 2, [])
+    assert steps(call, remote) == [1, 2]
+    assert call("sweep", folder, "--folders-only", "--keep", "last=1")[0] == 2
+
+
+def test_the_endpoint_given_to_a_sweep_is_used(
+    call: Call, folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(folder, s3_url, 1, 2)
+    endpoint = next(name for name in os.environ if name.startswith("AWS_ENDPOINT_URL"))
+    arguments = ["sweep", "--remote", s3_url, "--keep", "last=1", "--endpoint-url", os.environ[endpoint]]
+    monkeypatch.delenv(endpoint)
+    code, told = call(*arguments)
+    assert (code, told["remotes"][0]["error"]) == (0, None)
+
+
+def test_a_sweep_tells_a_reader_what_failed_what_is_in_use_and_what_is_damaged(
+    trainers: Trainers,
+    folder: Path,
+    remote: str,
+    stored: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def told(*arguments: object, code: int) -> str:
+        assert cli.main(["sweep", *map(str, arguments)]) == code
+        return capsys.readouterr().out
+
+    with Uploader(folder, remote, rank=0, world_size=1):
+        assert (
+            f"{folder}: 0 committed, 0 left, 0 bytes uploaded; ranks [0] are in use by a live owner"
+            in told(folder, "--folders-only", code=0)
+        )
+    train(tmp_path / "other", remote, 2)
+    file = tmp_path / "sweep.prom"
+    lose_a_shard(stored)
+    out = told("--remote", remote, "--verify", "--metrics-file", file, code=1)
+    assert f"{remote}: VIOLATION I1 ckpt/ep1-ba2.g2/model.bin" in out
+    assert "ckpt_async_command_violations" in file.read_text()
+    dead = tmp_path / "dead"
+    trainers.die(dead, f"{remote}-2", 1)
+    shutil.rmtree(f"{stored}-2")
+    train(tmp_path / "newer", f"{remote}-2", 1)  # after the remote was wiped
+    assert f"{dead}: rank 0 FAILED (" in told(dead, "--folders-only", code=1)
 
 
 def test_sweep_dry_run_touches_nothing(
@@ -465,6 +541,8 @@ def test_verify_reports_a_sound_run(
         "not_looked_at": [],
     }
     assert call("verify", remote, "--step", 2, "--read-data", 100)[1]["shards_read"] == 1
+    drawn = [call("verify", remote, "--read-data", 50, "--seed", seed)[1]["shards_read"] for seed in (0, 1)]
+    assert drawn == [0, 1]
     assert call("verify", remote, "--step", 7)[0] == Exit.NOT_FOUND
     assert cli.main(["verify", remote]) == 0
     assert (
@@ -489,7 +567,8 @@ def cut_a_shard(stored: Path) -> str:
 
 
 def lose_a_shard(stored: Path) -> str:
-    (stored / "ckpt/ep1-ba2.g1/model.bin").unlink()
+    (path,) = stored.glob("ckpt/ep1-ba2.g*/model.bin")
+    path.unlink()
     return "I1"
 
 
@@ -567,6 +646,33 @@ def test_verify_finds_damage(
     assert code == Exit.INCOMPLETE
     assert rule in {each["rule"] for each in told["violations"]}
     assert all(each["key"] and each["message"] for each in told["violations"])
+
+
+def test_what_a_store_does_not_let_verify_look_at_is_named(
+    call: Call, folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(folder, s3_url, 1)
+
+    async def refuse(*_: object) -> None:
+        raise StoreError("403 AccessDenied", reason=FailureReason.AUTH)
+
+    monkeypatch.setattr("ckpt_async.stores.s3.client.S3Store.list_multiparts", refuse)
+    code, told = call("verify", s3_url)
+    assert (code, len(told["not_looked_at"])) == (0, 1)
+    assert cli.main(["verify", s3_url]) == 0
+    assert f"not checked: {told['not_looked_at'][0]}" in capsys.readouterr().out
+
+
+def test_verify_only_reads(call: Call, folder: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(folder, s3_url, 1)
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise StoreError("AccessDenied", reason=FailureReason.AUTH)
+
+    for name in ("put", "delete", "create_multipart"):
+        monkeypatch.setattr(f"ckpt_async.stores.s3.client.S3Store.{name}", refuse)
+    code, told = call("verify", s3_url, "--read-data", 100)
+    assert (code, told["shards_read"]) == (0, 1)
 
 
 def test_a_remote_without_a_run_exits_with_not_found(call: Call, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +17,26 @@ import pytest
 from ckpt_async import Uploader, cli
 from ckpt_async.cli.parsing import as_size as size_argument
 from ckpt_async.core import keys
-from ckpt_async.core.model import Checksum
+from ckpt_async.core.model import (
+    CheckpointId,
+    Checksum,
+    Enqueued,
+    Failed,
+    FileIdentity,
+    RemoteAddress,
+    Sealed,
+    Shard,
+)
 from ckpt_async.doctor import checks as doctor
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.local.filesystems import filesystem_of
 from ckpt_async.local.folder import Folder
-from ckpt_async.stores import open_store
+from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.bodies import collected
-from ckpt_async.stores.interface import Body, Condition, MultipartInfo, ObjectInfo
+from ckpt_async.stores.interface import Body, Condition, Listing, MultipartInfo, ObjectInfo
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 Json = dict[str, Any]
@@ -305,6 +318,68 @@ def test_the_speed_test_respects_min_free_bytes(
         assert (f"min_free_bytes={min_free_mib << 20}" in found["speed"]["message"]) is (min_free_mib > 0)
 
 
+class Odd(Weak):
+    """A store with a clock of its own that returns other bytes, and does not answer what is asked of decisions."""
+
+    data, ahead_s, is_silent = b"a", 0.0, False
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        data, info = await super().get(key, max_size_bytes=max_size_bytes)
+        return (self.data if data == b"a" else data), info
+
+    async def list(self, prefix: str, **more: Any) -> Listing:
+        if self.is_silent and prefix == keys.DECISIONS:
+            await asyncio.Event().wait()
+        found = await super().list(prefix, **more)
+        return replace(found, server_time=found.server_time + self.ahead_s)
+
+    async def copy(self, source: str, etag: str, key: str) -> None:
+        await super().copy(source, etag, key)
+        copy = self._bucket.objects[key]
+        self._bucket.objects[key] = replace(copy, data=b"x")
+
+
+@pytest.mark.parametrize(
+    ("oddity", "check", "level", "says"),
+    [
+        ({"data": b"b"}, "read", "fail", "different bytes"),
+        ({"ahead_s": 100.0}, "clock", "warn", "s behind the store's"),
+        ({"ahead_s": -100.0}, "clock", "warn", "s ahead of the store's"),
+        ({"is_silent": True}, "records", "warn", "no answer within"),
+        ({}, "copy", "fail", "the copy has different bytes"),
+    ],
+)
+def test_what_is_odd_about_a_store_is_said(
+    oddity: Json, check: str, level: str, says: str, call: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Odd()
+    for name, value in oddity.items():
+        setattr(store, name, value)
+    monkeypatch.setattr(doctor, "open_store", lambda *_, **__: store)
+    monkeypatch.setattr("ckpt_async.doctor.trial.RECORDS_S", 0.05)
+    monkeypatch.setenv("CKPT_ASYNC_PUBLISH_COPIES", str(check == "copy").lower())
+    code, found = call("memory://weak")
+    assert (code, levels(found)) == (int(level == "fail"), {check: level, "checksums": "warn"})
+    assert says in found[check]["message"]
+
+
+def test_upload_and_download_are_told_apart(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
+    times_s = iter([0.0, 2.0, 2.0, 3.0])
+    monkeypatch.setattr("ckpt_async.doctor.speed.time", SimpleNamespace(perf_counter=times_s.__next__))
+    found = call("memory://speed/run", "--speed")[1]
+    assert found["upload"]["message"] == "64.0 MiB at 32.0 MiB/s"
+    assert found["download"]["message"] == "64.0 MiB at 64.0 MiB/s"
+
+
+def test_a_record_that_cannot_be_read_is_named(folder: Path, tmp_path: Path, call: Examine) -> None:
+    train(folder, f"file://{tmp_path}/run", 1)
+    (decision,) = (tmp_path / "run" / keys.DECISIONS).iterdir()
+    decision.write_bytes(b"nonsense")
+    code, found = call(folder)
+    assert (code, levels(found)) == (0, {"records": "warn"})
+    assert found["records"]["message"].startswith(f"cannot be read: {keys.DECISIONS}{decision.name}: ")
+
+
 # --- the folder --------------------------------------------------------------------------------------------
 
 
@@ -388,6 +463,55 @@ def test_of_a_watched_folder_the_watcher_s_journal_is_looked_at(
     assert found["write"]["level"] == "ok", "its remote is the one that is tried"
 
 
+def test_the_journals_of_all_kinds_count(
+    folder: Path, tmp_path: Path, call: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(folder, f"file://{tmp_path}/run", 1)
+    of_kind, id_ = Folder(folder, kind="weights"), CheckpointId(1, 2)
+    journal, lock = Journal(of_kind, 0), RankLock(of_kind, 0)
+    shard = Shard("a", "step-2/a", FileIdentity(1, 1, 10, 1), True)
+    journal.append([Enqueued(id_, "step-2", shard), Sealed(id_, "step-2", 1)])
+    found = call(folder)[1]
+    assert (found["backlog"]["level"], "`ckpt-async drain`" in found["backlog"]["hint"]) == ("warn", True)
+    assert "kind weights: nothing committed yet; step 2" in found["backlog"]["message"]
+    lock.acquire()
+    found = call(folder)[1]
+    assert (found["backlog"]["level"], "ranks running: 0" in found["journal"]["message"]) == ("ok", True)
+    journal.append([Failed(id_, "a", FailureReason.OTHER, "403")])
+    assert "`ckpt-async status` shows why" in call(folder)[1]["backlog"]["hint"]
+    lock.release()
+    journal.close()
+    may = os.access  # root may write everywhere
+
+    def access(path: Path, mode: int) -> bool:
+        return may(path, mode) and "kinds" not in Path(path).parts
+
+    monkeypatch.setattr(doctor.os, "access", access)
+    code, found = call(folder)
+    assert (code, found["journal"]["message"]) == (1, "cannot be written by this user")
+
+
+def test_the_remote_of_a_folder_is_that_of_the_run_also_if_it_has_only_kinds(
+    folder: Path, tmp_path: Path
+) -> None:
+    with Uploader(folder, f"file://{tmp_path}/run", rank=0, world_size=1, kind="weights"):
+        pass
+    facts = doctor.examine(folder, None, StoreOptions(), {})
+    assert facts.journal is not None
+    assert facts.remote is not None
+    assert facts.journal.remote == facts.remote.url == f"file://{tmp_path}/run"
+
+
+def test_what_is_given_takes_precedence_over_what_the_journal_records() -> None:
+    recorded = RemoteAddress("s3://b/run", "http://here:9000", "eu-west-1", put_args={"Tagging": "a=b"})
+    given = StoreOptions(endpoint_url="http://there:9000", region="us-east-1", profile="mine")
+    found = doctor._as_recorded(recorded, given)
+    assert found == ("s3://b/run", replace(given, put_args={"Tagging": "a=b"}))
+    kept = doctor._as_recorded(recorded, StoreOptions())
+    assert kept is not None
+    assert (kept[1].endpoint_url, kept[1].region) == ("http://here:9000", "eu-west-1")
+
+
 # --- the environment and the command line ------------------------------------------------------------------
 
 
@@ -414,6 +538,19 @@ def test_variables_without_effect_are_named(call: Examine, monkeypatch: pytest.M
 def test_a_low_open_file_limit_is_a_warning(call: Examine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 4096))
     assert call()[1]["open files"]["level"] == "warn"
+
+
+def test_connections_are_counted_for_the_open_file_limit() -> None:
+    host = doctor.examine(None, None, StoreOptions(), {"CKPT_ASYNC_MAX_CONCURRENT_UPLOADS": "100"}).host
+    assert host.num_requests == 100 + CONTROL_REQUESTS
+
+
+def test_a_proxy_on_the_way_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = StoreOptions(endpoint_url="http://store.example:9000", region="us-east-1")
+    for name, value, has_proxy in (("http_proxy", "http://p:1", True), ("no_proxy", "store.example", False)):
+        monkeypatch.setenv(name, value)
+        assert doctor._has_proxy("s3://b/run", options, os.environ) is has_proxy
+    assert doctor._has_proxy("file:///run", StoreOptions(), os.environ) is False
 
 
 @pytest.mark.parametrize(

@@ -130,3 +130,20 @@ def test_a_missing_journal_is_not_a_fault() -> None:
     found = diagnose(replace(SOUND, journal=JournalState()))
     assert "none yet" in next(each.message for each in found if each.check == "journal")
     assert {each.level for each in found} == {Level.OK}
+
+
+def test_of_many_unreadable_records_the_first_are_named_and_the_rest_are_counted() -> None:
+    found = findings_with("remote", unreadable=tuple(f"key-{n}" for n in range(12)))
+    told = [each.message for each in found if each.check == "records"]
+    assert told == [*(f"cannot be read: key-{n}" for n in range(10)), "2 more cannot be read"]
+
+
+def test_a_backlog_of_a_watcher_is_finished_in_its_own_folder() -> None:
+    found = findings_with("journal", num_pending=1, watched_from="/data/.run.ckpt_async")
+    (backlog,) = (each for each in found if each.check == "backlog")
+    assert "`ckpt-async drain /data/.run.ckpt_async`" in backlog.hint
+
+
+def test_space_that_is_just_enough_is_enough() -> None:
+    found = findings_with("folder", min_free_bytes=SOUND.folder.free_bytes if SOUND.folder else 0)
+    assert {each.level for each in found} == {Level.OK}

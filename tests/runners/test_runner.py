@@ -34,12 +34,13 @@ from ckpt_async import (
     Uploader,
     UploadFailedError,
 )
-from ckpt_async.core import keys
+from ckpt_async.core import json_log, keys
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Outcome
 from ckpt_async.core.naming import MAX_SHARD_NAME_LENGTH
 from ckpt_async.errors import FailureReason, FolderInUseError, RunnerError
+from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
 from ckpt_async.runners import child, reports, wire
@@ -678,6 +679,33 @@ def test_the_runner_does_not_linger_for_ever(
     assert {each.step for each in Oracle(remote, 1).look()} == {1}
 
 
+def test_the_runner_of_a_dead_trainer_waits_for_ranks_of_other_nodes(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Otherwise nobody on this node would learn of the commit."""
+    folder, remote, launch_id = tmp_path / "folder", f"file://{tmp_path}/run", os.urandom(8).hex()
+    settings = PROCESS | {"close_grace_s": PATIENCE_S}
+    trainer = nursery.start(
+        "saves",
+        {"CKPT_ASYNC_LAUNCH_ID": launch_id},
+        folder=str(folder),
+        remote=remote,
+        settings=settings,
+        rank=0,
+        world_size=2,
+        steps=[1],
+    )
+    trainer.expect("saved")
+    wait_until((tmp_path / "run" / keys.receipt_key(CheckpointId(1, 1), 0)).exists)
+    with Uploader(tmp_path / "other", remote, rank=1, world_size=2, launch_id=launch_id, **QUICK) as other:
+        trainer.kill()
+        wait_until(lambda: "trainer_died" in "".join(each.read_text() for each in folder.rglob("*.log")))
+        save(other, 1)
+        other.wait(1, timeout_s=PATIENCE_S)
+    wait_until(lambda: not runners(folder))
+    assert (folder / "latest-rank0").is_symlink()
+
+
 def test_a_dead_runner_is_restarted_and_nothing_is_lost(
     tmp_path: Path, proxy: FaultProxy, s3_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1130,6 +1158,96 @@ def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
         trainer.tell("stop")
         assert trainer.finish() == 0
     assert {(each.generation, each.step) for each in Oracle(remote, 2).look()} >= {(1, 1), (2, 3)}
+
+
+def test_only_this_user_reaches_the_process_of_a_node(tmp_path: Path) -> None:
+    """Whoever connects has it open folders and stores."""
+    meeting = wire.Meeting(tmp_path)
+    with meeting.listen():
+        assert (tmp_path / "node.sock").stat().st_mode & 0o777 == 0o600
+    meeting.close()
+
+
+def test_each_wish_of_a_trainer_reaches_the_engine_when_it_changes() -> None:
+    told: list[Any] = []
+    engine: Any = SimpleNamespace(
+        hurry=lambda is_hurried: told.append(("hurry", is_hurried)),
+        put_newest_first=lambda is_so: told.append(("newest", is_so)),
+        look_for_members=lambda: told.append("look"),
+        wake=lambda: 1,
+    )
+
+    async def main() -> None:
+        ours, theirs = wire.Channel.pair()
+        rank = child._Rank(ours, child._Process())
+        for wants, heard in (
+            (wire.Wants(1), []),
+            (wire.Wants(2, is_newest_first=True), [("newest", True)]),
+            (wire.Wants(3, is_newest_first=True, num_looks=1), ["look"]),
+            (wire.Wants(4, num_looks=1), [("newest", False)]),
+            (wire.Wants(5, num_hurries=1, num_looks=1), [("hurry", True), ("hurry", False)]),
+            (wire.Wants(6, num_hurries=1, is_hurried=True, num_looks=1), [("hurry", True)]),
+        ):
+            told.clear()
+            rank._serve_wants(engine, wants)
+            assert told == heard, wants
+        ours.close()
+        theirs.close()
+
+    asyncio.run(main())
+
+
+def test_fields_that_are_too_long_do_not_keep_a_line_of_the_log_from_the_trainer() -> None:
+    """A packet is limited, and 10,000 ranks may be named."""
+
+    async def main() -> None:
+        ours, theirs = wire.Channel.pair()
+        rank = child._Rank(ours, child._Process())
+        for length, is_kept in ((10, True), (wire.MAX_PACKET_BYTES, False)):
+            record = logging.LogRecord("ckpt_async.x", logging.INFO, "", 0, "text", None, None)
+            fields = "event", {"ranks": "x" * length}
+            setattr(record, json_log.FIELDS, fields)
+            assert rank.log(record, "text")
+            message = theirs.receive()
+            assert message is not None
+            assert message[:4] == ["log", logging.INFO, "ckpt_async.x", "text"]
+            assert (message[4] is not None) is is_kept
+        ours.close()
+        theirs.close()
+
+    asyncio.run(main())
+
+
+def test_of_many_launches_the_newest_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By them a wiped remote is told from the one that a folder belongs to."""
+    monkeypatch.setattr("ckpt_async.runners.host.NUM_EARLIER", 2)
+    for _ in range(4):
+        with Uploader(tmp_path / "folder", f"file://{tmp_path}/run", **QUICK):
+            pass
+    opened = journals.read(tmp_path / "folder")[0].local().opened
+    assert opened is not None
+    assert list(opened.nonces) == [2, 3, 4]
+
+
+def test_what_was_kept_of_another_remote_is_the_users(tmp_path: Path) -> None:
+    """Its steps would be mistaken for those of the new one, and its files, or the new ones, deleted as the oldest."""
+    folder = tmp_path / "folder"
+
+    def train(name: str, num_to_keep: int, *steps: int) -> None:
+        settings: Any = QUICK | {"num_checkpoints_to_keep": num_to_keep}
+        with Uploader(folder, f"file://{tmp_path}/{name}", **settings) as uploader:
+            for step in steps:
+                path = folder / f"{name}-{step}.bin"
+                path.write_bytes(b"x")
+                uploader.enqueue(path, step)
+                uploader.seal(step)
+                uploader.wait(step, timeout_s=PATIENCE_S)
+
+    train("old", -1, 5, 6)
+    train("new", 1)
+    assert journals.read(folder)[0].local().newest_committed is None
+    train("new", 1, 1, 2)
+    assert sorted(each.name for each in folder.glob("*.bin")) == ["new-2.bin", "old-5.bin", "old-6.bin"]
 
 
 def test_a_report_that_does_not_fit_into_a_packet_is_sent_as_several() -> None:

@@ -288,13 +288,15 @@ def test_a_live_owner_is_left_alone(trainers: Trainers, call: Drain, folder: Pat
 
 
 def test_ranks_elsewhere_are_waited_for_and_named(
-    trainers: Trainers, call: Drain, tmp_path: Path, remote: str
+    trainers: Trainers, call: Drain, tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That everything on this node is safe does not make the checkpoint complete; a script must be able to tell."""
     for rank in (0, 1):
         trainers.die(tmp_path / f"node{rank}", remote, 5, rank=rank, world_size=2)
     code, told = call("drain", tmp_path / "node0", "--grace", 0)
     assert (code, told["ranks"][0]["waiting"][0]["missing_ranks"]) == (4, [1])
+    assert cli.main(["drain", str(tmp_path / "node0"), "--grace", "0"]) == 4
+    assert capsys.readouterr().out == "rank 0: step 5@g1 is uploaded and waits for rank 1\n"
     assert call("drain", tmp_path / "node1")[0] == 0
     code, told = call("drain", tmp_path / "node0")
     assert (code, steps(told["ranks"][0]["committed"]), told["uploaded_bytes"]) == (0, [5], 0)
@@ -510,6 +512,20 @@ def test_a_slash_at_the_end_of_the_remote_keeps_the_recorded_endpoint() -> None:
     )
     assert change is not None
     assert change(recorded) == recorded
+
+
+def test_what_is_given_takes_precedence_over_what_is_recorded_and_the_rest_is_kept() -> None:
+    recorded = RemoteAddress("s3://bucket/run", "http://here:9000", "eu-west-1", put_args={"Tagging": "a=b"})
+    for given in (
+        {"endpoint_url": "http://there:9000"},
+        {"region": "us-east-1"},
+        {"remote": "s3://other/run", "endpoint_url": "http://there:9000", "region": "us-east-1"},
+    ):
+        options = argparse.Namespace(**{"remote": None, "endpoint_url": None, "region": None, **given})
+        change = drain_command._change_of(options)
+        assert change is not None
+        wanted = {"url" if name == "remote" else name: value for name, value in given.items()}
+        assert change(recorded) == replace(recorded, **wanted)
 
 
 @pytest.mark.parametrize("who", ["drain", "trainer"])

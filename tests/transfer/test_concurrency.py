@@ -13,6 +13,7 @@ from ckpt_async.transfer.concurrency import (
     Concurrency,
     Request,
     answered,
+    far_away,
     observed,
     remembered,
     stragglers,
@@ -114,6 +115,12 @@ def test_a_first_look_that_sees_the_cores_at_their_limit_goes_back_to_as_few_as_
     assert min(idle) == 8
     _, many_cores = Link(400 * MIB, 1200 * MIB).play(Concurrency(limit=8, most=64, few=17), 3, busy_cores=1.1)
     assert min(many_cores) == 8
+
+
+def test_many_that_wait_for_answers_far_away_are_not_too_many_for_the_cores() -> None:
+    state = far_away(Concurrency(limit=8, most=128, few=3), small_s=0.05, small_bytes=4096)
+    _, limits = Link(MIB).play(state, 3, busy_cores=1.1)
+    assert min(limits) == state.limit == 125
 
 
 def test_what_fills_buffers_at_first_does_not_pass_for_the_rate_of_the_link() -> None:
@@ -225,6 +232,8 @@ def test_what_is_remembered_is_within_the_limits_of_this_process_and_gives_way_t
     assert begun.limit == 16
     halved = throttled(begun, began_s=1.0, now_s=1.0)
     assert Link(MIB).play(halved, 0.5)[0].limit == 8
+    halved = throttled(remembered(Concurrency(limit=8, most=128), 64, 5e6), began_s=0.0, now_s=0.0)
+    assert set(Link(MIB).play(halved, 1.5)[1]) == {32}, "no search begins while the store asks for less"
 
 
 def test_concurrency_does_not_grow_while_nothing_waits() -> None:

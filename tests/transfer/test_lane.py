@@ -259,6 +259,44 @@ def test_a_slow_connection_is_seen_though_no_request_has_to_wait() -> None:
     run(main())
 
 
+def test_a_request_that_has_ended_is_watched_no_longer(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        store = PatientStore(MemoryStore(), Settings())
+        await moving(store, 2, 1_000_000, lambda *_: 1_000_000)
+        await moving(store, 4, 20_000_000, lambda *_: 1_000_000)
+
+    with caplog.at_level("INFO"):
+        run(main())
+    assert "connection_slow" not in caplog.text
+
+
+def test_the_time_to_send_is_no_time_that_a_request_waits_for_its_answer() -> None:
+    """A request that is slower than others, but not too slow, began again when all its bytes had arrived."""
+
+    async def main() -> None:
+        store, moved, attempts = PatientStore(MemoryStore(), Settings()), 0, Counter[int]()
+        store._budgets.bulk.movers.append(lambda: Moved(moved, 0.0))
+        store._budgets.bulk._node = None  # its clock is not the test's
+
+        async def request(number: int) -> None:
+            async def attempt(_: Store, progress: Progress) -> None:
+                nonlocal moved
+                attempts[number] += 1
+                each = 90_000 if number == 3 else 200_000
+                while progress.moved_bytes < 4_000_000:
+                    await asyncio.sleep(0.1)
+                    moved, progress.moved_bytes = moved + each, progress.moved_bytes + each
+                    progress.moved(is_last=progress.moved_bytes >= 4_000_000)
+                await asyncio.sleep(2 if number == 3 else 0)
+
+            await store.bulk("upload_part", 4_000_000, attempt)
+
+        await asyncio.gather(*(request(number) for number in range(8)))
+        assert set(attempts.values()) == {1}
+
+    run(main())
+
+
 def test_a_request_whose_piece_the_kernel_has_not_taken_yet_is_not_slow() -> None:
     """All but its end is handed over at once, as one large piece; what counts is how much of it was acknowledged."""
 

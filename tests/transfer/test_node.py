@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_async.core.settings import Settings
+from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.node import ABANDONED_S, BUSY_S, Node
 
 NOW_S = 1000.0
@@ -42,6 +44,19 @@ def test_who_has_nothing_under_way_or_has_not_told_for_a_while_is_not_among_the_
     a.tell(10, 0, NOW_S)
     b.tell(10, 8, NOW_S - 2 * BUSY_S)
     assert c.tell(1, 1, NOW_S) == (21, [])
+
+
+def test_who_closes_its_budgets_is_at_once_no_longer_among_the_others(
+    there: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may live on for long after its last upload."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", there["XDG_RUNTIME_DIR"])
+    budgets, other = Budgets(Settings()), Node("up", there)
+    assert budgets.bulk._node is not None
+    budgets.bulk._node.tell(10, 8, NOW_S)
+    assert other.tell(1, 1, NOW_S) == (11, [8])
+    budgets.close()
+    assert other.tell(1, 1, NOW_S) == (11, [])
 
 
 def test_what_has_moved_never_becomes_less_when_processes_come_and_go(there: dict[str, str]) -> None:
