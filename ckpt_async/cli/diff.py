@@ -21,7 +21,7 @@ from ckpt_async.cli.output import (
     telling_of_silence,
 )
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_step, as_which
-from ckpt_async.core.units import counted, in_units
+from ckpt_async.core.units import counted, few, in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.session import PATIENCE_S
@@ -128,8 +128,7 @@ def diff(options: argparse.Namespace) -> Exit:
     if tensors is not None:
         _print(tensors, str, lambda old, new: f"{old} -> {new}", "tensor")
         if silent:
-            names = ", ".join([*silent[:5], *["…"] * (len(silent) > 5)])
-            print_line(f"the tensors of {counted(len(silent), 'file')} are unknown: {names}")
+            print_line(f"the tensors of {counted(len(silent), 'file')} are unknown: {few(silent)}")
     return code
 
 
