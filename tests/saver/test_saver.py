@@ -17,6 +17,7 @@ from ckpt_async import restore
 from ckpt_async import torch as ckpt
 from ckpt_async.errors import (
     CheckpointConflictError,
+    CommitTimeoutError,
     FencedError,
     FormatError,
     SaveFailedError,
@@ -24,6 +25,7 @@ from ckpt_async.errors import (
     UploaderClosedError,
 )
 from ckpt_async.saver import Auto, CheckpointSaver, SavedCheckpoint, Timestamp
+from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
 
 Open = Callable[..., CheckpointSaver]
 
@@ -168,6 +170,27 @@ def test_local_files_are_kept_as_the_setting_says(open_saver: Open, tmp_path: Pa
     assert steps_of(remote) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"sharded": True}])
+def test_metrics_are_stored_with_the_checkpoint(
+    open_saver: Open, remote: str, options: dict[str, Any]
+) -> None:
+    with open_saver(**options) as saver:
+        saver.step({"weight": torch.zeros(1)}, 2, metrics={"loss": 0.5})
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    assert checkpoint.metrics == {"loss": 0.5}
+
+
+def test_without_a_remote_the_best_are_kept(open_saver: Open, tmp_path: Path) -> None:
+    options = {"save_interval": "1ba", "num_checkpoints_to_keep": 1, "local_retention": "best=1:loss:min"}
+    with open_saver(remote=None, **options) as saver:
+        for batch, loss in enumerate((3.0, 1.0, 2.0, 4.0), start=1):
+            saver.step({"weight": torch.zeros(1)}, batch, metrics={"loss": loss})
+    names = sorted(each.name for each in (tmp_path / "local").glob("ep*"))
+    assert names == ["ep0-ba2-rank0.pt", "ep0-ba4-rank0.pt"]
+
+
 def test_ephemeral_checkpoints_go_when_a_newer_one_is_committed(
     open_saver: Open, tmp_path: Path, remote: str
 ) -> None:
@@ -269,6 +292,44 @@ def test_a_save_that_fails_is_raised_at_the_next_step_and_the_one_after_works(
     assert steps_of(remote) == [4, 5]
 
 
+class Late:
+    """Cannot be written, which turns out when the test says so."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def __deepcopy__(self, _: object) -> Late:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self.may_end.wait(60)
+        raise RuntimeError("too late")
+
+
+def test_wait_raises_what_a_save_has_failed_with(open_saver: Open) -> None:
+    saver, late = open_saver(saves_last=False), Late()
+    saver.step({"late": late}, 2)
+    late.may_end.set()
+    with pytest.raises(SaveFailedError, match="ep0-ba2 was not saved: RuntimeError: too late"):
+        saver.wait(60)
+
+
+def test_wait_and_flush_take_no_longer_than_they_may(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"rank": 0, "world_size": 2, "launch_id": "1", "close_grace_s": 0.1}
+    saver, late = open_saver(**options, on_error="warn", saves_last=False), Late()
+    Training().run(saver, 1, 2)
+    with pytest.raises(CommitTimeoutError):
+        saver.wait(0.1)  # rank 1 is not there
+    saver.step({"late": late}, 4)
+    left_s: list[float] = []
+    monkeypatch.setattr(saver.uploader, "flush", left_s.append)
+    saver.flush(0.1)
+    late.may_end.set()
+    assert left_s == [0.0]  # all the time was spent on writing
+
+
 def test_a_save_for_which_no_thread_can_be_started_fails_and_the_one_after_works(
     open_saver: Open, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +420,12 @@ def test_without_a_remote_files_are_kept_linked_and_pruned_here(open_saver: Open
     assert os.readlink(folder / "latest-rank0.pt") == "ep0-ba7-rank0.pt"
     assert told == [2, 4, 6, 7]
     assert open_saver(remote=None, overwrite=True).load_latest()["batch"] == 7
+
+
+def test_a_rank_that_writes_no_files_has_none(open_saver: Open) -> None:
+    with open_saver(remote=None, rank=1, world_size=2) as saver:
+        Training().run(saver, 1, 4)
+    assert saver.saved_checkpoints == []
 
 
 @pytest.mark.parametrize(
@@ -468,7 +535,15 @@ def test_a_batch_that_comes_again_leaves_the_first_alone_while_that_is_written(
     assert steps_of(remote) == [5]
 
 
-@pytest.mark.parametrize("options", [{}, {"save_interval": ["500ba", "100sp"]}, {"max_duration": "3iter"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"save_interval": ["500ba", "100sp"]},
+        {"save_interval": "500ba", "ephemeral_save_interval": "100tok"},
+        {"max_duration": "3iter"},
+    ],
+)
 def test_an_interval_in_what_no_timestamp_tells_is_refused_at_the_first_step(
     open_saver: Open, options: dict[str, Any]
 ) -> None:
@@ -515,6 +590,30 @@ def test_an_exception_ends_the_run_without_a_save_unless_one_is_wanted(open_save
     with pytest.raises(ZeroDivisionError):
         fail(open_saver(save_on_exception=True, resume_from=2), 3, 3)
     assert steps_of(remote) == [2, 3]
+
+
+def test_after_an_exception_nobody_waits_long_for_the_store(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user waits for the traceback."""
+    saver = open_saver()
+    given: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.uploader, "close", given.append)
+        with pytest.raises(ZeroDivisionError), saver:
+            raise ZeroDivisionError
+    assert given == [CLOSE_AFTER_ERROR_S]
+
+
+def test_before_sigterm_time_is_left_for_the_upload(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may never come to its next step."""
+    saver = open_saver()
+    waited_s: list[float] = []
+    monkeypatch.setattr(saver._saving, "wait_for_next", waited_s.append)
+    saver.uploader.before_sigterm_flush(60.0)
+    assert waited_s == [30.0]
 
 
 def test_a_save_can_be_asked_for(open_saver: Open, remote: str) -> None:
