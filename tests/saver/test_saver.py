@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async import restore
+from ckpt_async import StoreOptions, restore
 from ckpt_async import torch as ckpt
 from ckpt_async.errors import (
+    CheckpointAbortedError,
     CheckpointConflictError,
     CommitTimeoutError,
     FencedError,
@@ -685,6 +687,49 @@ def test_an_interval_by_cost_is_chosen_and_explained(
     assert "save_interval interval_s=" in caplog.text
     assert saver.save_interval.interval_s >= 0.01
     assert scraped(saver)["save_interval_seconds", None] == saver.save_interval.interval_s
+
+
+def test_saves_that_failed_say_nothing_of_what_one_costs(
+    open_saver: Open, blocked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is not put off, and not made more often either."""
+
+    def aborted(_: int) -> bool:
+        raise CheckpointAbortedError("another rank has given it up")
+
+    saver = open_saver(
+        save_interval=Auto(first_s=10, min_s=1),
+        filename="sub/ba{batch}.pt",
+        on_error="warn",
+        blocking=True,
+        saves_last=False,
+    )
+    started_s = time.monotonic()
+
+    def is_due(batch: int, after_s: float) -> bool:
+        saver._asking._clock = lambda: started_s + after_s
+        return saver.step(dict, batch)
+
+    assert is_due(1, 11)
+    blocked.unlink()
+    assert is_due(2, 22)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.uploader, "is_committed", aborted)
+        assert not is_due(3, 22)
+    assert not is_due(4, 31)
+    assert is_due(5, 33)
+
+
+def test_checkpoints_are_looked_for_with_the_options_of_the_saver(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, seen = StoreOptions(), list[Any]()
+    saver = open_saver(store_options=options)
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "find", lambda *_, store_options, **__: seen.append(store_options))
+        assert saver.find() is None
+    (found,) = seen
+    assert found is options
 
 
 def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open, tmp_path: Path) -> None:
