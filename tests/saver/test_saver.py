@@ -430,6 +430,13 @@ def test_a_rank_that_writes_no_files_has_none(open_saver: Open) -> None:
     assert saver.saved_checkpoints == []
 
 
+def test_with_deepspeed_every_rank_writes(open_saver: Open, tmp_path: Path) -> None:
+    options = {"filename": "ba{batch}-rank{rank}", "deepspeed": True, "rank": 1, "world_size": 2}
+    with open_saver(remote=None, **options) as saver:
+        Training().run(saver, 1, 2)
+    assert ckpt.load(tmp_path / "local/ba2-rank1.tar")["batch"] == 2
+
+
 @pytest.mark.parametrize(
     ("way", "left"),
     [
@@ -578,6 +585,13 @@ def test_a_name_that_does_not_change_is_refused_at_its_second_save(open_saver: O
     Training().run(saver, 1, 3)
     with pytest.raises(SaveFailedError, match=r"put \{batch\} into filename"):
         Training().run(saver, 4, 5)
+
+
+def test_a_name_that_does_not_change_may_be_replaced(open_saver: Open, remote: str, tmp_path: Path) -> None:
+    with open_saver(filename="model.pt", overwrite=True) as saver:
+        Training().run(saver, 1, 4)
+    assert steps_of(remote) == [2, 4]
+    assert ckpt.load(tmp_path / "local/model.pt")["batch"] == 4
 
 
 def test_an_exception_ends_the_run_without_a_save_unless_one_is_wanted(open_saver: Open, remote: str) -> None:
