@@ -336,6 +336,34 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_next_older(
     assert "checkpoint_passed_over" in caplog.text
 
 
+def test_a_local_file_that_is_not_the_checkpoints_is_replaced(tmp_path: Path, remote: str) -> None:
+    """Torn by a power loss, for example."""
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    held.open(tmp_path / "folder", 0, 1)
+    own = written(tmp_path / "folder" / "step-1", "a")
+    held.hand_over(own, 1, "step-1")
+    held.close()
+    (own / "a").unlink()
+    (own / "a").write_text("?")
+    found = fetch_newest(tmp_path / "folder", remote, 0.0, None)
+    assert found is not None
+    assert (found[1] / "a").read_text() == "a"
+
+
+def test_a_further_kind_is_named_after_the_runs_own_and_has_its_own_retention(
+    tmp_path: Path, remote: str
+) -> None:
+    settings = {"kind": "ema", "remote_retention": "last=1", "latest_filename": "ema"}
+    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, settings)
+    held.open(tmp_path / "folder", 0, 1)
+    further = held.of_kind("weights")
+    assert further is not None
+    assert further.uploader is not None
+    assert further.uploader.kind == "ema-weights"
+    assert further.uploader.settings.remote_retention == ""
+    held.close()
+
+
 def test_long_names_of_kinds_are_valid_and_not_cut_to_the_same() -> None:
     long = [f"a_metric_with_quite_a_long_name_of_{each}" for each in ("accuracy", "recall")]
     names = [cut_kind(each) for each in ("val_loss", "k" * 32, *long)]

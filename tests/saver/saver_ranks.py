@@ -47,7 +47,7 @@ def train(
         now["weight"].fill_(now["batch"])
         before(now["batch"])
         dist.all_reduce(torch.ones(1))  # as data-parallel training does: ranks are at the same step
-        if saver.step(lambda: now, now["batch"]):
+        if saver.step(lambda: now, now["batch"], metrics={f"loss{rank}": float(now["batch"])}):
             saved.append(now["batch"])
 
 
@@ -121,6 +121,11 @@ def differ(name: str) -> None:
     all_saved[name] = []
     with pytest.raises(RanksDisagreeError, match=r"save_interval: .2 x batch. on rank"):
         open_saver(name, save_interval="2ba" if rank == 0 else "3ba")
+    for what in ("filename", "checkpoint_name", "publish"):
+        with pytest.raises(
+            RanksDisagreeError, match=f"{what}: 'a{{batch}}' on rank 0; 'b{{batch}}' on rank 1"
+        ):
+            open_saver(name, **{what: "a{batch}" if rank == 0 else "b{batch}"})
 
 
 for scenario in (first_rank_writes, all_write, sharded, clock, asked, one_fails, told, differ):

@@ -135,6 +135,15 @@ def test_a_name_without_a_time_conflicts_always(tmp_path: Path) -> None:
     assert "model.pt" in conflict(files(tmp_path, filename="model.pt"), Timestamp(batch=10**6))
 
 
+@pytest.mark.parametrize(("epoch", "is_conflict"), [(2, True), (3, False)])
+def test_a_name_that_tells_the_epoch_alone_is_compared_by_it(
+    tmp_path: Path, epoch: int, is_conflict: bool
+) -> None:
+    (tmp_path / "ep3.pt").write_bytes(b"of another run")
+    resumed = Timestamp(batch=10**6, epoch=epoch)
+    assert bool(conflict(files(tmp_path, filename="ep{epoch}.pt"), resumed)) == is_conflict
+
+
 def test_times_are_read_back_from_names() -> None:
     run = names.variables("r.n", HERE)
     assert names.times("ep1-ba42-rank5.pt", "ep{epoch}-ba{batch}-rank{rank}.pt", run) == {

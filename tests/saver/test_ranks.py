@@ -53,6 +53,7 @@ def test_the_first_rank_writes_and_all_commit(saved: Saved, newest: Newest) -> N
     assert saved("first_rank_writes") == [3, 6]
     checkpoint = newest("first_rank_writes")
     assert list(checkpoint.files) == ["ep0-ba6-rank0.pt"]
+    assert checkpoint.metrics == {"loss0": 6.0, "loss1": 6.0}
     assert ckpt.load_remote(checkpoint, "ep0-ba6-rank0.pt")["batch"] == 6
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async import restore
+from ckpt_async import StoreOptions, restore
 from ckpt_async import torch as ckpt
 from ckpt_async.errors import (
+    CheckpointAbortedError,
     CheckpointConflictError,
+    CommitTimeoutError,
     FencedError,
     FormatError,
     SaveFailedError,
@@ -24,6 +27,7 @@ from ckpt_async.errors import (
     UploaderClosedError,
 )
 from ckpt_async.saver import Auto, CheckpointSaver, SavedCheckpoint, Timestamp
+from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
 
 Open = Callable[..., CheckpointSaver]
 
@@ -168,6 +172,27 @@ def test_local_files_are_kept_as_the_setting_says(open_saver: Open, tmp_path: Pa
     assert steps_of(remote) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("options", [{}, {"sharded": True}])
+def test_metrics_are_stored_with_the_checkpoint(
+    open_saver: Open, remote: str, options: dict[str, Any]
+) -> None:
+    with open_saver(**options) as saver:
+        saver.step({"weight": torch.zeros(1)}, 2, metrics={"loss": 0.5})
+    checkpoint = restore.find(remote)
+    assert checkpoint is not None
+    assert checkpoint.metrics == {"loss": 0.5}
+
+
+def test_without_a_remote_the_best_are_kept(open_saver: Open, tmp_path: Path) -> None:
+    options = {"save_interval": "1ba", "num_checkpoints_to_keep": 1, "local_retention": "best=1:loss:min"}
+    with open_saver(remote=None, **options) as saver:
+        for batch, loss in enumerate((3.0, 1.0, 2.0, 4.0), start=1):
+            saver.step({"weight": torch.zeros(1)}, batch, metrics={"loss": loss})
+    names = sorted(each.name for each in (tmp_path / "local").glob("ep*"))
+    assert names == ["ep0-ba2-rank0.pt", "ep0-ba4-rank0.pt"]
+
+
 def test_ephemeral_checkpoints_go_when_a_newer_one_is_committed(
     open_saver: Open, tmp_path: Path, remote: str
 ) -> None:
@@ -269,6 +294,44 @@ def test_a_save_that_fails_is_raised_at_the_next_step_and_the_one_after_works(
     assert steps_of(remote) == [4, 5]
 
 
+class Late:
+    """Cannot be written, which turns out when the test says so."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def __deepcopy__(self, _: object) -> Late:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self.may_end.wait(60)
+        raise RuntimeError("too late")
+
+
+def test_wait_raises_what_a_save_has_failed_with(open_saver: Open) -> None:
+    saver, late = open_saver(saves_last=False), Late()
+    saver.step({"late": late}, 2)
+    late.may_end.set()
+    with pytest.raises(SaveFailedError, match="ep0-ba2 was not saved: RuntimeError: too late"):
+        saver.wait(60)
+
+
+def test_wait_and_flush_take_no_longer_than_they_may(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"rank": 0, "world_size": 2, "launch_id": "1", "close_grace_s": 0.1}
+    saver, late = open_saver(**options, on_error="warn", saves_last=False), Late()
+    Training().run(saver, 1, 2)
+    with pytest.raises(CommitTimeoutError):
+        saver.wait(0.1)  # rank 1 is not there
+    saver.step({"late": late}, 4)
+    left_s: list[float] = []
+    monkeypatch.setattr(saver.uploader, "flush", left_s.append)
+    saver.flush(0.1)
+    late.may_end.set()
+    assert left_s == [0.0]  # all the time was spent on writing
+
+
 def test_a_save_for_which_no_thread_can_be_started_fails_and_the_one_after_works(
     open_saver: Open, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +422,19 @@ def test_without_a_remote_files_are_kept_linked_and_pruned_here(open_saver: Open
     assert os.readlink(folder / "latest-rank0.pt") == "ep0-ba7-rank0.pt"
     assert told == [2, 4, 6, 7]
     assert open_saver(remote=None, overwrite=True).load_latest()["batch"] == 7
+
+
+def test_a_rank_that_writes_no_files_has_none(open_saver: Open) -> None:
+    with open_saver(remote=None, rank=1, world_size=2) as saver:
+        Training().run(saver, 1, 4)
+    assert saver.saved_checkpoints == []
+
+
+def test_with_deepspeed_every_rank_writes(open_saver: Open, tmp_path: Path) -> None:
+    options = {"filename": "ba{batch}-rank{rank}", "deepspeed": True, "rank": 1, "world_size": 2}
+    with open_saver(remote=None, **options) as saver:
+        Training().run(saver, 1, 2)
+    assert ckpt.load(tmp_path / "local/ba2-rank1.tar")["batch"] == 2
 
 
 @pytest.mark.parametrize(
@@ -468,7 +544,15 @@ def test_a_batch_that_comes_again_leaves_the_first_alone_while_that_is_written(
     assert steps_of(remote) == [5]
 
 
-@pytest.mark.parametrize("options", [{}, {"save_interval": ["500ba", "100sp"]}, {"max_duration": "3iter"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"save_interval": ["500ba", "100sp"]},
+        {"save_interval": "500ba", "ephemeral_save_interval": "100tok"},
+        {"max_duration": "3iter"},
+    ],
+)
 def test_an_interval_in_what_no_timestamp_tells_is_refused_at_the_first_step(
     open_saver: Open, options: dict[str, Any]
 ) -> None:
@@ -503,6 +587,13 @@ def test_a_name_that_does_not_change_is_refused_at_its_second_save(open_saver: O
         Training().run(saver, 4, 5)
 
 
+def test_a_name_that_does_not_change_may_be_replaced(open_saver: Open, remote: str, tmp_path: Path) -> None:
+    with open_saver(filename="model.pt", overwrite=True) as saver:
+        Training().run(saver, 1, 4)
+    assert steps_of(remote) == [2, 4]
+    assert ckpt.load(tmp_path / "local/model.pt")["batch"] == 4
+
+
 def test_an_exception_ends_the_run_without_a_save_unless_one_is_wanted(open_saver: Open, remote: str) -> None:
     def fail(saver: CheckpointSaver, first: int, last: int) -> None:
         with saver:
@@ -515,6 +606,30 @@ def test_an_exception_ends_the_run_without_a_save_unless_one_is_wanted(open_save
     with pytest.raises(ZeroDivisionError):
         fail(open_saver(save_on_exception=True, resume_from=2), 3, 3)
     assert steps_of(remote) == [2, 3]
+
+
+def test_after_an_exception_nobody_waits_long_for_the_store(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user waits for the traceback."""
+    saver = open_saver()
+    given: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.uploader, "close", given.append)
+        with pytest.raises(ZeroDivisionError), saver:
+            raise ZeroDivisionError
+    assert given == [CLOSE_AFTER_ERROR_S]
+
+
+def test_before_sigterm_time_is_left_for_the_upload(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training may never come to its next step."""
+    saver = open_saver()
+    waited_s: list[float] = []
+    monkeypatch.setattr(saver._saving, "wait_for_next", waited_s.append)
+    saver.uploader.before_sigterm_flush(60.0)
+    assert waited_s == [30.0]
 
 
 def test_a_save_can_be_asked_for(open_saver: Open, remote: str) -> None:
@@ -586,6 +701,49 @@ def test_an_interval_by_cost_is_chosen_and_explained(
     assert "save_interval interval_s=" in caplog.text
     assert saver.save_interval.interval_s >= 0.01
     assert scraped(saver)["save_interval_seconds", None] == saver.save_interval.interval_s
+
+
+def test_saves_that_failed_say_nothing_of_what_one_costs(
+    open_saver: Open, blocked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is not put off, and not made more often either."""
+
+    def aborted(_: int) -> bool:
+        raise CheckpointAbortedError("another rank has given it up")
+
+    saver = open_saver(
+        save_interval=Auto(first_s=10, min_s=1),
+        filename="sub/ba{batch}.pt",
+        on_error="warn",
+        blocking=True,
+        saves_last=False,
+    )
+    started_s = time.monotonic()
+
+    def is_due(batch: int, after_s: float) -> bool:
+        saver._asking._clock = lambda: started_s + after_s
+        return saver.step(dict, batch)
+
+    assert is_due(1, 11)
+    blocked.unlink()
+    assert is_due(2, 22)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.uploader, "is_committed", aborted)
+        assert not is_due(3, 22)
+    assert not is_due(4, 31)
+    assert is_due(5, 33)
+
+
+def test_checkpoints_are_looked_for_with_the_options_of_the_saver(
+    open_saver: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options, seen = StoreOptions(), list[Any]()
+    saver = open_saver(store_options=options)
+    with monkeypatch.context() as patch:
+        patch.setattr(restore, "find", lambda *_, store_options, **__: seen.append(store_options))
+        assert saver.find() is None
+    (found,) = seen
+    assert found is options
 
 
 def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open, tmp_path: Path) -> None:

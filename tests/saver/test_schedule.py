@@ -152,9 +152,21 @@ def test_wall_clock_intervals_are_left_to_the_clock() -> None:
         assert schedule.needs_clock
         assert schedule.rules.clock_s == 1800
         assert saved_at(schedule, batches(100)) == []
+    assert parse(timedelta(seconds=1.5)).rules.clock_s == 1.5
+    assert parse(["1h", "30min", "2h"]).rules.clock_s == 1800  # the shortest
     assert parse("1 day").rules.clock_s == parse("2 days").rules.clock_s / 2 == 86400  # type: ignore[operator]
     assert parse(Auto()).needs_clock
     assert not parse("5ba").needs_clock
+
+
+def test_the_clock_of_a_timestamp_may_be_given_as_composer_has_it() -> None:
+    two_days = timedelta(days=2, milliseconds=500)
+    assert Timestamp(batch=1, total_wct=two_days).total_wct == 2 * 86400 + 0.5  # type: ignore[arg-type]
+
+
+def test_a_timestamp_of_another_version_is_read() -> None:
+    now = Timestamp(batch=7, epoch=1, sample=56, total_wct=2.5)
+    assert Timestamp.from_state_dict({**now.state_dict(), "of_tomorrow": 1}) == now
 
 
 def test_composers_time_is_understood() -> None:

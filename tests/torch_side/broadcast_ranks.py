@@ -32,6 +32,10 @@ def counted(path: Path, how: Any) -> Any:
     return _load(path, how)
 
 
+def kinds(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: (type(each), each.requires_grad, vars(each)) for name, each in tensors.items()}
+
+
 formats._load = counted
 dist.init_process_group(
     "gloo",
@@ -43,6 +47,7 @@ dist.init_process_group(
 if rank == 0:
     small = {**states.everything(), "composer": states.composer_state()}
     shared = torch.arange(3.0)
+    small["tensors"]["leaf"] = torch.ones(2, requires_grad=True)
     small["twice"] = [shared, shared]
     dump(small, folder / "small.pt")
     dump({"big": torch.ones(16 << 20), "rng": 1}, folder / "big.pt")
@@ -56,6 +61,7 @@ found["same"] = (
     and states.is_same(got["composer"], small["composer"])
     and got["tensors"]["view"].tolist() == [2, 4, 6]
 )
+found["tensors"] = kinds(got["tensors"]) == kinds(small["tensors"])
 found["shared"] = got["twice"][0] is got["twice"][1]
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 big = load(folder / "big.pt", on_one=True, ignore_keys=["rng"])

@@ -161,6 +161,7 @@ def everything() -> dict[str, Any]:
             "uint16": torch.arange(3).to(torch.uint16),
             "float8": torch.ones(3).to(torch.float8_e4m3fn),
             "parameter": torch.nn.Parameter(torch.ones(2)),
+            "frozen parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
             "expanded": torch.zeros(1).expand(5),
             "view": torch.arange(10)[2:8:2],
             "sparse": torch.eye(3).to_sparse(),

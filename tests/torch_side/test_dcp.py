@@ -337,6 +337,10 @@ def test_an_object_that_runs_code_is_rejected_unless_weights_only_is_off(tmp_pat
     assert not touched.exists()
     load({"layer": torch.zeros(3), "extra": None}, run_, weights_only=False)
     assert touched.exists()
+    touched.rmdir()
+    state = {"layer": torch.zeros(3), "extra": None}
+    ckpt_async.torch.load_latest(state, run_.url, weights_only=False)
+    assert touched.exists()
 
 
 def test_plain_data_and_allowed_classes_beside_tensors_are_loaded(tmp_path: Path, run_: Run) -> None:
@@ -355,6 +359,9 @@ def test_plain_data_and_allowed_classes_beside_tensors_are_loaded(tmp_path: Path
     with pytest.raises(CheckpointException, match=r"states\.Progress.*allow=.*weights_only=False"):
         load(found, run_)
     load(found, run_, allow=[Progress, Stage])
+    again: dict[str, Any] = dict.fromkeys(found) | {"layer": torch.zeros(3)}
+    ckpt_async.torch.load_latest(again, run_.url, allow=[Progress, Stage])
+    assert again["mine"] == mine
     assert found["numpy"].tolist() == [0, 1, 2]
     assert (found["wct"], found["rng"], found["mine"]) == (state["wct"], state["rng"], mine)
 

@@ -221,7 +221,7 @@ def test_one_rank_reads_for_all(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(3)]
-    for name in ("same", "shared", "without what is ignored"):
+    for name in ("same", "tensors", "shared", "without what is ignored"):
         assert [each[name] for each in found] == [True] * 3, name
     assert [each["reads"] for each in found] == [2, 0, 0]
     assert all("rank 0 failed: FileNotFoundError" in each["error"] for each in found)

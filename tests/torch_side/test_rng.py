@@ -123,6 +123,7 @@ def test_only_exact_keys_count_as_saved_generators() -> None:
         "state.model.rng_proj.weight",
         "rng.x.torch",
         "rng.3.w",
+        "rng.4.torches",
     ]
     assert ranks_with_rng(names) == [0, 2]
 

@@ -254,3 +254,17 @@ def test_objects_are_copied_and_what_cannot_be_is_named() -> None:
         SnapshotBuffers().take({"a": [0, (each for each in ())]})
     assert "leave it out" in str(caught.value)
     assert "only if it can be pickled, blocking=True" in str(caught.value)  # which a generator cannot
+
+
+@pytest.mark.parametrize("keeps_sharing", [True, False])
+def test_tensors_that_are_conjugated_lazily_are_not_mixed(keeps_sharing: bool) -> None:
+    """Each is computed into memory of its own, which the next one must not get while that is being copied."""
+    state = [torch.full((1000,), complex(at, at)).conj() for at in range(8)]
+    assert equal(SnapshotBuffers().take(state, keeps_sharing=keeps_sharing), state)
+
+
+def test_two_views_that_begin_at_the_same_element_are_two() -> None:
+    matrix = torch.arange(16).reshape(4, 4)
+    state = [matrix[:2, :2], matrix.reshape(8, 2)[:2]]
+    first, second = SnapshotBuffers().take(state, keeps_sharing=False)
+    assert (first.tolist(), second.tolist()) == ([[0, 1], [4, 5]], [[0, 1], [2, 3]])

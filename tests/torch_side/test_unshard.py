@@ -507,10 +507,12 @@ def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
     foreign_files.dcp(tmp_path / "run" / "step-20", {"w": torch.ones(30, 7)})
     path = tmp_path / "run" / "step-20" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
-    metadata.state_dict_metadata["w"].size = torch.Size([31, 7])
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedCheckpointError, match="the saved parts of 'w' are incomplete"):
-        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+    told = metadata.state_dict_metadata["w"]
+    for rows, times in ((31, 1), (60, 2)):  # too few elements, or the first half twice
+        told.size, told.chunks = torch.Size([rows, 7]), told.chunks * times
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(DamagedCheckpointError, match="the saved parts of 'w' are incomplete"):
+            ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
 
 
 @pytest.mark.parametrize("shape", [(1 << 62,), ((1 << 63) - 1,), (2,) * 64, (0, 1 << 62, 1 << 62)])
@@ -560,6 +562,18 @@ def test_ranks_of_different_checkpoints_are_not_mixed(olmo: Path, tmp_path: Path
     with pytest.raises(
         DamagedCheckpointError, match=r"rank2\.pt has a different '.*not belong to one checkpoint"
     ):
+        ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
+
+
+def test_ranks_with_other_values_in_a_tensor_that_all_of_them_have_are_not_mixed(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "step5"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    for rank in range(2):
+        torch.save(
+            {"model": {"w": torch.ones(3)}, "step": torch.tensor(5.0 + rank)}, folder / f"rank{rank}.pt"
+        )
+    with pytest.raises(DamagedCheckpointError, match=r"rank1\.pt has a different 'step'"):
         ckpt.unshard(found(tmp_path / "run"), tmp_path / "whole.pt")
 
 

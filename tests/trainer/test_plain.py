@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import PlainUploader
+from ckpt_async import PlainUploader, StoreOptions
 from ckpt_async.errors import InvalidNameError, InvalidShardError, StoreError, UploaderClosedError
 from ckpt_async.trainer import plain
 from tests.seaweed import SeaweedServer
@@ -144,6 +144,12 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path, log: Path, folder: 
 def test_a_store_that_does_not_answer_is_told_before_training(s3_url: str) -> None:
     with pytest.raises(StoreError):
         PlainUploader(f"{s3_url.rpartition('/')[0].replace('ckpt', 'no-such-bucket')}/run")
+
+
+def test_the_store_is_the_one_that_the_options_name(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain, "OPEN_TIMEOUT_S", 0.5)
+    with pytest.raises(StoreError):
+        PlainUploader(s3_url, store_options=StoreOptions(endpoint_url="http://127.0.0.1:9"))
 
 
 def test_copies_are_removed(tmp_path: Path, log: Path, folder: Path) -> None:
