@@ -61,11 +61,24 @@ class ClockBehind(Meddled):
 
 def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
     """Receipts from the future must count as new ones."""
-    store = ClockBehind()
-    with opened(store) as uploader:
-        save(uploader, 1)
-        uploader.wait(1, timeout_s=10)
+    store, launch = ClockBehind(), {"world_size": 2, "launch_id": "1"}
+    with opened(store, rank=0, **launch) as zero, opened(store, rank=1, **launch) as one:
+        for each in (zero, one):
+            save(each, 1, f"{each.rank}.pt")
+        for each in (zero, one):
+            each.wait(1, timeout_s=10)
     assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
+def test_only_the_rank_that_commits_moves_latest(opened: Open) -> None:
+    """Otherwise thousands of ranks would ask for one object at once."""
+    store, launch = Meddled(), {"world_size": 2, "launch_id": "1"}
+    with opened(store, rank=0, **launch) as zero, opened(store, rank=1, **launch) as one:
+        for each in (zero, one):
+            save(each, 1, f"{each.rank}.pt")
+        for each in (zero, one):
+            each.wait(1, timeout_s=10)
+    assert (store.asked["get", keys.LATEST], store.asked["put", keys.LATEST]) == (1, 1)
 
 
 # --- faults that heal ------------------------------------------------------------------------------------------
