@@ -71,8 +71,15 @@ def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
 
 
 def test_only_the_rank_that_commits_moves_latest(opened: Open) -> None:
-    """Otherwise thousands of ranks would ask for one object at once."""
-    store, launch = Meddled(), {"world_size": 2, "launch_id": "1"}
+    """Also if both try, because the first decision takes long to arrive."""
+
+    class BothAtOnce(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            while (operation, key) == ("put", decision) and self.asked[operation, key] < 2:
+                await asyncio.sleep(0.001)
+
+    decision = keys.decision_key(CheckpointId(1, 1))
+    store, launch = BothAtOnce(), {"world_size": 2, "launch_id": "1"}
     with opened(store, rank=0, **launch) as zero, opened(store, rank=1, **launch) as one:
         for each in (zero, one):
             save(each, 1, f"{each.rank}.pt")

@@ -71,7 +71,7 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
     caplog.set_level(logging.WARNING, "ckpt_async")
 
     def ranks(*numbers: int) -> list[Uploader]:
-        options: Any = {"world_size": 4, **FAST}
+        options: Any = {"world_size": 4, **FAST, "decision_poll_max_s": 0.05}
         return [
             Uploader(tmp_path / f"{number}", f"file://{tmp_path}/run", rank=number, **options)
             for number in numbers
