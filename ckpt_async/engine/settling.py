@@ -220,9 +220,28 @@ async def _upload_unless_settled(state: State, checkpoint: LocalCheckpoint) -> N
     decision = await steps.read_settled(state.store, checkpoint.id)
     is_committed = decision is not None and decision.outcome is Outcome.COMMIT
     if decision is None or (is_committed and await _is_of_us(state, checkpoint, decision)):
-        _upload_again(state, [checkpoint.id])
+        if _may_upload_again(state, checkpoint.id):
+            _upload_again(state, [checkpoint.id])
     else:
         await _learn_ours(state, checkpoint, decision)
+
+
+def _may_upload_again(state: State, id_: CheckpointId) -> bool:
+    """Return whether it is time to upload again what the store does not show: at once the first time, after that with
+    pauses that double. The store may be late to show what it has, or may never show it.
+    """
+    settings, now = state.settings, state.now()
+    num, at = state.uploaded_again.get(id_, (0, 0.0))
+    if num and not at:
+        pause = decide.Watch(num_looks=num)
+        at = decide.next_look(
+            pause, now, first_s=settings.decision_poll_s, longest_s=settings.decision_poll_max_s
+        )
+    may = now >= at
+    state.uploaded_again[id_] = (num + 1, 0.0) if may else (num, at)
+    if not may:
+        _watch(state, id_, decide.Watch(num_looks=1, next_look_at=at, receipts=decide.Receipts()))
+    return may
 
 
 def _upload_again(state: State, ids: Sequence[CheckpointId]) -> None:
@@ -350,6 +369,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     state.outcomes.add(event)
     state.receipts.pop(checkpoint.id, None)
     state.lost_by_others_since.pop(checkpoint.id, None)
+    state.uploaded_again.pop(checkpoint.id, None)
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
     state.remote = replace(state.remote, watches=watches)
     if decision.outcome is Outcome.ABORT:

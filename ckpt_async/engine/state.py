@@ -79,6 +79,8 @@ class State:
         self.receipts: dict[CheckpointId, bytes] = {}
         self.num_distrusted = 0  # checkpoints of which the journal has lost rows, in total
         self.lost_by_others_since: dict[CheckpointId, float] = {}
+        # How often what the store has lost was uploaded again, and when that may be next (0: nothing is lost).
+        self.uploaded_again: dict[CheckpointId, tuple[int, float]] = {}
         self.is_progress_new = False
         self._noted_link: KnownLink | None = None
         self.is_hurried = False

@@ -43,7 +43,8 @@ async def send_ahead(
     """Send the parts of `path` as they are finished, until `is_growing` returns False and the parts have arrived.
 
     Returns the multipart upload with the parts that are there; None if the file stayed smaller than two parts, so that
-    none was begun. If the store or the file fails, this is logged and ends early: the ordinary upload sends the rest.
+    none was begun. If the store or the file fails, this is logged, and nothing more is sent: the ordinary upload sends
+    the rest.
     """
     try:
         while not path.exists() and is_growing():  # noqa: ASYNC110  the writer sets no event
@@ -51,6 +52,7 @@ async def send_ahead(
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         logger.info("not_sent_ahead path=%s error=%s", path, error)
+        await _wait_while(is_growing)
         return None
     facts = os.fstat(descriptor)
     identity = FileIdentity(facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
@@ -69,8 +71,15 @@ async def send_ahead(
         source.close()
     if failures := [each for each in outcomes if isinstance(each, BaseException)]:
         logger.info("not_sent_ahead path=%s error=%s", path, failures[0])
+    await _wait_while(is_growing)
     parts = tuple(each for each in outcomes if isinstance(each, StoredPart))
     return Resume(upload.id, upload.part_bytes, parts) if upload.id else None
+
+
+async def _wait_while(is_growing: Callable[[], bool]) -> None:
+    """Wait for the end of a file of which nothing more is sent; otherwise the engine would begin again at once."""
+    while is_growing():  # noqa: ASYNC110  the writer sets no event
+        await asyncio.sleep(POLL_S)
 
 
 class _Upload:

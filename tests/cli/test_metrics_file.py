@@ -46,7 +46,11 @@ def test_each_command_says_what_it_did_and_how_it_ended(
     files = {name: out / f"{name}.prom" for name in ("drain", "verify", "pull", "prune", "sweep")}
 
     def run(name: str, *arguments: str) -> int:
-        return main([name, *arguments, "--metrics-file", str(files[name])])
+        umask = os.umask(0o077)  # the collector runs as another user
+        try:
+            return main([name, *arguments, "--metrics-file", str(files[name])])
+        finally:
+            os.umask(umask)
 
     assert run("drain", str(folder)) == 0
     assert run("verify", remote) == 0

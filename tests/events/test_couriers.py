@@ -186,6 +186,20 @@ def test_an_event_is_old_only_if_attempts_have_failed_for_long(
     assert len(sink.steps) == num_attempts + 1
 
 
+def test_each_pause_is_twice_as_long_as_the_one_before(box: Box) -> None:
+    sink = Sink(1)
+    sink.is_away = True
+    put(box, 1)
+    (waiting,) = box.waiting("exec")
+    began = time.time()
+    for _ in range(3):
+        box.failed(waiting.sequence, began)
+    courier = Courier(box, sink)
+    wait_until(lambda: box.waiting("exec")[0].num_attempts == 4)
+    courier.close(0.0)
+    assert 4.0 <= box.waiting("exec")[0].next_at - began <= 9.0
+
+
 def test_a_new_launch_does_not_begin_to_count_the_attempts_again(box: Box) -> None:
     """A command that always fails was run for ever, where launches are short."""
     sink = Sink(1)

@@ -10,7 +10,7 @@ from ckpt_async.core.model import CheckpointId, Enqueued, FileIdentity, Opened, 
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.monitor.rates import CLOSE_S
-from ckpt_async.monitor.report import FolderWatch
+from ckpt_async.monitor.report import FolderWatch, folder_json
 
 ID = CheckpointId(1, 100)
 
@@ -24,4 +24,7 @@ def test_speeds_do_not_depend_on_the_wall_clock(tmp_path: Path, monkeypatch: pyt
         time.sleep(2 * CLOSE_S)
         journal.note_progress([(ID, "a", 1 << 19)])
         monkeypatch.setattr(time, "time", lambda: wall() - 3600.0)
-        assert 0 < watch.look()[""].bytes_per_s[ID] <= 1 << 19
+        found = watch.look()
+        assert 0 < found[""].bytes_per_s[ID] <= 1 << 19
+        told = folder_json(str(tmp_path), found, 0.0)
+        assert told["eta_s"] == round((1 << 19) / found[""].bytes_per_s[ID], 1), "half of it is there"

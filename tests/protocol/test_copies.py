@@ -17,6 +17,7 @@ from ckpt_async.protocol import copies
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Condition
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from ckpt_async.transfer import copying
 
 KEY = "exact/latest.pt"
 Work = Coroutine[Any, Any, Any]
@@ -183,6 +184,26 @@ def test_what_somebody_else_has_put_there_stays() -> None:
     finish(world.store.put(KEY, b"by hand"))
     finish(world.retract(0))
     assert (world.published(), world.claimed_by()) == (b"by hand", None)
+
+
+def test_of_two_ranks_with_one_key_the_first_wins(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(b"first", b"second")
+    (id_, _), (first, second) = world.ids, world.shards
+    assert finish(copies.publish(world.store, id_, first))
+    assert not finish(copies.publish(world.store, id_, second))
+    assert finish(copies.publish(world.store, id_, first))
+    assert world.published() == b"first"
+    assert [each.split()[0] for each in caplog.messages] == ["copy_left_out"]
+
+
+def test_parts_that_a_killed_copy_has_left_go_with_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(b"large")
+    finish(world.publish(0))
+    for key in (KEY, f"{KEY}.other"):
+        finish(world.store.create_multipart(key))
+    monkeypatch.setattr(copying, "COPY_PART_BYTES", 4)
+    finish(world.retract(0))
+    assert [each.key for each in finish(world.store.list_multiparts(KEY))] == [f"{KEY}.other"]
 
 
 def test_a_damaged_source_is_not_copied() -> None:

@@ -149,6 +149,43 @@ def test_a_decision_whose_answer_never_comes_is_read_back(has_competitor: bool) 
     run(main())
 
 
+def test_what_an_earlier_attempt_of_ones_own_has_decided_is_ones_own() -> None:
+    """It had failed, perhaps after its decision had arrived: whoever decides moves `latest`."""
+
+    async def main() -> None:
+        world = await World.begun()
+        how: Any = {"world_size": world.world_size, "now": world.now}
+        for each in range(world.world_size):
+            await world.receipt(ID, each)
+        for by, is_own in (("rank 0", True), ("rank 1", False), ("rank 0", True)):
+            settled = await deciding.settle(world.store, ID, by=by, **how)
+            assert settled is not None
+            assert settled[1] is is_own
+
+    run(main())
+
+
+def test_a_rank_that_has_lost_its_receipt_too_is_waited_for() -> None:
+    """It uploads everything again. The checkpoint was given up."""
+
+    class Losing(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            if (operation, key) == ("head", f"{DATA}rank-0.pt"):
+                self.bucket.objects.pop(keys.receipt_key(ID, 0), None)
+
+    async def main() -> None:
+        world = await World.begun()
+        for each in range(world.world_size):
+            await world.receipt(ID, each)
+        del world.bucket.objects[f"{DATA}rank-0.pt"]
+        store = PatientStore(Losing(world.bucket), Settings())
+        how: Any = {"world_size": world.world_size, "now": world.now}
+        assert await deciding.settle(store, ID, by="rank 1", rank=1, **how) is None
+        assert world.keys(keys.DECISIONS) == []
+
+    run(main())
+
+
 def test_a_commit_that_others_have_damaged_is_still_one(caplog: pytest.LogCaptureFixture) -> None:
     """The store takes the decision, after a time in which it has lost what another rank had uploaded. That rank was
     waited for, `latest` did not move, and it was then taken for whole.

@@ -1,6 +1,7 @@
 """A checkpoint being read is kept for as long as it is read, however aggressive retention is, and no longer."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import Any, Self
 import pytest
 
 from ckpt_async import restore
-from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.model import CheckpointId, Lease, Outcome
 from ckpt_async.core.retention import parse
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol import steps, sweep_plan
@@ -323,6 +324,41 @@ def test_renewal_extends_a_lease_beyond_its_term(
     assert run_.leases() == []
     _sweep(run_)
     assert run_.decision(id_).outcome is Outcome.PRUNED
+
+
+def test_a_lease_is_renewed_twice_before_it_may_run_out(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    id_, pauses, sleep = run_.commit(10), list[float](), asyncio.sleep
+
+    async def noted(pause_s: float) -> None:
+        if pause_s < 1.0:
+            return await sleep(pause_s)
+        pauses.append(pause_s)
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        async with session.session(run_.url, None) as opened:
+            held = session.HeldLease(opened, Lease(id_, "reader", session.LEASE_TTL_S))
+            with contextlib.suppress(asyncio.CancelledError):
+                await held.keep()
+
+    monkeypatch.setattr(asyncio, "sleep", noted)
+    asyncio.run(main())
+    assert pauses == [session.LEASE_TTL_S / 3]
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, 900.0])
+def test_a_lease_that_has_run_out_holds_up_no_pruning(run_: Run, ttl_s: float) -> None:
+    """The sweeper may not have seen it, and may be deleting."""
+    id_ = run_.commit(10)
+
+    async def main() -> bool:
+        async with session.session(run_.url, None) as opened:
+            held = session.HeldLease(opened, Lease(id_, "reader", ttl_s))
+            await held.taken()
+            assert await steps.begin_prune(opened.store, id_)
+            return await held._renew()
+
+    assert asyncio.run(main()) is (ttl_s > 0)
 
 
 def test_without_renewal_reading_stops_before_the_lease_expires(

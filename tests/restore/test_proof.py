@@ -1,5 +1,6 @@
 """A damage mark needs proof: corruption on the wire is not damage, but what the store has lost is."""
 
+import asyncio
 import json
 import random
 from pathlib import Path
@@ -12,6 +13,7 @@ from ckpt_async.cli.output import Exit
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import UnreliableReadError
+from ckpt_async.restore import session
 from ckpt_async.stores.directory import DirectoryStore
 from tests.faults.proxy import Fault, FaultProxy
 from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
@@ -143,6 +145,25 @@ def test_the_stores_own_checksum_is_proof_of_damage(spoilt_run: Run, tmp_path: P
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch_latest(spoilt_run.url, tmp_path / "there", step=10)
     assert "according to the store itself" in spoilt_run.damages()[CheckpointId(1, 10)]
+
+
+def test_who_reads_back_something_else_than_it_has_just_written_marks_nothing(
+    run_: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id_, get = run_.commit(10), DirectoryStore.get
+
+    async def corrupted(store: Any, key: str, **how: Any) -> Any:
+        data, info = await get(store, key, **how)
+        return (data.replace(b"reader", b"leader") if key.startswith(keys.LEASES) else data), info
+
+    async def main() -> None:
+        async with session.session(run_.url, None) as opened:
+            await session.mark_damaged(opened, id_, "wrong bytes")
+
+    monkeypatch.setattr(DirectoryStore, "get", corrupted)
+    with pytest.raises(UnreliableReadError, match="a record written just now also came back"):
+        asyncio.run(main())
+    assert (run_.damages(), run_.leases()) == ({}, [])
 
 
 def test_a_damage_mark_can_be_removed(run_: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ckpt_async import restore
 from ckpt_async.restore.destination import PARTIAL_FOLDER
+from ckpt_async.restore.partial import discard_unlocked, locked_now
 from tests.restore import plays
 from tests.restore.runs import Run, content, left_in, shard_key
 
@@ -148,3 +149,13 @@ def test_a_record_that_cannot_be_read_is_harmless(run_: Run, tmp_path: Path, dam
     restore.fetch(committed(run_, 2), there)
     assert set(files_of(2)[0]) <= set(left_in(there))
     assert outside.read_text() == "mine"
+
+
+def test_a_partial_file_that_another_process_fetches_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "partial"
+    with locked_now(path, 10, "crc64nvme") as partial:
+        assert partial is not None
+        discard_unlocked(path)
+        assert path.exists()
+    discard_unlocked(path)
+    assert not path.exists()

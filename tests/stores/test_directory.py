@@ -16,10 +16,12 @@ from ckpt_async import Uploader
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
+    IntegrityError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
 )
+from ckpt_async.stores import directory
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.interface import BytesBody, Create, Match
 from tests.stores.bodies import ReusingBody, crc, put
@@ -62,6 +64,29 @@ def test_every_step_of_a_write_is_durable_before_the_next(store, tmp_path, run, 
         ("link", Path("run/a/b/c")),
         ("fsync", Path("run/a/b")),
     ]
+
+
+def test_what_is_swapped_is_newer_than_what_was_there_whatever_the_clock_says(store, tmp_path, run):
+    """Else an inode that is given out again would bring an old ETag back."""
+    run(put(store, "a", b"1"))
+    ahead_ns = time.time_ns() + 3600 * 10**9
+    os.utime(tmp_path / "run/a", ns=(ahead_ns, ahead_ns))
+    run(put(store, "a", b"2", condition=Match(run(store.head("a")).etag)))
+    assert (tmp_path / "run/a").stat().st_mtime_ns > ahead_ns
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_no_short_answer(store, tmp_path, run, monkeypatch):
+    monkeypatch.setattr(directory, "_SLICE_BYTES", 4)
+    run(put(store, "a", b"12345678"))
+    read = []
+
+    def sink(piece):
+        read.append(bytes(piece))
+        os.truncate(tmp_path / "run/a", 4)
+
+    with pytest.raises(IntegrityError, match="truncated while being read"):
+        run(store.get_range("a", 0, 8, sink))
+    assert read == [b"1234"]
 
 
 def test_own_files_are_hidden_and_leftovers_are_harmless(store, tmp_path, run):

@@ -250,6 +250,17 @@ def test_a_lease_that_appears_after_the_plan_still_holds_pruning_up(run: Any) ->
     run(main())
 
 
+def test_only_what_is_being_pruned_is_deleted(run: Any) -> None:
+    """The plan is older than the decision."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2)
+        assert not await steps.finish_prune(world.store, CheckpointId(1, 1))
+        assert len(world.keys("ckpt/step-1.")) == 2
+
+    run(main())
+
+
 def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
     """All receipts are there but nobody decided: the checkpoint is complete and must become visible."""
 

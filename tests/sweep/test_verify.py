@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import CheckpointId, Latest, Outcome
+from ckpt_async.core.model import CheckpointId, Damage, Latest, Outcome, Receipt
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
@@ -315,3 +315,38 @@ def test_a_distant_store_is_asked_for_many_records_at_once() -> None:
 
     num_requests = 64 * (1 + 4 + 4)  # a decision, its receipts, their shards
     assert virtual_time.run(main()) < num_requests / 2
+
+
+@pytest.mark.parametrize(
+    ("read_percent", "is_damaged", "is_sound"),
+    [(100.0, False, True), (100.0, True, False), (0.0, False, False)],
+)
+def test_a_mark_is_refuted_only_by_reading_all_of_a_sound_checkpoint(
+    run: Any, read_percent: float, is_damaged: bool, is_sound: bool
+) -> None:
+    """What refutes it removes it, and readers use the checkpoint again."""
+
+    async def main() -> None:
+        world = await _world()
+        mark = records.encode_damage(Damage(ID, "unreadable", "a reader", 1.0))
+        await world.store.put(keys.damage_key(ID), mark)
+        if is_damaged:
+            await world.store.put(SHARD, b"other")
+        result = await verify(world.store, read_percent=read_percent)
+        assert [(each.checkpoint, each.is_sound) for each in result.marks] == [(ID, is_sound)]
+
+    run(main())
+
+
+def test_a_receipt_may_be_larger_than_other_records(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists all shards of its rank."""
+
+    async def main() -> None:
+        world, undecided = await _world(), CheckpointId(1, 6)
+        shards = [await world.shard(undecided, rank) for rank in range(30)]
+        receipt = Receipt(undecided, "step-6", 0, 2, tuple(shards))
+        await world.store.put(keys.receipt_key(undecided, 0), records.encode_receipt(receipt))
+        monkeypatch.setattr(records, "MAX_RECORD_SIZE_BYTES", 2000)
+        assert (await world.verify()).findings == []
+
+    run(main())

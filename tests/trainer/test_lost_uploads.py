@@ -15,7 +15,7 @@ from ckpt_async import CheckpointAbortedError, FencedError, Uploader, UploadFail
 from ckpt_async.core import decide, keys, records
 from ckpt_async.core.model import CheckpointId, Generation, Outcome, Receipt
 from ckpt_async.engine import settling
-from ckpt_async.errors import FailureReason
+from ckpt_async.errors import FailureReason, ObjectNotFoundError
 from ckpt_async.protocol import deciding, steps
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
@@ -220,6 +220,50 @@ def test_a_listing_alone_proves_no_loss(opened: Open) -> None:
     assert decisions(store) == {FIRST: "commit"}
     assert store.asked["head", f"{DATA}a.pt"] == 1
     assert store.asked["head", f"{DATA}b.pt"] == 0
+
+
+class Hiding(Meddled):
+    """A store that does not show what it has of the first checkpoint, until `shows`."""
+
+    hides = f"{DATA}a.pt"
+    shows = False
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "head" and key == self.hides and not self.shows:
+            raise ObjectNotFoundError(key)
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        request = super().__getattr__(operation)
+        if operation != "list":
+            return request
+
+        async def hiding(*args: Any, **kwargs: Any) -> Any:
+            listing = await request(*args, **kwargs)
+            there = (each for each in listing.objects if self.shows or each.key != self.hides)
+            return replace(listing, objects=tuple(there))
+
+        return hiding
+
+
+@pytest.mark.parametrize("hidden", [f"{DATA}a.pt", keys.receipt_key(FIRST, 0)], ids=["shard", "receipt"])
+def test_what_the_store_does_not_show_is_not_uploaded_again_and_again(
+    opened: Open, caplog: pytest.LogCaptureFixture, hidden: str
+) -> None:
+    """Its cache may remember for a while that there was nothing. It was asked 2,500 times a second."""
+    store = Hiding()
+    store.hides = hidden
+    with opened(store, decision_poll_s=0.5, decision_poll_max_s=60.0) as uploader:
+        save(uploader, 1)
+        wait_until(lambda: store.asked["head", hidden] >= 2, uploader)
+        for step in range(2, 12):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=10)
+        assert FIRST not in decisions(store)
+        assert 2 <= store.asked["put", f"{DATA}a.pt"] <= 6  # at once, and then with pauses that double
+        assert len(_told_of_losses(caplog)) == store.asked["put", f"{DATA}a.pt"] - 1
+        store.shows = True
+        uploader.wait(1, timeout_s=10)
+    assert decisions(store)[FIRST] == "commit"
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,5 +1,6 @@
 """Files under the exact keys that a user chose: copies within the store, made after the commit and pruned with it."""
 
+import asyncio
 import json
 import os
 import re
@@ -14,15 +15,19 @@ from urllib.parse import urlsplit
 import pytest
 
 from ckpt_async import Sweeper, Uploader, cli, restore
-from ckpt_async.core.model import CheckpointId, Shard
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Latest, Shard
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import (
     FailureReason,
     InvalidNameError,
     InvalidShardError,
+    ObjectNotFoundError,
     SettingsError,
     StoreError,
 )
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import CAPABILITIES
 from ckpt_async.sweep.drain import drain
 from ckpt_async.trainer.checkpoints import OpenCheckpoint
@@ -332,8 +337,11 @@ def test_contradictions_are_refused_at_once(opened: Open) -> None:
             uploader.enqueue(uploader.folder / "a.pt", 1, publish_as="exact/other.pt")
 
 
-def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run: Run) -> None:
-    """The engine was away for long; the sweeper that pruned could not see a copy that did not exist yet."""
+@pytest.mark.parametrize("is_gone", [False, True], ids=["there", "gone"])
+def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run: Run, is_gone: bool) -> None:
+    """The engine was away for long; the sweeper that pruned could not see a copy that did not exist yet. That the
+    shards are gone by then is no failure.
+    """
     store = Meddled()
 
     async def before(operation: str, key: str) -> None:
@@ -343,12 +351,15 @@ def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run
             store.bucket.objects[".ckpt_async/decisions/000001-000000000001.json"] = replace(
                 record, data=data
             )
+            if is_gone:
+                raise ObjectNotFoundError(key)
 
     store.before = before  # type: ignore[method-assign]
     with opened(store, publish_copies=True) as uploader:
         save(uploader, 1, "exact/1.pt")
         uploader.wait(1, timeout_s=10)
         wait_until(lambda: not has_copies_to_make(uploader), uploader)
+        assert not uploader._engine.view().failures
     assert store.keys("exact/") == []
     assert store.keys(".ckpt_async/claims/") == []
 
@@ -460,3 +471,20 @@ def test_the_pointer_is_written_where_nothing_is_kept_locally(opened: Open) -> N
     with opened(store, composer_symlink=POINTER, num_checkpoints_to_keep=0) as uploader:
         save(uploader, 1, None)  # the start begins over
     assert store.bucket.objects["latest-rank0.pt.symlink"].data == b"ckpt/step-1.g2/a.pt"
+
+
+def test_the_pointer_never_moves_behind_latest(opened: Open) -> None:
+    """A newer launch has committed since, and has moved the pointer."""
+    store, newer = Meddled(), CheckpointId(2, 9)
+    latest = Latest(newer, "step-9", keys.data_prefix("step-9", 2), 1, "n")
+    with opened(store, composer_symlink=POINTER) as uploader:
+        engine: Any = uploader._engine.view()
+        asyncio.run(_put(store, keys.LATEST, records.encode_latest(latest)))
+        save(uploader, 1, None)
+        uploader.wait(1, timeout_s=10)
+        wait_until(lambda: engine.state.remote.pointed_at == CheckpointId(1, 1), uploader)
+    assert store.keys("latest-rank0") == []
+
+
+async def _put(store: Meddled, key: str, data: bytes) -> None:
+    await store._store.put(key, BytesBody(data), checksum_of(data, "crc64nvme"))

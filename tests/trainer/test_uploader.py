@@ -61,11 +61,31 @@ class ClockBehind(Meddled):
 
 def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
     """Receipts from the future must count as new ones."""
-    store = ClockBehind()
-    with opened(store) as uploader:
-        save(uploader, 1)
-        uploader.wait(1, timeout_s=10)
+    store, launch = ClockBehind(), {"world_size": 2, "launch_id": "1"}
+    with opened(store, rank=0, **launch) as zero, opened(store, rank=1, **launch) as one:
+        for each in (zero, one):
+            save(each, 1, f"{each.rank}.pt")
+        for each in (zero, one):
+            each.wait(1, timeout_s=10)
     assert decisions(store) == {CheckpointId(1, 1): "commit"}
+
+
+def test_only_the_rank_that_commits_moves_latest(opened: Open) -> None:
+    """Also if both try, because the first decision takes long to arrive."""
+
+    class BothAtOnce(Meddled):
+        async def before(self, operation: str, key: str) -> None:
+            while (operation, key) == ("put", decision) and self.asked[operation, key] < 2:
+                await asyncio.sleep(0.001)
+
+    decision = keys.decision_key(CheckpointId(1, 1))
+    store, launch = BothAtOnce(), {"world_size": 2, "launch_id": "1"}
+    with opened(store, rank=0, **launch) as zero, opened(store, rank=1, **launch) as one:
+        for each in (zero, one):
+            save(each, 1, f"{each.rank}.pt")
+        for each in (zero, one):
+            each.wait(1, timeout_s=10)
+    assert (store.asked["get", keys.LATEST], store.asked["put", keys.LATEST]) == (1, 1)
 
 
 # --- faults that heal ------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
     caplog.set_level(logging.WARNING, "ckpt_async")
 
     def ranks(*numbers: int) -> list[Uploader]:
-        options: Any = {"world_size": 4, **FAST}
+        options: Any = {"world_size": 4, **FAST, "decision_poll_max_s": 0.05}
         return [
             Uploader(tmp_path / f"{number}", f"file://{tmp_path}/run", rank=number, **options)
             for number in numbers
@@ -83,8 +83,9 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
         uploader.enqueue(path, 300)
         uploader.seal(300)
 
-    def told() -> list[str]:
-        return [record.message for record in caplog.records if "checkpoint_waits" in record.message]
+    def told() -> list[tuple[float, str]]:
+        waits = (record for record in caplog.records if "checkpoint_waits" in record.message)
+        return [(record.created, record.message) for record in waits]
 
     def wait_until(is_so: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -95,10 +96,11 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
     uploaders = ranks(0, 2)
     for uploader in uploaders:
         save(uploader)
-    wait_until(lambda: len(told()) >= 3)
-    assert {re.sub(r"\d+ s$", "… s", each) for each in told()} == {
+    wait_until(lambda: len(told()) >= 5)
+    assert {re.sub(r"\d+ s$", "… s", each) for _, each in told()} == {
         "checkpoint_waits step 300 waits for ranks [1, 3] for … s"
     }
+    assert told()[4][0] - told()[0][0] > 0.3, "each rank pauses for as long as it has waited"
     uploaders += ranks(1, 3)
     for uploader in uploaders[2:]:
         save(uploader)

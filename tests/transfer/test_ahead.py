@@ -97,6 +97,24 @@ def test_after_a_failure_nothing_more_is_sent(path: Path) -> None:
     assert (resume.parts, raw.asked["put_part", "ckpt/shard"]) == ((), 1)
 
 
+@pytest.mark.parametrize("operation", ["create_multipart", "put_part", "open"])
+def test_after_a_failure_the_end_of_the_file_is_awaited(path: Path, operation: str) -> None:
+    """The engine began again at once, for as long as the file was written."""
+
+    class Refusing(Store):
+        async def before(self, asked: str, key: str) -> None:
+            if asked == operation:
+                raise trouble(FailureReason.OTHER)
+
+    if operation == "open":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to("elsewhere")
+    raw, is_over = Refusing(), polls(200)
+    asyncio.run(send(raw, path, grow(path, 8), is_over))
+    assert is_over()
+    assert raw.asked["create_multipart", "ckpt/shard"] == (operation != "open")
+
+
 def test_room_is_left_for_the_parts_of_the_rest(path: Path) -> None:
     raw = Store(capabilities=Capabilities(True, True, "crc64nvme", max_parts=10))
     resume = asyncio.run(send(raw, path, grow(path, 30), lambda: raw.num_stored >= 9, polls()))

@@ -172,6 +172,7 @@ def test_a_trainer_that_goes_back_begins_a_new_generation() -> None:
     assert plan.needs_new_generation(entry(3, 200, written_s=30), known, 1), "the same step once more"
     assert plan.needs_new_generation(entry(3, 150, written_s=30), known, 1), "from step 100"
     assert not plan.needs_new_generation(entry(3, 150, written_s=15), known, 1), "it was only late"
+    assert not plan.needs_new_generation(entry(3, 150, written_s=20), known, 1), "by a clock of whole seconds"
     assert not plan.needs_new_generation(entry(3, 150, written_s=30), known, 2), "a new launch already"
 
 
@@ -186,6 +187,7 @@ def test_a_file_that_was_copied_with_its_time_makes_no_checkpoint_old() -> None:
 def test_what_is_older_than_an_earlier_start_s_newest_never_becomes_the_newest() -> None:
     known = [entry(1, 200, written_s=20, state=State.COMMITTED)]
     assert plan.passed_over(entry(2, 100, written_s=10), known, 2)
+    assert plan.passed_over(entry(2, 100, written_s=20), known, 2), "by a clock of whole seconds"
     assert not plan.passed_over(entry(2, 100, written_s=30), known, 2), "the trainer has gone back"
     assert not plan.passed_over(entry(2, 100, written_s=10), known, 1), (
         "of this launch: latest does not go back"

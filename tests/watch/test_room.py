@@ -12,9 +12,10 @@ import pytest
 
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
-from ckpt_async.watch.entries import State
-from ckpt_async.watch.formats import Rules
+from ckpt_async.watch.entries import State, entry_of
+from ckpt_async.watch.formats import Found, Rules
 from ckpt_async.watch.room import Room
+from ckpt_async.watch.tree import Identity, Tree
 from ckpt_async.watch.watcher import Watcher
 from tests.faults.small_disk import on_small_disk
 from tests.watch import conftest
@@ -33,7 +34,8 @@ class Disk:
         monkeypatch.setattr(os, "statvfs", self._facts)
 
     def _facts(self, _: object) -> os.statvfs_result:
-        blocks = (self.total_bytes // BLOCK, self.free_bytes // BLOCK, self.free_bytes // BLOCK)
+        # What is free for root is not free for a trainer.
+        blocks = (self.total_bytes // BLOCK, self.total_bytes // BLOCK, self.free_bytes // BLOCK)
         return os.statvfs_result((BLOCK, BLOCK, *blocks, 0, 0, 0, 0, 255))
 
 
@@ -60,6 +62,19 @@ def looks(place: Place, rules: Rules | None = None, num: int = 1) -> None:
     for _ in range(num):
         lookout.look()
         lookout.take()
+
+
+def test_what_else_was_written_since_does_not_stand_for_the_next_checkpoint(
+    tmp_path: Path, disk: Disk
+) -> None:
+    """At most as much of it as a checkpoint has."""
+    known = Identity(1, 10 * MIB, 1), Identity(2, 50 * MIB, 2)
+    tree = Tree({"step-1": known[0], "logs": known[1]}, lambda *_: b"")
+    room = Room(tmp_path, tmp_path)
+    (first,) = [entry_of(Found("dcp", "step-1", 1, "step-1", ("step-1",)), tree, 1)]
+    room.expect([first], tree)
+    disk.free_bytes = MIB
+    assert room.lacking_bytes() == 4 * MIB, "the reserve of 5 MiB is not there"
 
 
 @pytest.mark.parametrize(
