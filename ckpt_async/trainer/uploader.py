@@ -287,8 +287,10 @@ class Uploader:
         """Declare that this rank will never have its part of the checkpoint at `step`. Returns at once.
 
         The checkpoint is aborted, and the other ranks learn the reason instead of waiting for it (in a store without
-        conditional writes only if this is rank 0). What was enqueued of it is released, also on a full disk. Raises SealedError if this rank has sealed it; NoSpaceError if the
-        disk cannot take even this record: then call it again once there is space.
+        conditional writes only if this is rank 0). What was enqueued of it is released, also on a full disk.
+
+        Raises SealedError if this rank has sealed it; NoSpaceError if the disk cannot take even this record: then
+        call it again once there is space.
         """
         self._check_process()
         id_ = self._checkpoint(step)
