@@ -38,6 +38,7 @@ def test_the_trainer_sees_that_what_the_store_has_lost_is_not_delivered_any_more
         view = ReportedEngine(journal, Observer(), lambda: None)
         engine: Any = SimpleNamespace(
             fenced_by=None,
+            store_error="",
             absent_ranks=None,
             num_due=0,
             num_distrusted=0,
