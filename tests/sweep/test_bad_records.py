@@ -144,6 +144,8 @@ def test_a_huge_lease_costs_a_sweep_neither_memory_nor_its_other_work(
     tracemalloc.stop()
     (remote,) = report.remotes
     assert (remote.error, [each.key for each in remote.violations]) == ("", [key])
+    both = run(Sweeper([], [s3_url], verifies=True).sweep(is_dry_run=True))
+    assert [each.key for each in both.remotes[0].violations] == [key]  # found twice, told once
     told = {
         each.action.checkpoint.step: each.outcome
         for each in remote.done

@@ -797,6 +797,21 @@ def test_a_file_that_two_checkpoints_have_goes_with_the_last_of_them(opened: Ope
         assert every.exists()
 
 
+def test_the_symlink_goes_if_the_newest_checkpoint_has_no_files_here(opened: Open) -> None:
+    """It would lead to what retention removes."""
+    with opened(Meddled(), num_checkpoints_to_keep=1) as uploader:
+        _commit(uploader, 1)
+        link = uploader.folder / "latest-rank0"
+        wait_until(link.is_symlink, uploader)
+        rotated_away = write(uploader, "step-2/a.pt")
+        uploader.enqueue(rotated_away, 2)
+        rotated_away.unlink()
+        uploader.seal(2)
+        uploader.wait(2, timeout_s=10)
+    assert not (uploader.folder / "step-1").exists()
+    assert not link.is_symlink()
+
+
 def test_local_retention_works_with_a_symlink_in_a_folder_of_its_own(opened: Open) -> None:
     """That folder was never made, so the symlink was never moved, and nothing was ever removed."""
     with opened(Meddled(), num_checkpoints_to_keep=1, latest_filename="links/latest-rank{rank}") as uploader:
