@@ -338,3 +338,21 @@ def test_the_next_sweep_finishes_after_a_kill_at_any_moment(
     assert is_finished(folder)
     left = sorted(each.name for each in (Path(remote.removeprefix("file://")) / "ckpt").iterdir())
     assert left == ["step-5.g1", "step-7.g1"]
+
+
+def test_a_policy_without_a_kind_is_told_unless_a_remote_could_not_be_seen(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote, missing = f"file://{tmp_path}/remote", f"file://{tmp_path}/missing"
+    with Uploader(tmp_path / "folder", remote, kind="weights", rank=0, world_size=1):
+        pass
+
+    def told(*remotes: str, kind: str = "wieghts") -> bool:
+        caplog.clear()
+        report = run(Sweeper([], remotes, kind_retention={kind: "last=1"}).sweep(is_dry_run=True))
+        assert any(each.error for each in report.remotes) == (missing in remotes)
+        return "keep_unused no remote has checkpoints of kind" in caplog.text
+
+    assert told(remote)
+    assert not told(remote, kind="weights")
+    assert not told(remote, missing)
