@@ -32,7 +32,7 @@ from ckpt_async.local.journal import Journal
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.status import has_owner, load
 from ckpt_async.runners.loop import new_loop
-from ckpt_async.stores import StoreOptions, open_store, options_of, parse_url, web_url
+from ckpt_async.stores import StoreOptions, check_apart, open_store, options_of, parse_url, web_url
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 
 PACKAGES = ("ckpt-async", "aiobotocore", "botocore", "aiohttp", "awscrt", "uvloop", "torch")
@@ -70,6 +70,8 @@ def examine(
 
     Raises SettingsError if the URL or the options make no sense. All other problems are part of the result.
     """
+    if folder is not None and remote is not None:
+        check_apart(Path(os.path.realpath(folder)), remote)
     host, settings = _look_at_host(environment)
     local, journal, recorded = None, None, None
     with contextlib.ExitStack() as scratch:

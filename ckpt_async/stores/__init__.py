@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from ckpt_async.core.keys import longest_keys
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.core.naming import check_key_length as check_length
+from ckpt_async.errors import SettingsError
 from ckpt_async.stores.backend import Backend, Location
 from ckpt_async.stores.backends import backend_of
 from ckpt_async.stores.options import StoreOptions
@@ -39,6 +40,7 @@ __all__ = [
     "Location",
     "StoreOptions",
     "address_of",
+    "check_apart",
     "check_key_length",
     "folder_of",
     "makes_folder",
@@ -58,6 +60,15 @@ def folder_of(url: str) -> Path | None:
     """Return the folder that a store URL names, without symbolic links, or None. Raises SettingsError."""
     location = parse_url(url)
     return Path(location.prefix).resolve() if location.scheme == "file" else None
+
+
+def check_apart(folder: Path, url: str) -> None:
+    """Raise SettingsError if the store would be the trainer's own folder. `folder` has no symbolic links."""
+    if folder_of(url) == folder:
+        raise SettingsError(
+            f"the folder {str(folder)!r} is also the remote",
+            hint="uploads need a place of their own, best on another disk or machine",
+        )
 
 
 def open_store(

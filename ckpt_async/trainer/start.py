@@ -22,7 +22,7 @@ from ckpt_async.events.telling import format_wants
 from ckpt_async.local.folder import boot_id, place_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners import Start
-from ckpt_async.stores import StoreOptions, address_of, check_key_length, folder_of
+from ckpt_async.stores import StoreOptions, address_of, check_apart, check_key_length
 
 
 def start_of(
@@ -64,11 +64,7 @@ def start_of(
         )
     address = address_of(keys.kind_remote(remote, kind), store_options, env=environment)
     place = place_of(folder)
-    if folder_of(remote) == place:
-        raise SettingsError(
-            f"the folder {str(place)!r} is also the remote",
-            hint="uploads need a place of their own, best on another disk or machine",
-        )
+    check_apart(place, remote)
     if pointer:
         check_key_length(address.url, pointer)
     options = replace(store_options or StoreOptions(), endpoint_url=address.endpoint_url)

@@ -413,7 +413,7 @@ def test_what_an_sftp_server_does_not_promise_is_said(tmp_path: Path, sftp_url: 
 
 @pytest.mark.parametrize("at", ["/proc/nowhere", "/etc/passwd"])
 def test_an_unwritable_folder_or_remote_is_reported(at: str, call: Examine) -> None:
-    code, found = call(at, f"file://{at}")
+    code, found = call(at, f"file://{at}/store")
     assert (code, levels(found)) == (1, {"folder": "fail", "write": "fail"})
 
 
@@ -583,3 +583,11 @@ def test_json_has_the_documented_fields(tmp_path: Path, capsys: pytest.CaptureFi
     documented = (ROOT / "docs/cli.md").read_text()
     fields = {*told, *told["findings"][0], *told["measured"]}
     assert {each for each in fields if f"`{each}`" not in documented} == set()
+
+
+def test_a_folder_that_is_its_own_remote_is_refused_as_by_the_uploader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", str(tmp_path), f"file://{tmp_path}"]) == 2
+    assert "is also the remote" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

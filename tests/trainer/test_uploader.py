@@ -59,14 +59,19 @@ class ClockBehind(Meddled):
         return behind
 
 
-def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
-    """Receipts from the future must count as new ones."""
-    store, launch = ClockBehind(), {"world_size": 2, "launch_id": "1"}
+def _commit_by_two(opened: Open, store: Meddled) -> None:
+    launch = {"world_size": 2, "launch_id": "1"}
     with opened(store, rank=0, **launch) as zero, opened(store, rank=1, **launch) as one:
         for each in (zero, one):
             save(each, 1, f"{each.rank}.pt")
         for each in (zero, one):
             each.wait(1, timeout_s=10)
+
+
+def test_a_slow_clock_delays_no_commit(opened: Open) -> None:
+    """Receipts from the future must count as new ones."""
+    store = ClockBehind()
+    _commit_by_two(opened, store)
     assert decisions(store) == {CheckpointId(1, 1): "commit"}
 
 
@@ -79,12 +84,8 @@ def test_only_the_rank_that_commits_moves_latest(opened: Open) -> None:
                 await asyncio.sleep(0.001)
 
     decision = keys.decision_key(CheckpointId(1, 1))
-    store, launch = BothAtOnce(), {"world_size": 2, "launch_id": "1"}
-    with opened(store, rank=0, **launch) as zero, opened(store, rank=1, **launch) as one:
-        for each in (zero, one):
-            save(each, 1, f"{each.rank}.pt")
-        for each in (zero, one):
-            each.wait(1, timeout_s=10)
+    store = BothAtOnce()
+    _commit_by_two(opened, store)
     assert (store.asked["get", keys.LATEST], store.asked["put", keys.LATEST]) == (1, 1)
 
 
