@@ -100,7 +100,7 @@ class Run:
     def measure(self, took: list[float], requests: float) -> dict[str, Any]:
         self._uploader.close()
         gc.collect()
-        private = self._folder / ".ckpt_async"
+        private = self._folder / ".ckpt-async"
         journal = sum(path.stat().st_size for path in private.glob("journal*"))
         opened_s, opened_requests = [], []
         for _ in range(REPEATS):

@@ -324,7 +324,7 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
         folder,
         options.remote,
         state,
-        folder.parent / f".{folder.name}{kind}.ckpt_async.lock",
+        folder.parent / f".{folder.name}{kind}.ckpt-async.lock",
         Rules(
             tuple(options.format),
             options.done or "",

@@ -104,7 +104,7 @@ def not_committed(local: Local, within_s: float, store_error: str) -> UploadFail
         f"{named('step', left)} of this rank reached the store, but {'was' if len(left) == 1 else 'were'} not"
         f" committed within {within_s:g} s (upload_timeout_s){last_store_error(store_error)}",
         hint="the next launch, `ckpt-async drain` or the sweeper will commit it; check the permissions below"
-        " `.ckpt_async/decisions/`",
+        " `.ckpt-async/decisions/`",
     )
 
 

@@ -3,37 +3,37 @@
 Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
 
     ckpt/<name>.g<generation>/<shard>                        data; never overwritten
-    .ckpt_async/generations/<g:06d>.json                     create-once
-    .ckpt_async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
-    .ckpt_async/members/<g:06d>/alive.json                   heartbeat, counted up until all ranks are there
-    .ckpt_async/members/<g:06d>/announced-<step:012d>.json   create-once: watchers tell each other what is complete
-    .ckpt_async/members/<g:06d>/ended-<rank:05d>.json        this watcher announces nothing more
-    .ckpt_async/members/<g:06d>/told-all-<rank:05d>.json     this watcher has announced all that it had found before
-    .ckpt_async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
-    .ckpt_async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
-    .ckpt_async/latest.json
-    .ckpt_async/boundary.json                                up to where old decisions have been collected
-    .ckpt_async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
-    .ckpt_async/damaged/<g:06d>-<step:012d>.json             committed, but found to be unreadable
-    .ckpt_async/claims/<sha256 of the key>.json              whose copy is under an exact key
+    .ckpt-async/generations/<g:06d>.json                     create-once
+    .ckpt-async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
+    .ckpt-async/members/<g:06d>/alive.json                   heartbeat, counted up until all ranks are there
+    .ckpt-async/members/<g:06d>/announced-<step:012d>.json   create-once: watchers tell each other what is complete
+    .ckpt-async/members/<g:06d>/ended-<rank:05d>.json        this watcher announces nothing more
+    .ckpt-async/members/<g:06d>/told-all-<rank:05d>.json     this watcher has announced all that it had found before
+    .ckpt-async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
+    .ckpt-async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
+    .ckpt-async/latest.json
+    .ckpt-async/boundary.json                                up to where old decisions have been collected
+    .ckpt-async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
+    .ckpt-async/damaged/<g:06d>-<step:012d>.json             committed, but found to be unreadable
+    .ckpt-async/claims/<sha256 of the key>.json              whose copy is under an exact key
     <any other key>                                          copies of shards, on request
     latest-rank0.pt.symlink                                  Composer's text pointer, on request
     kinds/<kind>/                                            a run of its own: the same layout again
 
 Local, relative to the folder:
 
-    .ckpt_async/journal-<rank:05d>.sqlite                    the rank's rows; SQLite keeps -wal and -shm beside it
-    .ckpt_async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; never read again
-    .ckpt_async/journal.sqlite                               shared by all ranks, written by earlier versions
-    .ckpt_async/rank-<rank:05d>.lock                         flock; never replaced
-    .ckpt_async/link-<up or down>.json                       what was found out about the link to the store
-    .ckpt_async/kept/rank-<rank:05d>/<g:06d>-<step:012d>.json           committed and kept for good
-    .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
-    .ckpt_async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
-    .ckpt_async/sealed/<run>/rank-<rank:05d>/<g:06d>-<step:012d>.json   what a run without a remote has saved
-    .ckpt_async/sealed/<run>/rank-<rank:05d>/unsealed-<launch>          it has not sealed anything in this launch yet
-    .ckpt_async/sealed/<run>/rank-<rank:05d>/writing                    names the file that it is writing
-    .ckpt_async/kinds/<kind>/                                the same layout again
+    .ckpt-async/journal-<rank:05d>.sqlite                    the rank's rows; SQLite keeps -wal and -shm beside it
+    .ckpt-async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; never read again
+    .ckpt-async/journal.sqlite                               shared by all ranks, written by earlier versions
+    .ckpt-async/rank-<rank:05d>.lock                         flock; never replaced
+    .ckpt-async/link-<up or down>.json                       what was found out about the link to the store
+    .ckpt-async/kept/rank-<rank:05d>/<g:06d>-<step:012d>.json           committed and kept for good
+    .ckpt-async/spool/rank-<rank:05d>/<g:06d>-<step:012d>/<shard>       hard links
+    .ckpt-async/spool/rank-<rank:05d>/<g:06d>-<step:012d>.json          what was enqueued and sealed (rule R10)
+    .ckpt-async/sealed/<run>/rank-<rank:05d>/<g:06d>-<step:012d>.json   what a run without a remote has saved
+    .ckpt-async/sealed/<run>/rank-<rank:05d>/unsealed-<launch>          it has not sealed anything in this launch yet
+    .ckpt-async/sealed/<run>/rank-<rank:05d>/writing                    names the file that it is writing
+    .ckpt-async/kinds/<kind>/                                the same layout again
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import re
 
 from ckpt_async.core.model import CheckpointId
 
-PRIVATE = ".ckpt_async"
+PRIVATE = ".ckpt-async"
 DATA = "ckpt/"
 GENERATIONS = f"{PRIVATE}/generations/"
 MEMBERS = f"{PRIVATE}/members/"
@@ -88,7 +88,7 @@ def is_kind(text: str) -> bool:
 
 
 def kind_place(kind: str) -> str:
-    """Return where a kind is, relative to its run or to `.ckpt_async`; "" for the run itself."""
+    """Return where a kind is, relative to its run or to `.ckpt-async`; "" for the run itself."""
     return f"{KINDS}{kind}" if kind else ""
 
 
@@ -286,7 +286,7 @@ def spool_rank(rank: int) -> str:
 
 
 def spool_checkpoint(checkpoint: CheckpointId, rank: int) -> str:
-    """Return the folder of a rank's hard links for one checkpoint, relative to `.ckpt_async`."""
+    """Return the folder of a rank's hard links for one checkpoint, relative to `.ckpt-async`."""
     return f"{spool_rank(rank)}/{checkpoint_tag(checkpoint)}"
 
 
@@ -295,7 +295,7 @@ def spool_manifest(checkpoint: CheckpointId, rank: int) -> str:
 
 
 def kept_rank(rank: int) -> str:
-    """Return the folder of the checkpoints that a rank keeps for good, relative to `.ckpt_async`."""
+    """Return the folder of the checkpoints that a rank keeps for good, relative to `.ckpt-async`."""
     return f"kept/rank-{rank:05d}"
 
 
@@ -304,7 +304,7 @@ def kept_manifest(checkpoint: CheckpointId, rank: int) -> str:
 
 
 def sealed_run(run: str) -> str:
-    """Return the folder of what a run has sealed without a remote, relative to `.ckpt_async`."""
+    """Return the folder of what a run has sealed without a remote, relative to `.ckpt-async`."""
     return f"sealed/{run}"
 
 
@@ -313,22 +313,22 @@ def sealed_rank(run: str, rank: int) -> str:
 
 
 def sealed_with_remote(run: str, rank: int) -> str:
-    """Return the name of the sign that a rank of a run has saved here with a remote, relative to `.ckpt_async`."""
+    """Return the name of the sign that a rank of a run has saved here with a remote, relative to `.ckpt-async`."""
     return f"{sealed_run(run)}/with-remote-{rank:05d}"
 
 
 def sealed_not_yet(run: str, rank: int, launch: str) -> str:
-    """Return the name of the sign that a rank has sealed nothing yet in a launch, relative to `.ckpt_async`."""
+    """Return the name of the sign that a rank has sealed nothing yet in a launch, relative to `.ckpt-async`."""
     return f"{sealed_rank(run, rank)}/unsealed-{launch}"
 
 
 def sealed_writing(run: str, rank: int) -> str:
-    """Return the name of the file that names the file which a rank is writing, relative to `.ckpt_async`."""
+    """Return the name of the file that names the file which a rank is writing, relative to `.ckpt-async`."""
     return f"{sealed_rank(run, rank)}/writing"
 
 
 def sealed_lock(run: str, rank: int) -> str:
-    """Return the name of the lock of a rank that saves without a remote, relative to `.ckpt_async`."""
+    """Return the name of the lock of a rank that saves without a remote, relative to `.ckpt-async`."""
     return f"{sealed_run(run)}/lock-{rank:05d}"
 
 

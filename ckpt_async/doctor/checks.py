@@ -66,7 +66,7 @@ def examine(
     `measures_speed` (64 MiB there and back).
 
     Leaves nothing behind, neither in the folder nor in the remote. After SIGKILL there may be objects below
-    `.ckpt_async/probe/`, which the sweeper removes, a multipart upload there, and a folder `.ckpt_async-doctor-*`.
+    `.ckpt-async/probe/`, which the sweeper removes, a multipart upload there, and a folder `.ckpt-async-doctor-*`.
 
     Raises SettingsError if the URL or the options make no sense. All other problems are part of the result.
     """

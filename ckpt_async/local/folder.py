@@ -61,7 +61,7 @@ def place_of(folder: str | os.PathLike[str]) -> Path:
 
 
 class Folder:
-    """The trainer's checkpoint folder, with our private part, `.ckpt_async/`, in it.
+    """The trainer's checkpoint folder, with our private part, `.ckpt-async/`, in it.
 
     Opening creates what is missing and checks what everything else relies on: that the folder is writable, is on a
     local file system that no other machine uses, and that hard links work there (else `can_link` is False). Each
@@ -288,7 +288,7 @@ class Folder:
     def link(
         self, files: Sequence[tuple[str, str]], spool: str, num_tries: int = _LINK_TRIES
     ) -> list[tuple[FileIdentity, bool]]:
-        """Hard-link regular files, given as (source, name), as `name` into the folder `spool` below `.ckpt_async/`:
+        """Hard-link regular files, given as (source, name), as `name` into the folder `spool` below `.ckpt-async/`:
         all of them or none. The links are not yet durable.
 
         Returns, for each, what the file is now and whether it was linked. Where the file system cannot link

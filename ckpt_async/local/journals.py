@@ -77,7 +77,7 @@ def read(
 
 def watcher_state(folder: Path) -> Path:
     """Return where a watcher of a folder keeps its journal by default."""
-    return folder.parent / f".{folder.name}.ckpt_async"
+    return folder.parent / f".{folder.name}.ckpt-async"
 
 
 def watched_from(folder: str | os.PathLike[str]) -> Path | None:

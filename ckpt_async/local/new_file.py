@@ -36,7 +36,7 @@ def new_file(target: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
         raise _taken(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        hidden = target.with_name(f".ckpt_async-{secrets.token_hex(8)}.tmp")
+        hidden = target.with_name(f".ckpt-async-{secrets.token_hex(8)}.tmp")
         with _open(hidden) as file:
             try:
                 yield file

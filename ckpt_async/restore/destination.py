@@ -18,7 +18,7 @@ from ckpt_async.restore.unfinished import Unfinished
 from ckpt_async.stores import folder_of
 
 # Below the destination, so on the same file system: finished files are renamed into place.
-PARTIAL_FOLDER = ".ckpt_async-partial"
+PARTIAL_FOLDER = ".ckpt-async-partial"
 
 
 class Destination:

@@ -278,7 +278,7 @@ def _load(path: Path, options: Mapping[str, Any]) -> Any:
         if is_zip and (wrong := wrong_record(path)):
             raise DamagedCheckpointError(f"{path} is damaged: {wrong}")
         # Through a link alone in its folder: `load` prefers a safetensors file of the same stem, which is not ours.
-        with tempfile.TemporaryDirectory(prefix="ckpt_async-") as folder:
+        with tempfile.TemporaryDirectory(prefix="ckpt-async-") as folder:
             link = Path(folder) / path.name
             link.symlink_to(path)
             state = ckpt.load(link, **options)

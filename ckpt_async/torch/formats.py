@@ -177,7 +177,7 @@ def load_remote(
         validation_function(validate),
     )
     with contextlib.ExitStack() as stack:
-        folder = destination or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt_async-"))
+        folder = destination or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-async-"))
         report = restore.fetch(checkpoint, folder, files=[glob.escape(name)], **fetch_options)
         state = _load(report.paths[name], how)
         logger.info("checkpoint_loaded path=%s/%s file=%s", checkpoint.remote, checkpoint.name, name)
@@ -267,7 +267,7 @@ class _How:
 def _load(path: Path, how: _How) -> Any:
     suffix = _suffix(path, how)
     if suffix in TAR_SUFFIXES or suffix in CODECS:
-        with tempfile.TemporaryDirectory(prefix="ckpt_async-") as folder:
+        with tempfile.TemporaryDirectory(prefix="ckpt-async-") as folder:
             if suffix in TAR_SUFFIXES:
                 extract(path, folder, max_size_bytes=how.max_size_bytes, suffix=suffix)
                 inner = _only_file(Path(folder), path)

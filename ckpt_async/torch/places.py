@@ -55,7 +55,7 @@ def placed(
         yield Place(_local(Path(path), rank), is_ours=False)
         return
     checkpoint, name = _remote(path, rank, store_options, world_size)
-    with tempfile.TemporaryDirectory(prefix="ckpt_async-") as folder, reported(progress, name) as on_progress:
+    with tempfile.TemporaryDirectory(prefix="ckpt-async-") as folder, reported(progress, name) as on_progress:
         report = restore.fetch(checkpoint, folder, files=[_escaped(name)], on_progress=on_progress)
         yield Place(report.paths[name], is_ours=True)
 
@@ -83,7 +83,7 @@ def fetch_file(
         raise DestinationError(f"{path} already exists", hint="pass overwrite=True, or another destination")
     path.parent.mkdir(parents=True, exist_ok=True)
     checkpoint, name = _remote(url, rank, store_options, None)
-    with tempfile.TemporaryDirectory(prefix=".ckpt_async-", dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".ckpt-async-", dir=path.parent) as folder:
         with reported(progress, name) as on_progress:
             report = restore.fetch(checkpoint, folder, files=[_escaped(name)], on_progress=on_progress)
         os.replace(report.paths[name], path)
@@ -107,7 +107,7 @@ def _local(path: Path, rank: int) -> Path:
         seen.append(path)
     if not path.is_dir():
         return path
-    if (path / ".ckpt_async" / "decisions").is_dir():
+    if (path / ".ckpt-async" / "decisions").is_dir():
         raise FormatError(f"{path} is the remote of a run", hint=f"load('file://{path.absolute()}')")
     names = [each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()]
     return path / chosen(names, rank, str(path))

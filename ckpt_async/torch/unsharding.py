@@ -161,7 +161,7 @@ class _Writing:
     def folder(self, target: Path) -> tuple[Path, ...]:
         """Write into a temporary folder beside the target, and rename it once everything is there."""
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        hidden = target.absolute().with_name(f".ckpt_async-{secrets.token_hex(8)}.tmp")
+        hidden = target.absolute().with_name(f".ckpt-async-{secrets.token_hex(8)}.tmp")
         hidden.mkdir()
         try:
             parts = self._parts()

@@ -74,7 +74,7 @@ class PlainUploader:
         self.remote = remote
         self._settings = load_settings(settings, os.environ)
         self._store = connect(remote, store_options, self._settings)
-        self._staging = tempfile.TemporaryDirectory(prefix="ckpt_async-plain-", dir=staging_folder)
+        self._staging = tempfile.TemporaryDirectory(prefix="ckpt-async-plain-", dir=staging_folder)
         self._lock = threading.RLock()  # taken directly: Ctrl-C may come within a condition's `__enter__`
         self._changed = threading.Condition(self._lock)
         self._waiting: dict[str, _Staged] = {}

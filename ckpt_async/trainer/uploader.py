@@ -55,7 +55,7 @@ class Uploader:
     it. `enqueue` and `seal` cost a hard link and a journal row and never touch the network.
 
     Args:
-        folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt_async/` is created in it.
+        folder: Where the trainer writes its checkpoints, on a local disk. `.ckpt-async/` is created in it.
         remote: `s3://bucket/prefix/run` or `file:///path/run`. One run, one remote.
         kind: For several kinds of checkpoints in one run, e.g. `kind="weights"`. Each kind has its own Uploader, on the
             same folder and remote, with its own checkpoints, `latest` and retention, at `<remote>/kinds/<kind>`. All of

@@ -361,7 +361,7 @@ def test_wrong_credentials_fail_at_once_and_name_the_full_url(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     assert cli.main(reading(words, s3_url, tmp_path)) == 1
     *_, told = capsys.readouterr().err.splitlines()
-    assert f"'{s3_url}/.ckpt_async/" in told
+    assert f"'{s3_url}/.ckpt-async/" in told
     assert told.endswith("(the secret key does not belong to the access key)")
     assert len(asked) == len(set(asked)) <= 3, "nothing is asked for twice"
 
@@ -482,7 +482,7 @@ def test_a_bug_is_one_line_unless_debugging_is_on(
 
 def test_a_corrupt_decision_is_not_shown_as_a_checkpoint(folder: Path, remote: str) -> None:
     train(folder, remote, 1)
-    (decision,) = Path(remote.removeprefix("file://"), ".ckpt_async/decisions").iterdir()
+    (decision,) = Path(remote.removeprefix("file://"), ".ckpt-async/decisions").iterdir()
     decision.write_bytes(b'{"format": "who knows"}')
     done = shell("ls", remote)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1)

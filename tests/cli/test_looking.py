@@ -142,7 +142,7 @@ def test_no_name_of_a_key_or_a_folder_can_speak_to_a_terminal(tmp_path: Path, re
 
 def test_ls_long_names_receipts_that_are_gone(tmp_path: Path, remote: str, call: Call) -> None:
     save(tmp_path / "f", remote, 1, {"a.bin": b"a"})
-    (receipt,) = (tmp_path / "store/team/run/.ckpt_async/receipts").rglob("*.json")
+    (receipt,) = (tmp_path / "store/team/run/.ckpt-async/receipts").rglob("*.json")
     receipt.unlink()
     assert call("ls", remote)[0] == 0
     code, told = call("ls", "-l", remote)
@@ -271,7 +271,7 @@ def test_du_accounts_for_every_object(tmp_path: Path, remote: str, call: Call, t
     assert sizes["checkpoint", "weights", 1, "committed"]["size_bytes"] == 70
     assert sizes["checkpoint", None, 9, "in_flight"]["objects"] == 1
     assert sizes["others", None, None, None]["size_bytes"] == 7
-    lock = store / ".ckpt_async/tmp/lock"  # belongs to the store itself
+    lock = store / ".ckpt-async/tmp/lock"  # belongs to the store itself
     files = [each for each in store.rglob("*") if each.is_file() and each != lock]
     assert told["size_bytes"] == sum(each.stat().st_size for each in files)
     assert sum(each["objects"] for each in run["used"]) == len(files)

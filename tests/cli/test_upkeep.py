@@ -344,10 +344,10 @@ def test_an_unreadable_journal_does_not_stop_other_folders(
 ) -> None:
     trainers.die(folder / "a", f"{remote}-a", 1)
     trainers.die(folder / "b", f"{remote}-b", 1)
-    for left in (folder / "a/.ckpt_async").glob("journal-*"):
+    for left in (folder / "a/.ckpt-async").glob("journal-*"):
         left.unlink()
-    (folder / "a/.ckpt_async" / keys.journal_name(0)).write_bytes(b"no database" * 1000)
-    for each in (folder / "a/.ckpt_async/spool").rglob("*.json"):  # those of earlier versions name no remote
+    (folder / "a/.ckpt-async" / keys.journal_name(0)).write_bytes(b"no database" * 1000)
+    for each in (folder / "a/.ckpt-async/spool").rglob("*.json"):  # those of earlier versions name no remote
         each.write_text(json.dumps({**json.loads(each.read_text()), "remote": ""}))
     code, told = call("sweep", folder / "a", folder / "b")
     assert (code, told["is_clean"]) == (1, False)
@@ -712,9 +712,9 @@ def test_sweep_reports_a_missing_folder(tmp_path: Path, capsys: pytest.CaptureFi
     """The folder may appear later, so this is no error; but a typo must not look like a finished folder."""
     assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
     assert "nope: no trainer has run here yet\n" in capsys.readouterr().out
-    (tmp_path / ".nope.ckpt_async/.ckpt_async").mkdir(parents=True)
+    (tmp_path / ".nope.ckpt-async/.ckpt-async").mkdir(parents=True)
     assert cli.main(["sweep", str(tmp_path / "nope")]) == 0
-    beside = str(tmp_path / ".nope.ckpt_async")
+    beside = str(tmp_path / ".nope.ckpt-async")
     assert (
         f"it is being watched: sweep the watcher's state folder instead, {beside!r}"
         in capsys.readouterr().out

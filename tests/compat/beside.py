@@ -165,7 +165,7 @@ def committed(remote: str) -> list[tuple[tuple[int, int], str, Sums]]:
         return data
 
     found = []
-    for decision in (json.loads(get(key)) for key in keys(".ckpt_async/decisions/")):
+    for decision in (json.loads(get(key)) for key in keys(".ckpt-async/decisions/")):
         if decision["outcome"] == "commit":
             id_, name = (decision["generation"], decision["step"]), decision["name"]
             folder = f"ckpt/{name}.g{id_[0]}/"

@@ -161,7 +161,7 @@ def test_template_is_filled() -> None:
     assert naming.fill("", rank=3) == ""
 
 
-@pytest.mark.parametrize("name", [".ckpt_async/latest", ".ckpt_async", "../latest"])
+@pytest.mark.parametrize("name", [".ckpt-async/latest", ".ckpt-async", "../latest"])
 def test_a_symlink_among_our_own_files_is_refused(name: str) -> None:
     """It would replace a journal, or lead out of the folder."""
     with pytest.raises(InvalidNameError):

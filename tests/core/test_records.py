@@ -153,7 +153,7 @@ def test_records_where_nothing_is_published_are_as_earlier_versions_write_them()
     assert fields == json.loads(records.encode_receipt(RECEIPT)), "one field more, of which they know nothing"
 
 
-@pytest.mark.parametrize("key", ["", "/etc/x", "../x", "ckpt/step-1.g1/a", ".ckpt_async/latest.json", 7])
+@pytest.mark.parametrize("key", ["", "/etc/x", "../x", "ckpt/step-1.g1/a", ".ckpt-async/latest.json", 7])
 def test_a_receipt_cannot_have_other_objects_deleted(key: object) -> None:
     """Pruning deletes whatever a receipt names."""
     fields = json.loads(records.encode_receipt(RECEIPT))
@@ -311,7 +311,7 @@ def test_record_under_another_key_is_refused() -> None:
         ("../../x", "ckpt/step-300.g3/../../x"),
         ("a/b", "ckpt/step-300.g2/a/b"),
         ("a/b", "ckpt/other.g3/a/b"),
-        ("a/b", ".ckpt_async/latest.json"),
+        ("a/b", ".ckpt-async/latest.json"),
         ("/a", "ckpt/step-300.g3//a"),
     ],
 )

@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             work = Path(options.keep).absolute()
             work.mkdir(parents=True, exist_ok=True)
         else:
-            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt_async-demo-")))
+            work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-async-demo-")))
         remote, environment = stack.enter_context(_store(options.store, work))
         os.environ.update(environment)  # for the check at the end too
         config = Config(

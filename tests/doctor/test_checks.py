@@ -434,7 +434,7 @@ def test_a_network_file_system_fails_with_the_uploaders_message(
 
 
 def test_a_damaged_or_newer_journal_is_reported(folder: Path, call: Examine) -> None:
-    path = folder / ".ckpt_async" / keys.journal_name(0)
+    path = folder / ".ckpt-async" / keys.journal_name(0)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no database" * 1000)
     code, found = call(folder)
@@ -446,7 +446,7 @@ def test_of_a_watched_folder_the_watcher_s_journal_is_looked_at(
     folder: Path, call: Examine, tmp_path: Path
 ) -> None:
     folder.mkdir()
-    state, run = folder.parent / f".{folder.name}.ckpt_async", f"file://{tmp_path}/watched"
+    state, run = folder.parent / f".{folder.name}.ckpt-async", f"file://{tmp_path}/watched"
     (state / "ckpt").mkdir(parents=True)
     (state / "ckpt/step-7.bin").write_bytes(b"x")
     with Uploader(state, run, rank=0, world_size=1) as uploader:

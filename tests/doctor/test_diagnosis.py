@@ -139,9 +139,9 @@ def test_of_many_unreadable_records_the_first_are_named_and_the_rest_are_counted
 
 
 def test_a_backlog_of_a_watcher_is_finished_in_its_own_folder() -> None:
-    found = findings_with("journal", num_pending=1, watched_from="/data/.run.ckpt_async")
+    found = findings_with("journal", num_pending=1, watched_from="/data/.run.ckpt-async")
     (backlog,) = (each for each in found if each.check == "backlog")
-    assert "`ckpt-async drain /data/.run.ckpt_async`" in backlog.hint
+    assert "`ckpt-async drain /data/.run.ckpt-async`" in backlog.hint
 
 
 def test_space_that_is_just_enough_is_enough() -> None:

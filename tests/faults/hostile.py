@@ -100,7 +100,7 @@ def names(root: Path) -> dict[str, object]:
         )
         | st.text(max_size=30)
         | st.lists(
-            st.sampled_from(["..", ".", "a", "link", "step-1", ".ckpt_async", "\0", "~"]), max_size=6
+            st.sampled_from(["..", ".", "a", "link", "step-1", ".ckpt-async", "\0", "~"]), max_size=6
         ).map("/".join)
     )
     found: set[str] = set(HOSTILE)

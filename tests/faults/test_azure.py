@@ -29,7 +29,7 @@ from tests.stores.azure_peer import ACCOUNT, AzurePeer
 
 MIB = 1 << 20
 PART = 5 * MIB
-CONTROL = r"/\.ckpt_async/"
+CONTROL = r"/\.ckpt-async/"
 BLOCKS = "comp=block&"
 
 
@@ -86,7 +86,7 @@ def test_a_lost_reply_to_any_conditional_write_is_survived(
             uploader.wait(step, timeout_s=30)
     assert [fault.num_hits for fault in faults] == [1] * len(kinds)
     refused = {
-        each.key.split("/.ckpt_async/")[1].split("/")[0]
+        each.key.split("/.ckpt-async/")[1].split("/")[0]
         for each in azure_proxy.exchanges
         if each.status in (409, 412)
     }

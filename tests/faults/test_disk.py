@@ -298,7 +298,7 @@ EATING = """
         uploader.seal(step)
 
     def is_untouched():
-        there = folder / ".ckpt_async" / reserve.NAME
+        there = folder / ".ckpt-async" / reserve.NAME
         return there.exists() and there.stat().st_size == reserve.SIZE_BYTES
 
     with open(folder / "whatever the trainer writes", "wb", buffering=0) as file:
@@ -360,7 +360,7 @@ MANY = """
         shard.write_bytes(bytes(step))
         uploader.enqueue(shard, step)
         uploader.seal(step)
-    spool = Path(sys.argv[1]) / "folder" / ".ckpt_async" / "spool"
+    spool = Path(sys.argv[1]) / "folder" / ".ckpt-async" / "spool"
     while len([*spool.glob("*/*.json")]) < 80:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -443,7 +443,7 @@ def test_shards_on_another_mount_inside_the_folder_are_uploaded_without_a_link(t
         ("manifest", r"\.json\.[0-9]+\.tmp$"),
         ("the manifest's entry", r"spool/rank-00000$"),
         ("journal", r"sqlite-wal$"),
-        ("the journal's entry", r"/\.ckpt_async$"),
+        ("the journal's entry", r"/\.ckpt-async$"),
     ],
 )
 def test_a_failed_fsync_is_never_committed(
@@ -523,7 +523,7 @@ def test_a_step_that_did_not_fit_can_be_given_up_while_the_disk_is_full(tmp_path
                 uploader.wait(1, 30)
             except CheckpointAbortedError as error:
                 print(error)
-        assert not list((disk / "folder/.ckpt_async/spool").rglob("a.pt"))
+        assert not list((disk / "folder/.ckpt-async/spool").rglob("a.pt"))
         """,
         size="80m",
     )
@@ -589,7 +589,7 @@ def test_a_saver_gives_up_what_did_not_fit(tmp_path: Path, size: str, has_reserv
         except CheckpointAbortedError as error:
             print(error)
         saver.close()
-        assert not list((disk / "folder/.ckpt_async/spool").rglob("ba1.pt"))
+        assert not list((disk / "folder/.ckpt-async/spool").rglob("ba1.pt"))
         """,
         size=size,
     )

@@ -107,7 +107,7 @@ def test_a_paused_trainer_that_wakes_up_after_a_takeover_is_fenced(
     assert newer.finish() == 0, newer.log.read_text()
     assert oracle.look() == committed
     assert oracle.latest == CheckpointId(2, 2)
-    assert set(proxy.sent(r"/run/(ckpt|\.ckpt_async/receipts|\.ckpt_async/decisions)/").values()) == {1}, (
+    assert set(proxy.sent(r"/run/(ckpt|\.ckpt-async/receipts|\.ckpt-async/decisions)/").values()) == {1}, (
         "no key was written twice"
     )
     assert verified(remote).findings == []

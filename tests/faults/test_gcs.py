@@ -24,7 +24,7 @@ from tests.stores.gcs_servers import FakeGcsServer
 
 MIB = 1 << 20
 PART = 5 * MIB
-CONTROL = b"/.ckpt_async/"
+CONTROL = b"/.ckpt-async/"
 
 Serve = Callable[[], Answer]
 

@@ -108,7 +108,7 @@ def test_forged_receipts_cannot_delete_another_checkpoints_shards(tmp_path: Path
         f"{neighbour}/ckpt/step-1.g1/rank-0-0.pt",
         "ckpt/link.g1/rank-0-0.pt",
         "ckpt/step-2.g1/rank-0-0.pt",
-        ".ckpt_async/latest.json",
+        ".ckpt-async/latest.json",
     ):
         receipt["shards"][0]["key"] = key
         path.write_text(json.dumps(receipt))

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "close_grace_s": 0.0,
 }
 SHARDS = r"/ckpt/step-"
-CONTROL = r"/\.ckpt_async/"
+CONTROL = r"/\.ckpt-async/"
 # The longest that the training thread may ever be blocked; a single attempt at the store may take longer.
 BOUND_S = 1.0
 FAULTS_PER_STEP = 7

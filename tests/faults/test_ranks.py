@@ -72,7 +72,7 @@ def test_the_last_rank_commits_even_if_all_others_are_dead(nursery: Nursery, tmp
         trainer.tell("wait 1 0.2")
     for trainer in trainers[:3]:
         trainer.expect("error CommitTimeoutError")
-    receipts = Path(f"{tmp_path}/remote/.ckpt_async/receipts/000001-000000000001")
+    receipts = Path(f"{tmp_path}/remote/.ckpt-async/receipts/000001-000000000001")
     for trainer in trainers[:3]:
         while len(list(receipts.glob("0000[012].json"))) < 3:
             assert trainer.listen(0.02)

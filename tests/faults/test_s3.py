@@ -29,7 +29,7 @@ from tests.seaweed import SeaweedServer
 
 MIB = 1 << 20
 PART = 5 * MIB
-CONTROL = r"/\.ckpt_async/"
+CONTROL = r"/\.ckpt-async/"
 
 
 # --- one request at a time ---------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_a_lost_reply_to_any_conditional_write_is_survived(
             uploader.wait(step, timeout_s=30)
     assert [fault.num_hits for fault in faults] == [1] * len(kinds)
     refused = {
-        each.key.split("/.ckpt_async/")[1].split("/")[0] for each in proxy.exchanges if each.status == 412
+        each.key.split("/.ckpt-async/")[1].split("/")[0] for each in proxy.exchanges if each.status == 412
     }
     assert {"generations", "members", "receipts", "latest.json"} <= refused
     # A decision is read before it is put again.

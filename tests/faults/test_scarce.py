@@ -144,8 +144,8 @@ def test_removing_our_folder_beside_a_live_trainer_raises(tmp_path: Path, runner
         uploader.seal(1)
         uploader.wait(1, 30)
         uploader.enqueue(folder / "step-2/rank-0", 2)
-        while os.path.exists(folder / ".ckpt_async"):  # in which the engine is just writing
-            shutil.rmtree(folder / ".ckpt_async", ignore_errors=True)
+        while os.path.exists(folder / ".ckpt-async"):  # in which the engine is just writing
+            shutil.rmtree(folder / ".ckpt-async", ignore_errors=True)
         for call in (
             lambda: uploader.seal(2),
             lambda: uploader.enqueue(folder / "step-3/rank-0", 3),
@@ -174,7 +174,7 @@ def test_a_file_system_that_becomes_read_only_is_reported_and_recovers(tmp_path:
         import subprocess
         with Uploader(disk / "folder", remote, on_error="warn") as uploader:
             write_shards(disk / "folder", 1, 1, 0, 2)
-            spool = disk / "folder/.ckpt_async/spool"
+            spool = disk / "folder/.ckpt-async/spool"
             for how in (["--bind", spool, spool], ["-o", "remount,bind,ro", spool]):
                 subprocess.run(["mount", *how], check=True)
             for _ in range(2):

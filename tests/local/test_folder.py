@@ -43,7 +43,7 @@ def write(folder: Folder, name: str, content: bytes = b"content") -> Path:
 
 
 def link(folder: Folder, source: str, spool: str) -> tuple[FileIdentity, bool]:
-    """Link one file to a path below `.ckpt_async/`."""
+    """Link one file to a path below `.ckpt-async/`."""
     below, _, name = spool.rpartition("/")
     [linked] = folder.link([(source, name)], below)
     return linked
@@ -100,7 +100,7 @@ def test_symlink_on_the_way_is_not_followed(folder: Folder, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["..", ".", "../x", "sub/../../x", "/etc/passwd", ".ckpt_async/journal.sqlite", ""]
+    "path", ["..", ".", "../x", "sub/../../x", "/etc/passwd", ".ckpt-async/journal.sqlite", ""]
 )
 def test_path_outside_the_folder_is_refused(
     folder: Folder, path: str, monkeypatch: pytest.MonkeyPatch
@@ -422,7 +422,7 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
     reader.join()
     assert missing == []
     assert not os.path.isabs(os.readlink(latest)), "the folder may be mounted elsewhere"
-    assert sorted(os.listdir(folder.path)) == [".ckpt_async", "latest", "step-0", "step-1"]
+    assert sorted(os.listdir(folder.path)) == [".ckpt-async", "latest", "step-0", "step-1"]
 
 
 def test_old_leftovers_of_killed_processes_are_removed(folder: Folder) -> None:
@@ -474,7 +474,7 @@ def test_durable_write_leaves_nothing_behind_when_it_fails(
     with pytest.raises(OSError, match="full"):
         write_durably(path, b"new")
     assert path.read_bytes() == b"old"
-    assert sorted(os.listdir(folder.path)) == [".ckpt_async", "m"]
+    assert sorted(os.listdir(folder.path)) == [".ckpt-async", "m"]
     with pytest.raises(OSError, match="full"):
         fsync_path(path)
 
@@ -593,7 +593,7 @@ def test_a_folder_in_use_by_another_machine_is_rejected_and_a_stale_one_taken_ov
     monkeypatch.setattr(host_mark, "WATCH_S", 0.3)
     Folder(tmp_path)
     ours.tend()
-    (tmp_path / ".ckpt_async" / "host.json").write_text("[" * 100_000)  # useless content must do no harm
+    (tmp_path / ".ckpt-async" / "host.json").write_text("[" * 100_000)  # useless content must do no harm
     Folder(tmp_path)
 
 

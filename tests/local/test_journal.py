@@ -496,7 +496,7 @@ def test_a_forked_child_never_closes_the_journal(folder: Folder) -> None:
             gc.collect()
             sys.exit(0)
         os.waitpid(child, 0)
-        os.write(1, b"%d\\n" % os.path.getsize(f"{sys.argv[1]}/.ckpt_async/journal-00000.sqlite-wal"))
+        os.write(1, b"%d\\n" % os.path.getsize(f"{sys.argv[1]}/.ckpt-async/journal-00000.sqlite-wal"))
         journal.close()
         os._exit(0)
     """

@@ -14,11 +14,11 @@ from tests.stores.misbehaving import Meddled
 
 
 def test_a_run_is_known_by_its_records() -> None:
-    assert run_of("a/b/.ckpt_async/generations/000001.json") == "a/b"
-    assert run_of("a/kinds/w/.ckpt_async/members/000001/00000.json") == "a"
-    assert run_of(".ckpt_async/decisions/000001-000000000001.json") == ""
-    assert run_of("kinds/w/.ckpt_async/members/x") == ""
-    for other in ("a/.ckpt_async/journal-00000.sqlite", "a/ckpt/step-1.g1/x", "generations/1"):
+    assert run_of("a/b/.ckpt-async/generations/000001.json") == "a/b"
+    assert run_of("a/kinds/w/.ckpt-async/members/000001/00000.json") == "a"
+    assert run_of(".ckpt-async/decisions/000001-000000000001.json") == ""
+    assert run_of("kinds/w/.ckpt-async/members/x") == ""
+    for other in ("a/.ckpt-async/journal-00000.sqlite", "a/ckpt/step-1.g1/x", "generations/1"):
         assert run_of(other) is None
 
 

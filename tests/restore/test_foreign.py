@@ -344,7 +344,7 @@ def test_an_unreadable_foreign_checkpoint_falls_back(run_: Run, tmp_path: Path) 
     second = restore.find(run_.url, passing_over={checkpoint.id: "it has no a.pt"})
     assert second is not None
     assert (second.step, [each.reason for each in second.rejected]) == (10, ["it has no a.pt"])
-    assert not (gone.parent.parent / ".ckpt_async" / "damaged").exists()
+    assert not (gone.parent.parent / ".ckpt-async" / "damaged").exists()
 
 
 def test_the_last_one_that_cannot_be_read_says_why(run_: Run, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_fetch_notes_in_the_folder_what_it_has_found_and_begins_with_what_is_n
 
     monkeypatch.setattr(session_module, "Session", session)
     folder = tmp_path / "folder"
-    noted = folder / ".ckpt_async" / "link-down.json"
+    noted = folder / ".ckpt-async" / "link-down.json"
     noted.parent.mkdir(parents=True)
     restore.fetch(checkpoint, tmp_path / "first", folder=folder)
     assert known_link.recall(noted, checkpoint.remote, time.time()) is not None

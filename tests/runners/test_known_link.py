@@ -33,7 +33,7 @@ def test_a_start_begins_with_the_connections_that_the_last_one_has_noted(
             uploader.seal(len(limits))
             uploader.wait(len(limits), timeout_s=60)
         noted = known_link.KnownLink(24, 5e6)
-        known_link.note(folder / ".ckpt_async" / "link-up.json", remote, noted, time.time())
+        known_link.note(folder / ".ckpt-async" / "link-up.json", remote, noted, time.time())
     assert limits == [8, 24]
 
 

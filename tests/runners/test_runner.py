@@ -1114,7 +1114,7 @@ def test_ranks_share_one_runner_and_its_limits_and_take_turns(
         save(opened[1], 2)  # the process stays for the others, whichever rank started it
         assert opened[1].flush(1.0).num_shards_left == 0
         assert len(runners(folder)) == 1
-    assert not (folder / ".ckpt_async/rank-00000.log").exists()
+    assert not (folder / ".ckpt-async/rank-00000.log").exists()
 
 
 def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(

@@ -168,7 +168,7 @@ def initialized_late(root: Path) -> list[Told]:
 
 def noted_by_an_earlier_version(root: Path) -> list[Told]:
     launch(root, 20)
-    for note in root.glob("local/.ckpt_async/sealed/*/rank-*/*.json"):
+    for note in root.glob("local/.ckpt-async/sealed/*/rank-*/*.json"):
         fields = json.loads(note.read_bytes())
         del fields["launch"]
         note.write_text(json.dumps(fields))

@@ -183,7 +183,7 @@ def test_13_the_remote_pointer_moves_with_each_checkpoint(open_saver: Open, tmp_
     saver.close()
     pointer = tmp_path / "bucket" / RUN / RUN / "checkpoints/latest-rank0.pt.symlink"
     assert pointer.read_text().endswith("ckpt/ep1-ba43.g1/ep1-ba43-rank0.pt")
-    latest = json.loads((tmp_path / "bucket" / RUN / ".ckpt_async/latest.json").read_text())
+    latest = json.loads((tmp_path / "bucket" / RUN / ".ckpt-async/latest.json").read_text())
     assert (latest["name"], latest["step"]) == ("ep1-ba43", 43)
 
 

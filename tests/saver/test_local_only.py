@@ -98,7 +98,7 @@ def test_what_earlier_launches_saved_is_pruned(tmp_path: Path) -> None:
     assert names(saver) == ["ba21.pt", "ba22.pt"]
     save(launch(tmp_path), 30)
     assert names(saver) == ["ba22.pt", "ba30.pt"]
-    assert len(list(tmp_path.glob(".ckpt_async/sealed/*/rank-00000/*"))) == 2  # nothing is noted that is gone
+    assert len(list(tmp_path.glob(".ckpt-async/sealed/*/rank-00000/*"))) == 2  # nothing is noted that is gone
 
 
 def test_a_launch_that_goes_back_keeps_its_own_newest(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_note_that_cannot_be_written_or_read_costs_no_checkpoint(
 
     saver = launch(tmp_path)
     save(saver, 1)
-    (note,) = tmp_path.glob(".ckpt_async/sealed/*/rank-00000/*")
+    (note,) = tmp_path.glob(".ckpt-async/sealed/*/rank-00000/*")
     note.write_bytes(b"{")
     saver = launch(tmp_path)
     assert "manifest_unreadable" in caplog.text

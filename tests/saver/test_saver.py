@@ -74,7 +74,7 @@ class Training:
 
 def steps_of(remote: str) -> list[int]:
     """What is committed, as the decisions in the store say."""
-    decisions = Path(remote.removeprefix("file://")).glob(".ckpt_async/decisions/*.json")
+    decisions = Path(remote.removeprefix("file://")).glob(".ckpt-async/decisions/*.json")
     return sorted(int(each.stem.split("-")[1]) for each in decisions if '"commit"' in each.read_text())
 
 

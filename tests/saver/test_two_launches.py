@@ -277,7 +277,7 @@ def test_where_no_lock_file_can_be_created_checkpoints_are_saved_all_the_same(
 ) -> None:
     """On a full disk, for example."""
     with CheckpointSaver(tmp_path, **OPTIONS) as saver:
-        (run,) = (tmp_path / ".ckpt_async" / "sealed").iterdir()
+        (run,) = (tmp_path / ".ckpt-async" / "sealed").iterdir()
         (run / "lock-00000").mkdir()
         saver.step({"who": "me"}, 1)
     assert "not_locked" in caplog.text

@@ -18,7 +18,7 @@ def objects(remote: str, *, put: dict[str, bytes] | None = None) -> dict[str, by
         return {
             path.relative_to(root).as_posix(): path.read_bytes()
             for path in sorted(root.rglob("*"))
-            if path.is_file() and ".ckpt_async/tmp" not in path.as_posix()
+            if path.is_file() and ".ckpt-async/tmp" not in path.as_posix()
         }
     endpoint_url = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ["AWS_ENDPOINT_URL"]
     client = botocore.session.get_session().create_client("s3", endpoint_url=endpoint_url)

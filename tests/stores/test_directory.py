@@ -26,7 +26,7 @@ from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.interface import BytesBody, Create, Match
 from tests.stores.bodies import ReusingBody, crc, put
 
-OWN = ".ckpt_async/tmp"
+OWN = ".ckpt-async/tmp"
 
 
 @pytest.fixture
@@ -91,9 +91,9 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_no_short_answer(store, tmp
 
 def test_own_files_are_hidden_and_leftovers_are_harmless(store, tmp_path, run):
     (tmp_path / "run" / OWN / "0123").write_bytes(b"half a shard of a writer that was killed")
-    run(put(store, ".ckpt_async/latest.json", b"{}"))
+    run(put(store, ".ckpt-async/latest.json", b"{}"))
     listing = run(store.list(""))
-    assert [each.key for each in listing.objects] == [".ckpt_async/latest.json"]
+    assert [each.key for each in listing.objects] == [".ckpt-async/latest.json"]
     for request in (store.head(f"{OWN}/0123"), store.delete([f"{OWN}/0123"]), put(store, f"{OWN}/x", b"1")):
         with pytest.raises(StoreError):
             run(request)
@@ -328,19 +328,19 @@ def test_times_come_from_the_file_systems_clock(store, tmp_path, run, monkeypatc
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_listing_a_vanished_folder_is_an_error(store, tmp_path, run, is_read_only):
     """If the file system was unmounted, with or without a visible mount point, that is not an empty listing."""
-    run(put(store, ".ckpt_async/leases/x", b"1"))
+    run(put(store, ".ckpt-async/leases/x", b"1"))
     run(store.open(is_read_only=is_read_only))
     (tmp_path / "run").rename(tmp_path / "away")
     for is_there in (False, True):
         if is_there:
             (tmp_path / "run").mkdir()
-        for prefix in ("", ".ckpt_async/leases/"):
+        for prefix in ("", ".ckpt-async/leases/"):
             with pytest.raises(StoreError) as raised:
                 run(store.list(prefix))
             assert raised.value.reason is FailureReason.TRANSIENT
     (tmp_path / "run").rmdir()
     (tmp_path / "away").rename(tmp_path / "run")
-    assert [each.key for each in run(store.list("")).objects] == [".ckpt_async/leases/x"]
+    assert [each.key for each in run(store.list("")).objects] == [".ckpt-async/leases/x"]
 
 
 def test_reading_or_writing_in_a_vanished_folder_is_an_error(store, tmp_path, run):
@@ -375,8 +375,8 @@ def test_a_reader_can_write_to_a_copied_run_without_our_own_folder(store, tmp_pa
     shutil.rmtree(tmp_path / "run" / OWN)
     reader = DirectoryStore(tmp_path / "run")
     run(reader.open(is_read_only=True))
-    run(put(reader, ".ckpt_async/leases/x", b"1"))
-    assert run(reader.get(".ckpt_async/leases/x", max_size_bytes=9))[0] == b"1"
+    run(put(reader, ".ckpt-async/leases/x", b"1"))
+    assert run(reader.get(".ckpt-async/leases/x", max_size_bytes=9))[0] == b"1"
 
 
 def test_a_write_in_progress_is_not_published_after_the_folder_vanished(store, tmp_path, run, monkeypatch):

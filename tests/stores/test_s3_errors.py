@@ -625,7 +625,7 @@ def test_the_first_error_message_is_short(run, answers):
             error = await open_failure(
                 "s3://bucket/run", endpoint_url=url if answers else "http://127.0.0.1:1"
             )
-        assert "s3://bucket/run/.ckpt_async/probe/" in str(error)
+        assert "s3://bucket/run/.ckpt-async/probe/" in str(error)
         assert len(str(error)) < 300
         assert "0" * 16 not in str(error)
         assert "there is no bucket bucket" in str(error) or "reachable from here" in str(error)
@@ -719,10 +719,10 @@ def test_the_probe_detects_what_the_store_enforces(run, kept, conditional, check
             found = store.capabilities
             await store.close()
         assert (found.conditional_put, found.checksum_algorithm) == expected
-        assert all("/run/.ckpt_async/probe/" in each.path for each in peer.requests if each.method != "POST")
+        assert all("/run/.ckpt-async/probe/" in each.path for each in peer.requests if each.method != "POST")
         # The answer does not say what was deleted. Nothing depends on it, so it is asked once.
         [deleting] = [each for each in peer.requests if each.method == "POST"]
-        assert deleting.body.count(b"<Key>run/.ckpt_async/probe/") == 3
+        assert deleting.body.count(b"<Key>run/.ckpt-async/probe/") == 3
 
     run(body())
 

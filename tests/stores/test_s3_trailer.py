@@ -394,7 +394,7 @@ def test_the_probe_detects_stores_that_check_trailers(
                 assert store.capabilities.checksum_algorithm == "crc64nvme"
             finally:
                 await store.close()
-        assert all("/run/.ckpt_async/probe/" in each.path for each in peer.requests if each.method != "POST")
+        assert all("/run/.ckpt-async/probe/" in each.path for each in peer.requests if each.method != "POST")
         assert not any("uploadId" in each.path for each in peer.requests)
 
     run(main())

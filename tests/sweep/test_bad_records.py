@@ -225,7 +225,7 @@ def test_an_unreadable_decision_is_not_replaced(run: Any) -> None:
             protocol.set_pin(store, CheckpointId(1, 1), True),
             protocol.collect(store, collecting),
         ):
-            with pytest.raises(InvalidRecordError, match=r"\.ckpt_async/"):
+            with pytest.raises(InvalidRecordError, match=r"\.ckpt-async/"):
                 await attempt
         assert world.bucket.objects == before
 

@@ -129,7 +129,7 @@ def test_a_link_that_was_changed_beside_good_ones_gives_up_only_its_own_checkpoi
 ) -> None:
     """The folder is no copy, so nobody else has the link as it was enqueued."""
     trainers.die(folder, remote, 100, 200)
-    (changed,) = (folder / ".ckpt_async/spool").rglob("*100*/rank0.bin")
+    (changed,) = (folder / ".ckpt-async/spool").rglob("*100*/rank0.bin")
     os.utime(changed)
     _, told = call("drain", folder)
     assert (steps(told["ranks"][0]["committed"]), steps(told["ranks"][0]["aborted"])) == ([200], [100])
@@ -143,7 +143,7 @@ def test_what_a_copy_lacks_is_left_to_the_original(
     trainers.die(folder, remote, 100, 200)
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-a", folder, copy], check=True)
-    (link,) = (copy / ".ckpt_async/spool").rglob("*100*/rank0.bin")
+    (link,) = (copy / ".ckpt-async/spool").rglob("*100*/rank0.bin")
     match lost:
         case "a link":
             link.unlink()
@@ -180,7 +180,7 @@ def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
     trainers.die(folder, remote, 100, 200, 300, sealed=(100, 200))
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-a", folder, copy], check=True)
-    (link,) = (copy / ".ckpt_async/spool").rglob("*100*/rank0.bin")
+    (link,) = (copy / ".ckpt-async/spool").rglob("*100*/rank0.bin")
     link.unlink()
     assert cli.main(["drain", str(copy)]) == 6
     told = capsys.readouterr().out.splitlines()
@@ -201,7 +201,7 @@ def copy_that_lacks_a_link(trainers: Trainers, folder: Path, remote: str, tmp_pa
     trainers.die(folder, remote, 100)
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-a", folder, copy], check=True)
-    (link,) = (copy / ".ckpt_async/spool").rglob("rank0.bin")
+    (link,) = (copy / ".ckpt-async/spool").rglob("rank0.bin")
     link.unlink()
     return copy
 
@@ -250,7 +250,7 @@ def test_draining_to_s3_needs_only_credentials(
     assert address is not None
     assert (address.endpoint_url, address.region) == (s3_server.url, "us-east-1")
     assert address.put_args == {"Metadata": {"owner": "me"}}
-    for each in (folder / ".ckpt_async").rglob("*"):
+    for each in (folder / ".ckpt-async").rglob("*"):
         assert not each.is_file() or os.environ["AWS_SECRET_ACCESS_KEY"].encode() not in each.read_bytes()
     code, told = call("drain", folder)
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [7])
@@ -375,7 +375,7 @@ def test_an_unreachable_store_is_a_temporary_failure(
 
 
 def lose_journal(folder: Path) -> None:
-    for each in (folder / ".ckpt_async").rglob("journal-*"):
+    for each in (folder / ".ckpt-async").rglob("journal-*"):
         each.unlink()
 
 
@@ -385,7 +385,7 @@ def test_a_lost_journal_is_rebuilt_given_the_remote(
     """Rule R10. The spool knows what was promised, but with manifests of earlier versions not where to upload it."""
     trainers.die(folder, remote, 3)
     lose_journal(folder)
-    for each in (folder / ".ckpt_async/spool/rank-00000").glob("*.json"):
+    for each in (folder / ".ckpt-async/spool/rank-00000").glob("*.json"):
         each.write_text(json.dumps({**json.loads(each.read_text()), "remote": ""}))
     code, told = call("drain", folder)
     assert (code, told["error"]["hint"]) == (2, "pass the run's remote with --remote")
@@ -398,9 +398,9 @@ def test_a_rank_without_a_remote_keeps_no_other_from_being_finished(
 ) -> None:
     for rank in (0, 1):
         trainers.die(folder, remote, 3, rank=rank, world_size=2)
-    for each in (folder / ".ckpt_async").rglob("journal-00001*"):
+    for each in (folder / ".ckpt-async").rglob("journal-00001*"):
         each.unlink()
-    for each in (folder / ".ckpt_async/spool/rank-00001").glob("*.json"):
+    for each in (folder / ".ckpt-async/spool/rank-00001").glob("*.json"):
         each.write_text(json.dumps({**json.loads(each.read_text()), "remote": ""}))
     code, told = call("drain", folder, "--grace", "0")
     zero, one = told["ranks"]
@@ -460,7 +460,7 @@ def test_what_a_lost_journal_left_of_another_remote_is_not_committed_to_this_one
         uploader.seal(7)
         uploader.wait(7, 60)
     assert steps(call("ls", other)[1]["checkpoints"]) == [7]
-    assert json.loads((tmp_path / "other/.ckpt_async/latest.json").read_text())["step"] == 7
+    assert json.loads((tmp_path / "other/.ckpt-async/latest.json").read_text())["step"] == 7
 
 
 def test_a_manifest_without_a_remote_is_not_taken_up_by_a_start_that_cannot_follow_it(
@@ -474,12 +474,12 @@ def test_a_manifest_without_a_remote_is_not_taken_up_by_a_start_that_cannot_foll
     """Earlier versions did not name the remote. The generation shows that it is of another run."""
     trainers.die(folder, remote, 500)
     lose_journal(folder)
-    (manifest,) = (folder / ".ckpt_async/spool").glob("*/*.json")
+    (manifest,) = (folder / ".ckpt-async/spool").glob("*/*.json")
     fields = json.loads(manifest.read_text())
     assert fields.pop("remote") == remote
     assert fields.pop("nonce")
     manifest.write_text(json.dumps(fields))
-    kept = folder / ".ckpt_async/kept/rank-00000"
+    kept = folder / ".ckpt-async/kept/rank-00000"
     kept.mkdir(parents=True)
     (kept / "000001-000000000400.json").write_text(json.dumps(fields | {"step": 400}))
     other = f"file://{tmp_path}/other"
@@ -487,7 +487,7 @@ def test_a_manifest_without_a_remote_is_not_taken_up_by_a_start_that_cannot_foll
         assert uploader.wait_for_predecessor(60)
         assert uploader.generation == 1
     assert "manifest_of_another_run" in caplog.text
-    assert not (tmp_path / "other/.ckpt_async/latest.json").exists()
+    assert not (tmp_path / "other/.ckpt-async/latest.json").exists()
     assert call("ls", other)[1]["checkpoints"] == []
     assert manifest.with_suffix("").joinpath("rank0.bin").exists(), "nothing is dropped"
 
@@ -692,7 +692,7 @@ def test_what_was_drained_again_after_another_start_is_refused_too(
     store = Path(remote.removeprefix("file://"))
     trainers.die(folder, remote, 3)
     trainers.die(folder, remote, 5, generation=2)
-    record = store / ".ckpt_async/generations/000002.json"
+    record = store / ".ckpt-async/generations/000002.json"
     ours = record.read_bytes()
     shutil.rmtree(store)
     assert _save(tmp_path / "other", remote, 3) == 1
@@ -897,9 +897,9 @@ def test_a_remote_given_instead_of_its_folder_is_named_and_unchanged(
 
 
 @pytest.mark.parametrize("command", ["drain", "status"])
-@pytest.mark.parametrize("place", [".", ".ckpt_async"])
+@pytest.mark.parametrize("place", [".", ".ckpt-async"])
 def test_a_folder_of_another_user_is_named_with_what_to_do(folder: Path, command: str, place: str) -> None:
-    (folder / ".ckpt_async").mkdir(parents=True)
+    (folder / ".ckpt-async").mkdir(parents=True)
     if subprocess.run(["unshare", "-U", "true"], capture_output=True).returncode:
         pytest.skip("no user namespaces here")
     (folder / place).chmod(0)
@@ -913,7 +913,7 @@ def test_a_folder_of_another_user_is_named_with_what_to_do(folder: Path, command
         (folder / place).chmod(0o755)
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"ckpt-async: '{folder}/.ckpt_async")
+    assert line.startswith(f"ckpt-async: '{folder}/.ckpt-async")
     assert line.endswith("cannot be used: Permission denied (run this as the user whose trainer created it)")
 
 
@@ -1069,9 +1069,9 @@ def test_a_damaged_shared_journal_is_drained_from_the_manifests(
     again.
     """
     trainers.die(folder, remote, 1, 2)
-    for each in (folder / ".ckpt_async").rglob("journal-*"):
+    for each in (folder / ".ckpt-async").rglob("journal-*"):
         each.unlink()
-    shared = folder / ".ckpt_async/journal.sqlite"
+    shared = folder / ".ckpt-async/journal.sqlite"
     for committed in ([1, 2], []):
         shared.write_bytes(b"garbage" * 1000)
         code, told = call("status", folder)

@@ -115,7 +115,7 @@ def is_finished(folder: Path, rank: int = 0) -> bool:
     """
     local = journals.read(folder)[rank].local()
     undecided = [each for each in local.checkpoints.values() if each.decision is None]
-    links = (folder / ".ckpt_async" / "spool").glob("rank-*/*/**/*")
+    links = (folder / ".ckpt-async" / "spool").glob("rank-*/*/**/*")
     return not undecided and not [each for each in links if each.is_file()]
 
 

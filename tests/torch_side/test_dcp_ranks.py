@@ -207,7 +207,7 @@ def test_a_save_by_torch_itself_that_fails_on_one_rank_is_never_committed(
     found = restore.find(run_.url)
     assert found is not None
     assert (found.step, found.rejected) == (3, ())
-    assert run_.keys(".ckpt_async/decisions/") == [".ckpt_async/decisions/000001-000000000003.json"]
+    assert run_.keys(".ckpt-async/decisions/") == [".ckpt-async/decisions/000001-000000000003.json"]
 
 
 @pytest.fixture

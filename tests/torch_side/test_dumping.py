@@ -573,7 +573,7 @@ def test_killed_in_the_middle_it_leaves_the_old_file_or_none(
     left = {each.name for each in tmp_path.iterdir()} - {old.name}
     assert new.name not in left
     assert is_nameless == (not left)  # where the kernel has no O_TMPFILE, a hidden file stays
-    assert all(name.startswith(".ckpt_async-") for name in left)
+    assert all(name.startswith(".ckpt-async-") for name in left)
     dump({"w": torch.zeros(3)}, new)  # a leftover does not get in the way
     assert load(new)["w"].tolist() == [0.0, 0.0, 0.0]
 

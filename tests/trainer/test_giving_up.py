@@ -161,7 +161,7 @@ def test_a_checkpoint_that_was_given_up_does_not_come_back_with_the_next_enqueue
         save(uploader, 2, "c.pt")
         uploader.wait(2, timeout_s=10)
         assert counter(uploader, "checkpoints_aborted") == 1
-        spool = uploader.folder / ".ckpt_async/spool"
+        spool = uploader.folder / ".ckpt-async/spool"
         assert not list(spool.rglob("b.pt"))
     assert decisions(store) == {CheckpointId(1, 1): "abort", CheckpointId(1, 2): "commit"}
     assert not [

@@ -121,7 +121,7 @@ def test_a_folder_with_a_kind_that_cannot_be_read_does_not_stop_a_sweep_of_the_o
         with opened(tmp_path / name, f"file://{tmp_path}/remote-{name}") as full:
             save(full, 1)
             full.wait(1, 30)
-    kinds = tmp_path / "a/.ckpt_async/kinds"
+    kinds = tmp_path / "a/.ckpt-async/kinds"
     kinds.mkdir(exist_ok=True)
     (kinds / "weights").symlink_to("weights")
     report = asyncio.run(Sweeper([tmp_path / "a", tmp_path / "b"]).sweep())
@@ -574,7 +574,7 @@ def test_drain_to_a_remote_that_has_moved_follows_for_each_kind(
             save(uploader, 1)
             uploader.flush(0.2)
             uploader.close(timeout_s=0)
-    for journal in folder.glob(".ckpt_async/**/journal-*"):
+    for journal in folder.glob(".ckpt-async/**/journal-*"):
         journal.unlink()
     assert cli.main(["drain", str(folder), "--remote", remote]) == 0
     for kind in KINDS:

@@ -132,7 +132,7 @@ def test_without_overwrite_what_is_there_stays(
 
 def test_wrong_arguments_are_refused_at_once(tmp_path: Path, log: Path, folder: Path) -> None:
     with PlainUploader(f"file://{folder}") as files:
-        for key in ("/log.txt", "a b", "../log.txt", "ckpt/log.txt", ".ckpt_async/log.txt"):
+        for key in ("/log.txt", "a b", "../log.txt", "ckpt/log.txt", ".ckpt-async/log.txt"):
             with pytest.raises(InvalidNameError):
                 files.put(log, key)
         with pytest.raises(InvalidShardError, match="is not a file"):

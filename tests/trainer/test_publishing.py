@@ -57,7 +57,7 @@ def save(
 def published(remote: str) -> dict[str, bytes]:
     """Return what any other tool sees under the remote, without our own folders."""
     return {
-        key: data for key, data in objects(remote).items() if not key.startswith(("ckpt/", ".ckpt_async/"))
+        key: data for key, data in objects(remote).items() if not key.startswith(("ckpt/", ".ckpt-async/"))
     }
 
 
@@ -66,7 +66,7 @@ def has_copies_to_make(uploader: Uploader) -> bool:
 
 
 def claims(remote: str) -> list[str]:
-    return [key for key in objects(remote) if key.startswith(".ckpt_async/claims/")]
+    return [key for key in objects(remote) if key.startswith(".ckpt-async/claims/")]
 
 
 def test_a_file_is_published_under_its_exact_key(remote: str, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_nothing_is_published_before_the_commit_or_of_what_is_never_committed(op
     seen: list[str] = []
 
     async def before(operation: str, key: str) -> None:
-        if operation in ("copy", "put") and not key.startswith(".ckpt_async/probe/"):
+        if operation in ("copy", "put") and not key.startswith(".ckpt-async/probe/"):
             seen.append(f"{operation} {key}")
 
     store.before = before  # type: ignore[method-assign]
@@ -137,7 +137,7 @@ def test_nothing_is_published_before_the_commit_or_of_what_is_never_committed(op
         save(uploader, 1, "exact/1.pt")
         uploader.enqueue(write(uploader, "step-2/a.pt"), 2, publish_as="exact/2.pt")  # not sealed
     assert store.keys("exact/") == ["exact/1.pt"]
-    decided = seen.index("put .ckpt_async/decisions/000001-000000000001.json")
+    decided = seen.index("put .ckpt-async/decisions/000001-000000000001.json")
     assert seen.index("copy ckpt/step-1.g1/a.pt") > decided
     claim = next(each for each in seen if "claims/" in each)
     assert seen.index(claim) > decided
@@ -293,7 +293,7 @@ def test_a_store_that_takes_a_copy_for_a_put_of_nothing_is_refused_when_opened(o
     class TakesNoCopySource(Meddled):
         async def after(self, operation: str, key: str) -> None:
             if operation == "copy":
-                copy = next(each for each in self.keys(".ckpt_async/probe/") if each.endswith("-copy"))
+                copy = next(each for each in self.keys(".ckpt-async/probe/") if each.endswith("-copy"))
                 del self.bucket.objects[copy]
 
     with (
@@ -310,7 +310,7 @@ def test_a_store_that_takes_a_copy_for_a_put_of_nothing_is_refused_when_opened(o
         "../a.pt",
         "a//b",
         "ckpt/a.pt",
-        ".ckpt_async/latest.json",
+        ".ckpt-async/latest.json",
         "kinds/x/a.pt",
         "a.symlink",
         "a b",
@@ -346,9 +346,9 @@ def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run
 
     async def before(operation: str, key: str) -> None:
         if operation == "copy" and key.startswith("ckpt/"):
-            record = store.bucket.objects[".ckpt_async/decisions/000001-000000000001.json"]
+            record = store.bucket.objects[".ckpt-async/decisions/000001-000000000001.json"]
             data = record.data.replace(b'"commit"', b'"pruning"')
-            store.bucket.objects[".ckpt_async/decisions/000001-000000000001.json"] = replace(
+            store.bucket.objects[".ckpt-async/decisions/000001-000000000001.json"] = replace(
                 record, data=data
             )
             if is_gone:
@@ -361,7 +361,7 @@ def test_what_was_pruned_before_it_was_copied_is_not_published(opened: Open, run
         wait_until(lambda: not has_copies_to_make(uploader), uploader)
         assert not uploader._engine.view().failures
     assert store.keys("exact/") == []
-    assert store.keys(".ckpt_async/claims/") == []
+    assert store.keys(".ckpt-async/claims/") == []
 
 
 # --- Composer's pointer ------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ POINTER = "latest-rank{rank}.pt.symlink"
         "/latest.symlink",
         "a b.symlink",
         "../latest.symlink",
-        ".ckpt_async/latest.json",
+        ".ckpt-async/latest.json",
         "ckpt/latest.symlink",
         "latest-rank0.pt",
         f"{'a' * 200}/" * 2 + "a" * 197,

@@ -614,7 +614,7 @@ def test_an_unsealed_checkpoint_is_given_up_by_the_next_start(opened: Open) -> N
         save(uploader, 1)
         uploader.wait(1, timeout_s=10)
         uploader.flush(10)
-        assert not list((uploader.folder / ".ckpt_async/spool").rglob("*.pt"))
+        assert not list((uploader.folder / ".ckpt-async/spool").rglob("*.pt"))
     assert decisions(store) == {CheckpointId(1, 1): "abort", CheckpointId(2, 1): "commit"}
 
 
@@ -991,7 +991,7 @@ def test_a_journal_deleted_between_two_starts_is_rebuilt_and_nothing_is_sent_twi
         wait_until(lambda: len(store.keys("ckpt/")) == (1 if cut.startswith("ckpt") else 2), uploader)
         wait_until(lambda: _is_durable(uploader), uploader)
         uploader.close(timeout_s=0)
-    for path in (folder / ".ckpt_async").glob("journal-*"):
+    for path in (folder / ".ckpt-async").glob("journal-*"):
         path.unlink()
     again = Meddled(store.bucket)
     with opened(again) as uploader:
@@ -1012,8 +1012,8 @@ def test_an_upgrade_in_the_middle_of_an_upload_loses_nothing(opened: Open) -> No
         wait_until(lambda: len(store.keys("ckpt/")) == 1, uploader)
         wait_until(lambda: _num_verified(uploader) == 1, uploader)
         uploader.close(timeout_s=0)
-    _write_as_version_1(folder / ".ckpt_async")
-    for manifest in (folder / ".ckpt_async/spool").glob("*/*.json"):
+    _write_as_version_1(folder / ".ckpt-async")
+    for manifest in (folder / ".ckpt-async/spool").glob("*/*.json"):
         manifest.unlink()
     again = Meddled(store.bucket)
     with opened(again) as uploader:
@@ -1144,7 +1144,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
         rounds = engine.num_rounds
         engine.wake()
         wait_until(lambda: engine.num_rounds > rounds + 1, uploader)
-        spool = uploader.folder / ".ckpt_async/spool/rank-00000"
+        spool = uploader.folder / ".ckpt-async/spool/rank-00000"
         assert (spool / "000001-000000000001/a.pt").exists()
         go.set()
         uploader.flush(10)

@@ -107,7 +107,7 @@ def test_waiting_ranks_report_a_rank_that_never_delivers(
     for uploader in uploaders:
         uploader.wait(300, timeout_s=20)
         uploader.close()
-    assert len(list((tmp_path / "run/.ckpt_async/decisions").iterdir())) == 1
+    assert len(list((tmp_path / "run/.ckpt-async/decisions").iterdir())) == 1
 
 
 def test_a_step_that_a_rank_never_saved_is_waited_for_only_until_a_newer_one_is_committed(

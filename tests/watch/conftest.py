@@ -73,7 +73,7 @@ class Place:
         self.here = folder
         self.out = folder / "out"
         self.out.mkdir()
-        self.state = folder / ".out.ckpt_async"
+        self.state = folder / ".out.ckpt-async"
         self.remote = f"file://{folder}/remote"
         self._started: list[Watching] = []
 

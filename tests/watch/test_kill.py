@@ -41,7 +41,7 @@ class Oracle:
 
     def committed(self) -> dict[tuple[int, int], Sums]:
         """By generation and step. Fails if one is not, to the byte, what a trainer wrote as a whole."""
-        for key in self._keys(".ckpt_async/decisions/"):
+        for key in self._keys(".ckpt-async/decisions/"):
             if key in self._seen:
                 continue
             decision = json.loads(self._get(key))

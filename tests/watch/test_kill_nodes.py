@@ -62,7 +62,7 @@ class Play:
     def committed(self) -> dict[int, Sums]:
         """The newest commit of each step. Fails if one is not, to the byte, what a trainer wrote as a whole."""
         found: dict[int, Sums] = {}
-        decisions = (self._folder / "remote/.ckpt_async/decisions").rglob("*.json")
+        decisions = (self._folder / "remote/.ckpt-async/decisions").rglob("*.json")
         decided = [json.loads(path.read_bytes()) for path in decisions]
         for each in sorted(decided, key=lambda each: (each["generation"], each["step"])):
             if each["outcome"] == "commit":

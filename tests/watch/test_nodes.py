@@ -75,7 +75,7 @@ class Nodes:
 
     def was_announced_earlier(self, step: int) -> None:
         """Node 1 has taken its part of what node 0 had announced, and both were killed."""
-        place = self.folder / "node-1/.out.ckpt_async/run"
+        place = self.folder / "node-1/.out.ckpt-async/run"
         entries = Entries(self.folder / "node-1/out", place, self.remote)
         entries.load()
         entries.bind()
@@ -386,7 +386,7 @@ def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_ag
     second.kill()
     saved = nodes.written(10)
     shutil.rmtree(nodes.folder / "node-1/out/step-10")
-    shutil.rmtree(nodes.folder / "node-1/.out.ckpt_async/run/held")
+    shutil.rmtree(nodes.folder / "node-1/.out.ckpt-async/run/held")
     nodes.watch(1, "-v").until_logged("generation=2")
     nodes.watch(0).until("committed", 10)
     assert nodes.fetched(10) == saved

@@ -139,7 +139,7 @@ def test_what_has_changed_since_the_commit_is_said_to_be_not_uploaded(
 
 def test_where_nothing_can_be_locked_beside_the_folder_a_warning_says_so(place: Place) -> None:
     save(place, 10)
-    (place.here / ".out.ckpt_async.lock").mkdir()
+    (place.here / ".out.ckpt-async.lock").mkdir()
     watching = place.watch("--once")
     output, errors = watching.process.communicate(timeout=60)
     assert ("run only one watcher of this folder" in errors, '"committed": 1' in output) == (True, True)
@@ -156,7 +156,7 @@ def test_files_on_another_disk_are_copied(place: Place) -> None:
         assert not list((place.here / "state/run/staged").iterdir()), "the copies are gone"
     finally:
         shutil.rmtree(place.out)
-        Path(f"{place.out.parent}/.{place.out.name}.ckpt_async.lock").unlink(missing_ok=True)
+        Path(f"{place.out.parent}/.{place.out.name}.ckpt-async.lock").unlink(missing_ok=True)
 
 
 def test_a_name_that_not_every_store_takes_is_refused_and_the_others_are_sent(place: Place) -> None:

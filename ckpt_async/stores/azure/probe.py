@@ -1,4 +1,4 @@
-"""Finding out what a store enforces, by a few small requests on blobs below `.ckpt_async/probe/`."""
+"""Finding out what a store enforces, by a few small requests on blobs below `.ckpt-async/probe/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding out what a store enforces, by a few small requests on an object below `.ckpt_async/probe/`: Google enforces
+"""Finding out what a store enforces, by a few small requests on an object below `.ckpt-async/probe/`: Google enforces
 everything, emulators less.
 """
 

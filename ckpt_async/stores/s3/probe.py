@@ -1,4 +1,4 @@
-"""Finding out what a store enforces, by a few small requests on objects below `.ckpt_async/probe/`."""
+"""Finding out what a store enforces, by a few small requests on objects below `.ckpt-async/probe/`."""
 
 from __future__ import annotations
 

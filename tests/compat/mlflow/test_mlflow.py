@@ -45,7 +45,7 @@ def test_each_checkpoint_becomes_one_version_with_its_metrics(
     found = sorted(client.search_model_versions("name = 'model'"), key=lambda each: int(each.version))
     assert [(each.tags["step"], each.tags["loss"]) for each in found] == [("1", "0.5"), ("2", "1.0")]
     assert found[0].source == f"file://{tmp_path}/run/ckpt/step-1.g1/"
-    with contextlib.closing(sqlite3.connect(tmp_path / "folder/.ckpt_async/journal-00000.sqlite")) as journal:
+    with contextlib.closing(sqlite3.connect(tmp_path / "folder/.ckpt-async/journal-00000.sqlite")) as journal:
         assert journal.execute("UPDATE outbox SET is_done = 0").rowcount == 2
         journal.commit()
     with Uploader(
