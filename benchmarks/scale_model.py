@@ -220,9 +220,6 @@ class DistantStore:
         self._objects[key] = b"", asyncio.get_running_loop().time()
         bisect.insort(self._keys, key)
 
-    def drop_idle(self) -> None:
-        """Do nothing: there are no connections."""
-
     async def _request(self, kind: str, key: str, *, is_write: bool) -> None:
         loop, rate = asyncio.get_running_loop(), "writes" if is_write else "reads"
         self.counts.kinds[f"{kind} {key.removeprefix(keys.PRIVATE + '/').partition('/')[0]}"] += 1

@@ -34,6 +34,7 @@ from ckpt_async.stores.bodies import LocalWriter, send_in_thread
 from ckpt_async.stores.checks import check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.interface import (
+    REQUEST_TIMEOUT_S,
     Body,
     Capabilities,
     Condition,
@@ -89,10 +90,12 @@ class DirectoryStore(WholeObjects):
     def moved(self) -> None:
         pass
 
-    def drop_idle(self) -> None:
-        pass
-
-    async def open(self, *, is_read_only: bool = False) -> None:
+    async def open(
+        self,
+        *,
+        is_read_only: bool = False,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,  # noqa: ARG002  threads are waited for
+    ) -> None:
         """Make the folder if it is missing and try one write, one hard link and one lock in it.
 
         Where hard links do not work, `conditional_put` is False.

@@ -13,6 +13,9 @@ from typing import Protocol
 
 from ckpt_async.core.model import Checksum
 
+# Deadline of each request by which a store is opened, unless the caller says otherwise.
+REQUEST_TIMEOUT_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -214,13 +217,10 @@ class Store(Protocol):
         """Return what has moved since `open`, or None if this store does not count: then concurrency is not tuned."""
         ...
 
-    def drop_idle(self) -> None:
-        """Close the connections that carry no request now. Does not block."""
-        ...
-
-    async def open(self, *, is_read_only: bool = False) -> None:
+    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Connect and probe: check that the bucket or folder exists and is writable, and find out the capabilities by
-        writing, comparing and deleting small objects. Raises StoreError with a hint.
+        writing, comparing and deleting small objects, each request with a deadline of its own. Raises StoreError with a
+        hint.
 
         If read-only, create and write nothing, and declare no capability that a writer would rely on.
         """

@@ -26,6 +26,7 @@ from ckpt_async.stores.bodies import collected
 from ckpt_async.stores.checks import check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import (
+    REQUEST_TIMEOUT_S,
     Body,
     Capabilities,
     Condition,
@@ -110,10 +111,12 @@ class MemoryStore:
     def moved(self) -> None:
         pass
 
-    def drop_idle(self) -> None:
-        pass
-
-    async def open(self, *, is_read_only: bool = False) -> None:  # noqa: ARG002
+    async def open(
+        self,
+        *,
+        is_read_only: bool = False,  # noqa: ARG002
+        request_timeout_s: float = REQUEST_TIMEOUT_S,  # noqa: ARG002
+    ) -> None:
         await asyncio.sleep(0)
 
     async def close(self) -> None:

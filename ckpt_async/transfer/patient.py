@@ -23,8 +23,6 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.http.opening import while_answering
-from ckpt_async.stores.http.turns import Turns
 from ckpt_async.stores.interface import (
     BytesBody,
     Capabilities,
@@ -38,6 +36,7 @@ from ckpt_async.stores.interface import (
     Store,
     StoredPart,
 )
+from ckpt_async.stores.opening import in_time
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS, Budgets
 from ckpt_async.transfer.concurrency import Concurrency
 from ckpt_async.transfer.patience import Health, Patience
@@ -47,15 +46,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How long a store may be silent while it is opened, if `request_timeout_s` is not longer: without a limit, a peer that
-# falls silent would block that for ever (R14).
-OPEN_SILENCE_S = 30.0
+# To open a store takes fewer requests than this one after the other, each of which has its own deadline. All together
+# have this many times that: whatever falls silent would otherwise block for ever (R14).
+OPENING_REQUESTS = 10
 # How often one request is begun again because other connections are faster.
 MAX_SLOW_CONNECTIONS = 2
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
-# What a store does at once.
-QUICK = frozenset({"get", "put", "head"})
 
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
@@ -112,7 +109,7 @@ class PatientStore:
         self._store, self._settings, self._observer = store, settings, observer or Observer()
         self._budgets, self._owner = budgets or Budgets(settings), owner
         self._place: Place = functools.partial(self._budgets.bulk.hold, owner)
-        self._health, self._turns = Health(store.url), Turns(store.drop_idle)
+        self._health = Health(store.url)
         self._is_retried = True
         self._patience = Patience(settings, self._health, is_patient=is_patient, silence_s=silence_s)
 
@@ -178,13 +175,13 @@ class PatientStore:
         if self._store.moved not in self._budgets.bulk.movers:  # it may be opened again after a failure
             self._budgets.bulk.movers.append(self._store.moved)
         patient = {FailureReason.THROTTLED, FailureReason.TRANSIENT, FailureReason.TIMEOUT}
-        silence_s = max(OPEN_SILENCE_S, self._settings.request_timeout_s)
+        timeout_each_s = self._settings.request_timeout_s
         deadline = time.monotonic() + timeout_s
         pause_s, has_warned = 0.2, False
         while True:
             try:
-                async with while_answering(silence_s):
-                    return await self._store.open(is_read_only=is_read_only)
+                opening = self._store.open(is_read_only=is_read_only, request_timeout_s=timeout_each_s)
+                return await in_time(opening, OPENING_REQUESTS * timeout_each_s)
             except StoreError as error:
                 if error.reason not in patient or time.monotonic() + pause_s > deadline:
                     raise
@@ -254,8 +251,7 @@ class PatientStore:
 
         async def once() -> T:
             async with self._budgets.control, asyncio.timeout(self._settings.request_timeout_s):
-                with self._turns.one(is_quick=operation in QUICK):
-                    return await attempt()
+                return await attempt()
 
         return await self._persist(operation, once)
 
@@ -466,6 +462,5 @@ class PatientStore:
         if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
             return  # an answer, not a failure; the caller decides what it means
         self._observer.attempt_failed(error.reason)
-        self._store.drop_idle()  # it may take only so many connections; or what broke one has broken the others
         is_final = not self._patience.may_heal(error)
         self._health.failed(operation, error, asyncio.get_running_loop().time(), is_final=is_final)

@@ -14,10 +14,10 @@ _RANGED = re.compile(rb"GET (\S+) HTTP/1\.1\r\n(?:[^\r\n]+\r\n)*?[Rr]ange: bytes
 
 class Relay:
     """Relay between clients and a server, as a context manager; clients are given `url` instead of the server's URL.
-    Connections beyond `most` at once are reset, or wait for their turn.
+    Connections beyond `most` at once are reset.
     """
 
-    def __init__(self, upstream_url: str, most: int | None = None, *, lets_wait: bool = False) -> None:
+    def __init__(self, upstream_url: str, most: int | None = None) -> None:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname, parts.port)
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -29,9 +29,8 @@ class Relay:
         self.ranges: list[tuple[str, int, int]] = []  # key, offset, size
         self.bytes_back = 0
         self._most_back: int | None = None
-        self.num_connections = self.num_reset = self.num_waited = self._num_open = 0
-        self._most = None if lets_wait else most
-        self._turns = threading.Semaphore(most) if lets_wait and most is not None else None
+        self.num_connections = self.num_reset = self._num_open = 0
+        self._most = most
 
     def __enter__(self) -> Self:
         self._accepting.start()
@@ -98,21 +97,8 @@ class Relay:
                 self._carrying.append(thread)
                 thread.start()
 
-    @contextlib.contextmanager
-    def _its_turn(self) -> Iterator[None]:
-        if self._turns is None:
-            yield
-            return
-        if not self._turns.acquire(blocking=False):
-            self.num_waited += 1
-            self._turns.acquire()
-        try:
-            yield
-        finally:
-            self._turns.release()
-
     def _carry(self, near: socket.socket) -> None:
-        with near, self._its_turn(), socket.create_connection(self._upstream) as far:
+        with near, socket.create_connection(self._upstream) as far:
             with self._changed:
                 self._ends |= {near, far}
                 self.num_connections += 1

@@ -94,14 +94,11 @@ class FaultyStore:
     def capabilities(self) -> Capabilities:
         return PARTS
 
-    def drop_idle(self) -> None:
-        pass
-
     def moved(self) -> None:
         pass
 
-    async def open(self, *, is_read_only: bool = False) -> None:
-        await self._request("open", "", lambda: self._store.open(is_read_only=is_read_only))
+    async def open(self, **options: Any) -> None:
+        await self._request("open", "", lambda: self._store.open(**options))
 
     async def close(self) -> None:
         """Do nothing: there are no connections."""

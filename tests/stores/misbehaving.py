@@ -27,9 +27,6 @@ class Meddled:
     def capabilities(self) -> Capabilities:
         return self._store.capabilities
 
-    def drop_idle(self) -> None:
-        pass
-
     def moved(self) -> None:
         pass
 

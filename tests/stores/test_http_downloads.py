@@ -273,8 +273,8 @@ def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> Non
     async def main() -> None:
         with Server(_answers(100)) as server:
             async with _downloads() as downloads:
-                for max_idle_s, num_connections in ((3600.0, 1), (3600.0, 1), (-1.0, 2), (3600.0, 2)):
-                    monkeypatch.setattr(connections, "MAX_IDLE_S", max_idle_s)
+                for keepalive_s, num_connections in ((3600.0, 1), (3600.0, 1), (-1.0, 2), (3600.0, 2)):
+                    monkeypatch.setattr(connections, "KEEPALIVE_S", keepalive_s)
                     assert await _get(downloads, server) == b"0123456789"
                     assert server.num_connections == num_connections
                     assert len(downloads._idle) == 1
@@ -283,8 +283,7 @@ def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> Non
 
 
 def test_idle_connections_are_closed_although_nobody_asks_for_another(run: Any, monkeypatch: Any) -> None:
-    """The server, or a proxy, may accept only few connections, and other processes want them."""
-    monkeypatch.setattr(connections, "MAX_IDLE_S", 0.1)
+    monkeypatch.setattr(connections, "KEEPALIVE_S", 0.1)
     closed: list[threading.Event] = []
     both_asked = threading.Barrier(2)
 

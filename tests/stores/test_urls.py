@@ -371,7 +371,7 @@ def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None
             return await put(key, *rest, **options)
 
         store.put = noting
-        await Probe(store, store._session, store._sender).capabilities()
+        await Probe(store, store._session, store._sender, 30.0).capabilities()
         await store.close()
         assert {len(key) for key in found} == {LONGEST}
 

@@ -292,7 +292,7 @@ def test_a_lock_is_released_while_the_store_does_not_respond(
     is_opening = threading.Event()
 
     class Away(MemoryStore):
-        async def open(self, *, is_read_only: bool = False) -> None:
+        async def open(self, **_: Any) -> None:
             is_opening.set()
             await asyncio.Event().wait()
 

@@ -619,7 +619,7 @@ def test_a_store_unavailable_at_the_start_is_reported_at_once(
     warned_at: list[float] = []
 
     class Away(MemoryStore):
-        async def open(self, *, is_read_only: bool = False) -> None:
+        async def open(self, **_: Any) -> None:
             warned_at.extend([loop.time()] * (len(caplog.records) - len(warned_at)))
             if loop.time() < away_s:
                 raise StoreError("refused", reason=FailureReason.TRANSIENT, hint="is the endpoint right?")

@@ -35,6 +35,7 @@ from ckpt_async.stores.checksums import checksum_of, combine
 from ckpt_async.stores.http.failures import telling_failures_of
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.interface import (
+    REQUEST_TIMEOUT_S,
     Body,
     BytesBody,
     Capabilities,
@@ -95,16 +96,14 @@ class AzureStore:
     def moved(self) -> Moved | None:
         return self._session.pools.traffic.read()
 
-    def drop_idle(self) -> None:
-        self._session.drop_idle()
-
-    async def open(self, *, is_read_only: bool = False) -> None:
+    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Connect, then find out what the store enforces (see `Probe`)."""
         is_conditional = False  # read-only: declare nothing that a writer would rely on
         try:
             await self._session.open()
             if not is_read_only:
-                is_conditional = await Probe(self, self._session, self._sender).is_conditional()
+                probe = Probe(self, self._session, self._sender, request_timeout_s)
+                is_conditional = await probe.is_conditional()
         except BaseException:
             await self.close()
             raise

@@ -16,8 +16,8 @@ from ckpt_async.stores.azure.sending import BLOB, Compared, Sender
 from ckpt_async.stores.azure.session import NOTHING, AzureSession
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http.failures import reachable_hint
-from ckpt_async.stores.http.opening import in_time
 from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Store
+from ckpt_async.stores.opening import in_time
 
 T = TypeVar("T")
 
@@ -30,8 +30,9 @@ _WRONG = {
 class Probe:
     """Five small writes to two blobs, which are deleted again; six if the store does not compare CRC64."""
 
-    def __init__(self, store: Store, session: AzureSession, sender: Sender) -> None:
+    def __init__(self, store: Store, session: AzureSession, sender: Sender, request_timeout_s: float) -> None:
         self._store, self._session, self._sender = store, session, sender
+        self._timeout_s = request_timeout_s
         self._hint = reachable_hint(session.location.account.endpoint_url)
         # As long as the longest key of a run, to find out here if the store refuses such keys.
         name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
@@ -89,4 +90,4 @@ class Probe:
         return (await self._within(put)).etag
 
     async def _within(self, request: Coroutine[Any, Any, T]) -> T:
-        return await in_time(request, self._session.options, self._hint)
+        return await in_time(request, self._timeout_s, self._hint)

@@ -15,7 +15,7 @@ from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import KEEPALIVE_S, drop_idle_of, has_proxy, trusted_for
+from ckpt_async.stores.http.connections import has_proxy, trusted_for
 from ckpt_async.stores.http.messages import MalformedResponseError, Response
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.interface import Body
@@ -50,10 +50,6 @@ class AzureSession:
             self._client = await self._exit_stack.enter_async_context(_client(self.options))
         self.pools = Pools(self.options, self._ca_file)
         self._exit_stack.callback(self.pools.close)
-
-    def drop_idle(self) -> None:
-        self.pools.drop_idle()
-        drop_idle_of(self._client)
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
@@ -154,5 +150,5 @@ def _client(options: StoreOptions) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
     )
-    connector = aiohttp.TCPConnector(limit=options.max_connections, keepalive_timeout=KEEPALIVE_S)
+    connector = aiohttp.TCPConnector(limit=options.max_connections)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)

@@ -31,6 +31,7 @@ from ckpt_async.stores.fsspec.failures import missing_option, options_hint, tran
 from ckpt_async.stores.fsspec.files import ALGORITHM, Files, Manners, is_posix, probe
 from ckpt_async.stores.fsspec.lanes import FileSystem, Lanes, Pipe, PipeWriter
 from ckpt_async.stores.interface import (
+    REQUEST_TIMEOUT_S,
     Body,
     Capabilities,
     Condition,
@@ -44,6 +45,7 @@ from ckpt_async.stores.interface import (
     SmallPut,
 )
 from ckpt_async.stores.one_by_one import get_one_by_one, put_one_by_one
+from ckpt_async.stores.opening import in_time
 from ckpt_async.stores.quiet import say_once
 from ckpt_async.stores.tree import OWN
 from ckpt_async.stores.whole import WholeObjects
@@ -85,20 +87,15 @@ class FsspecStore(WholeObjects):
     def moved(self) -> None:
         pass
 
-    def drop_idle(self) -> None:
-        pass
-
-    async def open(self, *, is_read_only: bool = False) -> None:
+    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Connect. For writing, also make the folder if it is missing, and find out how the file system behaves by
         means of two small files, which are deleted again.
         """
         self._lanes = Lanes(self._connect, self._most_lanes)
         try:
             with translating("open", self._url):
-                if is_read_only:
-                    await self._open_to_read()
-                else:
-                    await self._open_to_write(self._lanes)
+                opening = self._open_to_read() if is_read_only else self._open_to_write(self._lanes)
+                await in_time(opening, request_timeout_s)
         except BaseException:
             await self.close()
             raise

@@ -25,6 +25,7 @@ from ckpt_async.stores.gcs.sending import Sender
 from ckpt_async.stores.gcs.session import GcsSession, quoted
 from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.interface import (
+    REQUEST_TIMEOUT_S,
     Body,
     Capabilities,
     Condition,
@@ -80,17 +81,14 @@ class GcsStore:
     def moved(self) -> Moved | None:
         return self._session.pools.traffic.read()
 
-    def drop_idle(self) -> None:
-        self._session.drop_idle()
-
-    async def open(self, *, is_read_only: bool = False) -> None:
+    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Find credentials, then find out what the store enforces (see `Probe`)."""
         try:
             await self._session.open(is_read_only=is_read_only)
             # Not probed yet: declare nothing that a writer would rely on.
             self._capabilities = replace(_CAPABILITIES, conditional_put=False)
             if not is_read_only:
-                found = await Probe(self, self._session).find_out()
+                found = await Probe(self, self._session, request_timeout_s).find_out()
                 self._is_probed = True
                 self.has_conditional_delete = found.has_conditional_delete
                 self._capabilities = replace(

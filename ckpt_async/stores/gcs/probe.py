@@ -17,8 +17,8 @@ from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.gcs.answers import ALGORITHM
 from ckpt_async.stores.gcs.session import GcsSession
 from ckpt_async.stores.http.failures import reachable_hint
-from ckpt_async.stores.http.opening import in_time
 from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Store
+from ckpt_async.stores.opening import in_time
 
 T = TypeVar("T")
 
@@ -45,8 +45,8 @@ class Found:
 class Probe:
     """Eight requests on one object, some of them concurrent; seven if the store has no multipart uploads."""
 
-    def __init__(self, store: Store, session: GcsSession) -> None:
-        self._store, self._session = store, session
+    def __init__(self, store: Store, session: GcsSession, request_timeout_s: float) -> None:
+        self._store, self._session, self._timeout_s = store, session, request_timeout_s
         # As long as the longest key of a run, to find out here if the store refuses such keys.
         self._key = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())), "0")
 
@@ -100,4 +100,4 @@ class Probe:
         return True
 
     async def _within(self, request: Coroutine[Any, Any, T]) -> T:
-        return await in_time(request, self._session.options, reachable_hint(self._session.endpoint))
+        return await in_time(request, self._timeout_s, reachable_hint(self._session.endpoint))

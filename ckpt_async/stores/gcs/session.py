@@ -16,7 +16,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.gcs.credentials import Anonymous, Credentials, GoogleCredentials
 from ckpt_async.stores.gcs.errors import GcsLocation, refusal, translating
-from ckpt_async.stores.http.connections import KEEPALIVE_S, drop_idle_of, has_proxy, trusted_for
+from ckpt_async.stores.http.connections import has_proxy, trusted_for
 from ckpt_async.stores.http.downloads import NO_HEADERS
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.pools import Pools
@@ -68,7 +68,7 @@ class GcsSession:
         )
         # Reading certificates takes long, so do it before any request has to wait for that.
         trusted_for(self.endpoint, self._ca_file)
-        connector = aiohttp.TCPConnector(limit=self.options.max_connections, keepalive_timeout=KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(limit=self.options.max_connections)
         self._http = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -77,10 +77,6 @@ class GcsSession:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._exit_stack.push_async_callback(self._http.close)
-
-    def drop_idle(self) -> None:
-        self.pools.drop_idle()
-        drop_idle_of(self._http)
 
     async def close(self) -> None:
         await self._exit_stack.aclose()

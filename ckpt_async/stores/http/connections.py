@@ -20,7 +20,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from ckpt_async.niceness import BulkThreads
@@ -28,15 +28,9 @@ from ckpt_async.stores.http.tls import BLOCK_S, BLOCKED, trusting
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import answering, result_of
 
-if TYPE_CHECKING:
-    import aiohttp
-
-# A proxy that accepts only few connections from one address refuses other processes for as long as this one keeps idle
-# ones. Requests that follow each other closely reuse connections; the others wait two round trips for a new one. (It is
-# also shorter than the time after which middleboxes such as NAT forget an idle connection.)
-MAX_IDLE_S = 2.0
-# What aiohttp is told: it closes an idle connection within twice this time.
-KEEPALIVE_S = MAX_IDLE_S / 2
+# How long an idle connection is kept for the next request. Many servers close theirs after 5 s or more, and a request
+# that meets the end of its connection has to be made again.
+KEEPALIVE_S = 5.0
 # Transfers of at least TELLING_BYTES measure how fast a connection is. Once TELLING_REQUESTS of them have shown what is
 # usual, a connection slower than SLOW times that is closed.
 TELLING_BYTES, SLOW, TELLING_REQUESTS = 1 << 20, 0.25, 8
@@ -114,11 +108,8 @@ class Connections:
         """Close the idle connections now, and those in use when their requests end. Does not block."""
         with self._lock:
             self._is_closed = True
-        self.drop_idle()
-        self._threads.shutdown(wait=False)
-
-    def drop_idle(self) -> None:
         self._drop_silent_since(math.inf)
+        self._threads.shutdown(wait=False)
 
     def _drop_silent_since(self, latest: float) -> None:
         with self._lock:
@@ -143,14 +134,13 @@ class Connections:
         return await result_of(done, token.cancel)
 
     def _close_old(self) -> None:
-        """Close what has been idle for too long, now and whenever the next will have been, until nothing is idle."""
-        self._drop_silent_since(time.monotonic() - MAX_IDLE_S)
+        """Close what has been idle for too long, now and every KEEPALIVE_S, until nothing is idle."""
+        self._drop_silent_since(time.monotonic() - KEEPALIVE_S)
         with self._lock:
-            oldest = min((since for _, since in self._idle), default=None)
-            self._is_closing_idle = oldest is not None
-        if oldest is not None:
+            self._is_closing_idle = bool(self._idle)
+        if self._is_closing_idle:
             assert self._loop is not None
-            self._loop.call_later(oldest + MAX_IDLE_S - time.monotonic(), self._close_old)
+            self._loop.call_later(KEEPALIVE_S, self._close_old)
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
@@ -166,7 +156,7 @@ class Connections:
 
     def _take_idle(self, url: SplitResult) -> http.client.HTTPConnection | None:
         wanted = (url.scheme == "https", url.hostname, url.port or (443 if url.scheme == "https" else 80))
-        self._drop_silent_since(time.monotonic() - MAX_IDLE_S)
+        self._drop_silent_since(time.monotonic() - KEEPALIVE_S)
         with self._lock:
             for index, (idle, _) in reversed(list(enumerate(self._idle))):
                 if (isinstance(idle, http.client.HTTPSConnection), idle.host, idle.port) == wanted:
@@ -216,7 +206,7 @@ class Connections:
         """See to it that the loop calls `_close_old`. The lock is held."""
         if not self._is_closing_idle and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._loop.call_later, MAX_IDLE_S, self._close_old)
+                self._loop.call_soon_threadsafe(self._loop.call_later, KEEPALIVE_S, self._close_old)
                 self._is_closing_idle = True
 
 
@@ -265,14 +255,6 @@ def trusted_for(url: str, ca_file: str | None) -> ssl.SSLContext | bool:
     certificates that it read first.
     """
     return trusting(ca_file) if url.startswith("https:") else True
-
-
-def drop_idle_of(session: aiohttp.ClientSession) -> None:
-    """Close aiohttp's connections that carry no request now; aiohttp itself closes them only by their age."""
-    idle = getattr(session.connector, "_conns", {})
-    for key in list(idle):
-        for protocol, *_ in idle.pop(key):
-            protocol.close()
 
 
 def let_block(connected: socket.socket, timeout_s: float) -> None:

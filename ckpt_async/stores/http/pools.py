@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_async.stores.http.connections import Connections
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.small_downloads import SmallDownloads
 from ckpt_async.stores.http.small_uploads import SmallUploads
@@ -30,8 +29,6 @@ class Pools:
         self.small_uploads = SmallUploads(**shared, traffic=self.traffic)
         self._uploads = Uploads(**shared, traffic=self.traffic)
         self._records = Uploads(**shared, is_bulk=False)
-        small = (self.small_downloads, self.small_uploads)
-        self._all: tuple[Connections, ...] = (self.downloads, self._uploads, self._records, *small)
 
     def uploads_for(self, body: Body) -> Uploads:
         """Return the pool for `body`: a receipt or a decision does not queue behind shards."""
@@ -39,9 +36,6 @@ class Pools:
 
     def close(self) -> None:
         """Close the idle connections now, and those in use when their requests end. Does not block."""
-        for each in self._all:
+        small = (self.small_downloads, self.small_uploads)
+        for each in (self.downloads, self._uploads, self._records, *small):
             each.close()
-
-    def drop_idle(self) -> None:
-        for each in self._all:
-            each.drop_idle()

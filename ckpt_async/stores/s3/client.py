@@ -22,6 +22,7 @@ from ckpt_async.stores.checks import check_prefix
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.http.messages import MalformedResponseError
 from ckpt_async.stores.interface import (
+    REQUEST_TIMEOUT_S,
     Body,
     Capabilities,
     Condition,
@@ -90,10 +91,7 @@ class S3Store:
     def moved(self) -> Moved | None:
         return self._session.pools.traffic.read()
 
-    def drop_idle(self) -> None:
-        self._session.drop_idle()
-
-    async def open(self, *, is_read_only: bool = False) -> None:
+    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Connect, then find out what the store enforces (see `Probe`)."""
         await self._session.open()
         if is_read_only:
@@ -104,7 +102,8 @@ class S3Store:
             )
             return
         try:
-            self._capabilities = await Probe(self, self._session, self._sender).capabilities()
+            probe = Probe(self, self._session, self._sender, request_timeout_s)
+            self._capabilities = await probe.capabilities()
         except BaseException:
             await self.close()
             raise

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 from collections.abc import Coroutine, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_async.core.keys import PROBES, longest_keys
 from ckpt_async.errors import FailureReason, IntegrityError, PreconditionFailedError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.http.opening import FirstRequests, in_time
 from ckpt_async.stores.interface import BytesBody, Capabilities, Condition, Create, Match, ObjectInfo, Store
+from ckpt_async.stores.opening import in_time
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS
 from ckpt_async.stores.s3.errors import is_reachable_hint
 from ckpt_async.stores.s3.sending import Put, Sender
 from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import RequestTemplate
+
+T = TypeVar("T")
 
 _NO_CHECKSUMS = (
     "this store accepts neither CRC64NVME nor CRC32C: nothing would verify what arrives, so it is not used"
@@ -30,10 +32,9 @@ class Probe:
     objects are deleted again.
     """
 
-    def __init__(self, store: Store, session: S3Session, sender: Sender) -> None:
+    def __init__(self, store: Store, session: S3Session, sender: Sender, request_timeout_s: float) -> None:
         self._store, self._session, self._sender = store, session, sender
-        self._hint = is_reachable_hint(session.location)
-        self._requests = FirstRequests(session.options, self._hint, store.drop_idle)
+        self._timeout_s = request_timeout_s
         # As long as the longest key of a run, to find out here if the store refuses such keys.
         name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
         self._key, self._spoiled, self._trailed = f"{name}-a", f"{name}-b", f"{name}-c"
@@ -67,20 +68,14 @@ class Probe:
         return Capabilities(conditional_put=is_conditional, multipart=True, checksum_algorithm=algorithm)
 
     async def _conditions(self, algorithm: str, created: ObjectInfo) -> tuple[bool, ObjectInfo]:
-        put = partial(self._put_on_condition, algorithm)
-        head = partial(self._store.head, self._key)
-        creation, stale, found = await self._requests.outcomes(
-            partial(put, Create()), partial(put, Match('"0123456789abcdef0123456789abcdef"')), head
+        is_refused, is_stale_refused, info = await _gather(
+            self._is_refused(algorithm, Create()),
+            self._is_refused(algorithm, Match('"0123456789abcdef0123456789abcdef"')),
+            self._in_time(self._store.head(self._key)),
         )
-        are_refused, info = _is_refused(creation) and _is_refused(stale), _result(found)
-        [swap] = await self._requests.outcomes(partial(put, Match(created.etag)))
-        # If the store refuses every If-Match, it does not enforce conditions either. But the answer to a first attempt
-        # may have been lost: nobody else changes this object.
-        is_swapped = not _is_refused(swap)
-        if are_refused and not is_swapped:
-            [found] = await self._requests.outcomes(head)
-            is_swapped = _result(found).etag != created.etag
-        return are_refused and is_swapped, info
+        # If the store refuses every If-Match, it does not enforce conditions either.
+        is_swapped = not await self._is_refused(algorithm, Match(created.etag))
+        return is_refused and is_stale_refused and is_swapped, info
 
     async def _heeds_trailers(self, algorithm: str) -> bool:
         """Return whether the store removes the framing of chunks from a body and compares it with the checksum that
@@ -96,7 +91,7 @@ class Probe:
             self._put_trailed(template, self._spoiled, wrong), self._put_and_head(template, right)
         )
         try:
-            status, stored = await in_time(requests, self._session.options, self._hint)
+            status, stored = await self._in_time(requests)
         except StoreError:
             return False
         return bool(status == 400 and stored == (1, checksum_of(b"a", algorithm)))
@@ -116,9 +111,10 @@ class Probe:
         accepted: tuple[ObjectInfo, str, bool] | None = None
         for algorithm in CHECKSUM_FIELDS:
             right, wrong = checksum_of(b"a", algorithm), checksum_of(b"b", algorithm)
-            written, spoilt = await self._requests.outcomes(
-                partial(self._store.put, self._key, BytesBody(b"a"), right),
-                partial(self._store.put, self._spoiled, BytesBody(b"a"), wrong),
+            written, spoilt = await asyncio.gather(
+                self._in_time(self._store.put(self._key, BytesBody(b"a"), right)),
+                self._in_time(self._store.put(self._spoiled, BytesBody(b"a"), wrong)),
+                return_exceptions=True,
             )
             for outcome in (written, spoilt):
                 if isinstance(outcome, BaseException) and not _is_verdict(outcome):
@@ -135,16 +131,26 @@ class Probe:
             raise refusal
         return accepted
 
-    async def _put_on_condition(self, algorithm: str, condition: Condition) -> None:
+    async def _is_refused(self, algorithm: str, condition: Condition) -> bool:
         body = BytesBody(secrets.token_bytes(8))
-        await self._store.put(self._key, body, checksum_of(body.data, algorithm), condition=condition)
+        checksum = checksum_of(body.data, algorithm)
+        try:
+            await self._in_time(self._store.put(self._key, body, checksum, condition=condition))
+        except PreconditionFailedError:
+            return True
+        except StoreError as error:
+            # A refusal of headers that the store does not know is a result too: it enforces nothing.
+            if not _is_verdict(error):
+                raise
+        return False
 
     async def _delete(self) -> None:
         """Delete the objects, best effort: credentials without the right to delete are allowed, and keep them."""
-        keys = [self._key, self._spoiled, self._trailed]
-        outcome = await self._requests.outcome_of_last(partial(self._store.delete, keys))
-        if not isinstance(outcome, StoreError):
-            _result(outcome)
+        with contextlib.suppress(StoreError):
+            await self._in_time(self._store.delete([self._key, self._spoiled, self._trailed]))
+
+    async def _in_time(self, request: Coroutine[Any, Any, T]) -> T:
+        return await in_time(request, self._timeout_s, is_reachable_hint(self._session.location))
 
 
 def _is_verdict(error: BaseException) -> bool:
@@ -152,23 +158,10 @@ def _is_verdict(error: BaseException) -> bool:
     return isinstance(error, StoreError) and error.reason in (FailureReason.CHECKSUM, FailureReason.OTHER)
 
 
-def _is_refused(outcome: Any) -> bool:
-    """Return whether this is the refusal of a condition. A refusal of headers that the store does not know is a result
-    too: it enforces nothing.
-    """
-    if isinstance(outcome, BaseException) and not _is_verdict(outcome):
-        if not isinstance(outcome, PreconditionFailedError):
-            raise outcome
-        return True
-    return False
-
-
 async def _gather(*requests: Coroutine[Any, Any, Any]) -> Sequence[Any]:
     """Return all results, or raise the first failure once every request has ended."""
-    return list(map(_result, await asyncio.gather(*requests, return_exceptions=True)))
-
-
-def _result(outcome: Any) -> Any:
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes

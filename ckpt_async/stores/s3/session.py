@@ -29,7 +29,7 @@ from botocore.loaders import Loader, create_loader
 
 from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import KEEPALIVE_S, drop_idle_of, enable_keepalive, has_proxy
+from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
@@ -99,14 +99,6 @@ class S3Session:
         self.signer.close()
         await self._exit_stack.aclose()
         self.client = None
-
-    def drop_idle(self) -> None:
-        if self.client is None:
-            return  # not open yet, or no longer
-        self.pools.drop_idle()
-        http_session = self.client._endpoint.http_session  # noqa: SLF001  there is no other way to it
-        if isinstance(http_session, _HttpSession):
-            http_session.drop_idle()
 
     async def credentials(self) -> Credentials:
         """Return the credentials for requests that bypass the SDK."""
@@ -184,17 +176,12 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
         "response_checksum_validation": "when_required",
         "s3": {"addressing_style": style, "payload_signing_enabled": False},
     }
-    kept = {"keepalive_timeout": KEEPALIVE_S}
     try:
         config = AioConfig(
-            **settings,
-            connector_args={"socket_factory": _create_socket, **kept},
-            http_session_cls=_HttpSession,
+            **settings, connector_args={"socket_factory": _create_socket}, http_session_cls=_HttpSession
         )
     except (botocore.exceptions.ParamValidationError, TypeError):
-        config = AioConfig(
-            **settings, connector_args=kept
-        )  # aiobotocore before 2.27 cannot set socket options
+        config = AioConfig(**settings)  # aiobotocore before 2.27 cannot set socket options
     return session.create_client(
         "s3", region_name=options.region, endpoint_url=location.endpoint_url, config=config
     )
@@ -259,10 +246,6 @@ class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
             # Sessions in use close after their requests, and all of them with this object.
             self._sessions.clear()
         return await super().send(request)
-
-    def drop_idle(self) -> None:
-        for session in self._sessions.values():
-            drop_idle_of(session)
 
     def _now_trusted(self) -> tuple[str, int]:
         path: str = botocore.httpsession.get_cert_path(self._verify)

@@ -29,13 +29,14 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import KEEPALIVE_S, has_proxy
+from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.downloads import Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
 from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
 from ckpt_async.stores.http.tls import trusting
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.interface import (
+    REQUEST_TIMEOUT_S,
     Body,
     Capabilities,
     Condition,
@@ -49,6 +50,7 @@ from ckpt_async.stores.interface import (
     SmallPut,
 )
 from ckpt_async.stores.one_by_one import get_one_by_one
+from ckpt_async.stores.opening import in_time
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.web.backend import refused
 from ckpt_async.stores.whole import WholeObjects
@@ -95,11 +97,7 @@ class WebStore(WholeObjects):
     def moved(self) -> Moved | None:
         return self._traffic.read()
 
-    def drop_idle(self) -> None:
-        if self._downloads is not None:
-            self._downloads.drop_idle()
-
-    async def open(self, *, is_read_only: bool = False) -> None:
+    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Check that the server answers, whatever the answer is. Raises SettingsError unless opened read-only."""
         if not is_read_only:
             raise refused(self._url)
@@ -112,9 +110,7 @@ class WebStore(WholeObjects):
             headers=_HEADERS,
             trust_env=True,
             auto_decompress=False,
-            connector=aiohttp.TCPConnector(
-                limit=options.max_connections, ssl=trusting(self._ca_file), keepalive_timeout=KEEPALIVE_S
-            ),
+            connector=aiohttp.TCPConnector(limit=options.max_connections, ssl=trusting(self._ca_file)),
         )
         self._downloads = Downloads(
             max_connections=options.max_connections,
@@ -125,8 +121,8 @@ class WebStore(WholeObjects):
         )
         try:
             with self._translating("open", ""):
-                async with self._session.head(yarl.URL(self._root, encoded=True)):
-                    pass
+                root = yarl.URL(self._root, encoded=True)
+                (await in_time(self._session.head(root), request_timeout_s)).release()
         except BaseException:
             await self.close()
             raise
