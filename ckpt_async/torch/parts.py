@@ -5,6 +5,8 @@ A part is anything with `state_dict` and `load_state_dict`.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,6 +19,14 @@ from ckpt_async.torch import rng as generators
 from ckpt_async.torch.states import differences, load_into
 
 logger = logging.getLogger(__name__)
+
+# What torch's optimizers, and those made after them, keep for every element of a parameter.
+_PER_ELEMENT = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
+        *("acc_delta", "sum", "prev", "step_size", "ax"),
+    )
+)
 
 
 def capture(*, rng: bool | Literal["all"] = True, **parts: Any) -> dict[str, Any]:
@@ -46,10 +56,13 @@ def restore(
         rest = restore(state, model=model, optimizer=optimizer, scheduler=scheduler)
         first_step = rest["step"] + 1
 
-    Parts are restored in the order of the arguments; the random number generators come last, because loading may use
-    them. With `strict`, a part that is missing in the state, or a model whose keys or shapes differ, raises
-    StateMismatchError; without, the log names them and what fits is loaded. Names, keys and shapes are checked before
-    anything is changed. With `rng`, a rank that saved no generators keeps its own.
+    Before anything is changed, everything is checked: the parts, the keys and shapes of models, the groups and shapes
+    of optimizers, the random number generators. With `strict`, what is missing or differs raises StateMismatchError;
+    without, the log names it and what fits is loaded (an optimizer whole or not at all). Only other parts know what
+    fits them, so they come first; if one raises, StateMismatchError names it, and models, optimizers and generators are
+    unchanged. The generators come last, because loading may use them. With `rng`, a rank that saved none keeps its own.
+
+    The parts get copies: training does not change `state`, which can be restored again.
     """
     if not isinstance(state, Mapping):
         raise StateMismatchError(
@@ -66,13 +79,17 @@ def restore(
             continue
         wanted += _pairs(name, part, state[name])
     unfit = {path for path, part, own in wanted if not _fits(path, part, own, strict=strict)}
-    for path, part, own in wanted:
-        if path in unfit:
-            load_into(part, {"model": own}, strict=False)
-        else:
-            part.load_state_dict(own)
     has_rng = rng and generators.KEY in state
-    if has_rng and not generators.restore_rng(state[generators.KEY]):
+    set_rng = generators.checked_rng(state[generators.KEY]) if has_rng else None
+    copied = [(path, part, _copied(part, own)) for path, part, own in wanted]
+    for path, part, own in sorted(copied, key=lambda each: _is_known(each[1])):
+        if path not in unfit:
+            _load(path, part, own)
+        elif _is_model(part):
+            load_into(part, {"model": own}, strict=False)
+    if set_rng is not None:
+        set_rng()
+    elif has_rng:
         logger.warning("rng_not_saved_by_this_rank; it keeps its own")
     used = {*parts, *((generators.KEY,) if has_rng else ())}
     return {name: value for name, value in state.items() if name not in used}
@@ -98,24 +115,109 @@ def _pairs(path: str, part: Any, own: Any) -> list[tuple[str, Any, Any]]:
             hint="plain values are in the result of `restore`",
         )
     keys = list(part) if isinstance(part, Mapping) else list(range(len(part)))
+    if not isinstance(own, Mapping | list | tuple):
+        raise StateMismatchError(f"{path} has the parts {keys[:20]}, the state a {type(own).__name__}")
     theirs = list(own) if isinstance(own, Mapping) else list(range(len(own)))
     if isinstance(own, Mapping) != isinstance(part, Mapping) or set(keys) != set(theirs):
         raise StateMismatchError(f"{path} has the parts {keys[:20]}, the state {theirs[:20]}")
     return [each for key in keys for each in _pairs(f"{path}/{key}", part[key], own[key])]
 
 
+def _is_model(part: Any) -> bool:
+    return isinstance(part, torch.nn.Module)
+
+
+def _is_optimizer(part: Any) -> bool:
+    """Return whether this is an optimizer that loads as torch's do. Of others, nothing is known."""
+    return getattr(type(part), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict
+
+
+def _is_known(part: Any) -> bool:
+    return _is_model(part) or _is_optimizer(part)
+
+
 def _fits(path: str, part: Any, own: Any, *, strict: bool) -> bool:
-    """Return whether a model has the keys and shapes of its state. Any other part checks its state itself."""
-    if not isinstance(part, torch.nn.Module):
+    """Return whether the state is one that a model or optimizer can load. Any other part checks its state itself."""
+    if not _is_known(part):
         return True
-    if not isinstance(own, Mapping):
-        raise StateMismatchError(f"the state has a {type(own).__name__} as {path!r}, not a model's")
-    report = differences(part, own)
+    if not isinstance(own, Mapping) or not (_is_model(part) or _is_of_optimizer(own)):
+        kind = "a model's" if _is_model(part) else "an optimizer's"
+        raise StateMismatchError(f"the state has a {type(own).__name__} as {path!r}, not {kind}")
+    if _is_model(part):
+        report, otherwise, hint = str(differences(part, own)), "what fits is loaded", "strict=False"
+    else:
+        report, otherwise = _optimizer_differences(part, own), "left as it is"
+        hint = "strict=False leaves it as it is; its own load_state_dict checks no shapes"
     if report and strict:
-        raise StateMismatchError(f"the state does not fit {path}: {report}", hint="strict=False")
+        raise StateMismatchError(f"the state does not fit {path}: {report}", hint=hint)
     if report:
-        logger.warning("state_does_not_fit part=%s %s; what fits is loaded", path, report)
+        logger.warning("state_does_not_fit part=%s %s; %s", path, report, otherwise)
     return not report
+
+
+def _is_of_optimizer(own: Mapping[str, Any]) -> bool:
+    groups, values = own.get("param_groups"), own.get("state")
+    are_groups = isinstance(groups, list) and all(
+        isinstance(each, Mapping) and "params" in each for each in groups
+    )
+    return are_groups and isinstance(values, Mapping)
+
+
+def _optimizer_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> str:
+    """Return how a state differs from what the optimizer can use: groups, names, shapes. torch checks no shapes."""
+    ours, theirs = optimizer.param_groups, own["param_groups"]
+    if len(theirs) != len(ours):
+        return f"{len(theirs)} groups of parameters for {len(ours)}"
+    for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        if len(their["params"]) != len(our["params"]):
+            return f"{len(their['params'])} parameters in group {number} for {len(our['params'])}"
+        if None not in (names := (their.get("param_names"), our.get("param_names"))) and names[0] != names[1]:
+            return f"the parameters of group {number} have other names, or another order"
+    numbers = itertools.chain.from_iterable(each["params"] for each in theirs)
+    parameters = dict(
+        zip(numbers, itertools.chain.from_iterable(each["params"] for each in ours), strict=True)
+    )
+    wrong = [
+        f"{key} {tuple(value.shape)} for {tuple(parameters[number].shape)} of parameter {number}"
+        for number, values in own["state"].items()
+        if number in parameters and isinstance(values, Mapping)
+        for key, value in values.items()
+        if key in _PER_ELEMENT and isinstance(value, torch.Tensor) and value.shape != parameters[number].shape
+    ]
+    return (
+        f"{len(wrong)} with a different shape: {', '.join(wrong[:10])}{', …' * (len(wrong) > 10)}"
+        if wrong
+        else ""
+    )
+
+
+def _copied(part: Any, own: Any) -> Any:
+    """Return a state that the part may keep, except for tensors, which `_load` copies for optimizers."""
+    if not _is_known(part):
+        return copy.deepcopy(own)
+    if _is_optimizer(part):
+        return own
+    copied = copy.copy(own)  # with the attributes that torch adds to a model's state
+    for key, value in own.items():
+        if not isinstance(value, torch.Tensor):
+            copied[key] = copy.deepcopy(value)
+    return copied
+
+
+def _load(path: str, part: Any, own: Any) -> None:
+    try:
+        part.load_state_dict(own)
+    except Exception as error:
+        if _is_known(part):
+            raise
+        raise StateMismatchError(
+            f"{path} does not take its state: {type(error).__name__}: {error}",
+            hint="models, optimizers and random numbers are unchanged",
+        ) from error
+    if _is_optimizer(part):
+        # It holds the tensors of the state that it did not have to move. (Copied before, all would be in memory twice.)
+        for parameter, values in part.state.items():
+            part.state[parameter] = copy.deepcopy(values)
 
 
 def _is_of_parts(part: Any) -> bool:

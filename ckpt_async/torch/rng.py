@@ -11,7 +11,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,14 @@ def restore_rng(states: Any, *, rank: int | None = None) -> bool:
 
     Raises FormatError, before anything is changed, if it is none of these.
     """
+    set_all = checked_rng(states, rank=rank)
+    if set_all is not None:
+        set_all()
+    return set_all is not None
+
+
+def checked_rng(states: Any, *, rank: int | None = None) -> Callable[[], None] | None:
+    """Check what `restore_rng` is given, and return what restores it; None if this rank has none."""
     if isinstance(states, Mapping) and not states.keys() & set(_KINDS):
         if KEY not in states:
             raise FormatError(f"there are no random number generators in it: it has {_names(states)}")
@@ -62,12 +70,11 @@ def restore_rng(states: Any, *, rank: int | None = None) -> bool:
     if isinstance(states, Sequence) and not isinstance(states, str | bytes):
         own = own_rank() if rank is None else rank
         if not 0 <= own < len(states) or states[own] is None:
-            return False
+            return None
         states = states[own]
     if not isinstance(states, Mapping) or not states.keys() & set(_KINDS):
         raise FormatError(f"there are no random number generators in it: it is a {type(states).__name__}")
-    _restore(states)
-    return True
+    return _checked(states)
 
 
 def ranks_with_rng(names: Iterable[str]) -> list[int]:
@@ -126,7 +133,7 @@ def _capture() -> dict[str, Any]:
     return state
 
 
-def _restore(states: Mapping[str, Any]) -> None:
+def _checked(states: Mapping[str, Any]) -> Callable[[], None]:
     try:
         python = _python(states["python"]) if "python" in states else None
         numpy = _numpy(states["numpy"]) if states.get("numpy") is not None else None
@@ -142,17 +149,23 @@ def _restore(states: Mapping[str, Any]) -> None:
             module.random.RandomState().set_state(numpy)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"not the state of random number generators: {str(error)[:300]}") from error
-    if python is not None:
-        random.setstate(python)
-    if cpu is not None:
-        torch.set_rng_state(cpu)
-    if numpy is not None and (module := sys.modules.get("numpy")):
-        module.random.set_state(numpy)
-    if devices and torch.cuda.is_available():
-        if isinstance(cuda, torch.Tensor):  # as Composer and OLMo save it: only that of the rank's own device
-            torch.cuda.set_rng_state(devices[0])
-        else:
-            torch.cuda.set_rng_state_all(devices[: torch.cuda.device_count()])
+
+    def set_all() -> None:
+        if python is not None:
+            random.setstate(python)
+        if cpu is not None:
+            torch.set_rng_state(cpu)
+        if numpy is not None and (module := sys.modules.get("numpy")):
+            module.random.set_state(numpy)
+        if devices and torch.cuda.is_available():
+            if isinstance(
+                cuda, torch.Tensor
+            ):  # as Composer and OLMo save it: only that of the rank's own device
+                torch.cuda.set_rng_state(devices[0])
+            else:
+                torch.cuda.set_rng_state_all(devices[: torch.cuda.device_count()])
+
+    return set_all
 
 
 def _python(told: Any) -> tuple[Any, ...]:

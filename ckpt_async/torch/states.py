@@ -144,7 +144,7 @@ def differences(model: torch.nn.Module, found: Mapping[str, Any]) -> KeyReport:
         missing=tuple(sorted(own.keys() - found.keys())),
         unexpected=tuple(sorted(found.keys() - own.keys())),
         reshaped=tuple(
-            f"{key} {tuple(found[key].shape)} for {tuple(own[key].shape)}"
+            f"{key} {_look(found[key])} for {_look(own[key])}"
             for key in sorted(own.keys() & found.keys())
             if not _fits(found[key], own[key])
         ),
@@ -152,5 +152,10 @@ def differences(model: torch.nn.Module, found: Mapping[str, Any]) -> KeyReport:
 
 
 def _fits(value: Any, own: Any) -> bool:
-    both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
-    return not both or value.shape == own.shape
+    if not isinstance(own, torch.Tensor):
+        return True
+    return isinstance(value, torch.Tensor) and value.shape == own.shape
+
+
+def _look(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
