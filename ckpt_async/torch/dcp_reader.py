@@ -395,13 +395,11 @@ class CkptAsyncReader(StorageReader):
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(data))
             else:
-                part = narrowed(saved, item)
-                target = planner.resolve_tensor(item).detach()
-                if target.size() != part.size():
-                    fqn, wanted = item.storage_index.fqn, tuple(target.size())
-                    raise self._damage(
-                        piece.file, f"{fqn!r} has {tuple(part.size())} where {wanted} is wanted"
-                    )
+                part, target = narrowed(saved, item), planner.resolve_tensor(item).detach()
+                if part is None or target.size() != part.size():  # torch would repeat a part that is smaller
+                    fqn, has = item.storage_index.fqn, tuple(saved.size() if part is None else part.size())
+                    wanted = f"{tuple(target.size())} at {tuple(item.storage_offsets)}"
+                    raise self._damage(piece.file, f"{fqn!r} has {has} where {wanted} is wanted")
                 target.copy_(part)
                 planner.commit_tensor(item, target)
 
@@ -470,8 +468,11 @@ def _floating_targets(plan: LoadPlan, planner: LoadPlanner) -> dict[str, torch.T
     return {name: each for name, each in found.items() if each.is_floating_point() or each.is_complex()}
 
 
-def narrowed(saved: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    """Return the part of a saved piece that this item wants."""
+def narrowed(saved: torch.Tensor, item: ReadItem) -> torch.Tensor | None:
+    """Return the part of a saved piece that this item wants, or None if the piece does not have it."""
+    ends = [start + length for start, length in zip(item.storage_offsets, item.lengths, strict=True)]
+    if len(ends) != saved.dim() or any(end > size for end, size in zip(ends, saved.size(), strict=True)):
+        return None
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         saved = saved.narrow(dimension, start, length)
     return saved

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import (
     state_dict_saver,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import ckpt_async.torch
 from ckpt_async import Uploader, errors, restore
@@ -292,6 +293,40 @@ def test_corruption_in_transit_is_not_marked(
     assert isinstance(failure, restore.UnreliableReadError)
     assert name in str(failure)
     assert run_.damages() == {}
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 2), (3,)])
+def test_a_piece_of_another_shape_than_its_target_is_damage(
+    tmp_path: Path, run_: Run, shape: tuple[int, ...]
+) -> None:
+    files = saved({"w": torch.ones(shape)}, tmp_path / "saved")
+    metadata = pickle.loads(files[".metadata"])
+    told = metadata.state_dict_metadata["w"]
+    told.size, told.chunks = torch.Size([4]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
+    metadata.storage_data = {
+        MetadataIndex("w", torch.Size([0]), 0): place for place in metadata.storage_data.values()
+    }
+    run_.commit(1, {0: files | {".metadata": pickle.dumps(metadata)}})
+    loaded = {"w": torch.zeros(4)}
+    with pytest.raises(CheckpointException) as caught:
+        load(loaded, run_)
+    assert isinstance(failure_of(caught.value), errors.DamagedCheckpointError)
+    assert not loaded["w"].any()
+
+
+def test_one_value_is_not_repeated_over_a_larger_target(tmp_path: Path, run_: Run) -> None:
+    """A planner decides where a piece goes, and may be wrong; torch copies one value to all places."""
+
+    class Larger(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            return target
+
+    target = torch.zeros(4)
+    run_.commit(1, {0: saved({"w": torch.ones(1)}, tmp_path / "saved")})
+    with pytest.raises(CheckpointException) as caught:
+        ckpt_async.torch.load_latest({"w": torch.zeros(1)}, run_.url, step=1, planner=Larger())
+    assert isinstance(failure_of(caught.value), errors.DamagedCheckpointError)
+    assert not target.any()
 
 
 def test_two_checkpoints_are_never_mixed(tmp_path: Path, run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:

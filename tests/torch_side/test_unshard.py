@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import ckpt_async.torch as ckpt
 from ckpt_async import Uploader, restore
@@ -287,6 +288,18 @@ def test_tied_weights_stay_one_and_ignored_keys_are_left_out(tmp_path: Path) -> 
     assert all(torch.equal(each, weight) for each in ckpt.load(report.paths[0]).values())
 
 
+def test_two_views_of_one_memory_stay_two(tmp_path: Path) -> None:
+    """They begin at the same byte, and differ in strides or shape only."""
+    memory = torch.randn(9, 9)
+    views = [memory, memory.t(), memory.reshape(81), memory[:5]]
+    state = {"model": {str(number): each for number, each in enumerate(views)}}
+    torch.save(state, tmp_path / "ba1-rank0.pt")
+    ckpt.unshard(found(tmp_path), tmp_path / "there" / "whole.pt")
+    assert same(loaded(tmp_path / "there" / "whole.pt"), normal(state))
+    ckpt.unshard(found(tmp_path), tmp_path / "there" / "model.safetensors")
+    assert same(ckpt.load(tmp_path / "there" / "model.safetensors"), normal(state)["model"])
+
+
 @pytest.mark.parametrize("name", ["ba1-rank0.pt", "step1/rank0.pt"])
 def test_what_is_twice_in_a_state_is_twice_in_the_file(tmp_path: Path, name: str) -> None:
     """Both occurrences must be the same dict or list again, as torch.load reads them."""
@@ -490,6 +503,55 @@ def test_a_flipped_bit_is_found_and_nothing_is_left(
         with pytest.raises(DamagedCheckpointError, match="a different CRC-32 from the one"):
             ckpt.unshard(found(folder), tmp_path / "out" / name, max_memory_bytes=max_memory_bytes)
     assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("at", [0.02, 0.5, 0.98])
+@pytest.mark.parametrize("name", ["whole.pt", "model.safetensors", "folder"])
+def test_damage_beside_the_tensors_of_a_record_is_found(tmp_path: Path, name: str, at: float) -> None:
+    """torch saves the whole memory of a view, with one CRC-32: only together can its bytes be compared."""
+    memory = torch.randn(1 << 16)
+    state = {"model": {"a": memory[10_000:20_000], "b": memory[40_000:50_000]}}
+    path = tmp_path / "run" / "ba20-rank0.pt"
+    path.parent.mkdir()
+    torch.save(state, path)
+    ckpt.unshard(found(path.parent), tmp_path / "intact.pt")
+    assert same(loaded(tmp_path / "intact.pt"), state)
+    with zipfile.ZipFile(path) as archive:
+        record = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+    start = path.read_bytes().index(memory.numpy().tobytes()[:64])
+    spoil(path, (start + int(at * record.file_size)) / path.stat().st_size)
+    with pytest.raises(DamagedCheckpointError, match="a different CRC-32 from the one"):
+        ckpt.unshard(found(path.parent), tmp_path / "out" / name)
+    assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("form", ["json", "pickle", "torch", "dcp"])
+def test_a_part_of_another_type_or_shape_is_damage(tmp_path: Path, form: str) -> None:
+    """Bytes must not be read as another type of the same width, nor rows of a larger part be left out."""
+    changes: list[Callable[[Any], None]] = [
+        lambda told: setattr(told.properties, "dtype", torch.float16),
+        lambda told: reshape(told, 20),
+        lambda told: reshape(told, 40),
+    ]
+    for number, change in enumerate(changes):
+        folder = tmp_path / f"{number}" / ("step-20" if form == "dcp" else "step-20_ckpt")
+        state = {"model": {"w": torch.ones(30, 7, dtype=torch.bfloat16)}}
+        if form == "dcp":
+            foreign_files.dcp(folder, state)
+        else:
+            foreign_files.flashpoint(folder, state, form=form)
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        change(metadata.state_dict_metadata["model.w"])
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(
+            DamagedCheckpointError, match=r"'model.w' .*(differs from what was saved|has the shape)"
+        ):
+            ckpt.unshard(found(folder.parent), tmp_path / "whole.pt")
+
+
+def reshape(told: Any, rows: int) -> None:
+    told.size = torch.Size([rows, 7])
+    told.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([rows, 7]))]
 
 
 def test_a_missing_rank_or_part_is_damage(olmo: Path, tmp_path: Path) -> None:
