@@ -1,6 +1,7 @@
 """How long a store may take to open: each request has its own deadline. In virtual time."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.stores import open_store
 from ckpt_async.stores.azure.probe import Probe as AzureProbe
 from ckpt_async.stores.gcs.probe import Probe as GcsProbe
 from ckpt_async.stores.interface import Body, Condition, ObjectInfo
@@ -96,3 +98,11 @@ def test_a_store_that_falls_silent_is_reported(
 
     longest_s = num_answers * ANSWERS_AFTER_S + 2 * REQUEST_TIMEOUT_S  # the objects are deleted again, too
     assert REQUEST_TIMEOUT_S <= run(failed_after_s()) <= longest_s
+
+
+def test_a_web_server_that_never_answers_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = open_store(f"http://127.0.0.1:{silent.getsockname()[1]}/run")
+        with pytest.raises(StoreError) as raised:
+            asyncio.run(store.open(is_read_only=True, request_timeout_s=0.3))
+    assert raised.value.reason is FailureReason.TIMEOUT
