@@ -164,15 +164,18 @@ def _is_of_optimizer(own: Mapping[str, Any]) -> bool:
 
 
 def _optimizer_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, Any]) -> str:
-    """Return how a state differs from what the optimizer can use: groups, names, shapes. torch checks no shapes."""
+    """Return how a state differs from what the optimizer can use: groups, order, shapes. torch checks only groups."""
     ours, theirs = optimizer.param_groups, own["param_groups"]
     if len(theirs) != len(ours):
         return f"{len(theirs)} groups of parameters for {len(ours)}"
     for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if len(their["params"]) != len(our["params"]):
             return f"{len(their['params'])} parameters in group {number} for {len(our['params'])}"
-        if None not in (names := (their.get("param_names"), our.get("param_names"))) and names[0] != names[1]:
-            return f"the parameters of group {number} have other names, or another order"
+        names, own_names = their.get("param_names") or (), our.get("param_names") or ()
+        if names != own_names and sorted(names) == sorted(
+            own_names
+        ):  # other names may come from DDP or torch.compile
+            return f"the parameters of group {number} are in another order"
     numbers = itertools.chain.from_iterable(each["params"] for each in theirs)
     parameters = dict(
         zip(numbers, itertools.chain.from_iterable(each["params"] for each in ours), strict=True)
@@ -184,11 +187,8 @@ def _optimizer_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, A
         for key, value in values.items()
         if key in _PER_ELEMENT and isinstance(value, torch.Tensor) and value.shape != parameters[number].shape
     ]
-    return (
-        f"{len(wrong)} with a different shape: {', '.join(wrong[:10])}{', …' * (len(wrong) > 10)}"
-        if wrong
-        else ""
-    )
+    more = ", …" * (len(wrong) > 10)
+    return f"{len(wrong)} with a different shape: {', '.join(wrong[:10])}{more}" if wrong else ""
 
 
 def _copied(part: Any, own: Any) -> Any:

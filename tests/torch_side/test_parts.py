@@ -166,6 +166,16 @@ def test_an_optimizer_that_does_not_fit_changes_nothing(
     assert is_same((other.state_dict(), others.state_dict()), before)
 
 
+def test_names_of_a_compiled_model_are_no_other_order() -> None:
+    model, _, _ = trained()
+    optimizers = [
+        torch.optim.AdamW(each.named_parameters()) for each in (model, torch.compile(model, backend="eager"))
+    ]
+    moved(optimizers[0])
+    restore(capture(optimizer=optimizers[0]), optimizer=optimizers[1])
+    assert is_same(optimizers[1].state_dict()["state"], optimizers[0].state_dict()["state"])
+
+
 def test_without_strict_an_optimizer_that_does_not_fit_is_left(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, _ = trained()
     state = with_moments_reshaped(copy.deepcopy(capture(model=model, optimizer=optimizer)))
