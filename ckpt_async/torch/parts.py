@@ -172,9 +172,8 @@ def _optimizer_differences(optimizer: torch.optim.Optimizer, own: Mapping[str, A
         if len(their["params"]) != len(our["params"]):
             return f"{len(their['params'])} parameters in group {number} for {len(our['params'])}"
         names, own_names = their.get("param_names") or (), our.get("param_names") or ()
-        if names != own_names and sorted(names) == sorted(
-            own_names
-        ):  # other names may come from DDP or torch.compile
+        # Other names prove nothing: they may come from DDP or torch.compile.
+        if names != own_names and sorted(names) == sorted(own_names):
             return f"the parameters of group {number} are in another order"
     numbers = itertools.chain.from_iterable(each["params"] for each in theirs)
     parameters = dict(

@@ -205,9 +205,9 @@ def test_a_dry_run_opens_no_store_for_writing(
     opened: list[bool] = []
     really = DirectoryStore.open
 
-    async def noted(self: DirectoryStore, *, is_read_only: bool = False) -> None:
+    async def noted(self: DirectoryStore, *, is_read_only: bool = False, **options: Any) -> None:
         opened.append(is_read_only)
-        await really(self, is_read_only=is_read_only)
+        await really(self, is_read_only=is_read_only, **options)
 
     monkeypatch.setattr(DirectoryStore, "open", noted)
     sweep(folder, is_dry_run=True, remote_retention="last=1")
