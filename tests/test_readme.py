@@ -69,7 +69,8 @@ def test_the_readme_works_as_written(tmp_path: Path) -> None:
     for block in (quick_start, uploader, resume):
         assert f"file://{tmp_path}/store/run-" in block
     told = run(sys.executable, "-c", quick_start.replace("range(first, 301)", "range(first, 251)"))
-    told += run(sys.executable, "-c", quick_start + "\nassert first == 251, first")  # resumed
+    assert "nothing was ever saved here" in told, "the URL may be mistyped"
+    told = run(sys.executable, "-c", quick_start + "\nassert first == 251, first")  # resumed
     told += run(sys.executable, "-c", uploader)
     assert not told, "nothing is said where nothing is wrong"
     run(sys.executable, "-c", resume + "\nassert report.paths and checkpoint.step == 300")

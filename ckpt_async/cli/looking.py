@@ -11,12 +11,14 @@ from typing import TypeVar
 
 from ckpt_async.cli.output import Which, saying_later, store_options, telling_of_silence
 from ckpt_async.core import keys
+from ckpt_async.core.boundary import NOTHING_COLLECTED
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
-from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol import steps
 from ckpt_async.protocol.kinds import check_known, kinds_below
 from ckpt_async.protocol.runs import runs_below
+from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none
 
@@ -25,6 +27,8 @@ T = TypeVar("T")
 # How long requests to a failing store are retried, and the longest pause in between: someone is waiting.
 LS_TIMEOUT_S, LS_PAUSE_S = 20.0, 2.0
 NUM_RUNS_AT_ONCE = 8
+# All decisions are read at once, and there is no training to leave room for.
+NUM_RECORDS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +78,15 @@ async def opened(
 ) -> AsyncIterator[tuple[PatientStore, Callable[[], None]]]:
     """Yield the store, and a function to call once it has answered."""
     settings = Settings(upload_timeout_s=LS_TIMEOUT_S, retry_max_s=LS_PAUSE_S)
-    store = connect(url, store_options(options), settings, is_patient=False)
+    budgets = Budgets(settings, num_records=NUM_RECORDS_AT_ONCE)
+    store = connect(url, store_options(options), settings, is_patient=False, budgets=budgets)
     try:
         with telling_of_silence(store.url, patience_s=LS_TIMEOUT_S) as heard:
             await store.open(is_read_only=True)
             yield store, heard
     finally:
         await store.close()
+        budgets.close()
 
 
 async def look(
@@ -134,10 +140,10 @@ async def _decisions(
     if not listing.objects and not (await store.list(keys.GENERATIONS)).objects:
         return None
     unreadable: list[InvalidRecordError] = []
-    boundary = await _or_note(steps.read_boundary(store), unreadable)
+    boundary = await _or_note(steps.read_boundary(store), unreadable) or NOTHING_COLLECTED
     checkpoints = filter(None, (keys.parse_decision_key(each.key) for each in listing.objects))
     read = await all_or_none(_or_note(steps.read_decision(store, each), unreadable) for each in checkpoints)
-    valid = (each for each in read if each is not None and not sweep_plan.is_void(each.checkpoint, boundary))
+    valid = (each for each in read if each is not None and not boundary.voids(each.checkpoint))
     decisions = sorted(valid, key=lambda each: each.checkpoint)
     found = Found(kind, decisions, listing.server_time, unreadable)
     for each in found.committed if wanted is not None else ():

@@ -31,11 +31,12 @@ from ckpt_async.cli.parsing import (
     generation_of,
 )
 from ckpt_async.core import keys
+from ckpt_async.core.boundary import NOTHING_COLLECTED
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted
-from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
-from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.errors import FailureReason, InvalidRecordError, ObjectNotFoundError, StoreError
+from ckpt_async.protocol import steps
 from ckpt_async.protocol import verify as verification
 from ckpt_async.protocol.cas import if_readable
 from ckpt_async.protocol.kinds import check_known
@@ -123,18 +124,25 @@ async def _find(
     If `among` is given (those that are marked as damaged), only these count.
     """
     listing = await store.list(keys.DECISIONS)
-    boundary = await if_readable(steps.read_boundary(store))
+    boundary = await if_readable(steps.read_boundary(store)) or NOTHING_COLLECTED
+    unreadable: InvalidRecordError | None = None
     for each in reversed(listing.objects):
         id_ = keys.parse_decision_key(each.key)
-        if id_ is None or sweep_plan.is_void(id_, boundary) or (among is not None and id_ not in among):
+        if id_ is None or boundary.voids(id_) or (among is not None and id_ not in among):
             continue
         if wanted.step is not None and not wanted.is_of(id_):
             continue
-        decision = await if_readable(steps.read_decision(store, id_))
+        try:
+            decision = await steps.read_decision(store, id_)
+        except InvalidRecordError as error:
+            unreadable = unreadable or error
+            continue
         if decision is None or decision.outcome is not Outcome.COMMIT:
             continue
         if wanted.is_of(id_) or wanted.text == decision.name:
             return id_
+    if unreadable is not None:
+        raise unreadable  # it may be the one
     which = "committed checkpoint" if among is None else "checkpoint that is marked as damaged"
     raise ObjectNotFoundError(f"no {which} has the step or name {wanted.text!r}")
 

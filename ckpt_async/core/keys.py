@@ -12,7 +12,7 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt-async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
     .ckpt-async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt-async/latest.json
-    .ckpt-async/boundary.json                                up to where old decisions have been collected
+    .ckpt-async/boundary.json                                which old decisions have been collected
     .ckpt-async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
     .ckpt-async/damaged/<g:06d>-<step:012d>.json             committed, but found to be unreadable
     .ckpt-async/claims/<sha256 of the key>.json              whose copy is under an exact key

@@ -143,24 +143,6 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
-    """The point up to which old decisions have been collected (rule R4).
-
-    Once a create-once object is deleted, the store forgets that it existed. So the boundary moves first: a decision
-    at or below `upto` that is not in `kept` is void, whatever it says, and a committer reads the boundary after it has
-    created its decision.
-    """
-
-    upto: CheckpointId
-    kept: frozenset[CheckpointId]
-    number: int
-    nonce: str
-
-    def voids(self, checkpoint: CheckpointId) -> bool:
-        return checkpoint <= self.upto and checkpoint not in self.kept
-
-
-@dataclass(frozen=True, slots=True)
 class Lease:
     """States that a reader is loading the checkpoint: its shards stay until the lease is gone or has expired.
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_async.core import keys
+from ckpt_async.core.boundary import MAX_BOUNDARY_SIZE_BYTES, Boundary, sets_as_json, sets_from_json
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import (
     Beat,
-    Boundary,
     CheckpointId,
     Checksum,
     Claim,
@@ -182,19 +182,18 @@ def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
 
 
 def encode_boundary(boundary: Boundary) -> bytes:
-    kept = [_checkpoint_fields(checkpoint) for checkpoint in sorted(boundary.kept)]
-    fields = _fields_of(boundary, "number", "nonce")
-    return _encode("boundary", {**_checkpoint_fields(boundary.upto), "kept": kept, **fields})
+    fields = _checkpoint_fields(boundary.upto) | _fields_of(boundary, "number", "nonce")
+    return _encode("boundary", fields | sets_as_json(boundary))
 
 
 def decode_boundary(data: bytes) -> Boundary:
-    fields = _decode("boundary", data, MAX_RECORD_SIZE_BYTES)
-    return Boundary(
-        upto=_checkpoint(fields),
-        kept=frozenset(_checkpoint(_object(item, "kept")) for item in _list(fields, "kept")),
-        number=_int(fields, "number", 1, 1 << 62),
-        nonce=_str(fields, "nonce"),
+    fields = _decode("boundary", data, MAX_BOUNDARY_SIZE_BYTES)
+    generation, step = (
+        _int(fields, "generation", 0, keys.MAX_GENERATION),
+        _int(fields, "step", 0, keys.MAX_STEP),
     )
+    number, nonce = _int(fields, "number", 1, 1 << 62), _str(fields, "nonce")
+    return Boundary(CheckpointId(generation, step), number=number, nonce=nonce, **sets_from_json(fields))
 
 
 def encode_lease(lease: Lease) -> bytes:
@@ -404,8 +403,11 @@ def _encode(kind: str, fields: Json) -> bytes:
 def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
     if len(data) > max_size_bytes:
         raise InvalidRecordError(f"{kind}: {len(data)} bytes, more than {max_size_bytes}")
-    # `[],[],…` takes twenty times as much memory as it has bytes; nothing that this package writes is nearly as dense.
-    if data.count(b"[") + data.count(b"{") > 100 + len(data) // 12 or data.count(b",") > 100 + len(data) // 8:
+    # `[],[],…` takes twenty times as much memory as it has bytes; only a small record, the boundary, is as dense.
+    is_large = len(data) > MAX_BOUNDARY_SIZE_BYTES
+    if is_large and (
+        data.count(b"[") + data.count(b"{") > 100 + len(data) // 12 or data.count(b",") > 100 + len(data) // 8
+    ):
         raise InvalidRecordError(f"{kind}: too many values for its {len(data)} bytes")
     try:
         document = json.loads(

@@ -16,7 +16,7 @@ from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt, Stor
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.protocol.cas import create_once, read
 from ckpt_async.protocol.presence import has_receipt, missing, ranks_without_receipt
-from ckpt_async.protocol.steps import new_decision, receipt_from, unless_void
+from ckpt_async.protocol.steps import new_decision, read_boundary, receipt_from, settled
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Listing
 from ckpt_async.transfer.patient import PatientStore
@@ -221,7 +221,7 @@ async def read_receipts(
 async def decide_once(store: PatientStore, wanted: Decision) -> tuple[Decision, bool]:
     """Create the decision unless there is one (rule R4). Returns the decision that holds now, and whether it is ours.
 
-    A decision below the boundary is void: an older one was collected, so the checkpoint was settled long ago.
+    The decision is void if an earlier one was collected: then the checkpoint was settled long ago.
     """
     return await _decided(store, wanted, await _create(store, wanted))
 
@@ -241,8 +241,9 @@ async def _decided(
         raise error.at(keys.decision_key(id_)) from None
     # An earlier attempt of ours may have created it and then failed: whoever decides has more to do afterwards.
     is_ours = decision.nonce == wanted.nonce or decision.decided_by == wanted.decided_by
-    settled = unless_void(store, decision)
-    decision = await settled if alongside is None else (await both(settled, alongside()))[0]
+    reading = read_boundary(store)
+    boundary = await reading if alongside is None else (await both(reading, alongside()))[0]
+    decision = settled(id_, decision, boundary) or decision
     is_ours = is_ours and decision.outcome is wanted.outcome
     if is_ours and decision.outcome is Outcome.COMMIT:
         logger.info(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.boundary import NOTHING_COLLECTED
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.cas import if_readable, read_record
@@ -97,10 +98,10 @@ def overview(url: str, view: sweep_plan.View, unreadable: Sequence[str] = ()) ->
             is_damaged=id_ in view.damaged and each.outcome is Outcome.COMMIT,
         )
         for id_, each in view.decisions.items()
-        if not sweep_plan.is_void(id_, view.boundary)
+        if not view.boundary.voids(id_)
     ]
     open_ = {*view.receipts, *view.data} - view.decisions.keys() - view.unreadable
-    flying = [_flying(id_, view) for id_ in open_ if not sweep_plan.is_void(id_, view.boundary)]
+    flying = [_flying(id_, view) for id_ in open_ if not view.boundary.voids(id_)]
     newest = view.newest_generation
     items = tuple(sorted([*decided, *flying], key=lambda each: each.id))
     return Overview(url, view.server_time, newest, view.world_sizes.get(newest), items, tuple(unreadable))
@@ -199,7 +200,7 @@ async def look(store: PatientStore, known: steps.KnownDecisions) -> Overview | N
         data=there.data,
         names=there.names,
         damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
-        boundary=await if_readable(steps.read_boundary(store)),
+        boundary=await if_readable(steps.read_boundary(store)) or NOTHING_COLLECTED,
         unreadable=frozenset(filter(None, map(keys.parse_decision_key, unreadable))),
     )
     return overview(store.url, view, unreadable)

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, records
+from ckpt_async.core.boundary import MAX_BOUNDARY_SIZE_BYTES, MAX_COLLECTED, NOTHING_COLLECTED, Boundary
 from ckpt_async.core.model import (
-    Boundary,
     CheckpointId,
     Decision,
     Latest,
@@ -25,7 +25,6 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import copies, sweep_plan
 from ckpt_async.protocol.cas import advance, if_readable, read, read_record
-from ckpt_async.protocol.generation import newest_generation
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Listing
 from ckpt_async.transfer.patient import PatientStore
@@ -87,46 +86,32 @@ async def read_settled(
 ) -> Decision | None:
     """Return the decision that holds for the checkpoint, or None if nothing was decided.
 
-    A checkpoint below the boundary was settled long ago: a commit there was created by a straggler and is void, and no
-    decision at all means that the decision was collected (R4).
+    What was collected was settled long ago: a decision there was created by a straggler and is void (R4).
 
     Raises InvalidRecordError if the boundary is needed but unreadable. A caller that `only_reads` gets a commit as it
     is in that case: if it is void and a part of it is gone, the receipts and shards show that.
     """
     decision = await read_decision(store, checkpoint)
-    nothing = new_decision(
-        checkpoint, Outcome.COMMIT, name=f"step-{checkpoint.step}", world_size=1, by="nobody", now=0
-    )
+    if decision is not None and decision.outcome in (Outcome.PRUNING, Outcome.PRUNED):
+        return decision  # no straggler creates these
     try:
-        settled = await unless_void(store, decision or nothing)
+        return settled(checkpoint, decision, await read_boundary(store))
     except InvalidRecordError as error:
         if not only_reads:
             raise
         logger.warning("boundary_unreadable error=%s; treating decisions that it may void as valid", error)
         return decision
-    return None if settled is nothing else settled
 
 
-async def unless_void(store: PatientStore, decision: Decision) -> Decision:
-    """Return the decision, or an abort in place of a commit that is below the boundary."""
-    if decision.outcome is Outcome.COMMIT:
-        boundary = await _boundary_for(store, decision.checkpoint)
-        if sweep_plan.is_void(decision.checkpoint, boundary):
-            return replace(decision, outcome=Outcome.ABORT, reason="it was given up and collected long ago")
-    return decision
-
-
-async def _boundary_for(store: PatientStore, checkpoint: CheckpointId) -> Boundary | None:
-    """Return the boundary as far as it concerns the checkpoint.
-
-    It is never moved past a checkpoint of the newest generation, so an unreadable boundary blocks only stragglers.
-    """
-    try:
-        return await read_boundary(store)
-    except InvalidRecordError:
-        if await newest_generation(store, after=checkpoint.generation) > checkpoint.generation:
-            raise
-        return None
+def settled(checkpoint: CheckpointId, decision: Decision | None, boundary: Boundary) -> Decision | None:
+    """Return what holds for a checkpoint: what was collected, else the decision that is there, if any. Pure."""
+    outcome = boundary.outcome_of(checkpoint)
+    if outcome is None:
+        return decision
+    name = f"step-{checkpoint.step}"
+    there = decision or new_decision(checkpoint, outcome, name=name, world_size=1, by="nobody", now=0)
+    what = "pruned" if outcome is Outcome.PRUNED else "given up"
+    return replace(there, outcome=outcome, reason=f"it was {what} and collected long ago")
 
 
 async def read_decision(store: PatientStore, checkpoint: CheckpointId) -> Decision | None:
@@ -138,34 +123,27 @@ async def read_decision(store: PatientStore, checkpoint: CheckpointId) -> Decisi
 
 async def vanished(store: PatientStore, committed: Collection[CheckpointId]) -> list[CheckpointId]:
     """Return which checkpoints the store has forgotten, of those that are known to have been committed there, oldest
-    first.
+    first; none if the newest is there, or collected.
 
-    Costs one request if the newest is there. Pruning keeps a decision, and only the boundary lets one be deleted: so
-    whatever else is missing was lost by the store, or this is another store.
+    Costs one request if the newest is there.
     """
     newest = max(committed)
     try:
         await store.head(keys.decision_key(newest))
         return []
     except ObjectNotFoundError:
-        pass
-    try:
-        boundary = await _boundary_for(store, newest)
-    except InvalidRecordError as error:
-        logger.warning("boundary_unreadable error=%s; taking %s for collected", error, newest)
-        return []
-    if sweep_plan.is_void(newest, boundary):
-        return []
-    gone = await _undecided(store, committed)
-    return sorted({newest, *(id_ for id_ in gone if not sweep_plan.is_void(id_, boundary))})
+        gone = await lost(store, committed)
+        return gone if newest in gone else []
 
 
 async def lost(store: PatientStore, committed: Collection[CheckpointId]) -> list[CheckpointId]:
     """Return what `vanished` returns, also if the newest is there: a launch may have begun anew in the wiped store.
 
-    Costs one listing, and one request more if anything is missing.
+    Pruning keeps a decision, and only the boundary lets one be deleted: so whatever else is missing was lost by the
+    store, or this is another store. Costs one listing, and one request more if anything is missing.
     """
-    gone = await _undecided(store, committed)
+    listing = await store.list(keys.DECISIONS)
+    gone = {*committed} - {keys.parse_decision_key(each.key) for each in listing.objects}
     if not gone:
         return []
     try:
@@ -173,12 +151,7 @@ async def lost(store: PatientStore, committed: Collection[CheckpointId]) -> list
     except InvalidRecordError as error:
         logger.warning("boundary_unreadable error=%s; taking what is missing for collected", error)
         return []
-    return sorted(id_ for id_ in gone if not sweep_plan.is_void(id_, boundary))
-
-
-async def _undecided(store: PatientStore, ids: Collection[CheckpointId]) -> set[CheckpointId]:
-    listing = await store.list(keys.DECISIONS)
-    return {*ids} - {keys.parse_decision_key(each.key) for each in listing.objects}
+    return sorted(id_ for id_ in gone if not boundary.voids(id_))
 
 
 async def read_decisions(
@@ -209,9 +182,9 @@ async def read_decisions(
     return unreadable
 
 
-async def read_boundary(store: PatientStore) -> Boundary | None:
+async def read_boundary(store: PatientStore) -> Boundary:
     there = await read_record(store, keys.BOUNDARY, records.decode_boundary)
-    return there[0] if there else None
+    return there[0] if there else NOTHING_COLLECTED
 
 
 async def read_latest(store: PatientStore) -> Latest | None:
@@ -314,25 +287,26 @@ async def _swap(store: PatientStore, checkpoint: CheckpointId, old: Outcome, new
 
 
 async def collect(store: PatientStore, action: sweep_plan.CollectDecisions) -> None:
-    """Move the boundary, and only then delete the decisions below it (rule R4)."""
+    """Move the boundary, and only then delete the decisions that it voids (rule R4)."""
     nonce = uuid.uuid4().hex
 
     def change(there: bytes | None) -> bytes | None:
-        boundary = None if there is None else records.decode_boundary(there)
-        if boundary is None:
-            return records.encode_boundary(Boundary(action.upto, action.kept, 1, nonce))
+        boundary = NOTHING_COLLECTED if there is None else records.decode_boundary(there)
         if boundary.upto > action.upto:
             return None  # another sweeper is ahead, and what it collects next covers ours
-        # What the boundary has voided stays void; what it kept and we do not keep is collected now.
-        kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))
-        if (boundary.upto, boundary.kept) == (action.upto, kept):
+        moved = boundary.moved(action.upto, action.kept, action.pruned, action.aborted, nonce)
+        if replace(moved, number=boundary.number, nonce=boundary.nonce) == boundary:
             return None
-        return records.encode_boundary(Boundary(action.upto, kept, boundary.number + 1, nonce))
+        data = records.encode_boundary(moved)
+        if len(data) > MAX_BOUNDARY_SIZE_BYTES or moved.num_checkpoints > MAX_COLLECTED:
+            logger.warning("boundary_is_full url=%s; nothing more is collected", store.url)
+            return None
+        return data
 
     data = await advance(store, keys.BOUNDARY, change)
-    boundary = records.decode_boundary(data) if data else None
+    boundary = records.decode_boundary(data) if data else NOTHING_COLLECTED
     parsed = [(key, keys.parse_decision_key(key)) for key in action.object_keys]
-    await store.delete([key for key, id_ in parsed if id_ and sweep_plan.is_void(id_, boundary)])
+    await store.delete([key for key, id_ in parsed if id_ and boundary.voids(id_)])
 
 
 # --- readers -----------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, retention
+from ckpt_async.core.boundary import NOTHING_COLLECTED, Boundary
 from ckpt_async.core.decide import is_ahead
-from ckpt_async.core.model import Boundary, CheckpointId, Decision, Latest, Lease, Outcome
+from ckpt_async.core.model import CheckpointId, Decision, Latest, Lease, Outcome
 from ckpt_async.core.retention import Candidate, RetentionPolicy
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo
 
@@ -57,7 +58,7 @@ class View:
     probes: tuple[ObjectInfo, ...] = ()
     damaged: frozenset[CheckpointId] = frozenset()  # those marked by a reader that could not read them
     latest: Latest | None = None
-    boundary: Boundary | None = None
+    boundary: Boundary = NOTHING_COLLECTED
     unreadable: frozenset[CheckpointId] = frozenset()  # those whose decision or generation cannot be read
     is_boundary_readable: bool = True
 
@@ -154,12 +155,17 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class CollectDecisions:
-    """Move the boundary, and only then delete the final decisions below it."""
+    """Move the boundary, and only then delete the final decisions that it voids.
+
+    `pruned` and `aborted` are of the newest generation; of superseded ones goes what is up to `upto` and not `kept`.
+    """
 
     upto: CheckpointId
     kept: frozenset[CheckpointId]
     object_keys: tuple[str, ...]
     reason: str
+    pruned: frozenset[CheckpointId] = frozenset()
+    aborted: frozenset[CheckpointId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,28 +235,21 @@ def _valid(view: View) -> dict[CheckpointId, Decision]:
     return {
         id_: each
         for id_, each in view.decisions.items()
-        if not is_void(id_, view.boundary) and not _is_unknown(id_, view)
+        if not view.boundary.voids(id_) and not _is_unknown(id_, view)
     }
 
 
-def is_void(checkpoint: CheckpointId, boundary: Boundary | None) -> bool:
-    """Return whether a decision found for the checkpoint must be treated as no decision at all (R4)."""
-    return boundary is not None and boundary.voids(checkpoint)
-
-
 def _is_unknown(checkpoint: CheckpointId, view: View) -> bool:
-    """Return whether an unreadable record may say what became of the checkpoint, in which case it is left alone.
-
-    An unreadable boundary concerns only superseded generations, because it is never moved past others.
-    """
-    is_below = not view.is_boundary_readable and checkpoint.generation < view.newest_generation
-    return is_below or (checkpoint in view.unreadable and not is_void(checkpoint, view.boundary))
+    """Return whether an unreadable record may say what became of the checkpoint, in which case it is left alone."""
+    if not view.is_boundary_readable:
+        return True
+    return checkpoint in view.unreadable and not view.boundary.voids(checkpoint)
 
 
 def _settle(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
     """Plan for undecided checkpoints: settle those that are complete, give up those that cannot become complete."""
     for id_ in sorted({*view.receipts, *view.data} - valid.keys()):
-        if is_void(id_, view.boundary):
+        if view.boundary.voids(id_):
             continue  # it was given up and collected; `_clean` removes what is left of it
         if _is_unknown(id_, view):
             yield Wait(id_, "one of its records, or the boundary, is unreadable")
@@ -370,7 +369,7 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
     that are gone, and what killed probes and superseded generations left.
     """
     final = {id_ for id_, each in valid.items() if each.outcome in (Outcome.ABORT, Outcome.PRUNED)}
-    final |= {id_ for id_ in {*view.data, *view.receipts} if is_void(id_, view.boundary)}
+    final |= {id_ for id_ in {*view.data, *view.receipts} if view.boundary.voids(id_)}
     for id_ in sorted(final):
         # Shards before receipts: a receipt without its shards misleads nobody once the decision is final.
         left = [each.key for each in (*view.data.get(id_, ()), *view.receipts.get(id_, {}).values())]
@@ -383,7 +382,7 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
         if parsed is None or _is_unknown(parsed[0], view):
             continue  # not ours, or unknown what became of its checkpoint
         id_, _ = parsed
-        is_decided = id_ in valid or is_void(id_, view.boundary)
+        is_decided = id_ in valid or view.boundary.voids(id_)
         limit_s = ages.superseded_s if id_.generation < view.newest_generation else ages.newest_s
         if is_decided:
             yield AbortMultipart(
@@ -396,7 +395,7 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
     for key, (lease, modified_at) in sorted(view.leases.items()):
         if view.server_time >= expires_at(lease, modified_at):
             yield Delete((key,), "lease", f"the lease of {lease.reader} has expired")
-    gone = {id_ for id_ in view.damaged if id_ in final or is_void(id_, view.boundary)}
+    gone = {id_ for id_ in view.damaged if id_ in final or view.boundary.voids(id_)}
     if gone:
         marks = tuple(keys.damage_key(id_) for id_ in sorted(gone))
         yield Delete(marks, "damage", "damage marks of checkpoints that are gone")
@@ -416,31 +415,33 @@ def _clean(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> It
 def _collect(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> Iterable[Planned]:
     """Plan the collection of old final decisions (R4).
 
-    It makes the cost of a listing depend on what is kept, not on all that ever was. Only decisions of superseded
-    generations are collected, if their checkpoints have no objects left, and if they are old enough that an undecided
-    straggler below the boundary would be given up too.
+    It makes the cost of a listing depend on what is kept, not on all that ever was. Only decisions of checkpoints that
+    have no objects left are collected, and only if they are so old that an undecided straggler of a superseded
+    generation would be given up too. The newest decision stays.
     """
+    newest = max(valid, default=None)
     finished = {
-        id_
+        id_: each.outcome
         for id_, each in valid.items()
         if each.outcome in (Outcome.ABORT, Outcome.PRUNED)
-        and id_.generation < view.newest_generation
+        and id_ != newest
         and not view.data.get(id_)
         and not view.receipts.get(id_)
         and view.server_time - view.decided_at.get(id_, view.server_time) >= ages.superseded_s
     }
-    resurrected = {id_ for id_ in view.decisions if is_void(id_, view.boundary)}
-    below = view.boundary.upto if view.boundary else None
-    if len(finished | resurrected) < COLLECT_AT_LEAST and not resurrected:
+    resurrected = {id_ for id_ in view.decisions if view.boundary.voids(id_)}
+    if len(finished) < COLLECT_AT_LEAST and not resurrected:
         return
-    upto = max([*finished, *([below] if below else [])], default=None)
-    if upto is None:
-        return
-    known = {*valid, *view.data, *view.receipts, *view.unreadable} - finished - resurrected
-    kept = frozenset(id_ for id_ in known if id_ <= upto and not is_void(id_, view.boundary))
+    collected = {*finished, *view.boundary.pruned, *view.boundary.aborted}
+    superseded = {id_ for id_ in collected if id_.generation < view.newest_generation}
+    upto = max({view.boundary.upto, *superseded})
+    known = {*valid, *view.data, *view.receipts, *view.unreadable} - finished.keys()
+    in_newest = {id_: each for id_, each in finished.items() if id_ not in superseded}
     yield CollectDecisions(
         upto,
-        kept,
-        tuple(keys.decision_key(id_) for id_ in sorted(finished | resurrected)),
-        f"{len(finished | resurrected)} old final decisions",
+        frozenset(id_ for id_ in known if id_ <= upto and not view.boundary.voids(id_)),
+        tuple(keys.decision_key(id_) for id_ in sorted(finished.keys() | resurrected)),
+        f"{len(finished) + len(resurrected)} old final decisions",
+        frozenset(id_ for id_, each in in_newest.items() if each is Outcome.PRUNED),
+        frozenset(id_ for id_, each in in_newest.items() if each is Outcome.ABORT),
     )

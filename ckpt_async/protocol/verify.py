@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 from ckpt_async.core import keys, records
 from ckpt_async.core.agreement import obstacle
+from ckpt_async.core.boundary import NOTHING_COLLECTED
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt, StoredShard
 from ckpt_async.core.readings import MAX_READINGS, is_proven
 from ckpt_async.errors import FailureReason, InvalidRecordError, ObjectNotFoundError, StoreError
-from ckpt_async.protocol import steps, sweep_plan
+from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import read_record
 from ckpt_async.stores.interface import MultipartInfo
 from ckpt_async.transfer.patient import PatientStore
@@ -115,15 +116,15 @@ async def _verify(
     store, result = stores.first, Verification()
     rng = random.Random(seed)
     decisions = await _read_decisions(store, result)
-    boundary = None
+    boundary = NOTHING_COLLECTED
     try:
         boundary = await steps.read_boundary(store)
     except InvalidRecordError as error:
         result.findings.append(_unreadable("R4", error))
-    for id_ in [id_ for id_ in decisions if sweep_plan.is_void(id_, boundary)]:
+    for id_ in [id_ for id_ in decisions if boundary.voids(id_)]:
         del decisions[id_]
         result.findings.append(
-            Finding("R4", keys.decision_key(id_), "below the boundary and not kept: void", "leftover")
+            Finding("R4", keys.decision_key(id_), "an earlier one was collected: void", "leftover")
         )
     chosen = [
         each

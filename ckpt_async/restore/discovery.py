@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TypeVar
 
 from ckpt_async import threads
 from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.agreement import obstacle
-from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
+from ckpt_async.core.boundary import NOWHERE
+from ckpt_async.core.model import CheckpointId, Decision, Latest, Outcome, Receipt
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -28,7 +29,7 @@ from ckpt_async.protocol.cas import if_readable
 from ckpt_async.protocol.kinds import check_known
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of, why_passed_over
 from ckpt_async.restore.foreign import find_foreign
-from ckpt_async.restore.freshness import check_fresh, check_nowhere, known_in
+from ckpt_async.restore.freshness import Known, check_fresh, check_nowhere, known_in
 from ckpt_async.restore.proof import sure
 from ckpt_async.restore.session import Session, mark_damaged, session
 from ckpt_async.stores import StoreOptions
@@ -105,9 +106,7 @@ def find(
         known = await asyncio.to_thread(known_in, folder, remote)
         try:
             async with session(remote, store_options) as opened:
-                found = await _find(opened, step, generation, passing_over, world_size)
-                if found is None and step is None and generation is None:
-                    await check_fresh(opened, remote, known)
+                found = await _find(opened, step, generation, passing_over, world_size, known)
         except StoreError as error:
             if not _is_nowhere(error):
                 raise
@@ -178,31 +177,14 @@ async def _find(
     generation: int | None,
     passing_over: Collection[CheckpointId],
     world_size: int | None,
+    known: Known,
 ) -> Checkpoint | None:
-    rejected: list[Rejected] = []
     # An unreadable boundary voids nothing here. Credentials that may not read at all fail at once.
     boundary = if_readable(sure(opened, lambda looking: steps.read_boundary(looking.store)))
-    (marks, listing), _ = await both(both(_damaged(opened), _decisions(opened)), boundary)
-    async for id_ in _newest_first(opened, listing, step, generation):
-        if step not in (None, id_.step) or generation not in (None, id_.generation):
-            continue
-        reason = why_passed_over(passing_over, id_) or marks.get(id_)
-        if reason is not None and step is None:
-            rejected.append(Rejected(id_, "", reason))
-            continue
-        try:
-            found = await sure(opened, partial(_look, id_))
-        except InvalidRecordError as error:
-            # `sure` has looked again, from the decision on, so the checkpoint has not been pruned since.
-            rejected.append(Rejected(id_, "", str(error)))
-            if not isinstance(error, UnknownVersionError):
-                await mark_damaged(opened, id_, str(error))
-            if step is not None:
-                break  # that very step was asked for, not one that an older generation saved
-            continue
-        if found is not None:
-            decision, receipts = found
-            return checkpoint_of(decision, receipts, opened.remote, opened.options, rejected)
+    marks, _ = await both(_damaged(opened), boundary)
+    found, rejected, latest = await _search(opened, marks, passing_over, step, generation)
+    if found is not None:
+        return checkpoint_of(*found, opened.remote, opened.options, rejected)
     if not rejected and generation is None:  # other tools' checkpoints have no generation
         foreign, rejected = await find_foreign(opened, step, passing_over, world_size)
         if foreign is not None:
@@ -214,7 +196,85 @@ async def _find(
             + (f"; and {len(rejected) - 5} more" if rejected[5:] else ""),
             hint=f"see `ckpt-async verify {opened.remote}`",
         )
+    if step is None and generation is None:
+        await check_fresh(opened, opened.remote, known, latest)
     return None
+
+
+async def _search(
+    opened: Session,
+    marks: Mapping[CheckpointId, str],
+    passing_over: Collection[CheckpointId],
+    step: int | None,
+    generation: int | None,
+) -> tuple[tuple[Decision, list[Receipt]] | None, list[Rejected], Latest | None]:
+    """Return the newest checkpoint that can be used, what is newer and cannot, and what `latest` says, unless a step or
+    generation is asked for.
+
+    The run goes on meanwhile: what was listed may have been pruned when it is read, because something newer was
+    committed. Then everything is listed again, so that the result is never older than what was the newest when this
+    began. Each round has a checkpoint that those before had not, or a newer `latest`.
+    """
+    found: tuple[Decision, list[Receipt]] | None = None
+    rejected: list[Rejected] = []
+    latest, at = None, NOWHERE
+    tried = set[CheckpointId]()
+    while True:
+        before = latest
+        ids, latest = await _look_around(opened, step, generation)
+        news = sorted((id_ for id_ in ids - tried if id_ > at), reverse=True)
+        if not news and latest == before:
+            break
+        is_newest = True
+        for id_ in news:
+            tried.add(id_)
+            reason = why_passed_over(passing_over, id_) or marks.get(id_)
+            if reason is not None and step is None:
+                rejected.append(Rejected(id_, "", reason))
+                continue
+            try:
+                looked = await sure(opened, partial(_look, id_))
+            except InvalidRecordError as error:
+                # `sure` has looked again, from the decision on, so the checkpoint has not been pruned since.
+                rejected.append(Rejected(id_, "", str(error)))
+                if not isinstance(error, UnknownVersionError):
+                    await mark_damaged(opened, id_, str(error))
+                if step is not None:  # that very step was asked for, not one that an older generation saved
+                    return None, rejected, latest
+                continue
+            if looked is not None:
+                found, at = looked, id_
+                break
+            is_newest = False
+        if found is not None and is_newest and not (latest is not None and latest.checkpoint > at):
+            break
+    return found, [each for each in rejected if each.id > at], latest
+
+
+async def _look_around(
+    opened: Session, step: int | None, generation: int | None
+) -> tuple[set[CheckpointId], Latest | None]:
+    """Return what may be what is asked for, and `latest` if that is the newest of all.
+
+    Where nothing can be listed, that is the one that latest names; or, if another step is asked for, that step in
+    `generation`, or in that of latest and the ones before it, where it may not exist.
+    """
+    listing, latest = await both(_decisions(opened), steps.read_latest(opened.store))
+    if isinstance(listing, Listing):
+        found = {keys.parse_decision_key(each.key) for each in listing.objects}
+        ids = {each for each in found if each is not None}
+    elif listing.reason is FailureReason.AUTH and latest is not None:
+        logger.warning("listing_refused error=%s; considering only the checkpoint that latest names", listing)
+        newest = latest.checkpoint.generation if generation is None else generation
+        oldest = max(0, newest - MOST_GENERATIONS) if generation is None else newest - 1
+        probed = () if step is None else (CheckpointId(each, step) for each in range(newest, oldest, -1))
+        ids = {latest.checkpoint} if step in (None, latest.checkpoint.step) else {*probed}
+    elif opened.store.capabilities.lists:
+        raise listing
+    else:
+        ids = set()  # it may be another tool's
+    wanted = {each for each in ids if step in (None, each.step) and generation in (None, each.generation)}
+    return wanted, latest if step is None and generation is None else None
 
 
 async def _decisions(opened: Session) -> Listing | StoreError:
@@ -222,36 +282,6 @@ async def _decisions(opened: Session) -> Listing | StoreError:
         return await opened.store.list(keys.DECISIONS)
     except StoreError as error:
         return error
-
-
-async def _newest_first(
-    opened: Session, listing: Listing | StoreError, step: int | None, generation: int | None
-) -> AsyncIterator[CheckpointId]:
-    """Yield every decided checkpoint, newest first. Where nothing can be listed, yield the one that latest names;
-    or, if another step is asked for, that step in `generation`, or in that of latest and the ones before it, where
-    it may not exist.
-    """
-    store = opened.store
-    if isinstance(listing, StoreError):
-        latest = None
-        if listing.reason is FailureReason.AUTH:
-            latest = await steps.read_latest(store)
-        if latest is None:
-            if not store.capabilities.lists:
-                return  # it may be another tool's
-            raise listing
-        logger.warning("listing_refused error=%s; considering only the checkpoint that latest names", listing)
-        if step in (None, latest.checkpoint.step):
-            yield latest.checkpoint
-            return
-        newest = latest.checkpoint.generation if generation is None else generation
-        oldest = max(0, newest - MOST_GENERATIONS) if generation is None else newest - 1
-        for each in range(newest, oldest, -1):
-            yield CheckpointId(each, step)
-        return
-    found = [keys.parse_decision_key(each.key) for each in listing.objects]
-    for id_ in sorted((each for each in found if each is not None), reverse=True):
-        yield id_
 
 
 async def _damaged(opened: Session) -> dict[CheckpointId, str]:

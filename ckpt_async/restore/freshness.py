@@ -4,19 +4,23 @@ question.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt_async.core import keys
+from ckpt_async.core.boundary import NOTHING_COLLECTED
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Latest, without_slash
+from ckpt_async.core.units import counted
 from ckpt_async.errors import FailureReason, NoJournalError, StoreError
 from ckpt_async.monitor import holdings
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import if_readable
-from ckpt_async.protocol.sweep_plan import is_void
 from ckpt_async.restore.session import Session
+
+logger = logging.getLogger(__name__)
 
 _HINT = (
     "is this the right place, is it mounted, and does the store list everything it has? If you emptied the"
@@ -56,17 +60,27 @@ def check_nowhere(remote: str, known: Known) -> None:
     _check(remote, known, None, has_generations=False)
 
 
-async def check_fresh(opened: Session, remote: str, known: Known) -> None:
-    """Raise StoreError if the run has left traces although no checkpoint of it was found."""
+async def check_fresh(opened: Session, remote: str, known: Known, latest: Latest | None) -> None:
+    """Raise StoreError if the run has left traces although no checkpoint of it was found. `latest` is what it said
+    before all was listed. Logs whether anything was ever here: the URL may be mistyped.
+    """
     store = opened.store
-    latest = await steps.read_latest(store)
     if latest is not None:
-        boundary = await if_readable(steps.read_boundary(store))
-        latest = None if is_void(latest.checkpoint, boundary) else latest
-    has_generations = True
-    if known.generation and store.capabilities.lists:
-        has_generations = bool((await store.list(keys.GENERATIONS)).objects)
-    _check(remote, known, latest, has_generations=has_generations)
+        boundary = await if_readable(steps.read_boundary(store)) or NOTHING_COLLECTED
+        latest = None if boundary.voids(latest.checkpoint) else latest
+    if not store.capabilities.lists:
+        _check(remote, known, latest, has_generations=True)
+        return
+    numbers = {keys.parse_generation_key(each.key) for each in (await store.list(keys.GENERATIONS)).objects}
+    _check(remote, known, latest, has_generations=bool(numbers))
+    earlier = numbers - {None, known.generation}
+    logger.warning(
+        "no_checkpoint url=%s; %s",
+        remote,
+        f"{counted(len(earlier), 'other generation')} began here, and nothing was committed"
+        if earlier
+        else "nothing was ever saved here, so this is a new run, or not the right URL",
+    )
 
 
 def _check(remote: str, known: Known, latest: Latest | None, *, has_generations: bool) -> None:
@@ -80,7 +94,7 @@ def _check(remote: str, known: Known, latest: Latest | None, *, has_generations:
         return
     raise StoreError(
         f"{remote} shows no checkpoint, but {mark}: this is not a fresh start",
-        reason=FailureReason.NOT_FOUND,
+        reason=FailureReason.OTHER,
         operation="find",
         hint=_HINT,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar, assert_never
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.boundary import NOTHING_COLLECTED
 from ckpt_async.core.model import CheckpointId, Decision, Lease, Outcome
 from ckpt_async.core.retention import RetentionPolicy
 from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError, StoreError
@@ -142,7 +143,7 @@ class RemoteSweep:
         found = await all_or_none(self.store.list(prefix) for prefix in prefixes)
         generations, decisions, receipts, data, leases, members, probes, damages = found
         latest = await steps.read_latest(self.store)
-        boundary = await self._readable("R4", steps.read_boundary(self.store))
+        boundary = await self._readable("R4", steps.read_boundary(self.store)) or NOTHING_COLLECTED
         numbers = [keys.parse_generation_key(each.key) for each in generations.objects]
         there = sweep_plan.stored(receipts.objects, data.objects)
         decoded = await self._read_decisions(decisions)

@@ -29,13 +29,18 @@ class Budgets:
     """The limits of one store's requests, shared by all its users on one event loop.
 
     `few`: see `Concurrency`. `direction` is that of the bytes, for the node's account of its link. `known` is what an
-    earlier process has found out about the link.
+    earlier process has found out about the link. `num_records` is how many requests for records are made at once.
     """
 
     def __init__(
-        self, settings: Settings, few: int = 0, direction: Direction = "up", known: KnownLink | None = None
+        self,
+        settings: Settings,
+        few: int = 0,
+        direction: Direction = "up",
+        known: KnownLink | None = None,
+        num_records: int = CONTROL_REQUESTS,
     ) -> None:
-        self.control = asyncio.Semaphore(CONTROL_REQUESTS)
+        self.control = asyncio.Semaphore(num_records)
         self.bulk = Lane(
             settings.num_concurrent_uploads, settings.max_concurrent_uploads, few, Node(direction)
         )

@@ -20,8 +20,8 @@ from ckpt_async import Uploader, __version__, cli, errors
 from ckpt_async.cli.failures import code_of
 from ckpt_async.cli.output import SILENCE_S
 from ckpt_async.core import keys
+from ckpt_async.core.boundary import Boundary, Checkpoints
 from ckpt_async.core.model import (
-    Boundary,
     CheckpointId,
     Decided,
     Enqueued,
@@ -205,7 +205,7 @@ def test_ls_omits_decisions_voided_by_the_boundary(
 ) -> None:
     """Rule R4: a straggler wrote a commit that lies below the boundary and is not kept, and its shards are gone."""
     train(folder, remote, 1, 2, 3)
-    boundary = Boundary(CheckpointId(1, 2), frozenset({CheckpointId(1, 1)}), 1, "nonce")
+    boundary = Boundary(CheckpointId(1, 2), Checkpoints.of({CheckpointId(1, 1)}), 1)
     on_store(remote, lambda store: store.put(keys.BOUNDARY, encode_boundary(boundary)))
     assert [each["step"] for each in json_of(capsys, "ls", remote, "--all")["checkpoints"]] == [1, 3]
     assert cli.main(["pin", remote, "2"]) == 3

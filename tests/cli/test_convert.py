@@ -135,9 +135,9 @@ def test_errors_are_one_sentence(
     (run / "zero" / "global_step5").mkdir(parents=True)
     (run / "zero" / "global_step5" / "mp_rank_00_model_states.pt").touch()
     assert cli.main(["convert", *(each.format(run=run) for each in arguments)]) == code
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    lines = [each for each in capsys.readouterr().err.splitlines() if "WARNING no_checkpoint" not in each]
+    assert len(lines) == 1
+    assert message in lines[0]
     assert not Path("x.pt").exists()
 
 

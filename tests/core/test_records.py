@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.boundary import Boundary, Checkpoints
 from ckpt_async.core.model import (
     Beat,
-    Boundary,
     CheckpointId,
     Checksum,
     Claim,
@@ -92,12 +92,15 @@ def test_decision_round_trips(decision: Decision) -> None:
     assert decision == records.decode_decision(records.encode_decision(decision), decision.checkpoint)
 
 
-@given(ids, st.frozensets(ids, max_size=4), st.integers(1, 1 << 60), st.text(max_size=5))
+sets = st.frozensets(ids, max_size=4).map(Checkpoints.of)
+
+
+@given(ids, sets, sets, sets, st.integers(1, 1 << 60), st.text(max_size=5))
 def test_boundary_round_trips(
-    upto: CheckpointId, kept: frozenset[CheckpointId], number: int, nonce: str
+    upto: CheckpointId, kept: Checkpoints, pruned: Checkpoints, aborted: Checkpoints, number: int, nonce: str
 ) -> None:
     """A checkpoint that the boundary record loses would come back to life."""
-    boundary = Boundary(upto, kept, number, nonce)
+    boundary = Boundary(upto, kept, number, nonce, pruned, aborted)
     assert boundary == records.decode_boundary(records.encode_boundary(boundary))
 
 
@@ -171,13 +174,15 @@ RECEIPT = Receipt(
     (StoredShard("a/b", "ckpt/step-300.g3/a/b", 9, Checksum("crc64nvme", "AAAAAAAAAAA=")),),
 )
 DECISION = Decision(ID, Outcome.COMMIT, "step-300", 1, "n", 1.0, "me", (Checksum("crc32c", "AAAAAA=="),))
+COLLECTED = Checkpoints.of(CheckpointId(4, step) for step in (10, 20, 30, 41))
+BOUNDARY = Boundary(ID, Checkpoints.of({ID}), 1, "n", COLLECTED)
 SHARD = Shard("a", "x/a", FileIdentity(1, 2, 3, 4), is_linked=True)
 
 Decode = Callable[[bytes], object]
 DECODERS: dict[str, tuple[bytes, Decode]] = {
     "receipt": (records.encode_receipt(RECEIPT), lambda data: records.decode_receipt(data, ID, 1)),
     "decision": (records.encode_decision(DECISION), lambda data: records.decode_decision(data, ID)),
-    "boundary": (records.encode_boundary(Boundary(ID, frozenset({ID}), 1, "n")), records.decode_boundary),
+    "boundary": (records.encode_boundary(BOUNDARY), records.decode_boundary),
     "lease": (records.encode_lease(Lease(ID, "r", 1.0)), records.decode_lease),
     "claim": (
         records.encode_claim(
@@ -346,9 +351,6 @@ def test_largest_documented_receipt_is_read() -> None:
     )
     receipt = Receipt(ID, "s-300", 0, 1, shards)
     assert receipt == records.decode_receipt(records.encode_receipt(receipt), ID, 0)
-    kept = frozenset(CheckpointId(1, step) for step in range(20_000))
-    boundary = Boundary(CheckpointId(1, 30_000), kept, 1, "n")
-    assert boundary == records.decode_boundary(records.encode_boundary(boundary))
     many = tuple(Checksum("crc32c", "AAAAAA==") for _ in range(20_000))
     decision = Decision(ID, Outcome.COMMIT, "s-300", 20_000, "n", 1.0, "me", many)
     assert decision == records.decode_decision(records.encode_decision(decision), ID)

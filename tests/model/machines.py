@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ckpt_async.core import keys
+from ckpt_async.core import keys, retention
 from tests.model.world import Host, ViolationError, World
 
 MAX_STEP = 3
@@ -202,6 +202,32 @@ class Reading(Steady):
         self.save_everywhere(num_shards=1)
         for _ in range(3):
             self.all_work(num_steps=400, order=0)
+
+
+class Finding(Steady):
+    """Begins with two searches that have not read what they have listed: nothing, and two checkpoints, of which
+    retention keeps the older one. There are three by now.
+    """
+
+    num_steps = 15
+    read = None
+
+    def arrange(self) -> None:
+        self.world.policy = retention.parse("last=1,every-steps=2")
+        for host in self.cluster:
+            host.next_step = 0
+        for num_steps in (2, 0, 4):  # the listing takes two, and `latest` after it two more
+            if num_steps:
+                self.world.run_other(self.world.start_finder(), num_steps)
+            self.save_everywhere(num_shards=1)
+            for _ in range(3):
+                self.all_work(num_steps=400, order=0)
+                self.world.now += 61.0
+
+    @precondition(lambda self: self.world and len(self.world.others) < 3)
+    @rule()
+    def find(self) -> None:
+        self.world.start_finder()
 
 
 class Collecting(Protocol):

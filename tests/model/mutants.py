@@ -7,14 +7,17 @@ from typing import Any
 from unittest import mock
 
 from ckpt_async.core import agreement, decide, keys, records, retention
+from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import Latest, MadeDurable, Outcome
 from ckpt_async.engine import durable, settling
 from ckpt_async.engine.state import State
 from ckpt_async.errors import PreconditionFailedError
 from ckpt_async.protocol import cas, copies, deciding, steps, sweep_plan
+from ckpt_async.restore import discovery
 from ckpt_async.sweep import remote as remote_sweep
-from tests.model.machines import Protocol, Publishing, PublishingSteady, Reading, Steady
+from tests.model.machines import Collecting, Finding, Protocol, Publishing, PublishingSteady, Reading, Steady
+from tests.model.mutation import changed
 
 Mutant = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -347,7 +350,43 @@ def the_last_to_come_has_the_key() -> contextlib.AbstractContextManager[None]:
     return patched((copies, "_claim", claim))
 
 
+def lists_only_once() -> contextlib.AbstractContextManager[None]:
+    """R3: what was listed has been pruned by the time it is read, because something newer was committed."""
+    old = " and is_newest and not (latest is not None and latest.checkpoint > at)"
+    return changed(discovery._search, old, "")
+
+
+def takes_an_early_listing_for_all_there_is() -> contextlib.AbstractContextManager[None]:
+    """R3: the first commit comes between the listing and `latest`, which a fresh start contradicts."""
+    return changed(discovery._search, " and latest == before", "")
+
+
+def collects_by_position() -> contextlib.AbstractContextManager[None]:
+    """R4: below a collected checkpoint of the newest generation, one that is not decided yet becomes void."""
+
+    def moved(self: Boundary, upto: Any, kept: Any, pruned: Any, aborted: Any, nonce: str) -> Boundary:
+        return real(self, max({upto, *pruned, *aborted}), (), pruned, aborted, nonce)
+
+    real = Boundary.moved
+    return patched((Boundary, "moved", moved))
+
+
+def deletes_before_the_boundary_moves() -> contextlib.AbstractContextManager[None]:
+    """R4: a straggler decides again what was collected, and reads an old boundary."""
+
+    async def collect(store: Any, action: Any) -> None:
+        await store.delete(list(action.object_keys))
+        await real(store, action)
+
+    real = steps.collect
+    return patched((steps, "collect", collect))
+
+
 MUTANTS = [
+    (lists_only_once, Finding, "R3"),
+    (takes_an_early_listing_for_all_there_is, Finding, "R3"),
+    (collects_by_position, Collecting, "R4|I1"),
+    (deletes_before_the_boundary_moves, Collecting, "R4"),
     (commits_what_has_no_shards, Protocol, "I1"),
     (commits_without_what_is_expected, Protocol, "I1"),
     (commits_without_all_receipts, Protocol, "I1"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase
 
 from tests.faults.processes import SOAK
-from tests.model.machines import Collecting, Protocol, Publishing, PublishingSteady, Steady, explore
+from tests.model.machines import Collecting, Finding, Protocol, Publishing, PublishingSteady, Steady, explore
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ from tests.model.machines import Collecting, Protocol, Publishing, PublishingSte
     [
         (Protocol, 120),
         (Steady, 80),
+        (Finding, 60),
         pytest.param(Protocol, 3000, marks=SOAK),
         pytest.param(Steady, 2000, marks=SOAK),
     ],

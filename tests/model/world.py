@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.model import (
-    Boundary,
     CheckpointId,
     Decided,
     Decision,
@@ -41,7 +41,7 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.retention import KeepLast
+from ckpt_async.core.retention import KeepLast, RetentionPolicy
 from ckpt_async.core.settings import Settings
 from ckpt_async.engine import clearing, durable, publishing, recovery, sending, settling, state
 from ckpt_async.engine.loop import Engine
@@ -55,6 +55,9 @@ from ckpt_async.errors import (
 from ckpt_async.local import kept
 from ckpt_async.protocol import cas, deciding, presence, steps, sweep_plan
 from ckpt_async.protocol import generation as generations
+from ckpt_async.restore import discovery, proof
+from ckpt_async.restore.lanes import Pace
+from ckpt_async.restore.session import Session
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
@@ -484,6 +487,7 @@ class World:
         self.now = 1000.0
         self.settings = Settings(num_checkpoints_to_keep=num_checkpoints_to_keep)
         self.keep_remote, self._collect_at_least = keep_remote, collect_at_least
+        self.policy: RetentionPolicy = KeepLast(keep_remote)
         self.publishes = publishes
         self.bucket = MemoryBucket(clock=lambda: self.now)
         self.store = MemoryStore(self.bucket)
@@ -500,7 +504,7 @@ class World:
         self.committed: set[CheckpointId] = set()
         self.given_up: set[CheckpointId] = set()
         self._latest: Latest | None = None
-        self._boundary: Boundary | None = None
+        self._boundary = Boundary()
         self._patches = contextlib.ExitStack()
         self._patch()
 
@@ -545,9 +549,12 @@ class World:
         )
         patch(mock.patch.object(sending, "transfer", moved))
         patch(mock.patch.object(sending, "Source", Source))
-        for module in (steps, deciding, presence, generations, settling, publishing, remote_sweep):
+        for module in (steps, deciding, discovery, presence, generations, settling, publishing, remote_sweep):
             patch(mock.patch.object(module, "all_or_none", in_turn))
-        patch(mock.patch.object(deciding, "both", lambda *both: in_turn(both)))
+        for module in (deciding, discovery):
+            patch(mock.patch.object(module, "both", lambda *both: in_turn(both)))
+        again = contextlib.nullcontext(self._session())
+        patch(mock.patch.object(proof, "session", return_value=again))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         logger = logging.getLogger("ckpt_async")
         self._patches.callback(logger.setLevel, logger.level)
@@ -743,7 +750,7 @@ class World:
         ages = sweep_plan.Ages(age_s, age_s, age_s)
         sweep = remote_sweep.RemoteSweep(
             LossyStore(self),
-            KeepLast(self.keep_remote),
+            self.policy,
             ages,
             lambda: self.now,
         )
@@ -755,6 +762,30 @@ class World:
         task = Task(self._read())
         self.others.append(task)
         return task
+
+    def start_finder(self) -> Task:
+        task = Task(self._find())
+        self.others.append(task)
+        return task
+
+    async def _find(self) -> None:
+        """Search as `restore.find` does: what was the newest when it began is the oldest that it may find, and where it
+        finds nothing, `latest` names nothing either.
+        """
+        newest = max(self._alive(), default=None)
+        found, rejected, latest = await discovery._search(self._session(), {}, (), None, None)
+        step = found and found[0].checkpoint
+        if rejected or (newest is not None and (step is None or step < newest)):
+            raise ViolationError(f"R3: found {step}, rejected {rejected}, but {newest} was there before")
+        if step is None and latest is not None:
+            raise ViolationError(f"R3: nothing was found, but latest names {latest.checkpoint}")
+
+    def _session(self) -> Session:
+        store = LossyStore(self)
+        return Session("", None, store, store, Pace())
+
+    def _alive(self) -> set[CheckpointId]:
+        return {id_ for id_, each in self._decisions.items() if each.outcome is Outcome.COMMIT}
 
     async def _read(self) -> None:
         store = LossyStore(self)
@@ -796,8 +827,7 @@ class World:
         """Return whether a collected checkpoint may be taken for given up. Once its decision is collected, no one can
         know that it was committed, and taking it for given up keeps the user's files.
         """
-        boundary = self._boundary
-        return event.outcome is Outcome.ABORT and boundary is not None and boundary.voids(event.checkpoint)
+        return event.outcome is self._boundary.outcome_of(event.checkpoint)
 
     def on_event(self, rank: int, event: Event) -> None:
         if isinstance(event, MadeDurable) and event.is_sealed:
@@ -879,7 +909,7 @@ class World:
         if id_ is None:
             return
         decision = records.decode_decision(data, id_) if b'"abort"' in data else self._commit(id_, data)
-        if sweep_plan.is_void(id_, self._boundary):
+        if self._boundary.voids(id_):
             return
         known = self._decisions.get(id_)
         if decision.outcome not in NEXT[known.outcome if known else None]:
@@ -949,7 +979,7 @@ class World:
         decision = keys.parse_decision_key(key)
         if decision is not None:
             known = self._decisions.pop(decision, None)
-            if known is not None and not sweep_plan.is_void(decision, self._boundary):
+            if known is not None and not self._boundary.voids(decision):
                 raise ViolationError(f"R4: the decision of {decision} was deleted above the boundary")
             return
         receipt, data = keys.parse_receipt_key(key), keys.parse_data_key(key)
@@ -957,7 +987,7 @@ class World:
         if id_ is None:
             return
         known = self._decisions.get(id_)
-        if known is None and not sweep_plan.is_void(id_, self._boundary):
+        if known is None and not self._boundary.voids(id_):
             raise ViolationError(f"R4: {key} was deleted without a decision")
         if known is not None and known.outcome is Outcome.COMMIT:
             raise ViolationError(f"I1: {key} of a committed checkpoint was deleted")
@@ -1044,7 +1074,7 @@ class World:
 
     def _check_clean(self) -> None:
         """I7: everything left belongs to a committed checkpoint, and latest names the newest of them."""
-        alive = {id_ for id_, each in self._decisions.items() if each.outcome is Outcome.COMMIT}
+        alive = self._alive()
         for key in self.bucket.objects:
             parsed = keys.parse_receipt_key(key) or keys.parse_data_key(key)
             if parsed and parsed[0] not in alive:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys
-from ckpt_async.core.model import Boundary, CheckpointId, Checksum, Decision, Latest, Lease, Outcome
+from ckpt_async.core.boundary import NOWHERE, Boundary, Checkpoints
+from ckpt_async.core.model import CheckpointId, Checksum, Decision, Latest, Lease, Outcome
 from ckpt_async.core.retention import KeepAll, parse
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages, CollectDecisions, GiveUp, Settle, View, Wait
@@ -15,7 +16,7 @@ from ckpt_async.stores.interface import MultipartInfo, ObjectInfo
 
 NOW = 1_000_000.0
 AGES = Ages(superseded_s=1000.0, newest_s=5000.0, help_s=60.0)
-OLD, NEW = CheckpointId(1, 5), CheckpointId(2, 5)
+OLD, NEW, LAST = CheckpointId(1, 5), CheckpointId(2, 5), CheckpointId(2, 9)
 
 
 def view(**facts: Any) -> View:
@@ -134,9 +135,9 @@ def collects_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settled_view(*ids: CheckpointId, age_s: float = AGES.superseded_s, **facts: Any) -> View:
-    return view(
-        decisions={id_: decision(id_) for id_ in ids}, decided_at=dict.fromkeys(ids, NOW - age_s), **facts
-    )
+    """Return a view in which these were given up, and a newer checkpoint was committed."""
+    decisions = {id_: decision(id_) for id_ in ids} | {LAST: decision(LAST, Outcome.COMMIT)}
+    return view(decisions=decisions, decided_at=dict.fromkeys(ids, NOW - age_s), **facts)
 
 
 @pytest.mark.usefixtures("collects_one")
@@ -146,15 +147,39 @@ def test_settled_and_removed_checkpoints_are_collected() -> None:
 
 
 @pytest.mark.usefixtures("collects_one")
+def test_of_the_newest_generation_exact_checkpoints_are_collected() -> None:
+    """By position, one that is not decided yet could become void. When the generation is superseded, its collected
+    checkpoints are below the boundary, as those of any other.
+    """
+    pruned, open_ = CheckpointId(2, 3), CheckpointId(2, 4)
+    decisions = {
+        NEW: decision(NEW),
+        pruned: decision(pruned, Outcome.PRUNED),
+        LAST: decision(LAST, Outcome.COMMIT),
+    }
+    seen = view(decisions=decisions, decided_at={NEW: 0.0, pruned: 0.0}, data={open_: (shard(open_, 1.0),)})
+    (action,) = collected(seen)
+    assert (action.upto, action.pruned, action.aborted) == (NOWHERE, {pruned}, {NEW})
+    assert action.object_keys == (keys.decision_key(pruned), keys.decision_key(NEW))
+    before = Boundary(pruned=Checkpoints.of(action.pruned), aborted=Checkpoints.of(action.aborted))
+    newer = CheckpointId(3, 1)
+    commits = {id_: decision(id_, Outcome.COMMIT) for id_ in (LAST, newer)}
+    decisions = commits | {OLD: decision(OLD)}
+    later = replace(seen, decisions=decisions, decided_at={OLD: 0.0}, newest_generation=3, boundary=before)
+    (action,) = collected(later)
+    assert (action.upto, action.kept, action.pruned, action.aborted) == (NEW, {open_}, set(), set())
+
+
+@pytest.mark.usefixtures("collects_one")
 @pytest.mark.parametrize(
     "seen",
     [
         settled_view(OLD, data={OLD: (shard(OLD, 9999.0),)}),
         settled_view(OLD, receipts={OLD: receipts(OLD, 9999.0)}),
         settled_view(OLD, age_s=AGES.superseded_s - 1),
-        settled_view(NEW),
-        view(decisions={OLD: decision(OLD, Outcome.COMMIT)}, decided_at={OLD: 0.0}),
-        view(decisions={OLD: decision(OLD, Outcome.PRUNING)}, decided_at={OLD: 0.0}),
+        view(decisions={NEW: decision(NEW)}, decided_at={NEW: 0.0}),
+        view(decisions={OLD: decision(OLD, Outcome.COMMIT), NEW: decision(NEW)}, decided_at={OLD: 0.0}),
+        view(decisions={OLD: decision(OLD, Outcome.PRUNING), NEW: decision(NEW)}, decided_at={OLD: 0.0}),
     ],
     ids=["data-left", "receipts-left", "young", "newest", "commit", "pruning"],
 )
@@ -189,12 +214,12 @@ def test_a_few_old_decisions_are_not_collected() -> None:
 
 def test_a_decision_that_reappears_below_the_boundary_is_removed_again() -> None:
     """A straggler's decision is void: it neither moves the boundary nor becomes valid again through its data."""
-    boundary = Boundary(CheckpointId(1, 9), frozenset({CheckpointId(1, 3)}), 1, "nonce")
+    boundary = Boundary(CheckpointId(1, 9), Checkpoints.of({CheckpointId(1, 3)}))
     void = CheckpointId(1, 4)
     data = {void: (shard(void, 1.0),)}
     seen = settled_view(OLD, CheckpointId(1, 3), age_s=0.0, boundary=boundary, data=data)
     (action,) = collected(seen)
-    assert (action.upto, action.kept) == (boundary.upto, boundary.kept)
+    assert (action.upto, action.kept) == (boundary.upto, {CheckpointId(1, 3)})
     assert action.object_keys == (keys.decision_key(OLD),)
 
 
@@ -203,7 +228,7 @@ def test_an_upload_that_a_straggler_begins_for_a_collected_checkpoint_is_dropped
     is_kept: bool,
 ) -> None:
     """Nobody will complete it. What the boundary has kept is undecided, and may still be uploaded."""
-    boundary = Boundary(CheckpointId(1, 9), frozenset({OLD} if is_kept else ()), 1, "nonce")
+    boundary = Boundary(CheckpointId(1, 9), Checkpoints.of({OLD} if is_kept else ()))
     begun = MultipartInfo(keys.data_key("step-5", 1, "a.pt"), "upload", NOW)
     aborted = planned(view(multiparts=(begun,), boundary=boundary), sweep_plan.AbortMultipart)
     assert [each.upload_id for each in aborted] == ([] if is_kept else ["upload"])
@@ -211,7 +236,7 @@ def test_an_upload_that_a_straggler_begins_for_a_collected_checkpoint_is_dropped
 
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_the_mark_of_a_damaged_checkpoint_goes_when_its_decision_is_collected(is_kept: bool) -> None:
-    boundary = Boundary(CheckpointId(1, 9), frozenset({OLD} if is_kept else ()), 1, "nonce")
+    boundary = Boundary(CheckpointId(1, 9), Checkpoints.of({OLD} if is_kept else ()))
     kept = {OLD: decision(OLD, Outcome.COMMIT)} if is_kept else {}
     seen = view(decisions=kept, damaged=frozenset({OLD}), boundary=boundary)
     removed = [each.object_keys for each in planned(seen, sweep_plan.Delete)]
@@ -219,7 +244,7 @@ def test_the_mark_of_a_damaged_checkpoint_goes_when_its_decision_is_collected(is
 
 
 def test_an_unreadable_boundary_protects_what_it_may_cover() -> None:
-    """Only the newest generation is certain to be above an unreadable boundary."""
+    """Nobody knows what it covers, so nothing is decided; an unreadable decision is about its checkpoint only."""
 
     def acted_on(seen: View) -> set[CheckpointId]:
         actions: Iterable[Any] = sweep_plan.plan(seen, KeepAll(), AGES)
@@ -228,7 +253,7 @@ def test_an_unreadable_boundary_protects_what_it_may_cover() -> None:
     data = {id_: (shard(id_, 9999.0),) for id_ in (OLD, NEW)}
     seen = view(data=data, newest_generation=2)
     assert acted_on(seen) == {OLD, NEW}
-    assert acted_on(replace(seen, is_boundary_readable=False)) == {NEW}
+    assert acted_on(replace(seen, is_boundary_readable=False)) == set()
     assert acted_on(replace(seen, unreadable=frozenset({OLD}))) == {NEW}
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from ckpt_async import Uploader, restore
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import Boundary, CheckpointId, Latest
+from ckpt_async.core.boundary import Boundary
+from ckpt_async.core.model import CheckpointId, Latest
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.directory import DirectoryStore
 from tests.faults.processes import Nursery
@@ -245,6 +246,61 @@ def test_pruning_during_find_is_not_damage(run_: Run, monkeypatch: pytest.Monkey
     assert run_.damages() == {}
 
 
+@pytest.mark.parametrize("latest_lags", [False, True])
+def test_find_is_never_older_than_what_was_there(
+    run_: Run, monkeypatch: pytest.MonkeyPatch, latest_lags: bool
+) -> None:
+    """What was listed as the newest is pruned before it is read, because a newer one was committed."""
+    run_.commit(10)
+    pruned = run_.commit(20, moves_latest=not latest_lags)
+    get = DirectoryStore.get
+
+    async def commit_first(self: DirectoryStore, key: str, **options: Any) -> Any:
+        if key == keys.decision_key(pruned):
+            monkeypatch.setattr(DirectoryStore, "get", get)
+            await run_.commit_in_loop(30)
+            await run_.prune_in_loop(pruned)
+        return await get(self, key, **options)
+
+    monkeypatch.setattr(DirectoryStore, "get", commit_first)
+    checkpoint = _found(run_)
+    assert (checkpoint.step, checkpoint.rejected) == (30, ())
+
+
+def test_a_first_commit_during_find_is_found(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came after the listing and before `latest` was read, which is no contradiction."""
+    run_.put(keys.generation_key(1), b"{}")
+    get = DirectoryStore.get
+
+    async def commit_first(self: DirectoryStore, key: str, **options: Any) -> Any:
+        if key == keys.LATEST:
+            monkeypatch.setattr(DirectoryStore, "get", get)
+            await run_.commit_in_loop(10)
+        return await get(self, key, **options)
+
+    monkeypatch.setattr(DirectoryStore, "get", commit_first)
+    assert _found(run_).step == 10
+
+
+def test_a_place_where_nothing_was_ever_saved_is_told(
+    run_: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """The URL may be mistyped, also where an uploader has just created the place."""
+    run_.put("other", b"x")
+    assert restore.find(run_.url) is None
+    assert "nothing was ever saved here" in caplog.text
+    caplog.clear()
+    folder = tmp_path / "folder"
+    with Uploader(folder, run_.url, launch_id="1"):
+        assert restore.find(run_.url, folder=folder) is None
+        assert "nothing was ever saved here" in caplog.text
+    caplog.clear()
+    with Uploader(folder, run_.url, launch_id="2"):
+        assert restore.find(run_.url, folder=folder) is None
+    assert "1 other generation began here" in caplog.text
+    assert {each.levelname for each in caplog.records if "no_checkpoint" in each.message} == {"WARNING"}
+
+
 def test_checkpoints_the_caller_rejected_are_skipped(run_: Run) -> None:
     run_.commit(10)
     id_ = run_.commit(20)
@@ -283,7 +339,7 @@ def test_an_unreadable_boundary_hides_and_marks_nothing(run_: Run, boundary: byt
 def test_checkpoints_below_the_boundary_are_not_found(run_: Run) -> None:
     """A straggler committed it after the checkpoint had already been given up."""
     run_.commit(10)
-    run_.put(keys.BOUNDARY, records.encode_boundary(Boundary(CheckpointId(1, 15), frozenset(), 1, "nonce")))
+    run_.put(keys.BOUNDARY, records.encode_boundary(Boundary(CheckpointId(1, 15), number=1)))
     assert restore.find(run_.url) is None
     run_.commit(20)
     assert _found(run_).step == 20

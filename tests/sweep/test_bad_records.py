@@ -18,7 +18,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.doctor import diagnosis
 from ckpt_async.doctor.checks import examine
 from ckpt_async.doctor.diagnosis import Level
-from ckpt_async.errors import InvalidRecordError
+from ckpt_async.errors import CommitTimeoutError, InvalidRecordError
 from ckpt_async.protocol import deciding
 from ckpt_async.protocol import steps as protocol
 from ckpt_async.protocol.generation import agree
@@ -27,7 +27,6 @@ from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.sweep.sweeper import Sweeper
-from ckpt_async.transfer.patient import connect
 from tests.sweep.world import World, ids, replaced
 
 WHOLE, DEAD, BUSY, NEXT = CheckpointId(1, 10), CheckpointId(1, 11), CheckpointId(1, 12), CheckpointId(2, 20)
@@ -63,7 +62,7 @@ PLACES = {
 @pytest.mark.parametrize("bad", [TOO_LARGE, b"", NEWER], ids=["large", "empty", "newer"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_sweep_works_around_unreadable_records(run: Any, place: str, bad: bytes) -> None:
-    """Everything that does not depend on the record is done: the newest generation is pruned in any case."""
+    """Everything that does not depend on the record is done."""
 
     async def main() -> None:
         world = await _world()
@@ -78,9 +77,9 @@ def test_a_sweep_works_around_unreadable_records(run: Any, place: str, bad: byte
         expected |= {WHOLE: Outcome.PRUNED, DEAD: Outcome.ABORT}
         named = {each.key for each in report.violations}
         match place:
-            # Whatever the boundary may be about is left alone: it never moves past the newest generation.
-            case "boundary":
-                expected |= dict.fromkeys(ids(1, 2, 3, 4, 5, 6), Outcome.COMMIT) | {WHOLE: None, DEAD: None}
+            case "boundary":  # it may be about any checkpoint
+                expected |= dict.fromkeys((*ids(1, 2, 3, 4, 5, 6), NEXT), Outcome.COMMIT)
+                expected |= {WHOLE: None, DEAD: None}
             case "decision":
                 expected[CheckpointId(1, 3)] = "unreadable"
             case "lease":
@@ -160,31 +159,29 @@ def test_a_huge_lease_costs_a_sweep_neither_memory_nor_its_other_work(
     assert key in finding.message
 
 
-def test_a_trainer_continues_with_an_unreadable_boundary(run: Any, tmp_path: Path) -> None:
-    """The boundary can only be about superseded generations: what those left undecided waits, and the log says for
-    what.
+def test_nothing_is_decided_while_the_boundary_is_unreadable(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have collected any checkpoint. Training goes on, the log names the record, readers have what is there, and
+    what was sealed is committed once it can be read again.
     """
     root = tmp_path / "remote"
-    remote = f"file://{root}"
-    _run(tmp_path / "folder", remote, 1, generation=1)
+    remote, folder = f"file://{root}", tmp_path / "folder"
+    _run(folder, remote, 1, generation=1)
     (root / keys.BOUNDARY).write_bytes(TOO_LARGE)
-    _run(tmp_path / "folder", remote, 2, generation=2)
-
-    async def older() -> None:
-        store = connect(remote, None, Settings())
-        await store.open()
-        settled = await protocol.read_settled(store, CheckpointId(2, 2))
-        assert settled is not None
-        assert settled.outcome is Outcome.COMMIT
-        with pytest.raises(InvalidRecordError, match=re.escape(keys.BOUNDARY)):
-            await protocol.read_settled(store, CheckpointId(1, 1))
-        assert await protocol.read_settled(store, CheckpointId(1, 1), only_reads=True) is not None
-        await store.close()
-
-    run(older())
-    checkpoint = restore.find(remote)
-    assert checkpoint is not None
-    assert checkpoint.step == 2
+    more = {"generation": 2, "decision_poll_s": 0.02, "decision_poll_max_s": 0.02}
+    with Uploader(folder, remote, rank=0, world_size=1, **more) as uploader:
+        (folder / "2.pt").write_bytes(b"x")
+        uploader.enqueue(folder / "2.pt", 2)
+        uploader.seal(2)
+        with pytest.raises(CommitTimeoutError):
+            uploader.wait(2, timeout_s=1)
+        assert keys.BOUNDARY in caplog.text
+        found = restore.find(remote)
+        assert found is not None
+        assert found.step == 2
+        (root / keys.BOUNDARY).unlink()
+        uploader.wait(2, timeout_s=30)
 
 
 def test_an_unreadable_latest_is_replaced(run: Any) -> None:

@@ -6,12 +6,18 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.model import Boundary, CheckpointId, Damage, Lease, Outcome
+from ckpt_async.core.boundary import Boundary, Checkpoints
+from ckpt_async.core.model import CheckpointId, Damage, Lease, Outcome
 from ckpt_async.core.retention import AnyOf, KeepBest, KeepEveryNSteps, KeepLast
 from ckpt_async.protocol import deciding, steps, sweep_plan
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.sweep.remote import MAX_ABORTS
 from tests.sweep.world import HOUR_S, Counted, StoppedError, World, ids, replaced
+
+
+@pytest.fixture
+def collects_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_plan, "COLLECT_AT_LEAST", 1)
 
 
 def test_remote_retention_keeps_what_the_policy_keeps(run: Any) -> None:
@@ -474,7 +480,7 @@ def test_two_sweepers_at_once_are_safe(run: Any) -> None:
 
 
 async def _boundary(world: World, upto: int, *kept: int) -> None:
-    boundary = Boundary(CheckpointId(1, upto), frozenset(ids(*kept)), 1, "nonce")
+    boundary = Boundary(CheckpointId(1, upto), Checkpoints.of(ids(*kept)), 1)
     await world.store.put(keys.BOUNDARY, records.encode_boundary(boundary))
 
 
@@ -501,8 +507,73 @@ def test_void_decisions_stay_void_as_the_boundary_moves(run: Any) -> None:
         action = sweep_plan.CollectDecisions(CheckpointId(1, 9), frozenset(ids(2, 3, 7)), (), "")
         await steps.collect(world.store, action)
         boundary = await steps.read_boundary(world.store)
-        assert boundary is not None
-        assert (boundary.upto, boundary.kept) == (CheckpointId(1, 9), frozenset(ids(2, 7)))
+        assert (boundary.upto, boundary.kept) == (CheckpointId(1, 9), Checkpoints.of(ids(2, 7)))
+
+    run(main())
+
+
+@pytest.mark.usefixtures("collects_one")
+def test_old_decisions_of_the_newest_generation_are_collected_exactly(run: Any) -> None:
+    """Requests grow with what is there, and everybody still knows what became of each checkpoint."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2, 3, 5, 6)
+        one, four = ids(1, 4)
+        await world.receipt(four, 0)
+        before = world.bucket.objects[keys.decision_key(one)]
+        policy = KeepLast(2)
+        await world.sweep(policy)
+        assert len(world.keys(keys.DECISIONS)) == 5, "they may still be asked for"
+        world.now += Ages().superseded_s
+        await world.sweep(policy)
+        assert world.keys(keys.DECISIONS) == [keys.decision_key(id_) for id_ in ids(5, 6)]
+        settled = [await steps.read_settled(world.store, id_) for id_ in ids(1, 2, 3, 4)]
+        assert [each and each.outcome for each in settled] == [*[Outcome.PRUNED] * 3, None]
+        assert await steps.vanished(world.store, ids(1, 2, 3)) == []
+        assert await steps.vanished(world.store, ids(1, 4)) == ids(4)
+        assert await steps.lost(world.store, ids(1, 4, 6)) == ids(4)
+
+        wanted = steps.new_decision(one, Outcome.ABORT, name="step-1", world_size=2, by="late", now=0.0)
+        decision, is_ours = await deciding.decide_once(world.store, wanted)
+        assert (decision.outcome, is_ours) == (Outcome.PRUNED, False)
+        world.bucket.objects[keys.decision_key(one)] = before  # a straggler's commit
+        settled = [await steps.read_settled(world.store, one)]
+        assert settled[0] is not None
+        assert settled[0].outcome is Outcome.PRUNED
+        await world.sweep(policy)
+        assert world.keys(keys.DECISIONS) == [keys.decision_key(id_) for id_ in ids(5, 6)]
+        await world.receipt(four, 1)
+        world.now += 60.0
+        await world.sweep(policy)
+        assert await world.outcome(four) is Outcome.PRUNED, "it was committed, and is beyond retention"
+
+        await world.start(2)
+        newer = CheckpointId(2, 1)
+        await world.commit(newer)
+        world.now += Ages().superseded_s
+        await world.sweep(KeepLast(1))
+        boundary = await steps.read_boundary(world.store)
+        assert (boundary.upto, boundary.num_checkpoints) == (four, 0)
+
+    run(main())
+
+
+@pytest.mark.usefixtures("collects_one")
+def test_a_full_boundary_collects_nothing_more(
+    run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every rank reads it at a commit."""
+
+    async def main() -> None:
+        world = await World.begun(1, 2, 3, 4, 5)
+        await world.sweep(KeepLast(1))
+        world.now += Ages().superseded_s
+        monkeypatch.setattr(steps, "MAX_BOUNDARY_SIZE_BYTES", 100)
+        await world.sweep(KeepLast(1))
+        assert len(world.keys(keys.DECISIONS)) == 5
+        assert await world.outcome(CheckpointId(1, 1)) is Outcome.PRUNED
+        assert keys.BOUNDARY not in world.bucket.objects
+        assert "boundary_is_full" in caplog.text
 
     run(main())
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.core import records, retention
+from ckpt_async.core.boundary import Boundary
 from ckpt_async.protocol import steps, sweep_plan, verify
 from ckpt_async.sweep import remote as remote_sweep
 from tests.core import test_records as reading
@@ -50,6 +51,7 @@ DATA = {"data": {OLD_STEP: (planning.shard(OLD_STEP, 1.0),)}}
 RECEIPTS = {"receipts": {OLD_STEP: planning.receipts(OLD_STEP, 1.0)}}
 UNREADABLE = {"unreadable": frozenset({OLD_STEP})}
 undecided = planning.test_the_boundary_keeps_an_undecided_checkpoint_below_it
+exact = planning.test_of_the_newest_generation_exact_checkpoints_are_collected
 grows = planning.test_a_checkpoint_that_still_makes_progress_is_not_given_up
 lasts = planning.test_a_lease_holds_for_its_term_plus_a_margin_and_at_most_a_day
 same_time = sweeping.test_all_deleters_give_readers_the_same_time
@@ -65,29 +67,31 @@ BUGS = [
     Bug(sweep_plan._collect, "and not view.data.get(id_)", "", over(0)),
     Bug(sweep_plan._collect, "and not view.receipts.get(id_)", "", over(1)),
     Bug(sweep_plan._collect, ">= ages.superseded_s", ">= 0", over(2)),
-    Bug(sweep_plan._collect, "and id_.generation < view.newest_generation", "", over(3)),
-    Bug(sweep_plan._collect, "Outcome.PRUNED)", "Outcome.PRUNED, Outcome.COMMIT)", over(4)),
-    Bug(sweep_plan._collect, "Outcome.PRUNED)", "Outcome.PRUNED, Outcome.PRUNING)", over(5)),
+    Bug(sweep_plan._collect, "and id_ != newest", "", over(3)),
+    Bug(sweep_plan._collect, "if id_ not in superseded", "", exact),
+    Bug(sweep_plan._collect, "if id_.generation < view.newest_generation", "", exact),
+    Bug(sweep_plan._collect, ", *view.boundary.pruned, *view.boundary.aborted", "", exact),
+    Bug(sweep_plan._collect, ", Outcome.PRUNED", ", Outcome.PRUNED, Outcome.COMMIT", over(4)),
+    Bug(sweep_plan._collect, ", Outcome.PRUNED", ", Outcome.PRUNED, Outcome.PRUNING", over(5)),
     Bug(sweep_plan._collect, "*view.data, ", "", partial(undecided, DATA)),
     Bug(sweep_plan._collect, "*view.receipts, ", "", partial(undecided, RECEIPTS)),
     Bug(sweep_plan._collect, ", *view.unreadable", "", partial(undecided, UNREADABLE)),
-    Bug(sweep_plan._collect, "and not is_void(id_, view.boundary))", ")",
+    Bug(sweep_plan._collect, "and not view.boundary.voids(id_))", ")",
         planning.test_a_decision_that_reappears_below_the_boundary_is_removed_again),
     Bug(sweep_plan.expires_at, " + LEASE_MARGIN_S", "", partial(lasts, 600.0, 660.0)),
     Bug(sweep_plan.expires_at, "min(max(lease.ttl_s, 0.0), MAX_LEASE_S)", "max(lease.ttl_s, 0.0)",
         partial(lasts, 1e12, sweep_plan.MAX_LEASE_S + sweep_plan.LEASE_MARGIN_S)),
     Bug(sweep_plan.expires_at, "max(lease.ttl_s, 0.0)", "lease.ttl_s", partial(lasts, -600.0, 60.0)),
-    Bug(sweep_plan._is_unknown, "not view.is_boundary_readable and", "False and",
+    Bug(sweep_plan._is_unknown, "not view.is_boundary_readable", "False",
         planning.test_an_unreadable_boundary_protects_what_it_may_cover),
     Bug(sweep_plan._is_unknown, "checkpoint in view.unreadable and", "False and",
         planning.test_an_unreadable_boundary_protects_what_it_may_cover),
     # protocol
-    Bug(steps.collect, " and sweep_plan.is_void(id_, boundary)", "",
+    Bug(steps.collect, " and boundary.voids(id_)", "",
         *in_loop(sweeping.test_a_slow_sweeper_deletes_no_decision_that_the_boundary_keeps)),
-    Bug(steps.collect, "kept = frozenset(id_ for id_ in action.kept if not boundary.voids(id_))",
-        "kept = action.kept",
+    Bug(Boundary.moved, "id_ for id_ in kept if not self.voids(id_)", "kept",
         *in_loop(sweeping.test_void_decisions_stay_void_as_the_boundary_moves)),
-    Bug(steps.collect, "None if there is None else", "None if not there else",
+    Bug(steps.collect, "NOTHING_COLLECTED if there is None else", "NOTHING_COLLECTED if not there else",
         *in_loop(bad_records.test_an_unreadable_decision_is_not_replaced)),
     Bug(steps.readers, "sweep_plan.expires_at(lease, each.last_modified or listing.server_time)",
         "(each.last_modified or 0.0) + lease.ttl_s", *in_loop(same_time, ttl_s=600.0)),

@@ -20,7 +20,8 @@ from prometheus_client import generate_latest
 
 from ckpt_async import CheckpointAbortedError, CommitTimeoutError, FencedError, Uploader, UploadFailedError
 from ckpt_async.core import decide, keys, records
-from ckpt_async.core.model import Boundary, CheckpointId, Enqueued, Event
+from ckpt_async.core.boundary import Boundary
+from ckpt_async.core.model import CheckpointId, Enqueued, Event
 from ckpt_async.engine import book, durable
 from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import (
@@ -1318,7 +1319,7 @@ def test_what_was_pruned_given_up_or_collected_is_not_missed(opened: Open, outco
     if outcome == "collected":
         with opened(store, Path(uploader.folder).parent / "elsewhere"):
             pass
-        boundary = records.encode_boundary(Boundary(newest, frozenset(), 1, "nonce"))
+        boundary = records.encode_boundary(Boundary(newest, number=1))
         there = store.bucket.objects.pop(keys.decision_key(newest))
         store.bucket.objects[keys.BOUNDARY] = replace(there, data=boundary)
     with opened(store) as uploader:
