@@ -19,6 +19,7 @@ from ckpt_async.errors import (
     InvalidRecordError,
     NoJournalError,
     NoUsableCheckpointError,
+    ObjectNotFoundError,
     SettingsError,
     StoreError,
     UnknownKindError,
@@ -77,9 +78,13 @@ def _explain(error: Exception) -> tuple[Exit, str, str]:
 
 def _code(error: CkptAsyncError) -> Exit:
     match error:
-        case SettingsError() | InvalidNameError():
+        case SettingsError() | InvalidNameError() | UnknownKindError():
             return Exit.USAGE
-        case NoJournalError() | UnknownKindError() | StoreError(reason=FailureReason.NOT_FOUND):
+        case ObjectNotFoundError() if (
+            error.operation
+        ):  # gone in the middle: a script may start from scratch after 3
+            return Exit.ERROR
+        case NoJournalError() | StoreError(reason=FailureReason.NOT_FOUND):
             return Exit.NOT_FOUND
         case InvalidRecordError() | IntegrityError() | DamagedCheckpointError() | NoUsableCheckpointError():
             return Exit.INCOMPLETE

@@ -50,7 +50,7 @@ async def objects_by_name(opened: Session, step: int | None) -> dict[str, Object
     if not found:
         raise StoreError(
             f"{opened.remote} cannot be listed, and has no objects under the well-known names of checkpoints",
-            reason=FailureReason.NOT_FOUND,
+            reason=FailureReason.OTHER,
             operation="find",
             hint="give the URL of one checkpoint's folder, or that of a run together with step=",
         )

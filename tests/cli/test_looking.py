@@ -228,6 +228,27 @@ def test_a_checkpoint_whose_record_cannot_be_read_is_not_said_to_be_missing(remo
     assert call("ls", remote, "1")[0] == 4
 
 
+def test_what_is_not_known_to_be_missing_is_never_reported_as_missing(
+    tmp_path: Path, remote: str, call: Call
+) -> None:
+    """A script starts from scratch after exit code 3: not for a wrong kind, a lost decision or an unreadable one."""
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a"})
+    assert call("pull", remote, tmp_path / "there", "--kind", "weights")[0] == 2
+    run = Run(remote)
+    decision = run.get(keys.decision_key(CheckpointId(1, 1)))
+    run.put(keys.decision_key(CheckpointId(1, 1)), b"nonsense")
+    for command in ("pin", "unpin"):
+        assert call(command, remote, "1")[0] == 4
+    assert call("pull", remote, tmp_path / "there")[0] == 4
+    run.put(keys.decision_key(CheckpointId(1, 1)), decision)
+    assert call("unmark", remote, "1")[0] == 0
+    run.delete(keys.decision_key(CheckpointId(1, 1)))
+    code, told = call("pull", remote, tmp_path / "there")
+    assert (code, "not a fresh start" in told["error"]["message"]) == (1, True)
+    run.delete(keys.LATEST)
+    assert call("pull", remote, tmp_path / "there")[0] == 3
+
+
 def test_ls_and_du_tell_kinds_sizes_and_ages(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
     save(tmp_path / "f", remote, 1, {"a.bin": b"a" * 10, "b.bin": b"b" * 20})
     save(tmp_path / "f", remote, 2, {"a.bin": b"a" * 10})
