@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ckpt_async.torch as ckpt
 from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointConflictError, FormatError, NoUsableCheckpointError
 from ckpt_async.local import sealed
 from ckpt_async.local.folder import Folder
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
+from ckpt_async.restore.freshness import missing_parts, parts_in
 from ckpt_async.saver.earlier import Earlier
 from ckpt_async.saver.files import Files, conflicting
 from ckpt_async.saver.local_only import LocalOnly, refuse_beside_local
 from ckpt_async.saver.resuming_here import ResumingHere, agree_on_launch
 from ckpt_async.saver.saving import What
 from ckpt_async.saver.timestamp import Timestamp
-from ckpt_async.torch.agreement import is_alone
+from ckpt_async.torch.agreement import is_alone, spell, told_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class Resuming:
             )
         )
 
-    def load_latest(self, **options: Any) -> Any:
+    def load_latest(self, *, may_start_over: bool, **options: Any) -> Any:
         if isinstance(local := self._uploader, LocalOnly):
             ckpt.on_all_ranks(lambda: None if self.has_begun else local.look_again())
             local.has_joined = False  # on all ranks alike, also if only some have read anything new
@@ -90,6 +92,7 @@ class Resuming:
         found = use_newest(self.find, use, may_pass_over=True)
         if found is None:
             self._refuse_older_than_here(None)
+            self._refuse_while_sealed(may_start_over)
             return None
         self._may_replace = True  # what is left of an incomplete one
         return found[1]
@@ -154,6 +157,36 @@ class Resuming:
                 hint=_FROM_HERE,
             )
 
+    def _refuse_while_sealed(self, may_start_over: bool) -> None:
+        """Raise NoUsableCheckpointError, on all ranks, if nothing is committed, but something that an earlier launch
+        has sealed can be: each part is in the store, or in a folder of this launch. A part that went with a lost node
+        does not come back, so that is only logged.
+        """
+        files, folder, generation = self._files, self._uploader.folder, self._uploader.generation
+        remote = keys.kind_remote(files.remote, files.kind)
+        own = ckpt.on_all_ranks(lambda: parts_in(folder, files.kind, remote, generation))
+        parts = [part for each in told_by_all(own) for part in each]
+        missing = ckpt.run_on_one(lambda: missing_parts(remote, parts, self._store_options))
+        whole = [id_ for id_, ranks in sorted(missing.items()) if not ranks]
+        if whole and not may_start_over:
+            raise NoUsableCheckpointError(
+                f"{remote} has no committed checkpoint, but what earlier launches have sealed can still be committed"
+                f" from the folders of this one: {_shown(whole)}",
+                hint="load_latest(wait_s=…) waits for that, and `ckpt-async drain FOLDER`, on each node while nothing"
+                " trains there, does it; to start from scratch all the same, pass may_start_over=True",
+            )
+        if self._uploader.rank and not is_alone():
+            return  # once is enough
+        for id_ in whole[-8:]:
+            logger.warning("starts_from_scratch although %s can still be committed", id_.short)
+        for id_, ranks in sorted(missing.items())[-8:]:
+            if ranks:
+                logger.warning(
+                    "starts_from_scratch although %s was sealed; the part of %s is in no folder of this launch, nor in"
+                    " the store",
+                    *(id_.short, spell(ranks)),
+                )
+
     def _file_in(self, checkpoint: Checkpoint) -> str:
         """Return the name of this rank's file in the checkpoint, or of its only file."""
         found = sorted(checkpoint.files)
@@ -166,6 +199,10 @@ class Resuming:
                 hint="load it with `ckpt_async.torch.load_remote`, or a sharded one with `load_latest`",
             )
         return found[0]
+
+
+def _shown(ids: Sequence[CheckpointId]) -> str:
+    return (f"{len(ids) - 8} more, " if ids[8:] else "") + ", ".join(each.short for each in ids[-8:])
 
 
 def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uploader | LocalOnly:

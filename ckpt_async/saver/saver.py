@@ -270,7 +270,7 @@ class CheckpointSaver:
         self._check_process()
         return self._resuming.find(**options)
 
-    def load_latest(self, *, wait_s: float = 0.0, **options: Any) -> Any:
+    def load_latest(self, *, wait_s: float = 0.0, may_start_over: bool = False, **options: Any) -> Any:
         """Return the state stored in the newest complete checkpoint, or None if there is none (a fresh start).
 
         Reads this rank's file of the checkpoint, or its only file. A checkpoint that turns out to be damaged on any
@@ -279,6 +279,10 @@ class CheckpointSaver:
         `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there are several
         ranks.
 
+        If nothing is committed, but something that earlier launches have sealed still can be, because every rank's
+        part is in the store or in a folder of this launch, it raises NoUsableCheckpointError rather than return None,
+        unless it `may_start_over`. A part that was lost with its node is only logged.
+
         Raises what `restore.find` and `load_remote` raise; NoUsableCheckpointError, too, if the newest were saved
         without a remote, which this saver has, or if this one has none either and not all ranks can use them. For
         sharded checkpoints use `ckpt_async.torch.load_latest`.
@@ -286,7 +290,7 @@ class CheckpointSaver:
         self._check_process()
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)
-        return self._resuming.load_latest(**options)
+        return self._resuming.load_latest(may_start_over=may_start_over, **options)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the newest save is written and committed with all ranks.

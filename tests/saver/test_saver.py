@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import threading
 import time
@@ -14,19 +15,24 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async import StoreOptions, restore
+from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async import torch as ckpt
+from ckpt_async.core import keys
 from ckpt_async.errors import (
     CheckpointAbortedError,
     CheckpointConflictError,
     CommitTimeoutError,
+    FailureReason,
     FencedError,
     FormatError,
+    NoUsableCheckpointError,
     SaveFailedError,
     SettingsError,
+    StoreError,
     UploaderClosedError,
 )
 from ckpt_async.saver import Auto, CheckpointSaver, SavedCheckpoint, Timestamp
+from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
 
 Open = Callable[..., CheckpointSaver]
@@ -480,6 +486,53 @@ def test_a_damaged_checkpoint_is_passed_over(open_saver: Open, tmp_path: Path, r
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     assert open_saver(folder=tmp_path / "fresh").load_latest()["batch"] == 2
+
+
+@pytest.fixture
+def sealed(tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The folders of two ranks that were killed when they had sealed a checkpoint, and nothing was in the store."""
+    put = DirectoryStore.put
+
+    async def refused(self: DirectoryStore, key: str, *more: Any, **options: Any) -> Any:
+        if key.startswith(keys.DATA):
+            raise StoreError("no", reason=FailureReason.TRANSIENT, operation="put", key=key)
+        return await put(self, key, *more, **options)
+
+    monkeypatch.setattr(DirectoryStore, "put", refused)
+    folders = [tmp_path / "node-0", tmp_path / "node-1"]
+    for rank, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / f"{rank}.pt").write_bytes(b"x")
+        options: dict[str, Any] = {"launch_id": "1", "on_error": "warn", "generation": 1}
+        with Uploader(folder, remote, rank=rank, world_size=2, **options) as uploader:
+            uploader.enqueue(folder / f"{rank}.pt", 7)
+            uploader.seal(7)
+            uploader.close(0)
+    yield folders
+    monkeypatch.setattr(DirectoryStore, "put", put)
+
+
+def test_what_is_sealed_and_can_be_committed_is_no_fresh_start(
+    open_saver: Open, sealed: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training would begin at step 0, although nothing is lost. One rank has both folders here, as with fewer ranks."""
+    shutil.copytree(sealed[1] / ".ckpt-async", sealed[0] / ".ckpt-async", dirs_exist_ok=True)
+    saver = open_saver(folder=sealed[0])
+    with pytest.raises(NoUsableCheckpointError, match="7@g1") as raised:
+        saver.load_latest()
+    assert "ckpt-async drain" in str(raised.value)
+    with pytest.raises(NoUsableCheckpointError, match="7@g1"):
+        saver.load_latest(wait_s=0.05)
+    assert saver.load_latest(may_start_over=True) is None
+    assert "7@g1 can still be committed" in caplog.text
+
+
+def test_what_was_lost_with_its_node_is_a_fresh_start(
+    open_saver: Open, sealed: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job would otherwise fail at each start. It is told what is lost."""
+    assert open_saver(folder=sealed[0]).load_latest() is None
+    assert "7@g1 was sealed; the part of rank 1 is in no folder" in caplog.text
 
 
 def test_a_closed_saver_says_so(open_saver: Open) -> None:
