@@ -165,21 +165,13 @@ async def _lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, rank: 
 
 
 async def lost(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
-    """Return the checkpoints that the newest launch in the journal saw committed, and that the store does not know.
-
-    Another endpoint may be a replica that lacks the newest objects, so there it is only logged.
+    """Return the checkpoints that the newest launch in the journal saw committed, and that the store does not know: it
+    was put back, or is another one, such as a replica that the same URL leads to.
     """
     known = backlog.committed_in_newest(local)
-    if not known or backlog.is_of_another(local, address.url):
-        return []
-    found = await steps.vanished(store, known)
-    if found and backlog.is_at_other_endpoint(local, address):
-        logger.warning(
-            "commits_missing url=%s endpoint=%s generation=%d steps=%s; this endpoint lacks them",
-            *(address.url, address.endpoint_url or "the default", local.generation, _steps(found)),
-        )
-        return []
-    return found
+    return (
+        await steps.vanished(store, known) if known and not backlog.is_of_another(local, address.url) else []
+    )
 
 
 async def why_refused(
