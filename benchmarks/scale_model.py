@@ -133,13 +133,13 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     periodically at the decision and, while there is none, at the receipts.
     """
     if num_writers == 1:
-        # It looks for nobody, and knows what its receipt says; but it asks whether that is there, and lists its shard.
-        return Commit(writes=3, lists=2, gets=3, to_commit_s=3 * latency_s)
+        # It looks for nobody; it reads its receipt, and lists that, its shard, and newer generations.
+        return Commit(writes=3, lists=3, gets=3, to_commit_s=4 * latency_s)
     waits = [spread_s * (number + 0.5) / num_writers for number in range(num_writers)]
     waves = math.ceil(num_writers / CONTROL_REQUESTS)
-    # Of receipts, and of shards, which are listed while those are read.
-    pages = math.ceil((num_writers + 1) / PAGE)
-    to_commit_s = latency_s * (1 + pages + waves + 1)  # PUT receipt, LIST, GETs 16 at a time, PUT decision
+    pages = math.ceil((num_writers + 1) / PAGE)  # of receipts, and of shards
+    # PUT receipt, LIST, GETs 16 at a time, LISTs, PUT decision.
+    to_commit_s = latency_s * (1 + pages + waves + pages + 1)
     period_s = max(decide.SUCCESSOR_POLL_S, num_writers / decide.SUCCESSOR_LOOKS_PER_S)
     # Each engine looks for a successor periodically during its own upload, and then until the commit.
     looks_for_successor = sum(
@@ -148,9 +148,12 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     looks, listings = zip(*(looks_until(wait + to_commit_s, num_writers) for wait in waits), strict=True)
     return Commit(
         writes=num_writers + num_committers + 1,  # 1 for latest
-        # A listing ends at the first page that lacks a rank. Only a committer reads all pages, lists the shards, and
-        # looks for a successor once more.
-        lists=num_writers + looks_for_successor + sum(listings) + num_committers * (pages - 1 + pages + 1),
+        # A listing ends at the first page that lacks a rank. Only a committer reads all pages, lists the receipts
+        # again, and the shards, and looks for a successor once more.
+        lists=num_writers
+        + looks_for_successor
+        + sum(listings)
+        + num_committers * (pages - 1 + 2 * pages + 1),
         # Each look but the first reads the decision and the boundary. Engines other than the committers read
         # both once more when the decision is there.
         gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,
@@ -233,6 +236,9 @@ class DistantStore:
     async def _answer(self) -> None:
         await asyncio.sleep(self._latency_s * self._random.uniform(0.4, 0.6))
 
+    def _size_bytes(self, key: str) -> int:
+        return self._shards.get(key, len(self._objects[key][0]))
+
     def _info(self, key: str) -> ObjectInfo:
         data, at = self._objects[key]
         return ObjectInfo(key, len(data), hashlib.md5(data).hexdigest(), checksum_of(data, "crc64nvme"), at)
@@ -278,8 +284,7 @@ class DistantStore:
             mine = [key for key in page if key.startswith(prefix)]
             # Times are in whole seconds, as S3 reports them.
             found += [
-                ObjectInfo(key, self._shards.get(key, 1), "", None, int(self._objects[key][1]))
-                for key in mine
+                ObjectInfo(key, self._size_bytes(key), "", None, int(self._objects[key][1])) for key in mine
             ]
             await self._answer()
             is_whole = len(mine) < PAGE
@@ -421,7 +426,7 @@ def check(simulated: Simulated, paper: Commit, num_writers: int) -> None:
     has a part.
     """
     once = {"PUT receipts": num_writers}
-    once["GET receipts"] = simulated.num_committers * num_writers if num_writers > 1 else 0
+    once["GET receipts"] = simulated.num_committers * num_writers
     once["PUT decisions"] = simulated.num_committers
     for kind, count in once.items():
         if not simulated.num_throttled and simulated.kinds[kind] != count:

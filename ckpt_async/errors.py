@@ -21,6 +21,7 @@ class FailureReason(enum.Enum):
     CHECKSUM = "checksum"  # the store holds different bytes than we sent
     SOURCE_CHANGED = "source_changed"  # a local shard was overwritten or truncated after enqueue
     SOURCE_MISSING = "source_missing"  # a local shard is gone
+    STORE_LOST_OBJECTS = "store_lost_objects"  # the store does not have any more what it had confirmed
     DISK = "disk"  # ENOSPC, EIO, read-only file system
     OTHER = "other"  # a request the store will never accept
 

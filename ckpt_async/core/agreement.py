@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from ckpt_async.core.model import CheckpointId, Receipt, StoredShard
+from ckpt_async.core.model import CheckpointId, Receipt
 from ckpt_async.core.units import few, named
 
 
@@ -51,18 +51,12 @@ def _lacking(receipts: Iterable[Receipt]) -> str | None:
     return None
 
 
-def losers(gone: Collection[StoredShard], receipts: Iterable[Receipt]) -> list[int]:
-    """Return the ranks that had uploaded these shards."""
-    gone_keys = {each.key for each in gone}
-    return [each.rank for each in receipts if not gone_keys.isdisjoint(shard.key for shard in each.shards)]
-
-
-def lost(gone: Sequence[StoredShard], losers: Sequence[int]) -> str | None:
-    """Return why a checkpoint is given up of whose uploaded shards these are gone, or None if none is."""
-    if not gone:
-        return None
-    names = few([each.name for each in gone])
-    return f"{names} of {named('rank', losers)} had been uploaded, but the store does not have it any more"
+def lost(gone: Sequence[str]) -> str:
+    """Return why a checkpoint is given up of which the store does not have these keys any more."""
+    return (
+        f"the store has lost {few(gone)}, which it had confirmed: nothing is uploaded again, and each rank's files stay"
+        " in its folder until a newer checkpoint is committed"
+    )
 
 
 def name_of(receipts: Iterable[Receipt]) -> str:

@@ -96,20 +96,16 @@ def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
     It may be the same store under a new name, or a replica that lacks what the first one had verified. So what was
     verified there must be asked for again before a commit may name it (R1).
     """
-    return [each.id for each in undecided(local)] if is_at_other_endpoint(local, address) else []
-
-
-def is_at_other_endpoint(local: Local, address: RemoteAddress) -> bool:
-    """Return whether the newest launch in the journal used the same URL of another server."""
     known = local.remote
-    return known is not None and known.url == address.url and known.endpoint_url != address.endpoint_url
+    if known is None or known.url != address.url or known.endpoint_url == address.endpoint_url:
+        return []
+    return [each.id for each in undecided(local)]
 
 
 def committed_in_newest(local: Local) -> list[CheckpointId]:
     """Return what this rank knows to be committed of the generation that it has opened last, oldest first.
 
-    What earlier generations have committed is not included: a launch has gone on without asking for it, perhaps at a
-    replica that lacks it.
+    What earlier generations have committed is not included: the launch after them has asked for it.
     """
     known = {id_ for id_, each in local.checkpoints.items() if each.was_committed}
     known |= {local.newest_committed} if local.newest_committed is not None else set()

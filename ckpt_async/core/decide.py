@@ -365,10 +365,11 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
     is_linked = linked is None or remote.local_latest == linked
     if linked is not None and not is_linked:
         yield MoveLocalLatest(linked)
-    is_all_kept = policy.local_retention.is_all
+    is_all_kept, to_rescue = policy.local_retention.is_all, local.to_rescue
     for id_, checkpoint in decided.items():
         if not checkpoint.is_released:
-            yield Release(id_)
+            if id_ not in to_rescue:
+                yield Release(id_)
         elif (reason := _why_superseded(checkpoint, policy)) and not is_all_kept:
             yield Remove(id_, reason)
         elif not checkpoint.was_committed:

@@ -122,6 +122,15 @@ class Local:
     def remote(self) -> RemoteAddress | None:
         return self.opened.remote if self.opened else None
 
+    @property
+    def to_rescue(self) -> list[CheckpointId]:
+        """What the store has lost, with nothing newer committed: the links may be all that is left of it (R7)."""
+        newest = self.newest_committed
+        lost = (
+            id_ for id_, each in self.checkpoints.items() if each.decision and each.decision.is_lost_by_store
+        )
+        return sorted(id_ for id_ in lost if newest is None or newest < id_)
+
 
 def fold(rows: Iterable[JournalRow], start: Local) -> Local:
     """Apply journal rows of `start.rank` in order and return the new state; `start` is left as it was.

@@ -140,6 +140,7 @@ class Decision:
     reason: str = ""
     is_pinned: bool = False  # set by compare-and-swap, so that pruning and pinning cannot both succeed
     is_superseded: bool = False  # aborted because a rank gave it up for newer checkpoints
+    is_lost_by_store: bool = False  # aborted because the store has lost what it had confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +389,7 @@ class Decided:
     name: str  # as decided; a rank without shards may have used another name
     reason: str = ""
     is_superseded: bool = False
+    is_lost_by_store: bool = False
 
 
 @dataclass(frozen=True, slots=True)

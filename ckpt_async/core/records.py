@@ -146,6 +146,7 @@ def encode_decision(decision: Decision) -> bytes:
             "receipts": [_checksum_fields(checksum) for checksum in decision.receipts],
             "metrics": dict(decision.metrics),
             **({"is_superseded": True} if decision.is_superseded else {}),
+            **({"is_lost_by_store": True} if decision.is_lost_by_store else {}),
         },
     )
 
@@ -171,6 +172,7 @@ def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
         reason=_str(fields, "reason"),
         is_pinned=_bool(fields, "is_pinned"),
         is_superseded="is_superseded" in fields and _bool(fields, "is_superseded"),
+        is_lost_by_store="is_lost_by_store" in fields and _bool(fields, "is_lost_by_store"),
     )
     if decision.checkpoint != expected:
         raise InvalidRecordError(f"decision of {decision.checkpoint} found under the key of {expected}")

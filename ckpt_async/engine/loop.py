@@ -97,10 +97,6 @@ class Engine:
     def store_error(self) -> str:
         return self.state.store.last_error
 
-    @property
-    def num_distrusted(self) -> int:
-        return self.state.num_distrusted
-
     def fresh_local(self) -> Local:
         return self.state.fresh_local()
 

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from ckpt_async.core.model import (
     RemoteAddress,
     without_slash,
 )
+from ckpt_async.core.units import few
 from ckpt_async.engine.state import State
 from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError
 from ckpt_async.local import kept
@@ -38,9 +39,6 @@ from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
-
-# So many shards are asked for one by one; more are listed, with those of all ranks.
-FEW = 16
 
 
 def stranded(folder: Folder, local: Local, url: str) -> tuple[CheckpointId, str] | None:
@@ -138,69 +136,42 @@ def is_copy(folder: Folder, local: Local) -> bool:
 
 
 async def unproven(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
-    """Return the unfinished checkpoints of which the store may lack what was uploaded: those that `backlog.unproven`
-    knows, and those of which it does lack something. Logs them.
+    """Return the unfinished checkpoints of which the journal must forget what the store has: at another endpoint all of
+    them (`backlog.unproven`), else those of which the store has lost something that this rank uploaded. Logs them.
     """
-    found = backlog.unproven(local, address)
-    if found and local.remote is not None:
-        there, here = local.remote.endpoint_url or "the default", address.endpoint_url or "the default"
+    if found := backlog.unproven(local, address):
+        there, here = local.remote and local.remote.endpoint_url, address.endpoint_url
         logger.warning(
             "endpoint_changed url=%s from=%s to=%s checkpoints=%d; what was uploaded of these is looked up again",
-            *(address.url, there, here, len(found)),
+            *(address.url, there or "the default", here or "the default", len(found)),
         )
-    if not found:
-        found = await with_lost_uploads(store, local)
-        tell_lost(found)
-    return found
+        return found
+    lost = {each.id: await _lost_uploads(store, each, local.rank) for each in backlog.undecided(local)}
+    for id_, gone in lost.items():
+        if gone:
+            logger.warning("uploads_gone %s keys=%s; uploading again, unless it is decided", id_, few(gone))
+    return [id_ for id_, gone in lost.items() if gone]
 
 
-async def with_lost_uploads(store: PatientStore, local: Local) -> list[CheckpointId]:
-    """Return the unfinished checkpoints of which the store has lost what this rank had uploaded: it was wiped or put
-    back since, or somebody deletes there.
-    """
-    left = backlog.undecided(local)
-    return [each.id for each in left if await _has_lost_uploads(store, each, local.rank)]
-
-
-def tell_lost(ids: Iterable[CheckpointId]) -> None:
-    for id_ in ids:
-        logger.error(
-            "uploads_lost %s; the store does not have all that was uploaded: uploading it again", id_
-        )
-
-
-async def _has_lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, rank: int) -> bool:
+async def _lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, rank: int) -> list[str]:
     id_, stored = checkpoint.id, [each.stored for each in checkpoint.shards.values() if each.stored]
+    of_receipts = {keys.receipt_key(id_, rank): None} if checkpoint.has_receipt else {}
+    of_shards = {each.key: each.size_bytes for each in stored}
     prefix = keys.data_prefix(checkpoint.name, id_.generation)
-    listing = await store.list(prefix) if len(stored) > FEW else None
-    is_receipt_lost = checkpoint.has_receipt and not await presence.has_receipt(store, id_, rank)
-    if not is_receipt_lost and not await presence.missing(store, stored, listing):
-        return False
-    try:
-        return (
-            await steps.read_settled(store, id_, only_reads=True) is None
-        )  # else it was pruned, or given up
-    except InvalidRecordError as error:
-        logger.warning("decision_unreadable error=%s", error)
-        return False
+    return [
+        *await presence.gone(store, keys.receipts_prefix(id_), of_receipts),
+        *await presence.gone(store, prefix, of_shards),
+    ]
 
 
 async def lost(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
-    """Return the checkpoints that the newest launch in the journal saw committed, and that the store does not know.
-
-    Another endpoint may be a replica that lacks the newest objects, so there it is only logged.
+    """Return the checkpoints that the newest launch in the journal saw committed, and that the store does not know: it
+    was put back, or is another one, such as a replica that the same URL leads to.
     """
     known = backlog.committed_in_newest(local)
-    if not known or backlog.is_of_another(local, address.url):
-        return []
-    found = await steps.vanished(store, known)
-    if found and backlog.is_at_other_endpoint(local, address):
-        logger.warning(
-            "commits_missing url=%s endpoint=%s generation=%d steps=%s; this endpoint lacks them",
-            *(address.url, address.endpoint_url or "the default", local.generation, _steps(found)),
-        )
-        return []
-    return found
+    return (
+        await steps.vanished(store, known) if known and not backlog.is_of_another(local, address.url) else []
+    )
 
 
 async def why_refused(

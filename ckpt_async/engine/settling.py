@@ -10,24 +10,21 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_async.core import backlog, decide, keys, records
+from ckpt_async.core import agreement, backlog, decide, keys, records
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Decided, Decision, Outcome, Receipt, ReceiptStored
+from ckpt_async.core.model import CheckpointId, Decided, Decision, Failed, Outcome, Receipt, ReceiptStored
 from ckpt_async.core.units import one_line
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
-from ckpt_async.errors import CkptAsyncError, InvalidRecordError
+from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError
 from ckpt_async.protocol import cas, deciding, presence, steps
-from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of, take_place
+from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
-
-# For how long a rank may upload again what the store has lost of it, before the others give the checkpoint up.
-GIVE_UP_LOST_S = 20.0
 
 
 async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
@@ -36,13 +33,10 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
     key = keys.receipt_key(checkpoint.id, state.rank)
     there = await cas.create_once(state.store, key, data)
     if there != data and not _is_same(there, _receipt(state, checkpoint)):
-        await look_for_successor(state)  # it may be of a launch that has taken our generation
-        if not state.is_taken:
+        if await _is_still_ours(state):  # it may be of a launch that has taken our generation
             await abort(state, checkpoint, "another process wrote a different receipt for this rank")
         return
     state.record(ReceiptStored(checkpoint.id))
-    if decide.is_alone(checkpoint):
-        state.receipts[checkpoint.id] = there
 
 
 def _is_same(there: bytes, ours: Receipt) -> bool:
@@ -80,7 +74,7 @@ async def look(state: State, action: decide.Look) -> None:
     watch = state.remote.watches.get(id_, decide.Watch())
     may_be_settled = decide.may_be_settled(id_, state.local.generation, state.policy)
     is_first = watch.num_looks == 0 and not may_be_settled
-    receipts, next_listing_at = watch.receipts, watch.next_listing_at
+    receipts, next_listing_at, is_lost = watch.receipts, watch.next_listing_at, False
     if is_first:
         at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]
         at_once = (lambda: list_receipts(state, id_), lambda: look_for_successor(state))
@@ -94,23 +88,33 @@ async def look(state: State, action: decide.Look) -> None:
             receipts = await list_receipts(state, id_)
     if receipts is not None and receipts is not watch.receipts:
         is_missed = checkpoint.has_receipt and decide.lacks_own(receipts, state.rank)
-        if is_missed and not await presence.has_receipt(state.store, id_, state.rank):
-            await _upload_unless_settled(state, checkpoint)
-            return
+        is_lost = is_missed and not await presence.is_there(state.store, keys.receipt_key(id_, state.rank))
         num_looks, now = watch.num_looks + 1, state.now()
         next_listing_at = decide.next_listing(checkpoint, receipts, state.rank, num_looks, now)
-    longest_s = state.settings.decision_poll_s if state.is_hurried else state.settings.decision_poll_max_s
-    next_look_at = decide.next_look(
-        watch, state.now(), first_s=state.settings.decision_poll_s, longest_s=longest_s
-    )
-    watch = replace(
-        watch,
-        num_looks=watch.num_looks + 1,
-        next_look_at=next_look_at,
-        receipts=receipts,
-        next_listing_at=next_listing_at,
-    )
+    watch = replace(_later(state, watch, receipts), next_listing_at=next_listing_at)
     _watch(state, id_, _told_of_wait(state, id_, watch))
+    if is_lost:
+        await _give_up_lost(state, checkpoint)
+
+
+def _later(state: State, watch: decide.Watch, receipts: decide.Receipts | None) -> decide.Watch:
+    """Return the watch after a look that has seen these receipts."""
+    settings = state.settings
+    longest_s = settings.decision_poll_s if state.is_hurried else settings.decision_poll_max_s
+    next_look_at = decide.next_look(watch, state.now(), first_s=settings.decision_poll_s, longest_s=longest_s)
+    return replace(watch, num_looks=watch.num_looks + 1, next_look_at=next_look_at, receipts=receipts)
+
+
+async def _give_up_lost(state: State, checkpoint: LocalCheckpoint) -> None:
+    """Give up a checkpoint of which the store has lost this rank's receipt, unless it is decided, or another launch has
+    our generation.
+    """
+    decision = await steps.read_settled(state.store, checkpoint.id)
+    if decision is not None:
+        await _learn_ours(state, checkpoint, decision)
+    elif checkpoint.loss is None and await _is_still_ours(state):
+        reason = agreement.lost([keys.receipt_key(checkpoint.id, state.rank)])
+        state.fail(checkpoint.id, [Failed(checkpoint.id, "", FailureReason.STORE_LOST_OBJECTS, reason)])
 
 
 def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decide.Watch:
@@ -162,7 +166,7 @@ async def look_for_successor(state: State) -> None:
             _fence(state, own)
     elif state.fenced_by is None:
         newest, record = await look_from(state.store, own)
-        if not await _is_still_ours(state, record):
+        if not await _has_record(state, record, newest):
             _fence(state, own)
         elif newest > own:
             _fence(state, newest)
@@ -185,71 +189,29 @@ def _fence(state: State, by: int) -> None:
     logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, by)
 
 
-async def _is_still_ours(state: State, record: ObjectInfo | None) -> bool:
-    """Return whether no other launch has taken our generation. If the store has lost its record since (it was wiped or
-    put back), or another rank has written it again, take it again, and upload again what is lost with it.
+async def _has_record(state: State, record: ObjectInfo | None, newest: int) -> bool:
+    """Return whether no other launch has our generation. If its record is gone (a lifecycle rule begins with the oldest
+    objects), it is written again, unless another launch may have begun there since.
     """
-    mark = (record.etag or str(record.last_modified)) if record else ""
-    before, state.generation_mark = state.generation_mark, mark
-    opened = state.local.opened
-    if opened is None or not opened.nonce or before == mark:
+    mark, opened = (record.etag or str(record.last_modified)) if record else "", state.local.opened
+    if opened is None or not opened.nonce or mark == state.generation_mark:
         return True
-    there = await nonce_of(state.store, opened.generation)
-    if there is not None and before is None and record is not None:  # our first look
-        return there in ("", opened.nonce)
-    if there is None:  # otherwise the listing has lagged
+    there = await nonce_of(state.store, opened.generation)  # the listing may lag
+    if there is None and newest == opened.generation:
+        if not await recovery.reclaim(state.store, opened):
+            return False
         logger.error(
-            "remote_was_wiped generation=%d; the store has lost our generation: it was wiped or put back to an older"
-            " state. What was committed there may be lost; going on with what this rank still has",
+            "generation_was_lost generation=%d; the store had lost its record, which is written again: what was"
+            " committed there may be lost, too (a lifecycle rule, or a remote that was wiped or put back)",
             opened.generation,
         )
-    if not await recovery.reclaim(state.store, opened):
-        # Without a proof, it is not written again: the next launch will be refused.
-        return not await is_taken(state.store, {opened.generation: opened.nonce})
-    await take_place(state.store, opened.generation, state.rank)
-    state.generation_mark = None
-    _upload_again(state, await recovery.with_lost_uploads(state.store, state.local))
-    return True
+    state.generation_mark = mark
+    return there in (None, "", opened.nonce)
 
 
-async def _upload_unless_settled(state: State, checkpoint: LocalCheckpoint) -> None:
-    """Upload again what the store has lost; but what was given up is removed there, and what is pruned, too.
-
-    What is committed is uploaded again as well: under the same keys, the same bytes, and the same receipt.
-    """
-    decision = await steps.read_settled(state.store, checkpoint.id)
-    is_committed = decision is not None and decision.outcome is Outcome.COMMIT
-    if decision is None or (is_committed and await _is_of_us(state, checkpoint, decision)):
-        if _may_upload_again(state, checkpoint.id):
-            _upload_again(state, [checkpoint.id])
-    else:
-        await _learn_ours(state, checkpoint, decision)
-
-
-def _may_upload_again(state: State, id_: CheckpointId) -> bool:
-    """Return whether it is time to upload again what the store does not show: at once the first time, after that with
-    pauses that double. The store may be late to show what it has, or may never show it.
-    """
-    settings, now = state.settings, state.now()
-    num, at = state.uploaded_again.get(id_, (0, 0.0))
-    if num and not at:
-        pause = decide.Watch(num_looks=num)
-        at = decide.next_look(
-            pause, now, first_s=settings.decision_poll_s, longest_s=settings.decision_poll_max_s
-        )
-    may = now >= at
-    state.uploaded_again[id_] = (num + 1, 0.0) if may else (num, at)
-    if not may:
-        _watch(state, id_, decide.Watch(num_looks=1, next_look_at=at, receipts=decide.Receipts()))
-    return may
-
-
-def _upload_again(state: State, ids: Sequence[CheckpointId]) -> None:
-    recovery.tell_lost(ids)
-    for id_ in ids:
-        state.receipts.pop(id_, None)
-        _watch(state, id_, decide.Watch())
-    state.distrust(ids)
+async def _is_still_ours(state: State) -> bool:
+    await look_for_successor(state)
+    return not state.is_taken
 
 
 async def look_for_members(state: State) -> None:
@@ -276,40 +238,22 @@ def _watch(state: State, id_: CheckpointId, watch: decide.Watch) -> None:
 
 
 async def commit(state: State, action: decide.Commit) -> None:
-    checkpoint = state.checkpoint(action.checkpoint)
+    checkpoint, id_ = state.checkpoint(action.checkpoint), action.checkpoint
     assert checkpoint.sealed is not None
-    own = state.receipts.get(checkpoint.id)
-    since = state.lost_by_others_since.get(checkpoint.id, state.now())
-    settled: tuple[Decision, bool] | None = None
-    try:
-        settled = await deciding.settle(
-            state.store,
-            checkpoint.id,
-            world_size=checkpoint.sealed.world_size,
-            by=f"rank {state.rank}",
-            now=state.clock(),
-            name=checkpoint.name,
-            rank=state.rank,
-            known={} if own is None else {state.rank: own},
-            may_give_up=state.policy.is_adopted or state.now() - since >= GIVE_UP_LOST_S,
-            clock=state.now,
-            # A newer launch may have begun since the first look, however long ago that was.
-            alongside=lambda: look_for_successor(state),
-        )
-    except deciding.UploadsLostError:
-        await _upload_unless_settled(state, checkpoint)
-        return
-    except deciding.OthersLostError as lost:
-        if checkpoint.id not in state.lost_by_others_since:
-            state.lost_by_others_since[checkpoint.id] = since
-            logger.warning("uploads_lost_by_others %s reason=%s; waiting for that rank", checkpoint.id, lost)
+    settled = await deciding.settle(
+        state.store,
+        id_,
+        world_size=checkpoint.sealed.world_size,
+        by=f"rank {state.rank}",
+        now=state.clock(),
+        name=checkpoint.name,
+        may_decide=lambda: _is_still_ours(state),
+    )
     if settled is None:
-        # Receipts vanish only after an abort: look again, and the decision will say so.
-        look_at = state.now() + state.settings.decision_poll_s
-        _watch(
-            state, checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at, receipts=decide.Receipts())
-        )
+        _watch(state, id_, _later(state, state.remote.watches.get(id_, decide.Watch()), decide.Receipts()))
         return
+    # A newer launch may have begun since the first look, however long ago that was.
+    await look_for_successor(state)
     decision, is_ours = settled
     if is_ours and decision.outcome is Outcome.COMMIT:
         _publish(state, checkpoint.id)
@@ -326,7 +270,12 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
         now=state.clock(),
         reason=f"rank {state.rank}: {reason}",
     )
-    wanted = replace(wanted, is_superseded=bool(checkpoint.superseded))
+    loss = checkpoint.loss
+    wanted = replace(
+        wanted,
+        is_superseded=bool(checkpoint.superseded),
+        is_lost_by_store=loss is not None and loss.reason is FailureReason.STORE_LOST_OBJECTS,
+    )
     decision, is_ours = await deciding.decide_once(state.store, wanted)
     if checkpoint.superseded and is_ours:
         for _ in checkpoint.shards:
@@ -363,13 +312,17 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     known = state.fresh_local().checkpoints.get(checkpoint.id)
     if known is None or known.decision is not None:
         return
-    event = Decided(checkpoint.id, decision.outcome, decision.name, decision.reason, decision.is_superseded)
+    event = Decided(
+        checkpoint.id,
+        decision.outcome,
+        decision.name,
+        decision.reason,
+        decision.is_superseded,
+        decision.is_lost_by_store,
+    )
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
     state.record(event, notices=state.teller.decided(decision))
     state.outcomes.add(event)
-    state.receipts.pop(checkpoint.id, None)
-    state.lost_by_others_since.pop(checkpoint.id, None)
-    state.uploaded_again.pop(checkpoint.id, None)
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
     state.remote = replace(state.remote, watches=watches)
     if decision.outcome is Outcome.ABORT:

@@ -75,12 +75,6 @@ class State:
         self.generation_mark: str | None = None
         self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # begun before they were enqueued
         self.sent_bytes: dict[decide.Upload, int] = {}
-        # Receipts, as they are in the store, of checkpoints that this rank commits next because it is the only one.
-        self.receipts: dict[CheckpointId, bytes] = {}
-        self.num_distrusted = 0  # checkpoints of which the journal has lost rows, in total
-        self.lost_by_others_since: dict[CheckpointId, float] = {}
-        # How often what the store has lost was uploaded again, and when that may be next (0: nothing is lost).
-        self.uploaded_again: dict[CheckpointId, tuple[int, float]] = {}
         self.is_progress_new = False
         self._noted_link: KnownLink | None = None
         self.is_hurried = False
@@ -90,7 +84,6 @@ class State:
         """Take over what a crashed engine knew that is not in the journal."""
         self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
         self.failing, self.is_hurried = dead.failing, dead.is_hurried
-        self.num_distrusted = dead.num_distrusted
         self.look_first()
 
     def look_first(self) -> None:
@@ -130,13 +123,6 @@ class State:
 
     def refresh(self) -> None:
         self.local = self.fresh_local()
-
-    def distrust(self, ids: Sequence[CheckpointId]) -> None:
-        """Forget what was uploaded of these checkpoints."""
-        if ids:
-            self.journal.forget_uploads(ids)
-            self.local = self.journal.local()
-            self.num_distrusted += len(ids)
 
     def record(self, *events: Event, notices: Sequence[Notice] = ()) -> None:
         """Append events and their notices to the journal; the engine's next round sees them."""

@@ -221,20 +221,11 @@ class Journal:
         with self._checked(), self._lock, self._connection:
             database.begin(self._connection)
             self._connection.execute("DELETE FROM events WHERE kind = 'Opened'")
-            self._delete_uploads(unproven)
+            self._connection.executemany(
+                "DELETE FROM events WHERE kind = ? AND generation = ? AND step = ?",
+                [(kind.__name__, each.generation, each.step) for each in unproven for kind in _OF_STORE],
+            )
             self._connection.executemany(_INSERT, self._rows_of([event]))
-
-    def forget_uploads(self, ids: Iterable[CheckpointId]) -> None:
-        """Drop the rows about the store's part of these checkpoints, because it has lost that."""
-        with self._checked(), self._lock, self._connection:
-            database.begin(self._connection)
-            self._delete_uploads(ids)
-
-    def _delete_uploads(self, ids: Iterable[CheckpointId]) -> None:
-        self._connection.executemany(
-            "DELETE FROM events WHERE kind = ? AND generation = ? AND step = ?",
-            [(kind.__name__, each.generation, each.step) for each in ids for kind in _OF_STORE],
-        )
 
     def note_progress(self, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:
         """Replace the note of how many bytes of unfinished shards were sent. It is for `status`, not for rules."""

@@ -211,6 +211,13 @@ class Host:
                 f"folder {self._start.folder!r} still holds {id_}, which was being uploaded to {there!r}",
                 hint=f"finish it with `ckpt-async drain --remote {run}`, or use another folder",
             )
+        for lost in local.to_rescue if backlog.is_of_another(local, remote) else ():
+            spool = self._folder.private / keys.spool_checkpoint(lost, self._start.rank)
+            if spool.exists():
+                raise SettingsError(
+                    f"folder {self._start.folder!r} has {lost}, which its remote has lost before it was committed",
+                    hint=f"copy what you need from {str(spool)!r} and delete that, or use another folder",
+                )
         return local
 
     def _known_link(self) -> KnownLink | None:

@@ -48,7 +48,7 @@ class Reports:
         self._failures: deque[dict[str, Any]] = deque()
         self._forgotten: deque[tuple[int, int, float | None]] = deque()
         self._told_outcomes: set[CheckpointId] = set()
-        self._told_state: tuple[object, ...] = (None, None, frozenset(), 0)
+        self._told_state: tuple[object, ...] = (None, None, frozenset())
         self._wakes: deque[tuple[int, int]] = deque()  # (the trainer's number, the engine's)
         self._num_read = 0  # messages since the last report
         self._last_seen_wake = 0
@@ -74,7 +74,7 @@ class Reports:
         self._told_outcomes = {each.checkpoint for each in outcomes}
         while engine.failures:
             self._failures.append(wire.failure_fields(engine.failures.popleft()))
-        state = engine.fenced_by, engine.absent_ranks, engine.failing, engine.num_distrusted
+        state = engine.fenced_by, engine.absent_ranks, engine.failing
         has_news = self._forgotten or self._decided or self._failures or state != self._told_state
         self._told_state = state
         is_wake_seen = self._wakes and self._wakes[0][1] <= engine.last_seen_wake
@@ -111,7 +111,6 @@ class Reports:
             "absent_ranks": engine.absent_ranks and engine.absent_ranks[:MAX_MISSING],
             "store_error": wire.shortened(engine.store_error, MAX_ERROR_BYTES),
             "num_due": engine.num_due,
-            "num_distrusted": engine.num_distrusted,
             "last_seen_wake": self._last_seen_wake,
             "num_read": self._num_read,
             "failing": sorted(engine.failing)[:MAX_FAILING],

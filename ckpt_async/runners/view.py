@@ -44,7 +44,6 @@ class ReportedEngine:
         self._wants = self._told = Wants()
         self._num_unread = 0  # messages that the process has not reported to have read
         self._num_uploads = 0
-        self._num_distrusted = 0
         self._has_ended = False
         self._channel: Channel | None = None
 
@@ -106,7 +105,7 @@ class ReportedEngine:
         """Use a new process from now on."""
         with self._lock:
             # An earlier process may have forgotten checkpoints without reporting it.
-            self._local, self._num_distrusted = self._journal.local(), 0
+            self._local = self._journal.local()
         self._reported_failing = frozenset()  # what failed in an earlier process may not have healed
         with self._telling:
             self._channel, self._told, self._num_unread = channel, Wants(), 0
@@ -136,9 +135,6 @@ class ReportedEngine:
         self._reported_failing = failing
         self.failures.extend(map(wire.failure_from, report["failures"]))
         with self._lock:
-            if not self._has_ended and (num := report.get("num_distrusted", 0)) != self._num_distrusted:
-                # Rows that were seen before are gone.
-                self._local, self._num_distrusted = self._journal.local(), num
             for generation, step, committed_at in report["forgotten"]:
                 event = Forgotten(CheckpointId(generation, step), committed_at)
                 row = JournalRow(self._local.sequence, self._local.rank, time.time(), event)

@@ -103,7 +103,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(
         who=st.integers(0, 5),
         what=st.sampled_from(
-            "retried after before kill power kill lucky_power lost_journal overwrite unlink".split()
+            "retried after before kill power kill lucky_power lost_journal overwrite unlink lose lose".split()
         ),
     )
     def suffer(self, who: int, what: str) -> None:
@@ -117,6 +117,8 @@ class Protocol(RuleBasedStateMachine):
                 self.world.lose_power(host, is_lucky=what != "power")
             case "lost_journal":
                 self.world.lose_journal(host)
+            case "lose":
+                self.world.lose_upload()
             case _:
                 self.world.tamper(host, what)
 

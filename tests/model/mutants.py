@@ -8,7 +8,7 @@ from unittest import mock
 
 from ckpt_async.core import agreement, decide, keys, records, retention
 from ckpt_async.core.boundary import Boundary
-from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import Latest, MadeDurable, Outcome
 from ckpt_async.engine import durable, settling
 from ckpt_async.engine.state import State
@@ -49,9 +49,10 @@ def commits_without_what_is_expected() -> contextlib.AbstractContextManager[None
 def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
     """R1: the first rank commits whatever is there."""
 
-    async def read_receipts(store: Any, checkpoint: Any, world_size: int, _: Any) -> list[bytes]:
-        found = [await cas.read(store, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)]
-        return [each[0] for each in found if each is not None]
+    async def read_receipts(store: Any, checkpoint: Any, world_size: int) -> dict[int, bytes]:
+        read = [await cas.read(store, keys.receipt_key(checkpoint, rank)) for rank in range(world_size)]
+        found = [each[0] for each in read if each is not None]
+        return {rank: found[rank % len(found)] for rank in range(world_size) if found}
 
     def decode_receipt(data: bytes, id_: Any, _: int) -> Any:
         rank = int(data.split(b'"rank":')[1].split(b",")[0])
@@ -62,8 +63,23 @@ def commits_without_all_receipts() -> contextlib.AbstractContextManager[None]:
         (decide, "is_complete", lambda *_: True),
         (agreement, "obstacle", lambda *_: None),
         (deciding, "read_receipts", read_receipts),
+        (deciding, "_gone", _nothing_is_gone),
         (deciding.records, "decode_receipt", decode_receipt),
     )
+
+
+async def _nothing_is_gone(*_: Any) -> list[str]:
+    return []
+
+
+def commits_what_the_store_has_lost() -> contextlib.AbstractContextManager[None]:
+    """R1: what was verified is not compared with what is there."""
+    return patched((deciding, "_gone", _nothing_is_gone))
+
+
+def releases_what_the_store_has_lost() -> contextlib.AbstractContextManager[None]:
+    """R7: the links of what was given up are removed, though they may be all that is left of it."""
+    return patched((Local, "to_rescue", ()))
 
 
 def commits_before_uploads() -> contextlib.AbstractContextManager[None]:
@@ -390,6 +406,8 @@ MUTANTS = [
     (commits_what_has_no_shards, Protocol, "I1"),
     (commits_without_what_is_expected, Protocol, "I1"),
     (commits_without_all_receipts, Protocol, "I1"),
+    (commits_what_the_store_has_lost, Protocol, "I1"),
+    (releases_what_the_store_has_lost, Protocol, "I3"),
     (commits_before_uploads, Protocol, "I1|I4|I6"),
     (mixes_generations, Protocol, "R5|R4|I6|I1|R3"),
     (moves_latest_before_commit, Protocol, "I2"),

@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from unittest import mock
 
-from ckpt_async.core import keys, records
+from ckpt_async.core import decide, keys, records
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.model import (
     CheckpointId,
@@ -503,6 +503,9 @@ class World:
         self._decisions: dict[CheckpointId, Decision] = {}
         self.committed: set[CheckpointId] = set()
         self.given_up: set[CheckpointId] = set()
+        self.lost: set[CheckpointId] = (
+            set()
+        )  # the store has lost something of these, before they were decided
         self._latest: Latest | None = None
         self._boundary = Boundary()
         self._patches = contextlib.ExitStack()
@@ -663,6 +666,21 @@ class World:
             else:
                 del host.disk.entries[path]
             return
+
+    def lose_upload(self) -> None:
+        """Delete something that the store had confirmed of the newest undecided checkpoint, as somebody may. Not while
+        anybody commits: what is lost between the comparison and the decision is not noticed.
+        """
+        running = (action for host in self.hosts if host.engine for action in host.engine._book.running)
+        if self.others or any(isinstance(each, decide.Commit) for each in running):
+            return
+        decided = self.committed | self.given_up
+        for key in sorted(self.bucket.objects, reverse=True):
+            parsed = keys.parse_receipt_key(key) or keys.parse_data_key(key)
+            if parsed and parsed[0] not in decided and not sweep_plan.is_void(parsed[0], self._boundary):
+                self.lost.add(parsed[0])
+                del self.bucket.objects[key], self._seen[key]
+                return
 
     def rotate(self, host: Host) -> None:
         """Delete the trainer's own files: the links must be enough."""
@@ -849,6 +867,9 @@ class World:
             and id_ not in self.committed | self.given_up
         ):
             raise ViolationError(f"I3: spool links of rank {rank}, {id_} dropped before a decision")
+        decision = self._decisions.get(id_) if id_ else None
+        if decision and decision.is_lost_by_store and id_ and not any(each > id_ for each in self.committed):
+            raise ViolationError(f"I3: spool links of rank {rank}, {id_} dropped, which the store has lost")
 
     def on_remove(self, rank: int, path: str, disk: Disk) -> None:
         self.check()
@@ -933,8 +954,10 @@ class World:
             raise ViolationError(f"I1: {id_} committed by {error}") from None
 
     def _check_abort(self, id_: CheckpointId, decision: Decision) -> None:
-        """I4: no rank gives up what it has promised."""
-        if not decision.decided_by.startswith("rank "):
+        """I4: no rank gives up what it has promised, unless the store has lost it."""
+        if decision.is_lost_by_store and id_ not in self.lost:
+            raise ViolationError(f"I4: {id_} was given up, but the store has it: {decision.reason}")
+        if decision.is_lost_by_store or not decision.decided_by.startswith("rank "):
             return
         rank = int(decision.decided_by.split()[1])
         truth = self.truths[id_, rank]

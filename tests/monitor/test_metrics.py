@@ -222,7 +222,8 @@ def test_names_and_labels_follow_the_conventions(metrics, journal):
 
 # The reasons for which an attempt can fail. The others are about shards, or are not failures.
 OF_ATTEMPTS = set(FailureReason) - {
-    *(FailureReason.PRECONDITION, FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING)
+    *(FailureReason.PRECONDITION, FailureReason.SOURCE_CHANGED, FailureReason.SOURCE_MISSING),
+    FailureReason.STORE_LOST_OBJECTS,
 }
 
 

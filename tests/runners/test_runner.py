@@ -1259,7 +1259,6 @@ def test_a_report_that_does_not_fit_into_a_packet_is_sent_as_several() -> None:
         store_error="e" * 2000,
         absent_ranks=ranks,
         num_due=10_000,
-        num_distrusted=0,
         last_seen_wake=10_000,
         failing=frozenset((CheckpointId(1, step), "LookForSuccessor") for step in range(reports.MAX_FAILING)),
         local=Local(0, checkpoints={each: LocalCheckpoint(each, "n") for each in [id_]}),

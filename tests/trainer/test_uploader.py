@@ -1362,9 +1362,10 @@ def test_the_question_for_the_newest_commit_is_one_request_and_an_error_is_no_an
         pass
 
 
-def test_another_endpoint_may_lack_the_newest_commits_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_endpoint_that_lacks_the_newest_commit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A replica that the same URL leads to may be late."""
     store = Meddled()
     monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
     settings: dict[str, Any] = QUICK | {"folder": tmp_path, "remote": "s3://bucket/run"}
@@ -1372,10 +1373,13 @@ def test_another_endpoint_may_lack_the_newest_commits_and_says_so(
         for step in (1, 2):
             save(uploader, step)
             uploader.wait(step, timeout_s=10)
+    decision = store.bucket.objects[keys.decision_key(CheckpointId(1, 2))]
     _put_back(store, 2)
+    before = store.keys()
     options = StoreOptions(endpoint_url="http://replica.example")
-    for generation in (2, 3):  # nothing was committed at the replica yet, so there is nothing to ask for
-        with Uploader(store_options=options, **settings) as uploader:
-            assert uploader.generation == generation
-    assert caplog.text.count("commits_missing") == 1
-    assert "steps=2; this endpoint lacks them" in caplog.text
+    with pytest.raises(JournalError, match=r"the store at http://replica\.example has no record: steps 2"):
+        Uploader(store_options=options, **settings)
+    assert store.keys() == before
+    store.bucket.objects[keys.decision_key(CheckpointId(1, 2))] = decision
+    with Uploader(store_options=options, **settings) as uploader:
+        assert uploader.generation == 2
