@@ -13,6 +13,7 @@ from ckpt_async.core.model import (
     FileIdentity,
     Opened,
     ReceiptStored,
+    RemoteAddress,
     Sealed,
     Shard,
     StoredShard,
@@ -34,7 +35,7 @@ DELIVERED = [Enqueued(ID, "step-1", SHARD), Sealed(ID, "step-1", 2), Verified(ID
 def test_the_trainer_sees_that_what_the_store_has_lost_is_not_delivered_any_more(tmp_path: Path) -> None:
     """The process drops rows of the journal when it uploads again; the trainer still counted them as delivered."""
     with contextlib.closing(Journal(Folder(tmp_path / "folder"), 0)) as journal:
-        journal.append([Opened(1, 2), *DELIVERED])
+        journal.append([Opened(1, 2, RemoteAddress("file:///run")), *DELIVERED])
         view = ReportedEngine(journal, Observer(), lambda: None)
         engine: Any = SimpleNamespace(
             fenced_by=None,

@@ -590,26 +590,6 @@ def test_a_foreign_receipt_ends_the_launch_whose_generation_is_taken_and_no_othe
     assert decisions(store) == ({} if is_taken else {FIRST: "abort"})
 
 
-@pytest.mark.parametrize("lacks", ["theirs", "ours"])
-def test_a_receipt_without_its_launch_is_ones_own(
-    opened: Open, lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An earlier version has written it, or the journal with the launch is lost."""
-    store = Undecided()
-    _killed_before_the_decision(opened, store)
-    (key,) = store.keys(RECEIPTS)
-    receipt = records.decode_receipt(store.bucket.objects[key].data, FIRST, 0)
-    assert receipt.nonce
-    known = replace(receipt, nonce="" if lacks == "theirs" else receipt.nonce)
-    there, ours = (
-        records.encode_receipt(known),
-        replace(receipt, nonce=receipt.nonce if lacks == "theirs" else ""),
-    )
-    assert settling._is_same(there, ours)
-    assert not settling._is_same(there, replace(ours, metrics=(("loss", 1.0),)))
-    assert not settling._is_same(records.encode_receipt(replace(receipt, nonce="other")), receipt)
-
-
 def test_a_launch_takes_its_place_in_the_wiped_remote_again(opened: Open) -> None:
     """Without it, another rank of the launch, or the next launch, would take this rank for one that never came."""
     store, place = Meddled(), keys.member_key(1, 0)
