@@ -64,17 +64,17 @@ def remote_of_lost(folder: Folder, local: Local) -> str:
 
 def opened_at(address: RemoteAddress, folder: Folder, local: Local) -> Opened:
     """Return the newest launch that the journal knows, at this address; if the journal is lost, the newest that the
-    spool's manifests know. Blocks.
+    spool's manifests know. These also have the nonces that the journal has lost, without which receipts would differ
+    from those in the store. Blocks.
     """
-    if local.opened is not None:
-        return replace(local.opened, remote=address)
-    lost = list(_lost(folder, local))
-    if not lost:
-        return Opened(0, 1, address)
-    id_, newest = lost[-1]
-    world_size = newest.sealed.world_size if newest.sealed else 1
-    earlier = tuple((each.generation, found.nonce) for each, found in lost if found.nonce)
-    return Opened(id_.generation, world_size, address, nonce=newest.nonce, earlier=earlier)
+    opened = local.opened or Opened(0, 1, address)
+    lost = {id_.generation: found for id_, found in _lost(folder, local)}
+    if local.opened is None and lost:
+        number, newest = max(lost.items(), key=lambda each: each[0])
+        world_size = newest.sealed.world_size if newest.sealed else 1
+        opened = Opened(number, world_size, address, nonce=newest.nonce)
+    nonces = {number: found.nonce for number, found in lost.items() if found.nonce}
+    return replace(opened, remote=address, earlier=tuple(sorted((nonces | dict(opened.earlier)).items())))
 
 
 TAKEN = (
