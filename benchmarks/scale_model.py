@@ -42,6 +42,7 @@ from ckpt_async.core.model import (
     MadeDurable,
     Opened,
     Outcome,
+    RemoteAddress,
     Sealed,
     Shard,
     StoredShard,
@@ -382,7 +383,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
         journal = ListJournal(rank)
         shard = Shard(f"rank-{rank}.bin", "", FileIdentity(1, rank, GIB, 1), is_linked=True)
         events: list[Event] = [
-            Opened(1, num_writers),
+            Opened(1, num_writers, RemoteAddress("file:///run")),
             Enqueued(CHECKPOINT, NAME, shard),
             Sealed(CHECKPOINT, NAME, num_writers),
         ]

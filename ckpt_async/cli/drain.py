@@ -20,11 +20,6 @@ from ckpt_async.stores import StoreOptions, address_of
 from ckpt_async.sweep import drain as work
 from ckpt_async.sweep.fates import DrainReport, Fate, RankReport
 
-_ONLY_IN_ORIGINAL = (
-    "this folder is a copy, and its original may still have what is missing here, so nothing was given up: drain the"
-    " original, or copy it again with `cp -a` or `rsync -a`; if it is lost, --original-is-lost gives these steps up"
-)
-
 
 def drain_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
@@ -51,9 +46,9 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
         help="once this folder is uploaded, wait this long for ranks on other nodes (default: close_grace_s)",
     )
     parser.add_argument(
-        "--original-is-lost",
+        "--adopt",
         action="store_true",
-        help="FOLDER is a copy, and its original is gone: give up what the copy lacks",
+        help="FOLDER is a copy that takes its original's place; nothing must use that any more",
     )
     add_events(parser)
     add_metrics_file(parser, "folder")
@@ -70,7 +65,7 @@ def drain(options: argparse.Namespace) -> Exit:
             settings=settings,
             change=_change_of(options),
             profile=options.profile,
-            is_original_lost=options.original_is_lost,
+            adopts_copy=options.adopt,
         )
     )
     code = _drain_code(report)
@@ -84,8 +79,6 @@ def drain(options: argparse.Namespace) -> Exit:
         print_json(_drain_json(report, code))
         return code
     lines = [line for each in report.ranks for line in _rank_lines(each)]
-    if any(each.only_in_original for each in report.ranks):
-        lines.append(_ONLY_IN_ORIGINAL)
     for line in lines or ["nothing to do"]:
         print_line(line)
     if report.uploaded_bytes:
@@ -149,7 +142,6 @@ def _drain_json(report: DrainReport, code: Exit) -> Json:
                 "aborted": [_fate_json(fate) for fate in each.aborted],
                 "waiting": [_fate_json(fate) for fate in each.waiting],
                 "left": [_fate_json(fate) for fate in each.left],
-                "only_in_original": [id_json(id_) for id_ in each.only_in_original],
                 "uncopied": [_fate_json(fate) for fate in each.uncopied],
                 "uploaded_bytes": each.uploaded_bytes,
                 "num_delivered_events": each.events.num_delivered,

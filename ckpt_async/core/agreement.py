@@ -17,7 +17,7 @@ def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | Non
     if not by_rank:
         return "there are no receipts"
     first, name = by_rank[0], name_of(by_rank)
-    launches = {receipt.nonce: receipt.rank for receipt in by_rank if receipt.nonce}
+    launches = {receipt.nonce: receipt.rank for receipt in by_rank}
     if len(launches) > 1:
         return f"the receipts of {named('rank', sorted(launches.values()))} are of different launches"
     for receipt in by_rank:

@@ -84,7 +84,6 @@ class Policy:
     decides_alone: bool = False  # the store has no conditional PUT, and this rank decides
     # The trainer is dead: what it has not sealed will never be sealed, and there is nobody left to fence.
     is_adopted: bool = False
-    is_copy: bool = False  # the folder is a copy of another one, which may have what this one lacks
 
 
 # --- actions -----------------------------------------------------------------------------------------------
@@ -302,7 +301,7 @@ def _towards_decision(
     hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
     if hopeless is not None:
         # The other ranks must not wait for a shard that cannot come: abort competes with commit (R4).
-        if policy.may_decide and not is_of_original(checkpoint.id, local.generation, policy):
+        if policy.may_decide:
             yield Abort(checkpoint.id, hopeless)
         else:  # others will decide it: look for that, or our links would stay for ever
             yield Look(checkpoint.id) if now >= watch.next_look_at else WaitUntil(watch.next_look_at)
@@ -428,17 +427,9 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bo
 def may_be_settled(id_: CheckpointId, generation: int, policy: Policy) -> bool:
     """Return whether a decision may be there before this engine has looked.
 
-    Other ranks, the sweeper, the original of this folder or a copy of it may have made it in the meantime.
+    Other ranks or the sweeper may have made it in the meantime.
     """
     return policy.is_adopted or id_.generation < generation
-
-
-def is_of_original(id_: CheckpointId, generation: int, policy: Policy) -> bool:
-    """Return whether the checkpoint was saved in the folder of which this one is a copy.
-
-    What the copy lacks, the original may still upload, so only the original gives it up.
-    """
-    return policy.is_copy and (policy.is_adopted or id_.generation < generation)
 
 
 def is_still_to_come(local: Local, id_: CheckpointId) -> bool:

@@ -24,7 +24,6 @@ Local, relative to the folder:
 
     .ckpt-async/journal-<rank:05d>.sqlite                    the rank's rows; SQLite keeps -wal and -shm beside it
     .ckpt-async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; never read again
-    .ckpt-async/journal.sqlite                               shared by all ranks, written by earlier versions
     .ckpt-async/rank-<rank:05d>.lock                         flock; never replaced
     .ckpt-async/link-<up or down>.json                       what was found out about the link to the store
     .ckpt-async/kept/rank-<rank:05d>/<g:06d>-<step:012d>.json           committed and kept for good
@@ -55,7 +54,6 @@ CLAIMS = f"{PRIVATE}/claims/"
 PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
-SHARED_JOURNAL = "journal.sqlite"
 KINDS = "kinds/"
 
 # Wide enough for any run. Larger numbers are refused, because more digits would break the LIST order.

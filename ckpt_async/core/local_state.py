@@ -222,7 +222,11 @@ def _apply_to_shards(
 ) -> LocalCheckpoint:
     match event:
         case Enqueued():
-            shards.setdefault(event.shard.name, LocalShard(event.shard, written_at))
+            known = shards.get(event.shard.name)
+            if known is None:
+                shards[event.shard.name] = LocalShard(event.shard, written_at)
+            elif known.shard.identity != event.shard.identity:  # as it is in an adopted copy of the folder
+                shards[event.shard.name] = replace(known, shard=event.shard, is_durable=False)
             if checkpoint.is_released:  # it was given up before the trainer was done with it
                 checkpoint = replace(checkpoint, is_released=False)
             if event.shard.name in checkpoint.growing:

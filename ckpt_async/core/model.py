@@ -49,13 +49,9 @@ class FileIdentity:
     size_bytes: int
     mtime_ns: int
 
-    def may_be_copy_of(self, other: FileIdentity) -> bool:
-        """Return whether size and mtime agree, as they do in a copy of the folder on another disk."""
+    def is_as_long_and_old_as(self, other: FileIdentity) -> bool:
+        """Return whether size and mtime agree, which are what `cp -a` and `rsync -a` keep."""
         return (self.size_bytes, self.mtime_ns) == (other.size_bytes, other.mtime_ns)
-
-    def is_other_with_other_time(self, other: FileIdentity) -> bool:
-        """Return whether this is another file with another mtime, as in a copy that has not kept the times."""
-        return self.inode != other.inode and self.mtime_ns != other.mtime_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +97,7 @@ class Receipt:
     metrics: tuple[tuple[str, float], ...] = ()
     # Shards, of any rank, without which the checkpoint is incomplete (R5).
     expected: tuple[str, ...] = ()
-    # Of the record of the generation in which this launch saved; "": not known, or written by an earlier version.
-    nonce: str = ""
+    nonce: str = ""  # of the record of the generation in which this launch saved; as in `Opened`
 
     @property
     def size_bytes(self) -> int:
@@ -256,11 +251,12 @@ class Opened:
 
     generation: int
     world_size: int
-    remote: RemoteAddress | None = None  # None: written by a version that did not record it
+    remote: RemoteAddress
     # The settings listed in `settings.RECORDED`, which `drain` and the sweeper must follow too.
     settings: tuple[tuple[str, str | int], ...] = ()
     boot_id: str = ""  # of the machine's kernel; if it has changed, whatever was not fsynced may be gone
-    # Of the generation's record, as this rank wrote or read it; "": an earlier version did not record it.
+    # Of the generation's record, as this rank wrote or read it; "" if the user has given the generation and the store
+    # has no conditional PUT, because another rank may have replaced the record.
     nonce: str = ""
     # Generations that this rank has opened before, oldest first, and the nonces of their records.
     earlier: tuple[tuple[int, str], ...] = ()

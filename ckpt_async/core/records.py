@@ -62,8 +62,8 @@ def encode_receipt(receipt: Receipt) -> bytes:
                 | _publish_fields(shard)
                 for shard in receipt.shards
             ],
-            **_expected_fields(receipt),
-            **({"nonce": receipt.nonce} if receipt.nonce else {}),
+            "expected": list(receipt.expected),
+            "nonce": receipt.nonce,
         },
     )
 
@@ -83,7 +83,7 @@ def decode_receipt(data: bytes, expected: CheckpointId, rank: int) -> Receipt:
         shards=_stored_shards(_list(fields, "shards"), keys.data_prefix(name, expected.generation)),
         metrics=_metrics(fields),
         expected=_expected(fields),
-        nonce=_str(fields, "nonce") if "nonce" in fields else "",
+        nonce=_str(fields, "nonce"),
     )
     if (receipt.checkpoint, receipt.rank) != (expected, rank):
         raise InvalidRecordError(
@@ -109,18 +109,12 @@ def _stored_shards(items: Iterable[object], prefix: str) -> tuple[StoredShard, .
 
 
 def _publish_fields(shard: Shard | StoredShard) -> Json:
-    """Return the field `publish_as`, or none if nothing is published: earlier versions do not know this field."""
+    """Return the field `publish_as`, or none for a shard that is not published, as almost all are."""
     return {"publish_as": shard.publish_as} if shard.publish_as else {}
 
 
-def _expected_fields(of: Receipt | Sealed) -> Json:
-    """Return the field `expected`, or none if nothing is expected, for the same reason as in `_publish_fields`."""
-    return {"expected": list(of.expected)} if of.expected else {}
-
-
 def _expected(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    names = _list(fields, "expected") if "expected" in fields else []
-    return tuple(_relative({"expected": name}, "expected") for name in names)
+    return tuple(_relative({"expected": name}, "expected") for name in _list(fields, "expected"))
 
 
 def _publish_as(fields: Mapping[str, Any]) -> str:
@@ -141,12 +135,11 @@ def encode_decision(decision: Decision) -> bytes:
         {
             **_checkpoint_fields(decision.checkpoint),
             **_fields_of(decision, "name", "world_size", "nonce", "decided_at", "decided_by"),
-            **_fields_of(decision, "num_shards", "size_bytes", "reason", "is_pinned"),
+            **_fields_of(decision, "num_shards", "size_bytes", "reason"),
+            **_fields_of(decision, "is_pinned", "is_superseded", "is_lost_by_store"),
             "outcome": decision.outcome.value,
             "receipts": [_checksum_fields(checksum) for checksum in decision.receipts],
             "metrics": dict(decision.metrics),
-            **({"is_superseded": True} if decision.is_superseded else {}),
-            **({"is_lost_by_store": True} if decision.is_lost_by_store else {}),
         },
     )
 
@@ -171,8 +164,8 @@ def decode_decision(data: bytes, expected: CheckpointId) -> Decision:
         metrics=_metrics(fields),
         reason=_str(fields, "reason"),
         is_pinned=_bool(fields, "is_pinned"),
-        is_superseded="is_superseded" in fields and _bool(fields, "is_superseded"),
-        is_lost_by_store="is_lost_by_store" in fields and _bool(fields, "is_lost_by_store"),
+        is_superseded=_bool(fields, "is_superseded"),
+        is_lost_by_store=_bool(fields, "is_lost_by_store"),
     )
     if decision.checkpoint != expected:
         raise InvalidRecordError(f"decision of {decision.checkpoint} found under the key of {expected}")
@@ -313,18 +306,18 @@ def decode_beat(data: bytes, expected: int) -> Beat:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says. `remote` and `nonce` (of the generation's record) are "" if it does not: earlier versions
-    did not record them. `launch` is recorded by runs without a remote only.
+    """What a manifest says. In a run without a remote, `remote` and `nonce` (as in `Opened`) are "", in one with a
+    remote `launch` is.
     """
 
     enqueued: list[Enqueued]
     sealed: Sealed | None
-    remote: str = ""
-    launch: str = ""
-    nonce: str = ""
+    remote: str
+    launch: str
+    nonce: str
 
 
-def manifest_of(checkpoint: LocalCheckpoint, remote: str = "", nonce: str = "") -> bytes:
+def manifest_of(checkpoint: LocalCheckpoint, remote: str, nonce: str = "") -> bytes:
     """Encode what the journal says about a checkpoint's shards and its seal, with the time of the seal."""
     shards = (each.shard for each in checkpoint.shards.values())
     sealed = checkpoint.sealed and replace(checkpoint.sealed, sealed_at=checkpoint.sealed_at)
@@ -347,12 +340,12 @@ def encode_manifest(
             "name": name,
             "world_size": sealed.world_size if sealed else None,
             "metrics": dict(sealed.metrics) if sealed else {},
-            **({} if sealed is None or sealed.sealed_at is None else {"sealed_at": sealed.sealed_at}),
+            "sealed_at": sealed.sealed_at if sealed else None,
+            "expected": list(sealed.expected) if sealed else [],
             "shards": [_shard_fields(shard) for shard in shards],
-            **({} if sealed is None else _expected_fields(sealed)),
-            **({"remote": without_slash(remote)} if remote else {}),
-            **({"launch": launch} if launch else {}),
-            **({"nonce": nonce} if nonce else {}),
+            "remote": without_slash(remote),
+            "launch": launch,
+            "nonce": nonce,
         },
     )
 
@@ -363,13 +356,13 @@ def decode_manifest(data: bytes, expected: CheckpointId) -> Manifest:
     if checkpoint != expected:
         raise InvalidRecordError(f"manifest of {checkpoint} found under the name of {expected}")
     enqueued = [Enqueued(checkpoint, name, decode_shard(item)) for item in _list(fields, "shards")]
-    added = {each: _str(fields, each) for each in ("remote", "launch", "nonce") if each in fields}
-    if fields.get("world_size") is None:
-        return Manifest(enqueued, None, **added)
-    world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
-    sealed_at = _float(fields, "sealed_at") if "sealed_at" in fields else None
-    sealed = Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at, _expected(fields))
-    return Manifest(enqueued, sealed, **added)
+    sealed = None
+    if _typed(fields, "world_size", lambda value: value is None or type(value) is int) is not None:
+        world_size = _int(fields, "world_size", 1, keys.MAX_RANK + 1)
+        sealed_at = _float(fields, "sealed_at")
+        sealed = Sealed(checkpoint, name, world_size, _metrics(fields), sealed_at, _expected(fields))
+    remote, launch, nonce = (_str(fields, each) for each in ("remote", "launch", "nonce"))
+    return Manifest(enqueued, sealed, remote, launch, nonce)
 
 
 def _shard_fields(shard: Shard) -> Json:

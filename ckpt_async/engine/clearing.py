@@ -84,7 +84,7 @@ async def remove(state: State, action: decide.Remove) -> None:
 
 async def keep(state: State, id_: CheckpointId) -> None:
     """Save the checkpoint for a later launch that keeps fewer, and forget it."""
-    await in_thread(kept.put, state.folder, state.rank, state.checkpoint(id_))
+    await in_thread(kept.put, state.folder, state.rank, state.checkpoint(id_), state.store.url)
     await forget(state, id_)
 
 

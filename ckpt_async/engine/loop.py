@@ -166,9 +166,9 @@ class Engine:
 
     # --- the loop ------------------------------------------------------------------------------------------
 
-    async def recover(self, before: Opened | None, *, is_original_lost: bool = False) -> None:
+    async def recover(self, before: Opened | None, *, adopts_copy: bool = False) -> None:
         """See `recovery.recover`."""
-        await recovery.recover(self.state, before, is_original_lost=is_original_lost)
+        await recovery.recover(self.state, before, adopts_copy=adopts_copy)
 
     async def run(self) -> None:
         """Work until `stop`. Raises only because of a bug or if the journal cannot be used."""

@@ -19,6 +19,7 @@ from ckpt_async.core import backlog, keys, records
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import (
     CheckpointId,
+    Enqueued,
     Event,
     Failed,
     FileIdentity,
@@ -48,15 +49,30 @@ def stranded(folder: Folder, local: Local, url: str) -> tuple[CheckpointId, str]
     if local.remote is not None and (left := backlog.stranded(local, url)):
         return left[-1], local.remote.url
     lost = ((id_, found.remote) for id_, found in _lost(folder, local))
-    return next(((id_, there) for id_, there in lost if there and there != without_slash(url)), None)
+    return next(((id_, there) for id_, there in lost if there != without_slash(url)), None)
 
 
 def remote_of_lost(folder: Folder, local: Local) -> str:
     """Return the URL of the remote that the spool's manifests name, if the journal has lost it; "" if they name none,
     or several. Blocks.
     """
-    remotes = {found.remote for _, found in _lost(folder, local) if found.remote}
+    remotes = {found.remote for _, found in _lost(folder, local)}
     return remotes.pop() if len(remotes) == 1 else ""
+
+
+def opened_at(address: RemoteAddress, folder: Folder, local: Local) -> Opened:
+    """Return the newest launch that the journal knows, at this address; if the journal is lost, the newest that the
+    spool's manifests know. These also have the nonces that the journal has lost, without which receipts would differ
+    from those in the store. Blocks.
+    """
+    opened = local.opened or Opened(0, 1, address)
+    lost = {id_.generation: found for id_, found in _lost(folder, local)}
+    if local.opened is None and lost:
+        number, newest = max(lost.items(), key=lambda each: each[0])
+        world_size = newest.sealed.world_size if newest.sealed else 1
+        opened = Opened(number, world_size, address, nonce=newest.nonce)
+    nonces = {number: found.nonce for number, found in lost.items() if found.nonce}
+    return replace(opened, remote=address, earlier=tuple(sorted((nonces | dict(opened.earlier)).items())))
 
 
 TAKEN = (
@@ -74,7 +90,7 @@ def nonces_of_left(folder: Folder, local: Local) -> dict[int, str]:
 
 
 def _lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointId, records.Manifest]]:
-    """Yield the checkpoints that the journal has lost and a manifest in the spool knows."""
+    """Yield the checkpoints that the journal has lost and a manifest in the spool knows, oldest first."""
     spool = folder.private / keys.spool_rank(local.rank)
     for entry in sorted(os.listdir(spool)) if spool.exists() else ():
         id_ = keys.parse_checkpoint_tag(entry.removesuffix(".json"))
@@ -84,55 +100,24 @@ def _lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointId, records.
             yield id_, records.decode_manifest((spool / entry).read_bytes(), id_)
 
 
-def refuse_copy_without_times(folder: Folder, local: Local) -> None:
-    """Raise JournalError if the folder was copied without the times of its files. Blocks.
+def refuse_copy(folder: Folder, local: Local) -> None:
+    """Raise JournalError if something is unfinished and the folder is a copy of the one in which it was saved: that may
+    still upload it, and has what the copy lacks. Blocks.
 
-    In such a copy all that is still to be uploaded looks changed, and would be given up, also for the original. Nothing
-    else replaces every link in the spool: what is changed in place keeps its inode.
+    Only copying gives a link in the spool another inode. Where a mount does that too, no copy is refused.
     """
-    links = _links(folder, local)
-    first = next(links, None)
-    if first is None or not all(
-        found.is_other_with_other_time(enqueued) for _, found, enqueued in (first, *links)
-    ):
-        return
-    raise JournalError(
-        f"folder {str(folder.path)!r} is a copy that has not kept the times of its files (of {str(first[0])!r}, for"
-        " example): what is still to be uploaded cannot be told from files that were changed",
-        hint="nothing was changed. Copy the folder again with `cp -a` or `rsync -a`, or use the original; if that is"
-        " lost, `ckpt-async drain FOLDER --original-is-lost` gives up what is not uploaded",
-    )
-
-
-def _links(
-    folder: Folder, local: Local, *, is_all: bool = False
-) -> Iterator[tuple[Path, FileIdentity, FileIdentity]]:
-    """Yield the links of what is still to be uploaded (`is_all`: of all that is undecided): the path, what is there,
-    and what was enqueued.
-    """
-    for each in backlog.undecided(local):
-        spool = folder.private / keys.spool_checkpoint(each.id, local.rank)
-        for name, known in each.shards.items():
-            if known.shard.is_linked and (is_all or known.stored is None):
-                with contextlib.suppress(OSError):
-                    found = identity_of(os.lstat(spool / name))
-                    yield spool / name, found, known.shard.identity
-
-
-def is_copy(folder: Folder, local: Local) -> bool:
-    """Return whether the folder is a copy of the one in which its unfinished checkpoints were saved. Blocks.
-
-    Nothing else replaces a link in the spool. If none was copied, the user's own files tell: the original has one at
-    least that is still what was enqueued.
-    """
-    links = [(found.inode, enqueued.inode) for _, found, enqueued in _links(folder, local, is_all=True)]
-    if links:
-        return any(found != enqueued for found, enqueued in links)
-    has_links = any(
-        known.shard.is_linked for each in backlog.undecided(local) for known in each.shards.values()
-    )
-    shards = (known.shard for each in local.checkpoints.values() for known in each.shards.values())
-    return has_links and not any(folder.is_same(each.source, each.identity) for each in shards)
+    unfinished = [
+        (each.id, known.shard) for each in backlog.undecided(local) for known in each.shards.values()
+    ]
+    unfinished += [(id_, each.shard) for id_, found in _lost(folder, local) for each in found.enqueued]
+    for id_, shard in unfinished if folder.keeps_inodes else ():
+        found = _identity_at(folder.private / keys.spool_checkpoint(id_, local.rank) / shard.name)
+        if shard.is_linked and found is not None and found.inode != shard.identity.inode:
+            raise JournalError(
+                f"folder {str(folder.path)!r} is a copy of another one, which may still be uploading {id_}",
+                hint="nothing was changed: use the original. If that is gone, `ckpt-async drain FOLDER --adopt` puts"
+                " the copy in its place, and gives up what this lacks or has with another mtime (as without `cp -a`)",
+            )
 
 
 async def unproven(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
@@ -229,15 +214,15 @@ def _steps(ids: Sequence[CheckpointId]) -> str:
     return more + ", ".join(str(each.step) for each in ids[-8:])
 
 
-async def recover(state: State, before: Opened | None, *, is_original_lost: bool = False) -> None:
+async def recover(state: State, before: Opened | None, *, adopts_copy: bool = False) -> None:
     """Recover the state.
 
     Called once, after the lock was taken and before anything is enqueued; `before` is the newest launch in the journal.
-    If the folder is a copy, `is_original_lost` says that nobody else can upload what it lacks.
+    With `adopts_copy`, a copy of a folder takes its original's place.
     """
     await in_thread(rebuild, state)
-    if not is_original_lost and await in_thread(is_copy, state.folder, state.local):
-        state.policy = replace(state.policy, is_copy=True)
+    if adopts_copy:
+        await in_thread(_adopt, state)
     await in_thread(_take_up_kept, state)
     if before is not None and before.boot_id not in ("", boot_id()):
         await in_thread(_distrust_after_reboot, state)
@@ -275,9 +260,6 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
     except InvalidRecordError as error:
         logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
         return
-    if _is_of_another_run(state, known.id, is_named=bool(found.remote)):
-        logger.error("manifest_of_another_run path=%s; its files are left in place, and not uploaded", path)
-        return
     lost: list[Event] = [each for each in found.enqueued if each.shard.name not in known.shards]
     if found.sealed is not None and known.sealed is None:
         lost.append(found.sealed)
@@ -286,13 +268,30 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
         state.record(*lost)
 
 
-def _is_of_another_run(state: State, id_: CheckpointId, *, is_named: bool) -> bool:
-    """Return whether a checkpoint found at the start of a trainer cannot be of its run, or of a run that was deleted
-    from the remote: the generation agreed on just now is newer than all that the run had before, or, if the rank has
-    returned to its launch, the same. The latter is believed only of manifests that name the remote (`is_named`); those
-    of earlier versions do not.
-    """
-    return state.is_trainer and id_.generation >= state.local.generation + is_named
+def _adopt(state: State) -> None:
+    """Take copied files for those that were enqueued if size and mtime agree. They are not durable yet."""
+    copied = [
+        Enqueued(checkpoint.id, checkpoint.name, replace(each.shard, identity=found))
+        for checkpoint in backlog.undecided(state.local)
+        for each in checkpoint.shards.values()
+        if (found := _identity_at(state.path(checkpoint, each))) is not None
+        and found != each.shard.identity
+        and found.is_as_long_and_old_as(each.shard.identity)
+    ]
+    if copied:
+        state.record(*copied)
+        state.refresh()
+        logger.warning(
+            "folder_adopted path=%s rank=%d files=%d; no trainer, drain or sweeper must use the original any more",
+            *(state.folder.path, state.rank, len(copied)),
+        )
+
+
+def _identity_at(path: str | Path) -> FileIdentity | None:
+    try:
+        return identity_of(os.lstat(path))
+    except OSError:
+        return None
 
 
 def _take_up_kept(state: State) -> None:
@@ -300,9 +299,9 @@ def _take_up_kept(state: State) -> None:
     kept.drop_gone(state.folder, state.rank)
     if state.policy.local_retention.is_all:
         return
-    for id_, events in kept.events(state.folder, state.rank):
-        if _is_of_another_run(state, id_, is_named=False):
-            continue
+    for id_, events in kept.events(state.folder, state.rank, state.store.url):
+        if state.is_trainer and id_.generation >= state.local.generation:
+            continue  # of a run that was deleted from the remote
         if id_ not in state.local.checkpoints:
             state.record(*events)
         kept.drop(state.folder, state.rank, id_)

@@ -17,7 +17,7 @@ from ckpt_async.core.model import CheckpointId, Decided, Decision, Failed, Outco
 from ckpt_async.core.units import one_line
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
-from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError
+from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.protocol import cas, deciding, presence, steps
 from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
 from ckpt_async.stores.checksums import checksum_of
@@ -32,22 +32,11 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
     data = records.encode_receipt(_receipt(state, checkpoint))
     key = keys.receipt_key(checkpoint.id, state.rank)
     there = await cas.create_once(state.store, key, data)
-    if there != data and not _is_same(there, _receipt(state, checkpoint)):
+    if there != data:
         if await _is_still_ours(state):  # it may be of a launch that has taken our generation
             await abort(state, checkpoint, "another process wrote a different receipt for this rank")
         return
     state.record(ReceiptStored(checkpoint.id))
-
-
-def _is_same(there: bytes, ours: Receipt) -> bool:
-    """Return whether it is the same receipt, of which one does not know its launch: an earlier version of this package
-    has written it, or our journal was lost.
-    """
-    try:
-        found = records.decode_receipt(there, ours.checkpoint, ours.rank)
-    except InvalidRecordError:
-        return False
-    return "" in (found.nonce, ours.nonce) and replace(found, nonce="") == replace(ours, nonce="")
 
 
 def _receipt(state: State, checkpoint: LocalCheckpoint) -> Receipt:
@@ -286,25 +275,19 @@ async def abort(state: State, checkpoint: LocalCheckpoint, reason: str) -> None:
 async def _learn_ours(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
     """Record a decision, unless it commits what another launch has uploaded that has taken our generation."""
     is_own = not state.is_trainer or checkpoint.id.generation == state.local.generation
-    if is_own and not await _is_of_us(state, checkpoint, decision):
+    if is_own and not _is_of_us(state, checkpoint, decision):
         _fence(state, state.local.generation)
         return
     _learn(state, checkpoint, decision)
 
 
-async def _is_of_us(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> bool:
+def _is_of_us(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> bool:
     if decision.outcome is not Outcome.COMMIT or not checkpoint.is_verified:
         return True
     if state.rank >= len(decision.receipts):
         return False
     ours, theirs = _receipt(state, checkpoint), decision.receipts[state.rank]
-    if checksum_of(records.encode_receipt(ours), theirs.algorithm) == theirs:
-        return True
-    try:  # an earlier version of this package may have written the same differently
-        there = await steps.bound_receipt(state.store, decision, state.rank)
-    except InvalidRecordError:
-        return False
-    return {*there.shards} == {*ours.shards}
+    return checksum_of(records.encode_receipt(ours), theirs.algorithm) == theirs
 
 
 def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:

@@ -32,6 +32,13 @@ def check_local(path: Path, filesystem: str) -> None:
         )
 
 
+def keeps_inodes(filesystem: str) -> bool:
+    """Return whether a file has the same inode number after each mount. Most FUSE file systems number files as they are
+    looked up.
+    """
+    return "fuse" not in filesystem
+
+
 def filesystem_of(path: str, mountinfo: Path) -> str:
     """Return the type of the file system that writes to `path` end up on, from Linux's mountinfo; '' if there is
     none.

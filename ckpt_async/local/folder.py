@@ -28,7 +28,7 @@ from ckpt_async.errors import (
     SettingsError,
     SourceError,
 )
-from ckpt_async.local.filesystems import check_local, filesystem_of
+from ckpt_async.local.filesystems import check_local, filesystem_of, keeps_inodes
 from ckpt_async.local.host_mark import HostMark
 from ckpt_async.local.links import identity_of, kind_of, link_into
 from ckpt_async.local.reserve import NAME as RESERVE
@@ -64,9 +64,9 @@ class Folder:
     """The trainer's checkpoint folder, with our private part, `.ckpt-async/`, in it.
 
     Opening creates what is missing and checks what everything else relies on: that the folder is writable, is on a
-    local file system that no other machine uses, and that hard links work there (else `can_link` is False). Each
-    kind of checkpoints has its own private part, `private`; what keeps processes and machines apart is common to
-    all kinds.
+    local file system that no other machine uses, and that hard links work there (else `can_link` is False). Where
+    `keeps_inodes` is True, no mount changes a file's inode number. Each kind of checkpoints has its own private
+    part, `private`; what keeps processes and machines apart is common to all kinds.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Folder:
         self.common = self.path / keys.PRIVATE
         self.private = self.common / keys.kind_place(kind)
         filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        self.keeps_inodes = keeps_inodes(filesystem)
         self._host_mark = HostMark(self.common, boot_id())
         self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted
         if filesystem != self._trusted:
@@ -361,7 +362,7 @@ class Folder:
                 reason=FailureReason.SOURCE_MISSING,
             ) from None
         try:
-            # Nothing but a copy of the whole folder, as to another disk, replaces a link in the spool.
+            # Nothing replaces a link in the spool, and not every file system keeps its inode number.
             check_unchanged(descriptor, identity, path, is_same_inode=not spool)
         except BaseException:
             os.close(descriptor)
@@ -430,7 +431,7 @@ def check_unchanged(
     and, if `is_same_inode`, is that very file.
     """
     found = identity_of(os.fstat(descriptor))
-    if not (found == identity if is_same_inode else found.may_be_copy_of(identity)):
+    if not (found == identity if is_same_inode else found.is_as_long_and_old_as(identity)):
         raise SourceError(
             f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
             reason=FailureReason.SOURCE_CHANGED,

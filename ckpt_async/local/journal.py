@@ -37,7 +37,7 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
-from ckpt_async.local import database, journal_rows, outbox, shared_journal
+from ckpt_async.local import database, journal_rows, outbox
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal_rows import FORMAT_VERSION
@@ -119,7 +119,6 @@ class Journal:
             self._connection.close()
             raise JournalError(f"journal {str(self._path)!r}: its WAL: {error.strerror}") from error
         after_fork.add(self)
-        self._leave_shared(folder)
 
     def _open(self) -> sqlite3.Connection:
         with database.translated(self._path):
@@ -135,33 +134,17 @@ class Journal:
         return connection
 
     def _create(self, connection: sqlite3.Connection) -> None:
-        """Create the tables together with this rank's rows from an earlier version's journal, in one transaction:
-        no journal exists without them.
-        """
-        inherited = shared_journal.take(self._path.parent, self.rank)
         with connection:
             database.begin(connection)
             if database.version(connection):
                 return  # another process was faster
             for statement in _SCHEMA:
                 connection.execute(statement)
-            if inherited is not None:
-                connection.executemany(_INSERT, inherited.events)
-                connection.executemany("INSERT INTO progress VALUES (?)", inherited.progress)
             connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
 
     def _check(self, connection: sqlite3.Connection) -> None:
         database.check(connection, self._path)
         journal_rows.read(connection, self.rank)
-
-    def _leave_shared(self, folder: Folder) -> None:
-        """Drop what was taken from a shared journal there, once it is safe here."""
-        if shared_journal.is_there(folder.private):
-            try:
-                self.sync()
-                shared_journal.leave(folder.private, self.rank)
-            except (JournalError, OSError) as error:
-                logger.warning("shared_journal_kept rank=%d error=%s", self.rank, error)
 
     # --- writing -------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from ckpt_async.core.model import (
     Opened,
     Outcome,
     RemoteAddress,
-    Sealed,
     Shard,
     StoredShard,
     Verified,
@@ -32,18 +31,15 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import FailureReason, JournalDamagedError, JournalError
 from ckpt_async.local import database
 
-# 3: one file per rank. `shared_journal` takes over earlier formats.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 1
 # Maximum number of shards in one row: a row is encoded and decoded as a whole.
 ROW_SHARDS = 1000
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
-def check_format(
-    version: int, path: Path, *, oldest: int = FORMAT_VERSION, newest: int = FORMAT_VERSION
-) -> None:
-    if not oldest <= version <= newest:
+def check_format(version: int, path: Path) -> None:
+    if version != FORMAT_VERSION:
         raise JournalError(
             f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",
             hint="finish its uploads with the version of ckpt_async that wrote it: run `ckpt-async drain` of"
@@ -59,10 +55,6 @@ def read(connection: sqlite3.Connection, rank: int, after: int = 0) -> list[Jour
         " ORDER BY sequence",
         (after,),
     ).fetchall()
-    return decode(rank, found)
-
-
-def decode(rank: int, found: Iterable[tuple[Any, ...]]) -> list[JournalRow]:
     rows: list[JournalRow] = []
     for sequence, generation, step, written_at, kind, body in found:
         events = _decoded(kind, CheckpointId(generation, step), body)
@@ -126,20 +118,13 @@ def _stored_items(stored: StoredShard) -> str:
     return f"{names},{stored.size_bytes},{_quoted(checksum.algorithm)},{_quoted(checksum.value)}"
 
 
-# Earlier versions do not know these fields. Where they are empty they are left out, so that those can read the row.
-_NEWER_FIELDS: dict[type, tuple[str, ...]] = {Sealed: ("expected",), Opened: ("nonce", "earlier")}
-
-
 def _fields(value: Any) -> Any:
     """Return the fields of an event or of a value in it: `dataclasses.asdict` without the copies, for which the
     trainer would have to wait.
     """
     if isinstance(value, enum.Enum):
         return value.value
-    newer = _NEWER_FIELDS.get(type(value), ())
-    return {
-        name: getattr(value, name) for name in value.__slots__ if name not in newer or getattr(value, name)
-    }
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
@@ -183,23 +168,18 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
         fields["checkpoint"] = CheckpointId(**fields["checkpoint"])
     match kind:
         case "Opened":
-            remote = fields.get("remote")
-            fields["remote"] = RemoteAddress(**remote) if remote else None
-            fields["settings"] = tuple((name, value) for name, value in fields.get("settings", ()))
-            fields["earlier"] = tuple((number, nonce) for number, nonce in fields.get("earlier", ()))
-        case "Enqueued":  # with an exact key, or written by version 1
+            fields["remote"] = RemoteAddress(**fields["remote"])
+            fields["settings"] = tuple((name, value) for name, value in fields["settings"])
+            fields["earlier"] = tuple((number, nonce) for number, nonce in fields["earlier"])
+        case "Enqueued":  # with an exact key
             shard = fields["shard"]
             shard["identity"] = FileIdentity(**shard["identity"])
             fields["shard"] = Shard(**shard)
         case "Sealed":
             fields["metrics"] = tuple((name, value) for name, value in fields["metrics"])
-            fields["expected"] = tuple(fields.get("expected", ()))
+            fields["expected"] = tuple(fields["expected"])
         case "MadeDurable" | "Copied":
             fields["shards"] = tuple(fields["shards"])
-        case "Verified":  # written by version 1
-            stored = fields["stored"]
-            stored["checksum"] = Checksum(**stored["checksum"])
-            fields["stored"] = StoredShard(**stored)
         case "Failed":
             fields["reason"] = FailureReason(fields["reason"])
         case "Decided":

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from pathlib import Path
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, LocalCheckpoint, fold
 from ckpt_async.core.model import CheckpointId, JournalRow
-from ckpt_async.errors import JournalDamagedError, JournalError, NoJournalError
-from ckpt_async.local import database, journal_rows, shared_journal
+from ckpt_async.errors import NoJournalError
+from ckpt_async.local import database, journal_rows
 from ckpt_async.local.folder import place_of, spooled_ranks
 
 
@@ -53,26 +52,14 @@ def read(
     Raises NoJournalError if there is none, JournalError if one cannot be read.
     """
     private = private_of(folder, kind)
-    deadline = time.monotonic() + database.BUSY_TIMEOUT_S
-    while True:
-        there = _there(private)
-        found = {}
-        for rank, path in sorted(there.items()):
-            reading = _read(rank, path, (after or {}).get(rank))
-            if reading is not None:
-                found[rank] = reading
-        is_shared = shared_journal.is_there(private)
-        for rank, share in sorted(shared_journal.look(private).items()) if is_shared else ():
-            if rank not in found:
-                progress = journal_rows.progress(share.progress)
-                found[rank] = Reading(rank, share.rows(rank), progress, Place(0, 0))
-        if _there(private) == there:
-            break
-        if time.monotonic() >= deadline:  # a rank may have just taken its rows from the shared one
-            raise JournalError(f"the journals in {str(private)!r} change too fast to be read")
-    if not found and not is_shared:
+    found = {}
+    for rank, path in sorted(_there(private).items()):
+        reading = _read(rank, path, (after or {}).get(rank))
+        if reading is not None:
+            found[rank] = reading
+    if not found:
         raise none_in(folder, kind)
-    return dict(sorted(found.items()))
+    return found
 
 
 def watcher_state(folder: Path) -> Path:
@@ -115,7 +102,7 @@ def kinds(folder: str | os.PathLike[str]) -> list[str]:
         found = sorted(each for each in os.listdir(private / keys.KINDS) if keys.is_kind(each))
     except (FileNotFoundError, NotADirectoryError):
         found = []
-    is_run_here = bool(_there(private) or spooled_ranks(private) or shared_journal.is_there(private))
+    is_run_here = bool(_there(private) or spooled_ranks(private))
     if not (is_run_here or found) and os.path.isdir(place_of(folder) / keys.GENERATIONS):
         raise none_in(folder)
     return ["", *found] if is_run_here or not found else found
@@ -143,11 +130,7 @@ def checkpoints(folder: str | os.PathLike[str], kind: str) -> Iterator[LocalChec
 
 
 def ranks(private: Path) -> list[int]:
-    """Return the ranks that have a journal, or a spool from which a lost journal can be rebuilt (rule R10). Raises
-    JournalError.
-    """
-    with contextlib.suppress(JournalDamagedError):  # then only the spools show which ranks it belonged to
-        return sorted({*_there(private), *spooled_ranks(private), *shared_journal.look(private)})
+    """Return the ranks that have a journal, or a spool from which a lost journal can be rebuilt (rule R10)."""
     return sorted({*_there(private), *spooled_ranks(private)})
 
 

@@ -20,6 +20,7 @@ from ckpt_async.core.model import (
     FileIdentity,
     Outcome,
     Released,
+    without_slash,
 )
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.local.durable import write_durably
@@ -28,11 +29,11 @@ from ckpt_async.local.folder import Folder
 logger = logging.getLogger(__name__)
 
 
-def put(folder: Folder, rank: int, checkpoint: LocalCheckpoint) -> None:
-    """Set a checkpoint aside; durable on return."""
+def put(folder: Folder, rank: int, checkpoint: LocalCheckpoint, remote: str) -> None:
+    """Set a checkpoint of a remote aside; durable on return."""
     path = folder.private / keys.kept_manifest(checkpoint.id, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, records.manifest_of(checkpoint))
+    write_durably(path, records.manifest_of(checkpoint, remote))
 
 
 def drop(folder: Folder, rank: int, checkpoint: CheckpointId) -> None:
@@ -46,9 +47,11 @@ def drop_gone(folder: Folder, rank: int) -> None:
             drop(folder, rank, id_)
 
 
-def events(folder: Folder, rank: int) -> Iterator[tuple[CheckpointId, list[Event]]]:
-    """Yield what the journal knew of each checkpoint when it was set aside, the oldest first."""
+def events(folder: Folder, rank: int, remote: str) -> Iterator[tuple[CheckpointId, list[Event]]]:
+    """Yield what the journal knew of each of a remote's checkpoints when it was set aside, the oldest first."""
     for id_, found in manifests(folder.private / keys.kept_rank(rank)):
+        if found.remote != without_slash(remote):
+            continue
         sealed = [found.sealed] if found.sealed else []
         committed = Decided(id_, Outcome.COMMIT, sealed[0].name if sealed else f"step-{id_.step}")
         yield id_, [*found.enqueued, *sealed, committed, Released(id_)]

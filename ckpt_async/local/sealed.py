@@ -23,7 +23,7 @@ class Note:
 
     sealed: Sealed
     shards: tuple[Shard, ...]
-    launch: str  # "": of an earlier version
+    launch: str
 
     @property
     def id(self) -> CheckpointId:
@@ -36,7 +36,7 @@ class Note:
     @property
     def mark(self) -> str:
         """Is the same on all ranks that took part in this save, and on no others."""
-        return f"{self.launch or self.id.generation}-{self.id.step}"
+        return f"{self.launch}-{self.id.step}"
 
 
 def put(folder: Folder, run: str, rank: int, note: Note) -> None:
@@ -129,4 +129,4 @@ def identity_now(folder: Path, shard: Shard) -> FileIdentity | None:
         found = identity_of(os.lstat(folder / shard.source))
     except OSError:
         return None
-    return found if found.may_be_copy_of(shard.identity) else None
+    return found if found.is_as_long_and_old_as(shard.identity) else None

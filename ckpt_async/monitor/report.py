@@ -184,11 +184,8 @@ def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str
             )
         case "aborted":
             return f"given up for good, on all ranks; {again}"
-        case "lost":  # undecided; a copy leaves it to its original
-            return (
-                f"will be given up for good, on all ranks: {again}; only if this folder is a copy, the original may"
-                " still have it: drain that, or copy it again"
-            )
+        case "lost":
+            return f"will be given up for good, on all ranks: {again}"
         case "uploading" | "open" if each.failure and is_owned:
             return "failed uploads are retried every half minute"
         case "uploading" | "open" if each.failure:

@@ -203,7 +203,7 @@ class Host:
         """Return what earlier launches left in the journal. If that is of another remote, all of it must be decided."""
         remote = self._start.address.url
         local = self._journal.local()
-        recovery.refuse_copy_without_times(self._folder, local)
+        recovery.refuse_copy(self._folder, local)
         if (stranded := recovery.stranded(self._folder, local, remote)) is not None:
             id_, there = stranded
             run = keys.run_remote(there, self._start.kind)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core import backlog, keys
-from ckpt_async.core.model import Opened, Outcome, RemoteAddress
+from ckpt_async.core.model import Outcome, RemoteAddress
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
@@ -29,11 +29,11 @@ from ckpt_async.events.couriers import NO_EVENTS, close_on_thread
 from ckpt_async.events.of_run import CLOSE_S, RunEvents
 from ckpt_async.events.sinks import wants_of
 from ckpt_async.events.telling import Wants, parse_wants
-from ckpt_async.local import journals, shared_journal
+from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import address_of, options_of
-from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, lacking, uncopied, why_left
+from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, uncopied, why_left
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
@@ -63,7 +63,7 @@ async def drain(
     change: Change | None = None,
     profile: str | None = None,
     on_event: OnEvent | None = None,
-    is_original_lost: bool = False,
+    adopts_copy: bool = False,
 ) -> DrainReport:
     """Finish what dead owners left in a folder, for all kinds of checkpoints, within `timeout_s`.
 
@@ -73,14 +73,13 @@ async def drain(
     `change` returns the remote to use, given the recorded one (None: none was recorded), for a server that has moved or
     a journal that was lost. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
 
-    What a copy of a folder lacks is left alone, because the original may have it, unless `is_original_lost`. Then
-    one without its files' times is not refused, either.
+    With `adopts_copy`, a copy of a folder takes its original's place, which nobody must use any more. What it lacks, or
+    has with another size or mtime, is given up. Otherwise it is refused if anything in it is unfinished.
 
     What keeps one rank or remote from being worked on is in the reports; the others are finished. It is raised (as a
     StoreError, say, or as a SettingsError if the remote is not known) if no rank's remote could be worked with.
 
-    Raises NoJournalError, JournalError if the folder is a copy without its files' times or a kind's folder cannot be
-    read.
+    Raises NoJournalError, JournalError if the folder is such a copy or a kind's folder cannot be read.
     """
     path = place_of(folder)
     if not (path / keys.PRIVATE).is_dir():
@@ -94,19 +93,18 @@ async def drain(
         for kind in journals.kinds(path):
             opened = Folder(path, kind=kind)
             adopted, others = await _adopt(opened, held, settings, on_event)
-            await in_thread(shared_journal.leave_damaged, opened.private)
             reports += others
             ranks += adopted
             changed = _change_of_kind(change, kind)
-            if not is_original_lost:
-                await in_thread(_refuse_copies_without_times, opened, adopted)
+            for each in () if adopts_copy else adopted:
+                await in_thread(recovery.refuse_copy, opened, each.before)
             for address, members in await in_thread(_by_remote, opened, adopted, changed):
                 with _refusing(members):
                     budgets = shared[keys.run_remote(address.url, kind)]
                     adoptions.append(
                         _Adoption(
                             *(opened, address, profile, settings, timeout_s, members, budgets),
-                            is_original_lost=is_original_lost,
+                            adopts_copy=adopts_copy,
                         )
                     )
         deadline = time.monotonic() + timeout_s
@@ -194,11 +192,6 @@ def _adopt_rank(
 
 def _owner(error: FolderInUseError) -> str:
     return str(error).rpartition(" is in use by ")[2].removesuffix(f" ({error.hint})")
-
-
-def _refuse_copies_without_times(folder: Folder, adopted: Iterable[_Adopted]) -> None:
-    for each in adopted:
-        recovery.refuse_copy_without_times(folder, each.before)
 
 
 def _by_remote(
@@ -340,11 +333,11 @@ class _Adoption:
         adopted: list[_Adopted],
         budgets: Budgets,
         *,
-        is_original_lost: bool,
+        adopts_copy: bool,
     ) -> None:
         self.address = address
         self.ranks = adopted
-        self._folder, self._is_original_lost = folder, is_original_lost
+        self._folder, self._adopts_copy = folder, adopts_copy
         # Retries go on as long as there is time, and no longer.
         self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
         self._store = connect(
@@ -406,14 +399,13 @@ class _Adoption:
                 each.refuse(refusal)
 
     async def _start(self, each: _Adopted) -> None:
-        opened = each.before.opened or Opened(0, 1)
+        before = each.before.opened
+        opened = await in_thread(recovery.opened_at, self.address, self._folder, each.before)
         unproven = await recovery.unproven(self._store, each.before, self.address)
-        if unproven or opened.remote != self.address:  # so that the next launch can tell whose this is
-            opened = replace(opened, remote=self.address)
+        if unproven or opened != before:  # so that the next launch can tell whose this is
             await in_thread(each.journal.open_rank, opened, unproven)
-        recorded = each.before.opened.settings if each.before.opened else ()
         events = await in_thread(each.begin_to_tell, self.address.url, self._settings)
-        inherited: dict[str, Any] = {name: value for name, value in recorded if name in INHERITED}
+        inherited: dict[str, Any] = {name: value for name, value in opened.settings if name in INHERITED}
         state = State(
             rank=each.before.rank,
             folder=self._folder,
@@ -431,7 +423,7 @@ class _Adoption:
             events.notify()
 
         each.engine = engine = Engine(state, changed)
-        await engine.recover(each.before.opened, is_original_lost=self._is_original_lost)
+        await engine.recover(each.before.opened, adopts_copy=self._adopts_copy)
         each.task = asyncio.create_task(engine.run(), name=f"drain-rank-{state.rank}")
         each.task.add_done_callback(lambda _: self._changed.set())
         engine.hurry(True)
@@ -499,7 +491,6 @@ def _report(adopted: _Adopted) -> RankReport:
     aborted = {each.checkpoint for each in outcomes if each.outcome is Outcome.ABORT}
     local = adopted.after
     undecided = backlog.undecided(local)
-    only_in_original = tuple(each.id for each in undecided if lacking(each, engine))
     return RankReport(
         engine.state.rank,
         adopted.kind,
@@ -514,7 +505,6 @@ def _report(adopted: _Adopted) -> RankReport:
         left=tuple(
             Fate(each.id, each.name, why_left(each, engine)) for each in undecided if not each.has_receipt
         ),
-        only_in_original=only_in_original,
         uncopied=uncopied(local, engine),
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,

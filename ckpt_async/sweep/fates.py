@@ -33,8 +33,7 @@ class RankReport:
     `in_use_by` names the live owner that holds the rank or has taken it back.
 
     `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
-    Some of these are `only_in_original`: this folder is a copy that lacks a part of them. `uncopied` ones are
-    committed, but copies of their shards under exact keys are outstanding.
+    `uncopied` ones are committed, but copies of their shards under exact keys are outstanding.
     """
 
     rank: int
@@ -44,7 +43,6 @@ class RankReport:
     aborted: tuple[Fate, ...] = ()
     waiting: tuple[Fate, ...] = ()
     left: tuple[Fate, ...] = ()
-    only_in_original: tuple[CheckpointId, ...] = ()
     uncopied: tuple[Fate, ...] = ()
     uploaded_shards: int = 0
     uploaded_bytes: int = 0
@@ -65,21 +63,11 @@ class DrainReport:
         return sum(each.uploaded_bytes for each in self.ranks)
 
 
-def lacking(checkpoint: LocalCheckpoint, engine: Engine) -> str:
-    """Return what is missing of a checkpoint that only the original of this folder can finish; else ""."""
-    if not engine.state.policy.is_copy:
-        return ""
-    return decide.why_hopeless(checkpoint, engine.local.generation, is_adopted=True) or ""
-
-
 def why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
     """Return why a checkpoint is left over.
 
-    That is what a copy of a folder lacks, else a failure of it or one of its shards, else the last thing that went
-    wrong, else that time ran out.
+    That is a failure of it or one of its shards, else the last thing that went wrong, else that time ran out.
     """
-    if lack := lacking(checkpoint, engine):
-        return lack
     found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
     failures = [each.message for each in found if each is not None]
     others: list[CkptAsyncError] = [

@@ -389,16 +389,13 @@ def _decode(fields: dict[str, object]) -> Entry:
     files = fields["files"]
     if not isinstance(files, dict):
         raise TypeError("files")
-    # Earlier versions did not record the number of nodes, but these two only with several.
-    is_of_several = bool(fields["expected"] or fields.get("is_followed"))
     return Entry(
         **{  # type: ignore[arg-type]
-            "num_nodes": 2 if is_of_several else 1,
             **fields,
             "files": {path: Identity(*each) for path, each in files.items()},
             "expected": tuple(fields["expected"]),  # type: ignore[arg-type]
             "state": State(fields["state"]),
-            "refusal": Refusal(refusal) if (refusal := fields.get("refusal")) else None,
+            "refusal": Refusal(fields["refusal"]) if fields["refusal"] else None,
         }
     )
 

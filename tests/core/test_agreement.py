@@ -32,11 +32,9 @@ def test_ranks_that_call_the_checkpoint_differently_are_named() -> None:
 
 def test_receipts_of_different_launches_are_not_committed_together() -> None:
     """Two launches that have opened the same generation of a remote that was wiped write under the same keys."""
-    receipts = [receipt(0, 3), replace(receipt(1, 3), nonce="a"), replace(receipt(2, 3), nonce="b")]
+    receipts = [replace(receipt(rank, 3), nonce=nonce) for rank, nonce in enumerate("aab")]
     assert obstacle(ID, receipts) == "the receipts of ranks 1, 2 are of different launches"
-    assert obstacle(ID, [*receipts[:2], replace(receipts[2], nonce="a")]) is None, (
-        "one does not know its launch"
-    )
+    assert obstacle(ID, [*receipts[:2], replace(receipts[2], nonce="a")]) is None
 
 
 def test_the_cost_per_rank_does_not_grow_with_the_number_of_ranks() -> None:

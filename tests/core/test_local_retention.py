@@ -19,6 +19,7 @@ from ckpt_async.core.model import (
     Opened,
     Outcome,
     Released,
+    RemoteAddress,
     Sealed,
     Shard,
     Superseded,
@@ -46,7 +47,7 @@ def decided(step: int, outcome: Outcome = Outcome.COMMIT) -> list[Event]:
 
 def local(*events: Iterable[Event]) -> Local:
     """Build the local state from events that happen one second apart."""
-    rows = [Opened(1, 1), *(event for each in events for event in each)]
+    rows = [Opened(1, 1, RemoteAddress("file:///run")), *(event for each in events for event in each)]
     return fold(
         [JournalRow(number, 0, float(number), event) for number, event in enumerate(rows, 1)], Local(0)
     )

@@ -22,6 +22,7 @@ from ckpt_async.core.model import (
     Outcome,
     ReceiptStored,
     Released,
+    RemoteAddress,
     Sealed,
     Shard,
     StoredShard,
@@ -29,6 +30,7 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.errors import FailureReason
 
+REMOTE = RemoteAddress("file:///run")
 NAMES = ("a", "b")
 
 
@@ -65,7 +67,7 @@ def journals(draw: st.DrawFn) -> list[JournalRow]:
         names = draw(st.lists(st.sampled_from(NAMES), unique=True))
         whole = life(id_, names, draw(st.sampled_from(Outcome)), draw(st.booleans()))
         queues.append(whole[: draw(st.integers(0, len(whole)))])
-    queues.append([Opened(each, 2) for each in range(1, draw(st.integers(1, 4)))])
+    queues.append([Opened(each, 2, REMOTE) for each in range(1, draw(st.integers(1, 4)))])
     events: list[Event] = []
     while any(queues):
         queue = draw(st.sampled_from([each for each in queues if each]))
@@ -122,7 +124,11 @@ def test_a_restart_retries_what_failed_but_not_what_is_lost() -> None:
     id_ = CheckpointId(1, 1)
 
     def state(reason: FailureReason) -> Local:
-        events: list[Event] = [Enqueued(id_, "x", shard("a")), Failed(id_, "a", reason, "why"), Opened(2, 1)]
+        events: list[Event] = [
+            Enqueued(id_, "x", shard("a")),
+            Failed(id_, "a", reason, "why"),
+            Opened(2, 1, REMOTE),
+        ]
         return fold([JournalRow(number, 0, 1.0, event) for number, event in enumerate(events, 1)], Local(0))
 
     assert state(FailureReason.TIMEOUT).checkpoints[id_].shards["a"].failure is None
@@ -170,7 +176,7 @@ def test_shard_enqueued_after_a_restart_is_not_lost() -> None:
     events: list[Event] = [
         Enqueued(id_, "x", shard("a")),
         Failed(id_, "a", FailureReason.TIMEOUT, "slow"),
-        Opened(2, 1),
+        Opened(2, 1, REMOTE),
         Enqueued(id_, "x", shard("b")),
     ]
     after = fold([JournalRow(number, 0, 1.0, event) for number, event in enumerate(events, 1)], Local(0))

@@ -44,19 +44,18 @@ from ckpt_async.core.model import (
     Verified,
 )
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
-from ckpt_async.local import database, journal_rows, journals
+from ckpt_async.local import database, journals
 from ckpt_async.local import journal as journal_module
 from ckpt_async.local.durable import FsyncError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.journal_rows import KINDS, ROW_SHARDS
 from tests.ctrl_c import interrupted
-from tests.local import old_journals
 from tests.node import Node
 
 ID = CheckpointId(2, 300)
 EVENTS: list[Event] = [
-    Opened(2, 4),
+    Opened(2, 4, RemoteAddress("file:///run")),
     Opened(
         3,
         4,
@@ -194,114 +193,6 @@ def test_truncated_row_is_rejected(folder: Folder, journal: Journal, kind: str, 
         journal.rows()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_shared_journal_of_an_earlier_version_is_migrated(folder: Folder, version: int) -> None:
-    """An upgrade must neither lose what was queued nor do anything twice, and a reader during it must see all rows."""
-    events = {0: EVENTS, 1: many(5), 7: [Sealed(ID, "x", 8)]}
-    path = old_journals.write(folder.private, version, events)
-    before = path.read_bytes()
-    assert seen(folder) == events
-    assert path.read_bytes() == before, "who only looks changes nothing"
-    for rank in (1, 7, 0):
-        for more in ([], [ReceiptStored(ID)]):  # each rank opens it twice
-            with contextlib.closing(Journal(folder, rank)) as journal:
-                assert [row.event for row in journal.rows()] == events[rank]
-                assert journals.read(folder.path)[rank].progress == {(CheckpointId(1, 1), "a"): rank}
-                journal.append(more)
-            events[rank] = [*events[rank], *more]
-            assert seen(folder) == events
-    assert not list(folder.private.glob("journal.sqlite*")), "with the last rank it goes"
-
-
-def test_a_shared_journal_that_others_have_open_is_kept(folder: Folder) -> None:
-    """A trainer that still runs the earlier version keeps its rows and its file."""
-    path = old_journals.write(folder.private, 2, {0: many(2), 1: many(3)})
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-        assert other.execute("SELECT count(*) FROM events WHERE rank = 1").fetchone() == (5,)
-        with contextlib.closing(Journal(folder, 0)), contextlib.closing(Journal(folder, 1)):
-            assert seen(folder) == {0: many(2), 1: many(3)}
-        other.execute("INSERT INTO events VALUES (NULL, 2, 1, 1, 0.0, 'ReceiptStored', ?)", (RECEIPT,))
-    Journal(folder, 0).close()
-    assert seen(folder)[2] == [ReceiptStored(ID)]
-
-
-@pytest.mark.parametrize("at", range(6))
-def test_a_crash_during_the_migration_loses_and_duplicates_nothing(folder: Folder, at: int) -> None:
-    """After SIGKILL at any statement, a reader finds each of the rank's rows in exactly one of the two files."""
-    events = {0: many(3), 1: many(2)}
-    old_journals.write(folder.private, 2, events)
-    code = """
-        import signal, sqlite3
-        from ckpt_async.local import database
-        connect, left = sqlite3.connect, int(sys.argv[2])
-        def count(_):
-            global left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        def traced(*arguments, **more):
-            connection = connect(*arguments, **more)
-            connection.set_trace_callback(count)
-            return connection
-        database.sqlite3.connect = traced
-        Journal(Folder(sys.argv[1]), 0)
-    """
-    process = python(code, folder.path, 6 * at)
-    process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL)
-    assert seen(folder) == events
-    for rank in (0, 1):
-        Journal(folder, rank).close()
-        assert seen(folder) == events
-    assert not list(folder.private.glob("journal.sqlite*"))
-
-
-@pytest.mark.parametrize("damage", ["not a database", "a row"])
-def test_a_damaged_shared_journal_blocks_nobody(
-    folder: Folder, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No launch may be blocked by a file that nobody can read.
-
-    Each rank starts afresh from its manifests; the last one moves the damaged file aside, and it is never deleted.
-    """
-    path = old_journals.write(folder.private, 2, {0: many(2), 1: many(3)})
-    for rank in (0, 1):
-        (folder.private / keys.spool_rank(rank) / "000002-000000000300").mkdir(parents=True)
-    if damage == "a row":
-        with contextlib.closing(sqlite3.connect(path)) as connection:
-            connection.execute("INSERT INTO events VALUES (NULL, 0, 1, 1, 0.0, 'Enqueued', '[\"x\",\"a\"]')")
-            connection.commit()
-    else:
-        path.write_bytes(b"garbage" * 1000)
-    content = path.read_bytes()
-    with pytest.raises(JournalDamagedError, match="journal aside and rebuilds"):
-        journals.read(folder.path)
-    assert journals.ranks(folder.private) == [0, 1]
-    with contextlib.closing(Journal(folder, 0)) as journal:
-        assert journal.rows() == []
-        journal.append([ReceiptStored(ID)])
-    assert path.read_bytes() == content, "rank 1's own is not there yet"
-    with contextlib.closing(Journal(folder, 1)) as journal:
-        assert [row.event for row in journal.rows()] == (many(3) if damage == "a row" else [])
-    Journal(folder, 0).close()
-    [aside] = folder.private.glob("journal.sqlite.damaged-*")
-    assert damage == "a row" or aside.read_bytes() == content
-    assert not path.exists()
-    assert seen(folder)[0] == [ReceiptStored(ID)]
-    assert "shared_journal_damaged rank=0" in caplog.text
-
-
-RECEIPT = '{"checkpoint":{"generation":2,"step":300}}'
-
-
-def seen(folder: Folder) -> dict[int, list[Event]]:
-    return {
-        rank: [row.event for row in each.rows]
-        for rank, each in journals.read(folder.path).items()
-        if each.rows
-    }
-
-
 def test_append_is_all_or_nothing(journal: Journal) -> None:
     """A folder must not be left with only half of its shards enqueued."""
 
@@ -377,8 +268,8 @@ def test_sequence_numbers_are_never_reused(journal: Journal) -> None:
 def test_open_rank_leaves_one_row(journal: Journal) -> None:
     """A run that restarts every minute must not fill its journal."""
     for generation in range(1, 5):
-        journal.open_rank(Opened(generation, 2))
-    assert [Opened(4, 2)] == [row.event for row in journal.rows()]
+        journal.open_rank(Opened(generation, 2, RemoteAddress("file:///run")))
+    assert [Opened(4, 2, RemoteAddress("file:///run"))] == [row.event for row in journal.rows()]
 
 
 def test_open_rank_forgets_what_a_store_has_of_unproven_checkpoints(journal: Journal) -> None:
@@ -390,7 +281,7 @@ def test_open_rank_forgets_what_a_store_has_of_unproven_checkpoints(journal: Jou
         opened = MultipartOpened(id_, "a", "upload", 5)
         journal.append([Enqueued(id_, "x", shard), Sealed(id_, "x", 1), opened, Verified(id_, stored)])
         journal.append([ReceiptStored(id_)])
-    journal.open_rank(Opened(3, 1), [ID])
+    journal.open_rank(Opened(3, 1, RemoteAddress("file:///run")), [ID])
     found = journal.local().checkpoints
     assert (found[ID].has_receipt, found[ID].sealed is None, found[ID].shards["a"].stored) == (
         False,
@@ -760,10 +651,3 @@ def test_a_forked_child_does_not_reopen_the_journal(folder: Folder) -> None:
 )
 def test_a_slash_at_the_end_of_a_remote_is_not_part_of_it(given: str, url: str) -> None:
     assert RemoteAddress(given).url == url
-
-
-def test_a_remote_that_an_earlier_version_wrote_with_a_slash_at_its_end_is_the_same_remote() -> None:
-    row = (1, 0, 0, 1.0, "Opened", '{"generation":1,"world_size":1,"remote":{"url":"s3://b/p/"}}')
-    (found,) = journal_rows.decode(0, [row])
-    assert isinstance(found.event, Opened)
-    assert found.event.remote == RemoteAddress("s3://b/p")

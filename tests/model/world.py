@@ -36,6 +36,7 @@ from ckpt_async.core.model import (
     MadeDurable,
     Opened,
     Outcome,
+    RemoteAddress,
     Sealed,
     Shard,
 )
@@ -584,7 +585,7 @@ class World:
         for host in hosts:
             self.stop(host)
             host.generation, host.next_step = generation, first_step
-            host.journal.open_rank(Opened(generation, len(hosts)))
+            host.journal.open_rank(Opened(generation, len(hosts), RemoteAddress("file:///run")))
             self.start_engine(host, is_trainer=True)
         return generation
 

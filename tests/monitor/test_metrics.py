@@ -401,7 +401,7 @@ def test_queue_of_all_ranks_is_exported_by_state(metrics, journal, wall):
     )
     wall.now = 500.0
     journal.append(0, [Enqueued(old, "s", a), Sealed(old, "s", 2)])
-    journal.open_rank(0, Opened(2, 2))
+    journal.open_rank(0, Opened(2, 2, RemoteAddress("file:///run")))
     wall.now = 600.0
     journal.append(0, [Enqueued(new, "s", b), Enqueued(new, "s", c), Enqueued(new, "s", f)])
     journal.append(0, [verified(new, b), MultipartOpened(new, "c", "id", 5 << 20)])

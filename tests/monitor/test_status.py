@@ -124,13 +124,15 @@ def test_summary_names_the_last_commit_and_the_progress_of_the_next() -> None:
     ],
 )
 def test_summary_in_every_other_case(events: list[Event | list[Event]], expected: str) -> None:
-    assert summary(local(Opened(1, 1), *events)) == expected
+    assert summary(local(Opened(1, 1, REMOTE), *events)) == expected
 
 
 def test_local_ranks_that_saved_nothing_are_all_named() -> None:
     """They were killed before they saved anything, so no other node is to blame."""
-    saved = local(Opened(1, 3), enqueued(1, 10), sealed(1, 3), verified(1, "f0", 10), ReceiptStored(id_(1)))
-    one, two = local(Opened(1, 3), rank=1), local(Opened(1, 3), rank=2)
+    saved = local(
+        Opened(1, 3, REMOTE), enqueued(1, 10), sealed(1, 3), verified(1, "f0", 10), ReceiptStored(id_(1))
+    )
+    one, two = local(Opened(1, 3, REMOTE), rank=1), local(Opened(1, 3, REMOTE), rank=2)
     said = "nothing committed yet; step 1 is uploaded, but {} of this node {} no part of it"
     assert summary(saved, one) == said.format("rank 1", "has")
     assert summary(saved, one, two) == said.format("ranks 1, 2", "have")
@@ -169,9 +171,9 @@ def test_progress_never_exceeds_the_size_and_100_percent_means_complete() -> Non
 
 def test_the_queue_counts_each_unstored_shard_of_undecided_checkpoints_once() -> None:
     here = local(
-        *(Opened(1, 1), enqueued(1, 1), sealed(1), enqueued(2, 2), sealed(2)),
+        *(Opened(1, 1, REMOTE), enqueued(1, 1), sealed(1), enqueued(2, 2), sealed(2)),
         Decided(id_(2), Outcome.ABORT, "step-2"),
-        Opened(2, 1),
+        Opened(2, 1, REMOTE),
         enqueued(3, 4, 8, 16, 32, generation=2),
         MultipartOpened(id_(3, 2), "f1", "upload", 5 << 20),
         Failed(id_(3, 2), "f2", FailureReason.TIMEOUT, "slow"),
@@ -248,16 +250,6 @@ def test_the_recorded_remote_is_read_back(tmp_path: Path) -> None:
 def test_the_remote_is_that_of_the_newest_start() -> None:
     here = local(Opened(1, 1, REMOTE), Opened(2, 1, RemoteAddress("s3://bucket/moved")))
     assert status.view([here], {}, NOW).remote == "s3://bucket/moved"
-
-
-def test_a_journal_of_an_older_version_names_no_remote(tmp_path: Path) -> None:
-    journal = Journal(Folder(tmp_path), 0)
-    journal._connection.execute(
-        "INSERT INTO events (generation, step, written_at, kind, body)"
-        """ VALUES (0, 0, 1.0, 'Opened', '{"generation":1,"world_size":1}')"""
-    )
-    assert journal.local().opened == Opened(1, 1)
-    journal.close()
 
 
 def test_a_live_owner_is_seen_and_not_disturbed(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from ckpt_async.core.observe import Observer
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine import loop as engine
+from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, FolderInUseError, InvalidRecordError
@@ -341,7 +342,10 @@ class Simulation(World):
             )
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
             address = RemoteAddress(URL)
-            journal.open_rank(Opened(generation, world_size, address, inherited, boot_id(), claim.nonce))
+            nonces = recovery.nonces_of_left(folder, local) | (local.opened.nonces if local.opened else {})
+            earlier = tuple(sorted(nonces.items()))
+            opened = Opened(generation, world_size, address, inherited, boot_id(), claim.nonce, earlier)
+            journal.open_rank(opened)
             known = State(
                 rank=rank,
                 folder=folder,

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from ckpt_async import Uploader, cli
 from ckpt_async.cli import drain as drain_command
 from ckpt_async.core import decide, keys
 from ckpt_async.core.model import CheckpointId, RemoteAddress
+from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import (
     FailureReason,
@@ -30,8 +30,6 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.local import journals
-from ckpt_async.local.folder import Folder
-from ckpt_async.local.journal import Journal
 from ckpt_async.local.outbox import Outbox
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.directory import DirectoryStore
@@ -90,38 +88,170 @@ def test_a_killed_trainers_sealed_checkpoint_is_committed(
     ]
 
 
-def test_a_copy_that_has_not_kept_the_times_is_refused_and_nothing_is_given_up(
-    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+def copied(folder: Path, place: Path, how: str = "-a") -> Path:
+    """Copy a folder as a user would. `cp -r` does not keep the times."""
+    copy = place / "copy"
+    subprocess.run(["cp", how, folder, copy], check=True)
+    return copy
+
+
+@pytest.mark.parametrize("how", ["-a", "-r"])
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_a_copy_of_unfinished_uploads_is_refused(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, how: str, has_journal: bool
 ) -> None:
-    """All sealed checkpoints were given up for good, also for the original, as "changed after it was enqueued"."""
-    trainers.die(folder, remote, 100, 200)
-    copy = tmp_path / "copy"
-    subprocess.run(["cp", "-r", folder, copy], check=True)
+    """What it lacks was given up, or uploaded beside the original."""
+    trainers.die(folder, remote, 100, 200, sealed=(100,))
+    copy = copied(folder, tmp_path, how)
+    if not has_journal:
+        lose_journal(copy)
+    before = _objects(tmp_path / "store")
     code, told = call("drain", copy)
     assert (code, told["error"]["kind"]) == (1, "JournalError")
-    assert "has not kept the times of its files" in told["error"]["message"]
-    assert "cp -a" in told["error"]["hint"]
-    assert "--original-is-lost` gives up what is not uploaded" in told["error"]["hint"]
-    with pytest.raises(JournalError, match="has not kept the times"):
+    assert "is a copy of another one" in told["error"]["message"]
+    assert "drain FOLDER --adopt" in told["error"]["hint"]
+    with pytest.raises(JournalError, match="is a copy of another one"):
         Uploader(copy, remote)
-    code, told = call("drain", folder)
-    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100, 200])
+    assert _objects(tmp_path / "store") == before
+    code, told = call("sweep", copy, folder)
+    refused, swept = told["folders"]
+    assert (code, swept["committed"]) == (1, 1)
+    assert "is a copy of another one" in refused["error"]
 
 
-def test_of_a_copy_without_times_nothing_is_committed_if_told_that_the_original_is_lost(
+def test_a_copy_without_unfinished_uploads_is_like_any_folder(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
-    """It was refused all the same, for ever. Its bytes cannot be told from changed ones."""
+    trainers.die(folder, remote, 100)
+    assert call("drain", folder)[0] == 0
+    copy = copied(folder, tmp_path)
+    assert call("drain", copy)[0] == 0
+    with Uploader(copy, remote, rank=0, world_size=1) as uploader:
+        assert uploader.generation == 2
+
+
+def test_an_adopted_copy_gives_up_what_it_lacks(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    trainers.die(folder, remote, 100, 200, 300, 400, sealed=(100, 200, 400))
+    copy = copied(folder, tmp_path)
+    for step in (100, 200):
+        (link,) = (copy / ".ckpt-async/spool").rglob(f"*{step}/rank0.bin")
+        if step == 100:
+            link.unlink()
+        else:
+            os.utime(link)
+    code, told = call("drain", copy, "--adopt")
+    (rank,) = told["ranks"]
+    assert (code, steps(rank["committed"]), steps(rank["aborted"])) == (0, [400], [100, 200, 300])
+    assert all(each["reason"] for each in rank["aborted"])
+    stored = Path(remote.removeprefix("file://"), "ckpt/step-400.g1/rank0.bin")
+    assert stored.read_bytes() == (folder / "step-400/rank0.bin").read_bytes()
+    assert call("drain", copy)[0] == 0
+
+
+def test_of_a_copy_without_times_nothing_is_committed(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """Its bytes cannot be told from changed ones."""
     trainers.die(folder, remote, 100, 200)
-    copy = tmp_path / "copy"
-    subprocess.run(["cp", "-r", folder, copy], check=True)
-    code, told = call("drain", copy, "--original-is-lost")
+    copy = copied(folder, tmp_path, "-r")
+    code, told = call("drain", copy, "--adopt")
     (rank,) = told["ranks"]
     assert (code, rank["committed"], steps(rank["aborted"])) == (0, [], [100, 200])
-    assert call("ls", remote)[1]["checkpoints"] == []
     assert not list(Path(remote.removeprefix("file://")).rglob("rank0.bin"))
     assert sorted(each.parent.name for each in copy.glob("*/rank0.bin")) == ["step-100", "step-200"]
-    assert call("drain", copy)[0] == 0
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_a_copy_is_adopted_once_and_for_all(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, has_journal: bool
+) -> None:
+    """It waits for another rank, and is not refused when that has come."""
+    trainers.die(folder, remote, 100, rank=0, world_size=2)
+    copy = copied(folder, tmp_path)
+    code, told = call("drain", copy, "--adopt", "--grace", "0")
+    assert (code, steps(told["ranks"][0]["waiting"])) == (4, [100])
+    if not has_journal:
+        lose_journal(copy)
+    code, told = call("drain", copy, "--grace", "0")
+    assert (code, steps(told["ranks"][0]["waiting"])) == (4, [100])
+    trainers.die(tmp_path / "other", remote, 100, rank=1, world_size=2)
+    assert call("drain", tmp_path / "other")[0] == 0
+    code, told = call("drain", copy)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
+
+
+def test_local_retention_removes_files_of_an_adopted_copy(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    trainers.die(folder, remote, 100, 200, num_checkpoints_to_keep=1)
+    copy = copied(folder, tmp_path)
+    assert call("drain", copy, "--adopt")[0] == 0
+    assert [each.parent.name for each in copy.glob("step-*/rank0.bin")] == ["step-200"]
+
+
+@pytest.mark.parametrize("has_journal", [True, False])
+def test_a_moved_folder_is_no_copy(
+    trainers: Trainers,
+    call: Drain,
+    folder: Path,
+    remote: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_journal: bool,
+) -> None:
+    """A volume that is mounted elsewhere, after a boot, has another device number and the same inodes."""
+    trainers.die(folder, remote, 100)
+    moved = folder.rename(tmp_path / "moved")
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
+    (manifest,) = (moved / ".ckpt-async/spool/rank-00000").glob("*.json")
+    fields = json.loads(manifest.read_text())
+    fields["shards"][0]["identity"][0] += 1
+    manifest.write_text(json.dumps(fields))
+    if not has_journal:
+        lose_journal(moved)
+    code, told = call("drain", moved)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
+
+
+def test_where_a_mount_changes_inodes_nothing_is_taken_for_a_copy(
+    trainers: Trainers,
+    call: Drain,
+    folder: Path,
+    remote: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on most FUSE file systems: size and mtime decide."""
+    trainers.die(folder, remote, 100)
+    mounted = copied(folder, tmp_path)
+    mark = mounted / ".ckpt-async/host.json"
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), "trusted": "fuse.any"}))
+    monkeypatch.setattr("ckpt_async.local.folder.filesystem_of", lambda *_: "fuse.any")
+    code, told = call("drain", mounted)
+    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
+
+
+def test_what_another_run_kept_here_is_not_pruned(
+    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
+) -> None:
+    """The journal and the spool, which told the runs apart, are lost."""
+    trainers.die(folder, remote, 100, num_checkpoints_to_keep=-1)
+    assert call("drain", folder)[0] == 0
+    trainers.die(folder, remote, 200, generation=2, num_checkpoints_to_keep=-1)
+    assert call("drain", folder)[0] == 0
+    assert list((folder / ".ckpt-async/kept/rank-00000").glob("*100.json"))
+    lose_journal(folder)
+    shutil.rmtree(folder / ".ckpt-async/spool")
+    for step in (1, 2):
+        trainers.die(folder, f"file://{tmp_path}/other", step, generation=2 + step, num_checkpoints_to_keep=1)
+        assert call("drain", folder)[0] == 0
+    assert {each.parent.name for each in folder.glob("step-*/rank0.bin")} == {
+        "step-100",
+        "step-200",
+        "step-2",
+    }
 
 
 def test_a_link_that_was_changed_beside_good_ones_gives_up_only_its_own_checkpoint(
@@ -133,103 +263,6 @@ def test_a_link_that_was_changed_beside_good_ones_gives_up_only_its_own_checkpoi
     os.utime(changed)
     _, told = call("drain", folder)
     assert (steps(told["ranks"][0]["committed"]), steps(told["ranks"][0]["aborted"])) == ([200], [100])
-
-
-@pytest.mark.parametrize("lost", ["a link", "a truncated link", "all files"])
-def test_what_a_copy_lacks_is_left_to_the_original(
-    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, lost: str
-) -> None:
-    """It was given up in the store for good, although the original could still upload it."""
-    trainers.die(folder, remote, 100, 200)
-    copy = tmp_path / "copy"
-    subprocess.run(["cp", "-a", folder, copy], check=True)
-    (link,) = (copy / ".ckpt-async/spool").rglob("*100*/rank0.bin")
-    match lost:
-        case "a link":
-            link.unlink()
-        case "a truncated link":
-            times = link.stat()
-            os.truncate(link, 10)
-            os.utime(link, ns=(times.st_atime_ns, times.st_mtime_ns))
-        case _:
-            for each in copy.rglob("*.bin"):
-                each.unlink()
-    lacking = [100, 200] if lost == "all files" else [100]
-    for _ in range(2):  # what the first one noted must not mislead the second
-        code, told = call("drain", copy)
-        (rank,) = told["ranks"]
-        assert (code, rank["aborted"], steps(rank["left"])) == (6, [], lacking)
-        assert steps(rank["only_in_original"]) == lacking
-        assert "rank0.bin" in rank["left"][0]["reason"]
-        told = call("status", copy)[1]
-        lost = [each for each in told["checkpoints"] if each["state"] == "lost"]
-        assert steps(lost) == lacking
-        assert all(
-            "if this folder is a copy, the original may still have it" in each["hint"] for each in lost
-        )
-        assert "never" not in told["summary"]
-    code, told = call("drain", folder)
-    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100, 200])
-    code, told = call("drain", copy)
-    assert (code, steps(told["ranks"][0]["committed"])) == (0, lacking)
-
-
-def test_a_copy_says_what_to_do_and_gives_up_if_told_that_the_original_is_lost(
-    trainers: Trainers, folder: Path, remote: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainers.die(folder, remote, 100, 200, 300, sealed=(100, 200))
-    copy = tmp_path / "copy"
-    subprocess.run(["cp", "-a", folder, copy], check=True)
-    (link,) = (copy / ".ckpt-async/spool").rglob("*100*/rank0.bin")
-    link.unlink()
-    assert cli.main(["drain", str(copy)]) == 6
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "rank 0: step 200@g1 is committed"
-    assert [each.partition(": shard ")[0] for each in told[1:2]] == ["rank 0: step 100@g1 is not uploaded"]
-    assert "before it sealed" in told[2]
-    assert "is a copy, and its original may still have what is missing here" in told[3]
-    assert "--original-is-lost" in told[3]
-    assert cli.main(["drain", str(copy), "--original-is-lost"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [each.partition(":")[2].partition(":")[0] for each in told] == [
-        " step 100@g1 was given up",
-        " step 300@g1 was given up",
-    ]
-
-
-def copy_that_lacks_a_link(trainers: Trainers, folder: Path, remote: str, tmp_path: Path) -> Path:
-    trainers.die(folder, remote, 100)
-    copy = tmp_path / "copy"
-    subprocess.run(["cp", "-a", folder, copy], check=True)
-    (link,) = (copy / ".ckpt-async/spool").rglob("rank0.bin")
-    link.unlink()
-    return copy
-
-
-def test_an_incomplete_copy_that_is_copied_again_is_finished(
-    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
-) -> None:
-    """The first drain notes in the copy's journal what it lacks."""
-    copy = copy_that_lacks_a_link(trainers, folder, remote, tmp_path)
-    assert call("drain", copy)[0] == 6
-    subprocess.run(["cp", "-a", f"{folder}/.", copy], check=True)
-    code, told = call("drain", copy)
-    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
-
-
-def test_a_trainer_in_an_incomplete_copy_leaves_the_rest_to_the_original(
-    trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
-) -> None:
-    copy = copy_that_lacks_a_link(trainers, folder, remote, tmp_path)
-    with Uploader(copy, remote, rank=0, world_size=1, generation=2) as uploader:
-        assert uploader.wait_for_predecessor(60)
-        (copy / "new.bin").write_bytes(b"new")
-        uploader.enqueue(copy / "new.bin", 200)
-        uploader.seal(200)
-        uploader.wait(200, 60)
-    assert steps(call("ls", remote, "--all")[1]["checkpoints"]) == [200]
-    code, told = call("drain", folder)
-    assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
 
 
 def test_draining_to_s3_needs_only_credentials(
@@ -379,20 +412,6 @@ def lose_journal(folder: Path) -> None:
         each.unlink()
 
 
-def test_a_lost_journal_is_rebuilt_given_the_remote(
-    trainers: Trainers, call: Drain, folder: Path, remote: str
-) -> None:
-    """Rule R10. The spool knows what was promised, but with manifests of earlier versions not where to upload it."""
-    trainers.die(folder, remote, 3)
-    lose_journal(folder)
-    for each in (folder / ".ckpt-async/spool/rank-00000").glob("*.json"):
-        each.write_text(json.dumps({**json.loads(each.read_text()), "remote": ""}))
-    code, told = call("drain", folder)
-    assert (code, told["error"]["hint"]) == (2, "pass the run's remote with --remote")
-    code, told = call("drain", folder, "--remote", remote)
-    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
-
-
 def test_a_rank_without_a_remote_keeps_no_other_from_being_finished(
     trainers: Trainers, call: Drain, folder: Path, remote: str
 ) -> None:
@@ -400,12 +419,14 @@ def test_a_rank_without_a_remote_keeps_no_other_from_being_finished(
         trainers.die(folder, remote, 3, rank=rank, world_size=2)
     for each in (folder / ".ckpt-async").rglob("journal-00001*"):
         each.unlink()
-    for each in (folder / ".ckpt-async/spool/rank-00001").glob("*.json"):
-        each.write_text(json.dumps({**json.loads(each.read_text()), "remote": ""}))
+    (manifest,) = (folder / ".ckpt-async/spool/rank-00001").glob("*.json")
+    promised = manifest.read_bytes()
+    manifest.write_bytes(b"{}")
     code, told = call("drain", folder, "--grace", "0")
     zero, one = told["ranks"]
     assert (code, zero["error"], zero["uploaded_bytes"] > 0, steps(zero["waiting"])) == (1, None, True, [3])
-    assert "does not name the remote of rank 1" in one["error"]
+    assert "does not name the remote of rank 1 (pass the run's remote with --remote)" in one["error"]
+    manifest.write_bytes(promised)
     code, told = call("drain", folder, "--remote", remote)
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
 
@@ -461,35 +482,6 @@ def test_what_a_lost_journal_left_of_another_remote_is_not_committed_to_this_one
         uploader.wait(7, 60)
     assert steps(call("ls", other)[1]["checkpoints"]) == [7]
     assert json.loads((tmp_path / "other/.ckpt-async/latest.json").read_text())["step"] == 7
-
-
-def test_a_manifest_without_a_remote_is_not_taken_up_by_a_start_that_cannot_follow_it(
-    trainers: Trainers,
-    call: Drain,
-    folder: Path,
-    remote: str,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Earlier versions did not name the remote. The generation shows that it is of another run."""
-    trainers.die(folder, remote, 500)
-    lose_journal(folder)
-    (manifest,) = (folder / ".ckpt-async/spool").glob("*/*.json")
-    fields = json.loads(manifest.read_text())
-    assert fields.pop("remote") == remote
-    assert fields.pop("nonce")
-    manifest.write_text(json.dumps(fields))
-    kept = folder / ".ckpt-async/kept/rank-00000"
-    kept.mkdir(parents=True)
-    (kept / "000001-000000000400.json").write_text(json.dumps(fields | {"step": 400}))
-    other = f"file://{tmp_path}/other"
-    with Uploader(folder, other, rank=0, world_size=1, num_checkpoints_to_keep=1) as uploader:
-        assert uploader.wait_for_predecessor(60)
-        assert uploader.generation == 1
-    assert "manifest_of_another_run" in caplog.text
-    assert not (tmp_path / "other/.ckpt-async/latest.json").exists()
-    assert call("ls", other)[1]["checkpoints"] == []
-    assert manifest.with_suffix("").joinpath("rank0.bin").exists(), "nothing is dropped"
 
 
 @pytest.mark.parametrize("suffixes", [("", "/"), ("/", "")])
@@ -846,26 +838,12 @@ def test_what_a_copy_of_the_folder_has_drained_is_not_sent_again(
     """Every object of the committed checkpoint was replaced."""
     trainers.die(folder, remote, 3)
     subprocess.run(["cp", "-a", folder, tmp_path / "copy"], check=True)
-    code, told = call("drain", tmp_path / "copy")
+    code, told = call("drain", tmp_path / "copy", "--adopt")
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
     before = _objects(Path(remote.removeprefix("file://")))
     code, told = call("drain", folder)
     assert (code, steps(told["ranks"][0]["committed"]), told["uploaded_bytes"]) == (0, [3], 0)
     assert _objects(Path(remote.removeprefix("file://"))) == before
-
-
-def test_a_journal_that_does_not_say_whose_its_generation_is_is_drained_as_before(
-    trainers: Trainers, call: Drain, folder: Path, remote: str
-) -> None:
-    """It was written by an earlier version."""
-    trainers.die(folder, remote, 3)
-    opened = journals.read(folder)[0].local().opened
-    assert opened is not None
-    assert opened.nonce
-    with contextlib.closing(Journal(Folder(folder), 0)) as journal:
-        journal.open_rank(replace(opened, nonce=""))
-    code, told = call("drain", folder)
-    assert (code, steps(told["ranks"][0]["committed"])) == (0, [3])
 
 
 @pytest.mark.parametrize("kind", [None, "weights"])
@@ -1060,25 +1038,3 @@ def test_the_trainers_options_take_precedence_over_the_environment(
     address = journals.read(folder)[0].local().remote
     assert address is not None
     assert (address.endpoint_url, address.addressing_style) == (s3_server.url, "path")
-
-
-def test_a_damaged_shared_journal_is_drained_from_the_manifests(
-    trainers: Trainers, folder: Path, remote: str, call: Drain
-) -> None:
-    """The manifests can replace it. Once it is no longer needed it is moved aside, so that `status` and sweeps work
-    again.
-    """
-    trainers.die(folder, remote, 1, 2)
-    for each in (folder / ".ckpt-async").rglob("journal-*"):
-        each.unlink()
-    shared = folder / ".ckpt-async/journal.sqlite"
-    for committed in ([1, 2], []):
-        shared.write_bytes(b"garbage" * 1000)
-        code, told = call("status", folder)
-        assert code == 1
-        assert "`ckpt-async drain`" in told["error"]["hint"]
-        code, told = call("drain", folder, "--remote", remote)
-        assert code == 0
-        assert [each["step"] for rank in told["ranks"] for each in rank["committed"]] == committed
-        assert call("status", folder)[0] == 0
-        assert not shared.exists()

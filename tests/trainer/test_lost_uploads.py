@@ -603,26 +603,6 @@ def test_a_foreign_receipt_ends_the_launch_whose_generation_is_taken_and_no_othe
     assert decisions(store) == ({} if is_taken else {FIRST: "abort"})
 
 
-@pytest.mark.parametrize("lacks", ["theirs", "ours"])
-def test_a_receipt_without_its_launch_is_ones_own(
-    opened: Open, lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An earlier version has written it, or the journal with the launch is lost."""
-    store = Undecided()
-    _killed_before_the_decision(opened, store)
-    (key,) = store.keys(RECEIPTS)
-    receipt = records.decode_receipt(store.bucket.objects[key].data, FIRST, 0)
-    assert receipt.nonce
-    known = replace(receipt, nonce="" if lacks == "theirs" else receipt.nonce)
-    there, ours = (
-        records.encode_receipt(known),
-        replace(receipt, nonce=receipt.nonce if lacks == "theirs" else ""),
-    )
-    assert settling._is_same(there, ours)
-    assert not settling._is_same(there, replace(ours, metrics=(("loss", 1.0),)))
-    assert not settling._is_same(records.encode_receipt(replace(receipt, nonce="other")), receipt)
-
-
 def test_a_launch_is_fenced_by_another_start_in_its_wiped_remote(opened: Open) -> None:
     """That has taken the same number, and so the same keys."""
     store = Undecided()

@@ -40,7 +40,6 @@ from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
 from ckpt_async.trainer import closing
 from ckpt_async.transfer import source
-from tests.local import old_journals
 from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
 from tests.trainer.uploads import QUICK, Open, decisions, save, wait_until, write
 
@@ -1002,42 +1001,11 @@ def test_a_journal_deleted_between_two_starts_is_rebuilt_and_nothing_is_sent_twi
     assert sent == ({"ckpt/step-1.g1/b.pt"} if cut.startswith("ckpt") else set())
 
 
-def test_an_upgrade_in_the_middle_of_an_upload_loses_nothing(opened: Open) -> None:
-    """The journal that an older version left is this version's queue: one shard verified, one still to be sent."""
-    store = Slow()
-    store.start = "ckpt/step-1.g1/b.pt"
-    with opened(store, upload_timeout_s=1) as uploader:
-        folder = uploader.folder
-        save(uploader, 1)
-        assert store.has_come.wait(10)
-        wait_until(lambda: len(store.keys("ckpt/")) == 1, uploader)
-        wait_until(lambda: _num_verified(uploader) == 1, uploader)
-        uploader.close(timeout_s=0)
-    _write_as_version_1(folder / ".ckpt-async")
-    for manifest in (folder / ".ckpt-async/spool").glob("*/*.json"):
-        manifest.unlink()
-    again = Meddled(store.bucket)
-    with opened(again) as uploader:
-        wait_until(lambda: decisions(again).get(CheckpointId(1, 1)) == "commit", uploader)
-    sent = {key for (operation, key), _ in again.asked.items() if operation == "put" and key[:5] == "ckpt/"}
-    assert sent == {"ckpt/step-1.g1/b.pt"}
-
-
 def _num_verified(uploader: Uploader) -> int:
     local = uploader._engine.view().fresh_local()
     return sum(
         shard.stored is not None for each in local.checkpoints.values() for shard in each.shards.values()
     )
-
-
-def _write_as_version_1(private: Path) -> None:
-    """Write what version 0.1.0 would have left: one journal for all ranks, with a row and a JSON object for every
-    event.
-    """
-    events = [row.event for row in journals.read(private.parent)[0].rows]
-    for each in private.glob("journal-*"):
-        each.unlink()
-    old_journals.write(private, 1, {0: events})
 
 
 @pytest.mark.parametrize("is_first", [True, False])
