@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpt_async.core.settings import Settings
 from ckpt_async.local.known_link import KnownLink
@@ -144,15 +144,20 @@ class Lane:
         self._rates: deque[float] = deque(maxlen=ENDED)  # of the requests that ended last
         self._others: Sequence[int] = ()  # requests under way in other processes on the link
         self._small_s = 0.0  # duration of a small request; 0: not known yet
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        # By owner, in the order of their turns, and by group of an owner's requests.
+        self._waiting: dict[Hashable, dict[Hashable, deque[asyncio.Future[None]]]] = {}
+        # By owner: the place of a group among the owner's own.
+        self.urgency: dict[Hashable, Callable[[Any], int]] = {}
         # Owners that would make more requests if more were admitted, and the callback that makes them do so.
         self.have_more: dict[Hashable, Callable[[], None]] = {}
 
-    @asynccontextmanager
-    async def hold(self, owner: Hashable, *, is_for_many: bool = False) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def hold(
+        self, owner: Hashable, group: Hashable = None, *, is_for_many: bool = False
+    ) -> AsyncIterator[None]:
         """Hold a place for one request, or (`is_for_many`) for several, one after the other."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        self._waiting.setdefault(owner, {}).setdefault(group, deque()).append(turn)
         self._num_for_many += is_for_many
         self._admit()
         try:
@@ -161,6 +166,8 @@ class Lane:
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self._leave()
+                else:
+                    self._drop(owner, group, turn)
                 raise
             try:
                 yield
@@ -173,7 +180,7 @@ class Lane:
         if self._node is not None:
             self._node.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def watching(self, progress: Watched, size_bytes: int) -> Iterator[None]:
         """Watch a request, which is to begin again if its connection is slow. With 0 bytes, it is not watched."""
         if size_bytes:
@@ -266,18 +273,38 @@ class Lane:
     def _leave(self) -> None:
         self._running -= 1
         limit = self.concurrency.limit
-        num_waiting = sum(map(len, self._waiting.values()))
+        num_waiting = sum(len(turns) for groups in self._waiting.values() for turns in groups.values())
         # The last ones start together: after all others they would be too few to fill the link.
         is_end = not self.have_more and not self._num_for_many and num_waiting <= limit
         self._admit(min(limit + num_waiting, self.concurrency.most) if is_end else limit)
+        if self._running < limit:
+            for ask in list(self.have_more.values()):
+                ask()
+
+    def is_more_urgent_waiting(self, owner: Hashable, group: Hashable) -> bool:
+        place_of = self.urgency[owner]
+        return any(place_of(each) < place_of(group) for each in self._waiting.get(owner, ()))
+
+    def _drop(self, owner: Hashable, group: Hashable, turn: asyncio.Future[None]) -> None:
+        """Forget one that does not wait any more."""
+        groups = self._waiting.get(owner, {})
+        with contextlib.suppress(KeyError, ValueError):
+            groups[group].remove(turn)
+            if not groups[group]:
+                del groups[group]
+        if not groups:
+            self._waiting.pop(owner, None)
 
     def _admit(self, limit: int = 0) -> None:
         while self._waiting and self._running < (limit or self.concurrency.limit):
-            owner, turns = next(iter(self._waiting.items()))
+            owner, groups = next(iter(self._waiting.items()))
             del self._waiting[owner]
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns  # behind the other owners
+            group = min(groups, key=self.urgency[owner]) if len(groups) > 1 else next(iter(groups))
+            turn = groups[group].popleft()
+            if not groups[group]:
+                del groups[group]
+            if groups:
+                self._waiting[owner] = groups  # behind the other owners
             if not turn.done():
                 self._running += 1
                 turn.set_result(None)
@@ -298,7 +325,7 @@ class ByteBudget:
     def held_bytes(self) -> int:
         return self._size_bytes - self._free
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def hold(self, size_bytes: int) -> AsyncIterator[None]:
         size_bytes = min(size_bytes, self._size_bytes)
         async with self._changed:
