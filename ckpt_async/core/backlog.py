@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_async.core.decide import Receipts, Shortage, missing_ranks, why_hopeless
+from ckpt_async.core.decide import Receipts, Shortage, is_freeing, missing_ranks, why_hopeless
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId, RemoteAddress, without_slash
 from ckpt_async.core.settings import Settings
@@ -35,8 +35,10 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
     ]
 
 
-def shortage(settings: Settings, local: Local, free_bytes: int) -> Shortage | None:
-    """Return why there is no room for another checkpoint; None if there is."""
+def shortage(
+    settings: Settings, local: Local, free_bytes: int, *, is_for_new: bool = False
+) -> Shortage | None:
+    """Return why there is no room for what waits, or (`is_for_new`) for another checkpoint; None if there is."""
     least_bytes = settings.min_free_bytes
     if least_bytes < 0:
         least_bytes = 2 * save_bytes(local)
@@ -44,12 +46,12 @@ def shortage(settings: Settings, local: Local, free_bytes: int) -> Shortage | No
         text = f"the disk has {in_units(free_bytes)} left, less than {in_units(least_bytes)}"
         return Shortage(f"{text} (min_free_bytes)", settings.on_disk_low, is_of_disk=True)
     waiting, reaction = backlog(local), settings.on_backlog
-    if 0 < settings.max_backlog_checkpoints <= len(waiting):
+    if 0 < settings.max_backlog_checkpoints < len(waiting) + is_for_new:
         limit = settings.max_backlog_checkpoints
         text = f"{len(waiting)} checkpoints are waiting, max_backlog_checkpoints={limit}"
         return Shortage(text, reaction, is_of_disk=False)
     waiting_bytes = sum(unsent_bytes(each) for each in waiting)
-    if 0 < settings.max_backlog_bytes <= waiting_bytes:
+    if 0 < settings.max_backlog_bytes < waiting_bytes + is_for_new:
         limit = settings.max_backlog_bytes
         text = f"{waiting_bytes} bytes are waiting, max_backlog_bytes={limit}"
         return Shortage(text, reaction, is_of_disk=False)
@@ -66,8 +68,7 @@ def why_skipped(settings: Settings, local: Local, found: Shortage, free_bytes: i
         return ""
     if settings.min_free_bytes < 0:
         return found.text if free_bytes < save_bytes(local) else ""
-    is_freeing = any(each.superseded and not each.is_released for each in local.checkpoints.values())
-    return "" if is_freeing or len(backlog(local)) > 2 else found.text
+    return "" if is_freeing(local) or len(backlog(local)) > 2 else found.text
 
 
 def save_bytes(local: Local) -> int:
@@ -87,8 +88,9 @@ def behind(local: Local, upload_s: float) -> str:
         return ""
     num = max(2, round(upload_s / max(every_s, 1e-3)))
     size_bytes = sum(unsent_bytes(each) for each in backlog(local))
+    every, upload = (f"{each:.1f} s" if each < 10 else age(each) for each in (every_s, upload_s))
     return (
-        f"a save every {age(every_s)}, and an upload takes {age(upload_s)}: about 1 of {num} saves will reach the store"
+        f"a save every {every}, and an upload takes {upload}: about 1 of {num} saves will reach the store"
         f" while training goes on like this; {len(waiting)} are waiting ({in_units(size_bytes)})"
     )
 

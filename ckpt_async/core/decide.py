@@ -381,12 +381,16 @@ def supersedable(local: Local, remote: Remote, policy: Policy, *, is_disk_short:
     return [id_ for id_ in owed(local, policy) if may_go(id_)]
 
 
+def is_freeing(local: Local) -> bool:
+    """Return whether something was given up for newer checkpoints and is not forgotten yet."""
+    return any(each.superseded and not each.was_committed for each in local.checkpoints.values())
+
+
 def _to_give_up(local: Local, remote: Remote, policy: Policy) -> CheckpointId | None:
     """Return the checkpoint to give up because there is no room, or None. One at a time: what was given up has yet to
     free its space.
     """
-    is_freeing = any(each.superseded and not each.is_released for each in local.checkpoints.values())
-    if remote.shortage is None or is_freeing or not policy.may_decide:
+    if remote.shortage is None or is_freeing(local) or not policy.may_decide:
         return None
     victims = supersedable(local, remote, policy, is_disk_short=remote.shortage.is_of_disk)
     return next(iter(victims), None)

@@ -152,6 +152,7 @@ class Engine:
             owed = decide.owed(state.fresh_local(), state.policy)
             turn = order.to_newest(state.remote.turn, owed, state.now())
             state.remote = replace(state.remote, turn=turn)
+            self._queue.stop_all_but(turn.sending)
 
         self._soon(change)
 
@@ -268,9 +269,9 @@ class Engine:
         self.state.store.has_more(self._start_uploads if self._queue else None)
 
     def _has_place(self, id_: CheckpointId) -> bool:
-        """Return whether another upload of this checkpoint may begin: not while parts of a more urgent one wait."""
-        store = self.state.store
-        return self._num_uploading[id_] < store.concurrency and not store.is_more_urgent_waiting(id_)
+        """Return whether another upload of this checkpoint may begin: not beside a more urgent one."""
+        is_first = all(not self._queue.precedes(each, id_) for each in self._num_uploading)
+        return is_first and self._num_uploading[id_] < self.state.store.concurrency
 
     def _start(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
         task = self.state.loop.create_task(work, name=type(actions[0]).__name__)
@@ -345,7 +346,9 @@ class Engine:
         state = self.state
         found = backlog.shortage(state.settings, state.local, state.folder.space()[0])
         is_to_supersede = found is not None and found.reaction == "supersede" and state.is_trainer
-        state.remote = replace(state.remote, shortage=found if is_to_supersede else None)
+        # What was given up frees its space only later.
+        is_known = is_to_supersede and not decide.is_freeing(state.local)
+        state.remote = replace(state.remote, shortage=found if is_known else None)
 
     def _keep_house(self) -> None:
         state = self.state

@@ -436,6 +436,7 @@ async def give_up_for_newer(state: State, action: decide.GiveUpForNewer) -> None
     size_bytes = state.checkpoint(id_).size_bytes
     logger.warning("checkpoint_superseded %s size_bytes=%d reason=%s", id_, size_bytes, shortage.text)
     state.record(Superseded(id_, f"superseded by newer checkpoints: {shortage.text}"))
+    state.remote = replace(state.remote, shortage=None)  # until it is looked for again
 
 
 async def move_latest(state: State, action: decide.MoveLatest) -> None:

@@ -63,8 +63,22 @@ class UploadQueue:
         return self._waiting[0].checkpoint
 
     def place_of(self, checkpoint: CheckpointId) -> int:
-        """Return the checkpoint's place in the order of uploads. What is not sealed comes last."""
-        return self._places.get(checkpoint, len(self._places))
+        """Return the checkpoint's place in the order of uploads; those with the same place share the link.
+
+        What is not sealed comes last, except while at most one sealed checkpoint is to be sent.
+        """
+        num_owed = len(self._places)
+        return self._places.get(checkpoint, num_owed) if num_owed > 1 else 0
+
+    def precedes(self, one: CheckpointId, other: CheckpointId) -> bool:
+        return self.place_of(one) < self.place_of(other)
+
+    def stop_all_but(self, checkpoint: CheckpointId | None) -> None:
+        """Stop the uploads of all others, whose finished parts are kept: the link is needed for this one."""
+        self.clear()  # otherwise others could still start before the next round
+        for action, task in self._running():
+            if action.checkpoint != checkpoint:
+                task.cancel()
 
     # --- series --------------------------------------------------------------------------------------------
 

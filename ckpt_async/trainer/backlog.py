@@ -36,7 +36,7 @@ def make_room(
     try:
         while True:
             local, free_bytes = engine.view().fresh_local(), folder.space()[0]
-            found = backlog.shortage(settings, local, free_bytes)
+            found = backlog.shortage(settings, local, free_bytes, is_for_new=True)
             if found is None or found.reaction == "supersede":
                 return "" if found is None else backlog.why_skipped(settings, local, found, free_bytes)
             waited_s = time.monotonic() - started

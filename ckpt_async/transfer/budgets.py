@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -125,6 +125,9 @@ LOOK_S, SELDOM_S = 0.05, 0.2
 SEND_BUFFERS_FILL_S = 0.15
 
 
+_NONE = object()  # no group; `None` is one
+
+
 class Lane:
     """Admission by number of requests.
 
@@ -146,7 +149,8 @@ class Lane:
         self._small_s = 0.0  # duration of a small request; 0: not known yet
         # By owner, in the order of their turns, and by group of an owner's requests.
         self._waiting: dict[Hashable, dict[Hashable, deque[asyncio.Future[None]]]] = {}
-        # By owner: the place of a group among the owner's own.
+        self._running_of: Counter[tuple[Hashable, Hashable]] = Counter()  # by owner and group
+        # By owner: the place of a group among the owner's own. Equal ones are admitted as they come.
         self.urgency: dict[Hashable, Callable[[Any], int]] = {}
         # Owners that would make more requests if more were admitted, and the callback that makes them do so.
         self.have_more: dict[Hashable, Callable[[], None]] = {}
@@ -165,14 +169,14 @@ class Lane:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._leave()
+                    self._leave(owner, group)
                 else:
                     self._drop(owner, group, turn)
                 raise
             try:
                 yield
             finally:
-                self._leave()
+                self._leave(owner, group)
         finally:
             self._num_for_many -= is_for_many
 
@@ -270,8 +274,22 @@ class Lane:
             )
             watched[number][0].begin_again()
 
-    def _leave(self) -> None:
+    def _next_group(self, owner: Hashable) -> Hashable:
+        """Return the owner's most urgent group that waits; none while a more urgent one is under way, because they
+        would share the link.
+        """
+        groups, place_of = self._waiting[owner], self.urgency.get(owner)
+        if place_of is None:
+            return next(iter(groups))
+        first = min(groups, key=place_of)
+        under_way = (group for (each, group), num in self._running_of.items() if each == owner and num)
+        return _NONE if any(place_of(each) < place_of(first) for each in under_way) else first
+
+    def _leave(self, owner: Hashable, group: Hashable) -> None:
         self._running -= 1
+        self._running_of[owner, group] -= 1
+        if not self._running_of[owner, group]:
+            del self._running_of[owner, group]
         limit = self.concurrency.limit
         num_waiting = sum(len(turns) for groups in self._waiting.values() for turns in groups.values())
         # The last ones start together: after all others they would be too few to fill the link.
@@ -280,10 +298,6 @@ class Lane:
         if self._running < limit:
             for ask in list(self.have_more.values()):
                 ask()
-
-    def is_more_urgent_waiting(self, owner: Hashable, group: Hashable) -> bool:
-        place_of = self.urgency[owner]
-        return any(place_of(each) < place_of(group) for each in self._waiting.get(owner, ()))
 
     def _drop(self, owner: Hashable, group: Hashable, turn: asyncio.Future[None]) -> None:
         """Forget one that does not wait any more."""
@@ -297,9 +311,11 @@ class Lane:
 
     def _admit(self, limit: int = 0) -> None:
         while self._waiting and self._running < (limit or self.concurrency.limit):
-            owner, groups = next(iter(self._waiting.items()))
-            del self._waiting[owner]
-            group = min(groups, key=self.urgency[owner]) if len(groups) > 1 else next(iter(groups))
+            next_ones = ((owner, self._next_group(owner)) for owner in self._waiting)
+            owner, group = next((each for each in next_ones if each[1] is not _NONE), (None, _NONE))
+            if group is _NONE:
+                break
+            groups = self._waiting.pop(owner)
             turn = groups[group].popleft()
             if not groups[group]:
                 del groups[group]
@@ -307,6 +323,7 @@ class Lane:
                 self._waiting[owner] = groups  # behind the other owners
             if not turn.done():
                 self._running += 1
+                self._running_of[owner, group] += 1
                 turn.set_result(None)
         if self._next_look is None and self._running and self.movers:
             is_finding = self.concurrency.is_searching or self.concurrency.before is not None

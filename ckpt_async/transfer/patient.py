@@ -307,10 +307,6 @@ class PatientStore:
         """Have the owner's waiting requests admitted in the order of the places of their groups."""
         self._budgets.bulk.urgency[self._owner] = place_of
 
-    def is_more_urgent_waiting(self, group: Hashable) -> bool:
-        """Return whether requests of the owner wait that are more urgent than those of this group."""
-        return self._budgets.bulk.is_more_urgent_waiting(self._owner, group)
-
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[PatientStore]:
         """Take a place among the requests that carry shard bytes.

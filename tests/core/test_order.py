@@ -48,13 +48,16 @@ class Launch:
     committed: dict[CheckpointId, float] = field(default_factory=dict)
     oldest_newest_s: float = 0.0  # the largest age of the newest commit
 
+    now: float = 0.0
+    num_saved: int = 0
+
     def run(self, num_saves: int) -> None:
-        now, step = 0.0, 0
-        while now < num_saves:
-            if now >= step:
-                step += 1
+        while self.now < num_saves:
+            now = self.now
+            if now >= self.num_saved:
+                self.num_saved += 1
                 for rank in self.ranks:
-                    rank.left[id_of(step)] = SAVES_PER_UPLOAD
+                    rank.left[id_of(self.num_saved)] = SAVES_PER_UPLOAD
             for number, rank in enumerate(self.ranks):
                 if not rank.is_dead:
                     self._poll(rank, now)
@@ -63,7 +66,7 @@ class Launch:
             if self.committed and now > START_S:
                 newest = max(self.committed)
                 self.oldest_newest_s = max(self.oldest_newest_s, now - (newest.step - 1))
-            now += BEAT_S
+            self.now += BEAT_S
 
     def _poll(self, rank: Rank, now: float) -> None:
         for id_, (at, pause_s) in list(rank.polls.items()):
