@@ -188,7 +188,7 @@ def test_the_package_keeps_its_shape() -> None:
 
 
 # Lines of code. Docstrings do not count: a long docstring is no reason to split a public function.
-MOST_LINES = {"file": 550, "class": 350, "function": 60}
+MOST_LINES = {"file": 800, "class": 400, "function": 60}
 
 
 def _code_lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -225,8 +225,8 @@ def test_what_is_too_large_is_reported_and_docstrings_do_not_count() -> None:
     doc = '    """' + "\n" * 100 + '    """\n'
     assert not oversized({"a.py": f"def f():\n{doc}{body[: body.index('    a59')]}"})
     assert oversized({"a.py": f"def f():\n{body}\n"}) == ["a.py:1: function f has 61 lines of code"]
-    long = "\n".join(f"    def m{n}(self): ..." for n in range(350))
-    assert oversized({"a.py": f"class C:\n{long}\n"}) == ["a.py:1: class C has 351 lines of code"]
+    long = "\n".join(f"    def m{n}(self): ..." for n in range(400))
+    assert oversized({"a.py": f"class C:\n{long}\n"}) == ["a.py:1: class C has 401 lines of code"]
     assert oversized({"a.py": "\n" * 551}) == ["a.py has 551 lines"]
 
 

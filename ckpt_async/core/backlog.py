@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_async.core import retention
-from ckpt_async.core.decide import Receipts, candidate, is_loadable, missing_ranks, why_hopeless
+from ckpt_async.core.decide import Receipts, Shortage, is_freeing, missing_ranks, why_hopeless
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId, RemoteAddress, without_slash
-from ckpt_async.core.retention import RetentionPolicy
-from ckpt_async.core.units import age
+from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import age, in_units
 
 # A wait for other ranks is logged when it has taken this long, and again each time it has doubled.
 LONG_WAIT_S = 600.0
@@ -36,20 +35,64 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
     ]
 
 
-def supersedable(local: Local, policy: RetentionPolicy) -> list[CheckpointId]:
-    """Return the checkpoints of the backlog that may be given up for newer ones, oldest first.
+def shortage(
+    settings: Settings, local: Local, free_bytes: int, *, is_for_new: bool = False
+) -> Shortage | None:
+    """Return why there is no room for what waits, or (`is_for_new`) for another checkpoint; None if there is."""
+    least_bytes = settings.min_free_bytes
+    if least_bytes < 0:
+        least_bytes = 2 * save_bytes(local)
+    if free_bytes < least_bytes:
+        text = f"the disk has {in_units(free_bytes)} left, less than {in_units(least_bytes)}"
+        return Shortage(f"{text} (min_free_bytes)", settings.on_disk_low, is_of_disk=True)
+    waiting, reaction = backlog(local), settings.on_backlog
+    if 0 < settings.max_backlog_checkpoints < len(waiting) + is_for_new:
+        limit = settings.max_backlog_checkpoints
+        text = f"{len(waiting)} checkpoints are waiting, max_backlog_checkpoints={limit}"
+        return Shortage(text, reaction, is_of_disk=False)
+    waiting_bytes = sum(unsent_bytes(each) for each in waiting)
+    if 0 < settings.max_backlog_bytes < waiting_bytes + is_for_new:
+        limit = settings.max_backlog_bytes
+        text = f"{waiting_bytes} bytes are waiting, max_backlog_bytes={limit}"
+        return Shortage(text, reaction, is_of_disk=False)
+    return None
 
-    Never includes the newest sealed one, nor any that the retention policy would keep if the whole backlog were
-    committed. Checkpoints that were or will be aborted do not count towards retention.
+
+def why_skipped(settings: Settings, local: Local, found: Shortage, free_bytes: int) -> str:
+    """Return why the next save is skipped, although it may give up older ones; "" if it is not.
+
+    By default that is where it would not fit. Where the user says how much is to stay free, it is where nothing older
+    could be given up: it is the target, or the only one besides it.
     """
-    candidates = [
-        candidate(each)
-        for each in local.checkpoints.values()
-        if each.sealed is not None
-        and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
+    if not found.is_of_disk or found.reaction != "supersede":
+        return ""
+    if settings.min_free_bytes < 0:
+        return found.text if free_bytes < save_bytes(local) else ""
+    return "" if is_freeing(local) or len(backlog(local)) > 2 else found.text
+
+
+def save_bytes(local: Local) -> int:
+    """Return the size of this rank's part of its largest checkpoint that is known; 0 if none is."""
+    return max((each.size_bytes for each in local.checkpoints.values()), default=0)
+
+
+def behind(local: Local, upload_s: float) -> str:
+    """Return the text to log where uploads fall behind; "" if they do not, or if that cannot be told."""
+    waiting = [
+        each.sealed_at for each in backlog(local) if each.sealed and each.id.generation == local.generation
     ]
-    kept = retention.apply(policy, candidates)
-    return [each.id for each in backlog(local) if each.sealed is not None and each.id not in kept]
+    if len(waiting) < 2 or upload_s <= 0:
+        return ""
+    every_s = (waiting[-1] - waiting[0]) / (len(waiting) - 1)
+    if upload_s <= every_s:
+        return ""
+    num = max(2, round(upload_s / max(every_s, 1e-3)))
+    size_bytes = sum(unsent_bytes(each) for each in backlog(local))
+    every, upload = (f"{each:.1f} s" if each < 10 else age(each) for each in (every_s, upload_s))
+    return (
+        f"a save every {every}, and an upload takes {upload}: about 1 of {num} saves will reach the store"
+        f" while training goes on like this; {len(waiting)} are waiting ({in_units(size_bytes)})"
+    )
 
 
 def left_by_predecessors(local: Local, generation: int) -> list[CheckpointId]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from ckpt_async.core import order, retention
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Latest, Outcome
-from ckpt_async.core.retention import Candidate, KeepLocal
+from ckpt_async.core.retention import Candidate, KeepLocal, RetentionPolicy
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
@@ -57,6 +58,15 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why there is no room for another checkpoint, and what the user wants to happen then."""
+
+    text: str
+    reaction: str  # block | supersede | raise
+    is_of_disk: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Remote:
     """What the engine has seen of the store. Kept in memory only: after a crash, the engine looks again."""
 
@@ -69,6 +79,8 @@ class Remote:
     to_publish: CheckpointId | None = None  # committed; this engine must move latest to it
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
     pointed_at: CheckpointId | None = None  # the newest for which Composer's pointer was moved or need not be
+    turn: order.Turn = field(default_factory=order.Turn)
+    shortage: Shortage | None = None  # older checkpoints are to be given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,7 @@ class Policy:
 
     local_retention: KeepLocal = field(default_factory=KeepLocal)
     may_supersede: bool = False  # the user lets checkpoints be dropped that newer ones have made useless
+    remote_retention: RetentionPolicy = field(default_factory=retention.KeepAll)
     has_local_latest: bool = True
     has_pointer: bool = False  # whether Composer's pointer is to be written
     may_send_ahead: bool = False  # the store accepts a shard in parts
@@ -141,6 +154,20 @@ class LookForSuccessor:
 @dataclass(frozen=True, slots=True)
 class LookForMembers:
     """Find out whether this launch can commit at all: look for a successor, and list who has opened our generation."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameTarget:
+    """Name the newest checkpoint that this rank has sealed as the one that all ranks send next, or read which one
+    another rank has named.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpForNewer:
+    """Give up a checkpoint of which no rank has delivered its part, because newer ones need the room."""
+
+    checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +257,8 @@ Action = (
     | Look
     | LookForSuccessor
     | LookForMembers
+    | NameTarget
+    | GiveUpForNewer
     | Commit
     | Abort
     | MoveLatest
@@ -244,7 +273,7 @@ Action = (
 )
 
 
-_WRITES = (SendAhead, Upload, StoreReceipt, Commit, Abort)
+_WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, Commit, Abort)
 
 
 # --- the rules ---------------------------------------------------------------------------------------------
@@ -257,6 +286,10 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
         if checkpoint.decision is None:
             actions += _towards_decision(checkpoint, local, remote, policy, now)
     actions += _after_decision(local, remote, policy)
+    if _is_target_due(local, remote, policy, now):
+        actions.append(NameTarget())
+    if (victim := _to_give_up(local, remote, policy)) is not None:
+        actions.append(GiveUpForNewer(victim))
     if has_open(local, policy):
         at, is_first = remote.look_for_successor_at, remote.must_look_first
         if is_first:
@@ -288,6 +321,85 @@ def noticed_idleness(local: Local, remote: Remote, policy: Policy, now: float) -
         return remote
     must_look = not is_idle and now >= remote.look_for_successor_at
     return replace(remote, is_idle=is_idle, must_look_first=must_look)
+
+
+def owed(local: Local, policy: Policy) -> list[CheckpointId]:
+    """Return the sealed checkpoints of which this rank has something to send, oldest first."""
+    return sorted(
+        id_
+        for id_, each in local.checkpoints.items()
+        if each.sealed is not None
+        and each.decision is None
+        and not each.is_verified
+        and why_hopeless(each, local.generation, is_adopted=policy.is_adopted) is None
+    )
+
+
+def noticed_turn(local: Local, remote: Remote, policy: Policy, now: float) -> Remote:
+    """Note which checkpoint this rank has turned to."""
+    is_open = order.is_open(local, remote.turn.target)
+    turn = order.turned(
+        remote.turn, owed(local, policy), now, is_open=is_open, is_alone=_has_no_others(local, policy)
+    )
+    return remote if turn == remote.turn else replace(remote, turn=turn)
+
+
+def _has_no_others(local: Local, policy: Policy) -> bool:
+    """Return whether there is no other rank to agree with: the launch is over, or has only this one."""
+    return policy.is_adopted or local.opened is None or local.opened.world_size == 1
+
+
+def newest_owed(local: Local, policy: Policy) -> list[CheckpointId]:
+    """Return the sealed checkpoints of this launch of which this rank has something to send, oldest first."""
+    return [id_ for id_ in owed(local, policy) if id_.generation == local.generation]
+
+
+def supersedable(local: Local, remote: Remote, policy: Policy, *, is_disk_short: bool) -> list[CheckpointId]:
+    """Return the checkpoints that may be given up for newer ones, oldest first.
+
+    They are older than what all ranks send now, no receipt of them is known, and unless the disk is short, remote
+    retention would not keep them if all that waits was committed. Checkpoints that were or will be aborted do not count
+    towards retention.
+    """
+    turned_to = max(filter(None, (remote.turn.target, remote.turn.sending)), default=None)
+    kept: Collection[CheckpointId] = ()
+    if not is_disk_short:
+        candidates = [
+            candidate(each)
+            for each in local.checkpoints.values()
+            if each.sealed is not None
+            and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
+        ]
+        kept = retention.apply(policy.remote_retention, candidates)
+
+    def may_go(id_: CheckpointId) -> bool:
+        receipts = remote.watches.get(id_, Watch()).receipts
+        is_older = turned_to is not None and id_ < turned_to and id_ != remote.turn.sending
+        return is_older and id_ not in kept and not (receipts and receipts.ranks)
+
+    return [id_ for id_ in owed(local, policy) if may_go(id_)]
+
+
+def is_freeing(local: Local) -> bool:
+    """Return whether something was given up for newer checkpoints and is not forgotten yet."""
+    return any(each.superseded and not each.was_committed for each in local.checkpoints.values())
+
+
+def _to_give_up(local: Local, remote: Remote, policy: Policy) -> CheckpointId | None:
+    """Return the checkpoint to give up because there is no room, or None. One at a time: what was given up has yet to
+    free its space.
+    """
+    if remote.shortage is None or is_freeing(local) or not policy.may_decide:
+        return None
+    victims = supersedable(local, remote, policy, is_disk_short=remote.shortage.is_of_disk)
+    return next(iter(victims), None)
+
+
+def _is_target_due(local: Local, remote: Remote, policy: Policy, now: float) -> bool:
+    if _has_no_others(local, policy):
+        return False
+    is_open = order.is_open(local, remote.turn.target)
+    return order.is_asking_due(remote.turn, newest_owed(local, policy), now, is_open=is_open)
 
 
 def _towards_decision(

@@ -12,6 +12,7 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt-async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
     .ckpt-async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt-async/latest.json
+    .ckpt-async/target.json                                  what all ranks send next, where uploads fall behind
     .ckpt-async/boundary.json                                which old decisions have been collected
     .ckpt-async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
     .ckpt-async/damaged/<g:06d>-<step:012d>.json             committed, but found to be unreadable
@@ -54,6 +55,7 @@ CLAIMS = f"{PRIVATE}/claims/"
 PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
+TARGET = f"{PRIVATE}/target.json"
 KINDS = "kinds/"
 
 # Wide enough for any run. Larger numbers are refused, because more digits would break the LIST order.

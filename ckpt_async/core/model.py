@@ -181,6 +181,17 @@ class Latest:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Names the checkpoint that all ranks of a launch send next. Moves forward only; `number` and `nonce` are as in
+    `Latest`.
+    """
+
+    checkpoint: CheckpointId
+    number: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """States whose copy belongs under an exact key: that of the newest checkpoint that has claimed the key.
 

@@ -33,6 +33,7 @@ from ckpt_async.core.model import (
     Sealed,
     Shard,
     StoredShard,
+    Target,
     without_slash,
 )
 from ckpt_async.core.naming import check_component, check_publish_as, check_relative
@@ -236,6 +237,15 @@ def decode_latest(data: bytes) -> Latest:
     if latest.prefix != keys.data_prefix(name, checkpoint.generation):
         raise InvalidRecordError(f"latest: prefix {latest.prefix!r} is not that of {name!r}")
     return latest
+
+
+def encode_target(target: Target) -> bytes:
+    return _encode("target", _checkpoint_fields(target.checkpoint) | _fields_of(target, "number", "nonce"))
+
+
+def decode_target(data: bytes) -> Target:
+    fields = _decode("target", data, MAX_RECORD_SIZE_BYTES)
+    return Target(_checkpoint(fields), _int(fields, "number", 0, 1 << 62), _str(fields, "nonce"))
 
 
 def encode_claim(claim: Claim) -> bytes:

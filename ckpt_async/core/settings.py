@@ -132,19 +132,21 @@ class Settings:
     )
     on_backlog: str = _setting(
         "block",
-        "when uploads fall behind: block in `enqueue`, drop checkpoints that retention would not keep, or raise",
+        "when uploads fall behind: block in `enqueue`, give up older checkpoints of which nothing is uploaded and"
+        " which remote_retention would not keep, or raise",
         choices=("block", "supersede", "raise"),
     )
     min_free_bytes: int = _setting(
-        0,
-        "free bytes on the folder's file system below which `on_disk_low` applies; 0 for no limit; see also"
-        " watch.md",
-        0,
+        -1,
+        "free bytes on the folder's file system below which `on_disk_low` applies; -1 for twice the size of this"
+        " rank's saves, 0 for no limit; see also watch.md",
+        -1,
         10**15,
     )
     on_disk_low: str = _setting(
-        "block",
-        "when the disk runs low: block in `enqueue`, drop checkpoints that retention would not keep, or raise",
+        "supersede",
+        "when the disk runs low: give up older checkpoints of which nothing is uploaded, and if that is not enough,"
+        " skip the new save; or block in `enqueue`, or raise",
         choices=("block", "supersede", "raise"),
     )
     block_timeout_s: float = _setting(
@@ -245,9 +247,9 @@ class Settings:
             _check(field, getattr(self, field.name), f"{field.name}")
         policy = _parse_policy("remote_retention", self.remote_retention)
         _parse_policy("local_retention", self.local_retention)
-        if "supersede" in (self.on_backlog, self.on_disk_low) and retention.keeps_all(policy):
+        if self.on_backlog == "supersede" and retention.keeps_all(policy):
             raise SettingsError(
-                "on_backlog or on_disk_low is 'supersede', but remote_retention keeps all: nothing could be dropped",
+                "on_backlog is 'supersede', but remote_retention keeps all: nothing could be given up",
                 hint="set what must be kept, e.g. remote_retention='last=2,every-steps=1000'",
             )
         if not self.metrics_address:

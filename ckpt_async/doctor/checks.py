@@ -96,7 +96,7 @@ def examine(
             return Facts(host, local, journal, Remote(url, (refused,)), checkpoint_bytes=checkpoint_bytes)
         # `min_free_bytes` concerns the folder's file system. Without a folder, the file is written to the
         # temporary one.
-        kept_bytes = settings.min_free_bytes if folder is not None else 0
+        kept_bytes = max(0, settings.min_free_bytes) if folder is not None else 0
         trial = Trial(store, settings, workplace if measures_speed else None, kept_bytes)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(trial.run())
@@ -180,7 +180,7 @@ def _try_folder(
             can_link=workplace.can_link,
             other_mounts=tuple(_other_mounts(above)) if above == path else (),
             free_bytes=free_bytes,
-            min_free_bytes=settings.min_free_bytes,
+            min_free_bytes=max(0, settings.min_free_bytes),
             fsync_s=fsync_s,
         ),
         workplace,

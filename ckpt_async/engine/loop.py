@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
-from ckpt_async.core import decide
+from ckpt_async.core import backlog, decide, order
 from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Failed, Opened
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 # Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
 # checkpoints.
-_OF_NO_CHECKPOINT = (decide.WaitUntil, decide.LookForSuccessor, decide.LookForMembers)
+_OF_NO_CHECKPOINT = (decide.WaitUntil, decide.LookForSuccessor, decide.LookForMembers, decide.NameTarget)
 
 
 class Engine:
@@ -52,9 +52,11 @@ class Engine:
         self._on_change = on_change
         self._book = Book()
         self._queue = UploadQueue(state, self._book)
-        self._num_uploading = 0  # upload tasks; one task may send many shards
+        state.store.set_urgency(self._queue.place_of)
+        self._num_uploading: Counter[CheckpointId] = Counter()  # upload tasks; one task may send many shards
         self._is_retry_asked = False
         self._housekeep_at = 0.0
+        self._tell_at = 3  # log that uploads fall behind when so many checkpoints wait
         self._wakes, self._last_wake = itertools.count(1), 0
         self._woken = asyncio.Event()
         self._crash: asyncio.Future[None] = state.loop.create_future()
@@ -62,7 +64,6 @@ class Engine:
     def succeed(self, dead: Engine) -> None:
         """Take over what a crashed engine knew that is not in the journal."""
         self.state.succeed(dead.state)
-        self._queue.put_newest_first(dead._queue.is_newest_first)
         # Callers that wait for rounds to pass and for work to be done must not notice the change.
         self.num_due, self.num_rounds = dead.num_due, dead.num_rounds
         self.last_seen_wake, self._last_wake, self._wakes = dead.last_seen_wake, dead._last_wake, dead._wakes
@@ -139,12 +140,17 @@ class Engine:
 
         self._soon(change)
 
-    def put_newest_first(self, is_newest_first: bool = True) -> None:
-        """Upload the newest sealed checkpoint before all others, and stop uploads of the others. Any thread.
+    def turn_to_newest(self) -> None:
+        """Upload the newest sealed checkpoint next, for when there may be little time left. Any thread."""
 
-        For when there may be little time left. False: oldest first again.
-        """
-        self._soon(lambda: self._queue.put_newest_first(is_newest_first))
+        def change() -> None:
+            state = self.state
+            owed = decide.owed(state.fresh_local(), state.policy)
+            turn = order.to_newest(state.remote.turn, owed, state.now())
+            state.remote = replace(state.remote, turn=turn)
+            self._queue.stop_all_but(turn.sending)
+
+        self._soon(change)
 
     def stop(self) -> None:
         """Make `run` return soon. Work in flight is cancelled, and can be resumed from the journal. Any thread."""
@@ -203,6 +209,7 @@ class Engine:
             self._is_retry_asked = False
             book.retry_all()
         state.remote = decide.noticed_idleness(state.local, state.remote, state.policy, now)
+        state.remote = decide.noticed_turn(state.local, state.remote, state.policy, now)
         wake_at, num_due = now + POLL_S, 0
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []
@@ -246,16 +253,21 @@ class Engine:
             return watch is not None and watch.receipts is not None
         if isinstance(action, decide.LookForSuccessor):
             return not action.is_first
-        return isinstance(action, decide.SendAhead | decide.LookForMembers)
+        return isinstance(action, decide.SendAhead | decide.LookForMembers | decide.NameTarget)
 
     def _start_uploads(self) -> None:
         """Fill the free places with uploads. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
-        while self._queue and self._num_uploading < self.state.store.concurrency:
+        while self._queue and self._has_place(self._queue.next_checkpoint):
             series = self._queue.next_series()
             work = self._perform_series(series) if len(series) > 1 else self._perform(series[0])
+            self._num_uploading[series[0].checkpoint] += 1
             self._start(series, work)
-            self._num_uploading += 1
         self.state.store.has_more(self._start_uploads if self._queue else None)
+
+    def _has_place(self, id_: CheckpointId) -> bool:
+        """Return whether another upload of this checkpoint may begin: not beside a more urgent one."""
+        is_first = all(not self._queue.precedes(each, id_) for each in self._num_uploading)
+        return is_first and self._num_uploading[id_] < self.state.store.concurrency
 
     def _start(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
         task = self.state.loop.create_task(work, name=type(actions[0]).__name__)
@@ -267,7 +279,9 @@ class Engine:
         uploads = [each for each in actions if isinstance(each, decide.Upload)]
         for each in uploads:
             self.state.sent_bytes.pop(each, None)
-        self._num_uploading -= bool(uploads)
+        if uploads:
+            self._num_uploading[uploads[0].checkpoint] -= 1
+            self._num_uploading += Counter()  # drops those that are done
         if not task.cancelled() and (error := task.exception()) is not None:
             if not self._crash.done():
                 self._crash.set_exception(error)
@@ -304,6 +318,8 @@ class Engine:
             return
         self._housekeep_at = state.now() + POLL_S
         self._book.tell_of_troubles(state.now())
+        self._tell_if_behind()
+        self._note_shortage()
         try:
             await in_thread(self._keep_house)
             if state.is_progress_new:
@@ -313,6 +329,22 @@ class Engine:
                 )
         except (JournalError, OSError) as error:  # such as a full disk: no reason to stop uploads under way
             logger.debug("housekeeping_skipped error=%s", error)
+
+    def _tell_if_behind(self) -> None:
+        """Log that uploads fall behind, and again each time that twice as many checkpoints wait."""
+        state = self.state
+        num_waiting = len(backlog.backlog(state.local))
+        if num_waiting >= self._tell_at and (text := backlog.behind(state.local, state.remote.turn.upload_s)):
+            self._tell_at = 2 * num_waiting
+            logger.warning("uploads_fall_behind %s", text)
+
+    def _note_shortage(self) -> None:
+        state = self.state
+        found = backlog.shortage(state.settings, state.local, state.folder.space()[0])
+        is_to_supersede = found is not None and found.reaction == "supersede" and state.is_trainer
+        # What was given up frees its space only later.
+        is_known = is_to_supersede and not decide.is_freeing(state.local)
+        state.remote = replace(state.remote, shortage=found if is_known else None)
 
     def _keep_house(self) -> None:
         state = self.state
@@ -366,6 +398,10 @@ class Engine:
                     state.remote = replace(state.remote, must_look_first=False)
             case decide.LookForMembers():
                 await settling.look_for_members(state)
+            case decide.NameTarget():
+                await settling.name_target(state)
+            case decide.GiveUpForNewer():
+                await settling.give_up_for_newer(state, action)
             case decide.Commit():
                 await settling.commit(state, action)
             case decide.Abort():

@@ -46,7 +46,7 @@ async def upload(state: State, action: decide.Upload) -> None:
         source = _open(state, checkpoint, local)
         try:
             size_bytes, checksum = await transfer.upload(
-                state.store,
+                state.store.within(checkpoint.id),
                 source,
                 key,
                 smallest_part_bytes=state.settings.part_size_bytes,
@@ -70,7 +70,7 @@ async def upload_series(state: State, actions: Sequence[decide.Upload]) -> Seque
     shards = [_small_shard(state, action) for action in actions]
     state.observer.uploads_started(len(actions))
     try:
-        checksums = await transfer.upload_many(state.store, shards)
+        checksums = await transfer.upload_many(state.store.within(actions[0].checkpoint), shards)
     finally:
         state.observer.uploads_ended(len(actions))
     sent = {
@@ -106,7 +106,7 @@ async def send_ahead(state: State, action: decide.SendAhead) -> None:
         return action.shard in now.growing
 
     resume = await ahead.send_ahead(
-        state.store,
+        state.store.within(checkpoint.id),
         state.folder.path / checkpoint.growing[action.shard],
         key,
         smallest_part_bytes=state.settings.part_size_bytes,

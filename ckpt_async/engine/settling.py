@@ -10,15 +10,25 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_async.core import agreement, backlog, decide, keys, records
+from ckpt_async.core import agreement, backlog, decide, keys, order, records
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Decided, Decision, Failed, Outcome, Receipt, ReceiptStored
+from ckpt_async.core.model import (
+    CheckpointId,
+    Decided,
+    Decision,
+    Failed,
+    Outcome,
+    Receipt,
+    ReceiptStored,
+    Superseded,
+)
 from ckpt_async.core.units import one_line
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.protocol import cas, deciding, presence, steps
+from ckpt_async.protocol import target as targets
 from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
@@ -333,6 +343,37 @@ def _count(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
 def _publish(state: State, id_: CheckpointId) -> None:
     publish = max(filter(None, (state.remote.to_publish, id_)))
     state.remote = replace(state.remote, to_publish=publish)
+
+
+async def name_target(state: State) -> None:
+    local, known = state.local, state.remote.turn.target
+    newest = max(decide.newest_owed(local, state.policy), default=None)
+    if newest is None:
+        return
+    is_open = order.is_open(local, known)
+    is_waiting = order.is_waiting(state.remote.turn, state.now(), is_open=is_open)
+    if state.policy.may_decide and not is_waiting:
+        target = await targets.name_target(state.store, newest, known)
+    else:
+        target = await targets.read_target(state.store, newest)
+    turn = order.with_target(state.remote.turn, target or known, state.now())
+    state.remote = replace(state.remote, turn=turn)
+
+
+async def give_up_for_newer(state: State, action: decide.GiveUpForNewer) -> None:
+    """Give up a checkpoint unless some rank has delivered its part: then it may still be committed."""
+    id_ = action.checkpoint
+    receipts = await list_receipts(state, id_)
+    if receipts.ranks:
+        watch = state.remote.watches.get(id_, decide.Watch())
+        _watch(state, id_, replace(watch, receipts=receipts))
+        return
+    if (shortage := state.remote.shortage) is None:
+        return
+    size_bytes = state.checkpoint(id_).size_bytes
+    logger.warning("checkpoint_superseded %s size_bytes=%d reason=%s", id_, size_bytes, shortage.text)
+    state.record(Superseded(id_, f"superseded by newer checkpoints: {shortage.text}"))
+    state.remote = replace(state.remote, shortage=None)  # until it is looked for again
 
 
 async def move_latest(state: State, action: decide.MoveLatest) -> None:

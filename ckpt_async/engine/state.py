@@ -57,6 +57,7 @@ class State:
         self.policy = decide.Policy(
             local_retention=retention.keep_local(settings.num_checkpoints_to_keep, settings.local_retention),
             may_supersede="supersede" in (settings.on_backlog, settings.on_disk_low),
+            remote_retention=retention.parse(settings.remote_retention),
             has_local_latest=bool(settings.latest_filename),
             has_pointer=bool(settings.composer_symlink),
             may_send_ahead=store.capabilities.multipart,

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from ckpt_async.core import decide
+from ckpt_async.core import decide, order
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
@@ -18,25 +18,19 @@ FEW = 8
 
 
 class UploadQueue:
-    """Uploads that are due and wait for a place: oldest first, or only those of the newest complete checkpoint."""
+    """Uploads that are due and wait for a place, in the order of `core/order.py`."""
 
     def __init__(self, state: State, book: Book) -> None:
         self._state, self._book = state, book
         self._waiting: deque[decide.Upload] = deque()
         self._alone: set[decide.Upload] = set()  # those that could not be sent in a series
-        self.is_newest_first = False
-        self._first: CheckpointId | None = None  # while newest first: the checkpoint being uploaded now
+        self._places: dict[CheckpointId, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def clear(self) -> None:
         self._waiting.clear()
-
-    def put_newest_first(self, is_newest_first: bool) -> None:
-        self.is_newest_first, self._first = is_newest_first, None
-        if is_newest_first:
-            self.clear()  # otherwise older ones could still start before the next round
 
     def refill(self, ready: Iterable[decide.Upload], due: Collection[decide.Action]) -> None:
         """Replace the queue by the uploads that may start.
@@ -50,34 +44,41 @@ class UploadQueue:
                 task.cancel()
         running = self._book.running
         ahead = {(each.checkpoint, each.shard) for each in running if isinstance(each, decide.SendAhead)}
-        waiting = deque(
+        waiting = [
             each
             for each in ready
             # If a shard is still being sent ahead, its parts would be sent twice.
             if each not in running and (not ahead or (each.checkpoint, each.shard) not in ahead)
-        )
-        self._waiting = self._newest_first(waiting) if self.is_newest_first else waiting
+        ]
+        state = self._state
+        owed = decide.owed(state.local, state.policy)
+        self._places = {id_: place for place, id_ in enumerate(order.in_order(state.remote.turn, owed))}
+        self._waiting = deque(sorted(waiting, key=lambda each: self.place_of(each.checkpoint)))
 
     def _running(self) -> list[tuple[decide.Upload, asyncio.Task[None]]]:
         return [(each, task) for each, task in self._book.running.items() if isinstance(each, decide.Upload)]
 
-    def _newest_first(self, uploads: deque[decide.Upload]) -> deque[decide.Upload]:
-        """Return only the uploads of the newest complete checkpoint that has shards to send, and stop those of others.
+    @property
+    def next_checkpoint(self) -> CheckpointId:
+        return self._waiting[0].checkpoint
 
-        That checkpoint stays the chosen one until it is sent completely; otherwise, while a trainer goes on saving,
-        each checkpoint would be stopped by the next. If no complete checkpoint is left, returns all uploads.
+    def place_of(self, checkpoint: CheckpointId) -> int:
+        """Return the checkpoint's place in the order of uploads; those with the same place share the link.
+
+        What is not sealed comes last, except while at most one sealed checkpoint is to be sent.
         """
-        sealed = {id_ for id_, each in self._state.local.checkpoints.items() if each.sealed is not None}
-        running = self._running()
-        unsent = sealed & {each.checkpoint for each in (*uploads, *(action for action, _ in running))}
-        if self._first not in unsent:
-            self._first = max(unsent, default=None)
-        if self._first is None:
-            return uploads
-        for action, task in running:
-            if action.checkpoint != self._first:
-                task.cancel()  # its finished parts are kept
-        return deque(each for each in uploads if each.checkpoint == self._first)
+        num_owed = len(self._places)
+        return self._places.get(checkpoint, num_owed) if num_owed > 1 else 0
+
+    def precedes(self, one: CheckpointId, other: CheckpointId) -> bool:
+        return self.place_of(one) < self.place_of(other)
+
+    def stop_all_but(self, checkpoint: CheckpointId | None) -> None:
+        """Stop the uploads of all others, whose finished parts are kept: the link is needed for this one."""
+        self.clear()  # otherwise others could still start before the next round
+        for action, task in self._running():
+            if action.checkpoint != checkpoint:
+                task.cancel()
 
     # --- series --------------------------------------------------------------------------------------------
 

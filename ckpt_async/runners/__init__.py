@@ -89,8 +89,8 @@ class EngineView(Protocol):
     def look_for_members(self) -> None:
         """Have the engine find out which ranks never opened this generation, and whether a newer one has begun."""
 
-    def put_newest_first(self, is_newest_first: bool = True) -> None:
-        """Say whether the newest sealed checkpoint goes before all others."""
+    def turn_to_newest(self) -> None:
+        """Have the newest sealed checkpoint uploaded next, whatever is being sent."""
 
 
 class Runner(Protocol):

@@ -315,8 +315,8 @@ class _Rank:
             engine.hurry(wants.is_hurried)
             self._reports.is_hurried = wants.is_hurried
             self._process.wait_for(self, wants.is_hurried)
-        if wants.is_newest_first != before.is_newest_first:
-            engine.put_newest_first(wants.is_newest_first)
+        if wants.num_turns_to_newest != before.num_turns_to_newest:
+            engine.turn_to_newest()
         if wants.num_looks != before.num_looks:
             engine.look_for_members()
         self._reports.note_wake(wants.wake, engine.wake())

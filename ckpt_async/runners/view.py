@@ -75,9 +75,9 @@ class ReportedEngine:
         with self._telling:
             self._want(is_hurried=is_hurried, num_hurries=self._wants.num_hurries + is_hurried)
 
-    def put_newest_first(self, is_newest_first: bool = True) -> None:
+    def turn_to_newest(self) -> None:
         with self._telling:
-            self._want(is_newest_first=is_newest_first)
+            self._want(num_turns_to_newest=self._wants.num_turns_to_newest + 1)
 
     def look_for_members(self) -> None:
         with self._telling:

@@ -47,7 +47,7 @@ class Wants(NamedTuple):
     wake: int = 0  # counts the calls of `wake`
     num_hurries: int = 0  # each has failed uploads retried
     is_hurried: bool = False
-    is_newest_first: bool = False
+    num_turns_to_newest: int = 0
     num_looks: int = 0  # for members
 
 

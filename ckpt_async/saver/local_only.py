@@ -176,6 +176,10 @@ class LocalOnly:
         noted = self._earlier | self._kept
         return [noted[id_] for id_ in sorted(noted, reverse=True)]
 
+    def skips(self, step: int, name: str | None = None) -> bool:  # noqa: ARG002  as `Uploader.skips`
+        """Return False: without a remote nothing waits for upload, so nothing can be given up for it."""
+        return False
+
     def check_takes(self, step: int, name: str | None = None) -> None:
         naming.checkpoint_name(name, step)
         if step in self._sealed:

@@ -169,6 +169,13 @@ class Saving:
         before = self._writer.last
         try:
             self._uploader.check_takes(now.step, checkpoint.name)
+            # The ranks of a sharded save write together, so none leaves it out.
+            if not self._what.is_sharded and self._uploader.skips(now.step, checkpoint.name):
+                full = NoSpaceError("there is too little space on the disk, so the save was skipped")
+                self._tell(checkpoint, _failure_of(checkpoint, full), is_raised=False)
+                self._ended(checkpoint.step, False)
+                self.begun = checkpoint
+                return checkpoint
             self._begin(checkpoint, value, metrics)
             if self._what.is_blocking:
                 self._writer.wait()
@@ -364,11 +371,12 @@ class Saving:
             except CkptAsyncError:
                 pass  # sealed already, closed or fenced: then the others learn it in another way
 
-    def _tell(self, checkpoint: SavedCheckpoint, failure: SaveFailedError) -> None:
+    def _tell(self, checkpoint: SavedCheckpoint, failure: SaveFailedError, *, is_raised: bool = True) -> None:
         logger.error("save_failed checkpoint=%s error=%r", checkpoint.name, failure.__cause__)
         self._uploader.metrics.save_finished("failed")
         with self._lock:
-            self._failures.append(failure)
+            if is_raised:
+                self._failures.append(failure)
             self._count_end()
         self._hooks.failed(checkpoint, failure)
 

@@ -92,6 +92,14 @@ class Checkpoints:
         self._sealed = array("q")
         # Shards that the garbage collector has dropped while they were written. Not recorded yet.
         self.dropped: deque[tuple[OpenCheckpoint, str]] = deque()
+        self._skipped: set[int] = set()
+
+    def skip(self, step: int) -> None:
+        """Note that this checkpoint is given up before it begins: what is enqueued of it is left out."""
+        self._skipped.add(step)
+
+    def is_skipped(self, step: int) -> bool:
+        return step in self._skipped
 
     def is_sealed(self, step: int) -> bool:
         place = bisect.bisect_left(self._sealed, step)

@@ -77,7 +77,7 @@ def flush(engine: EngineHandle, timeout_s: float, num_committed: Callable[[], in
         drain(engine, deadline, grace_s=timeout_s)
         return report_of(engine.view().fresh_local(), num_committed() - before)
 
-    return engine.newest_first(work, deadline)
+    return engine.flushing(work, deadline)
 
 
 def finish(

@@ -180,23 +180,18 @@ class EngineHandle:
                 if not self._waiting:
                     self.view().hurry(False)
 
-    def newest_first(self, flush: Callable[[], T], deadline: float) -> T:
-        """Call `flush`, which keeps this deadline, and have the newest checkpoint uploaded first meanwhile; `end` waits
-        for it.
-        """
+    def flushing(self, flush: Callable[[], T], deadline: float) -> T:
+        """Call `flush`, which keeps this deadline, and have the newest checkpoint uploaded next; `end` waits for it."""
         mark = object()
         try:
             with self._lock:
                 if self.has_ended:
                     raise UploaderClosedError("the uploader is closed")
                 self._flushing[mark] = deadline
-                self.view().put_newest_first(True)
+                self.view().turn_to_newest()
             return flush()
         finally:
             self._flushing.pop(mark, None)
-            with self._lock:
-                if not (self._flushing or self.has_ended):
-                    self.view().put_newest_first(False)  # otherwise older ones might starve from now on
             self._notify()
 
     def _notify(self) -> None:

@@ -20,6 +20,7 @@ from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
     InvalidShardError,
+    NoSpaceError,
     SealedError,
     UploaderClosedError,
 )
@@ -204,7 +205,8 @@ class Uploader:
         parent = root if sources != [root] else root.rpartition("/")[0]
         named = [(source, source[len(parent) + 1 :] if parent else source) for source in sources]
         published = self._exact_keys(publish_as, [name for _, name in named], is_folder=sources != [root])
-        self._make_room(checkpoint)
+        if self._is_skipped(checkpoint, name):
+            return
         self._enqueue(checkpoint, full_name, named, published)
         self.metrics.shards_enqueued(len(named), time.perf_counter() - started)
 
@@ -212,7 +214,15 @@ class Uploader:
         """Raise what `enqueue` would raise for any file, such as SealedError; call it before writing the files."""
         self._check_usable()
         checkpoint = self._checkpoint(step)
-        self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
+        if not self._checkpoints.is_skipped(checkpoint.step):
+            self._checkpoints.open_or_new(checkpoint, naming.checkpoint_name(name, checkpoint.step))
+
+    def skips(self, step: int, name: str | None = None) -> bool:
+        """Return whether this checkpoint is left out because the disk is nearly full (`on_disk_low="supersede"`), so
+        that its files need not be written. Then it is given up for all ranks, and `enqueue` and `seal` do nothing.
+        """
+        self._check_usable()
+        return self._is_skipped(self._checkpoint(step), name)
 
     def open(
         self, step: int, shard: str, *, name: str | None = None, publish_as: str | None = None
@@ -235,7 +245,8 @@ class Uploader:
         check_key_length(self.remote, keys.data_key(full_name, self.generation, shard))
         published = self._exact_keys(publish_as, [shard])
         source = "/".join(filter(None, (self.kind, full_name, shard)))  # two kinds may use the same names
-        self._make_room(id_)
+        if self._is_skipped(id_, name):
+            raise NoSpaceError(f"step {id_.step} is skipped: there is too little space on the disk")
         with self._lock:
             checkpoint = self._checkpoints.open_or_new(id_, full_name)
             if shard in checkpoint.shards or shard in checkpoint.growing:
@@ -277,6 +288,8 @@ class Uploader:
         kept = metric_values(metrics or {}, id_.step)
         wanted = naming.several(expected, "expected")
         whole = tuple(sorted(naming.check_relative(each, "expected shard") for each in wanted))
+        if self._checkpoints.is_skipped(id_.step):
+            return
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
             self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, kept, expected=whole)])
@@ -455,9 +468,19 @@ class Uploader:
     def _checkpoint(self, step: int) -> CheckpointId:
         return CheckpointId(self.generation, arguments.whole(step, "step", 0, keys.MAX_STEP))
 
-    def _make_room(self, checkpoint: CheckpointId) -> None:
-        if not self._checkpoints.is_begun(checkpoint.step):
-            make_room(self.settings, self._folder, self._engine, self.metrics, self._check_usable)
+    def _is_skipped(self, id_: CheckpointId, name: str | None) -> bool:
+        """Make room for a new checkpoint, as the settings say. Returns whether it is skipped: then the other ranks
+        learn that this rank has no part of it.
+        """
+        if self._checkpoints.is_skipped(id_.step) or self._checkpoints.is_begun(id_.step):
+            return self._checkpoints.is_skipped(id_.step)
+        reason = make_room(self.settings, self._folder, self._engine, self.metrics, self._check_usable)
+        if reason:
+            logger.warning("save_skipped step=%d reason=%s", id_.step, reason)
+            with self._lock:
+                self._checkpoints.skip(id_.step)
+            self.give_up(id_.step, f"the save was skipped: {reason}", name=name)
+        return bool(reason)
 
     def _exact_keys(
         self, publish_as: str | None, names: Sequence[str], *, is_folder: bool = False

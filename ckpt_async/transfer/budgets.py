@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpt_async.core.settings import Settings
 from ckpt_async.local.known_link import KnownLink
@@ -130,6 +130,9 @@ LOOK_S, SELDOM_S = 0.05, 0.2
 SEND_BUFFERS_FILL_S = 0.15
 
 
+_NONE = object()  # no group; `None` is one
+
+
 class Lane:
     """Admission by number of requests.
 
@@ -149,15 +152,21 @@ class Lane:
         self._rates: deque[float] = deque(maxlen=ENDED)  # of the requests that ended last
         self._others: Sequence[int] = ()  # requests under way in other processes on the link
         self._small_s = 0.0  # duration of a small request; 0: not known yet
-        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        # By owner, in the order of their turns, and by group of an owner's requests.
+        self._waiting: dict[Hashable, dict[Hashable, deque[asyncio.Future[None]]]] = {}
+        self._running_of: Counter[tuple[Hashable, Hashable]] = Counter()  # by owner and group
+        # By owner: the place of a group among the owner's own. Equal ones are admitted as they come.
+        self.urgency: dict[Hashable, Callable[[Any], int]] = {}
         # Owners that would make more requests if more were admitted, and the callback that makes them do so.
         self.have_more: dict[Hashable, Callable[[], None]] = {}
 
-    @asynccontextmanager
-    async def hold(self, owner: Hashable, *, is_for_many: bool = False) -> AsyncIterator[None]:
+    @contextlib.asynccontextmanager
+    async def hold(
+        self, owner: Hashable, group: Hashable = None, *, is_for_many: bool = False
+    ) -> AsyncIterator[None]:
         """Hold a place for one request, or (`is_for_many`) for several, one after the other."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        self._waiting.setdefault(owner, {}).setdefault(group, deque()).append(turn)
         self._num_for_many += is_for_many
         self._admit()
         try:
@@ -165,12 +174,14 @@ class Lane:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self._leave()
+                    self._leave(owner, group)
+                else:
+                    self._drop(owner, group, turn)
                 raise
             try:
                 yield
             finally:
-                self._leave()
+                self._leave(owner, group)
         finally:
             self._num_for_many -= is_for_many
 
@@ -178,7 +189,7 @@ class Lane:
         if self._node is not None:
             self._node.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def watching(self, progress: Watched, size_bytes: int) -> Iterator[None]:
         """Watch a request, which is to begin again if its connection is slow. With 0 bytes, it is not watched."""
         if size_bytes:
@@ -268,23 +279,56 @@ class Lane:
             )
             watched[number][0].begin_again()
 
-    def _leave(self) -> None:
+    def _next_group(self, owner: Hashable) -> Hashable:
+        """Return the owner's most urgent group that waits; none while a more urgent one is under way, because they
+        would share the link.
+        """
+        groups, place_of = self._waiting[owner], self.urgency.get(owner)
+        if place_of is None:
+            return next(iter(groups))
+        first = min(groups, key=place_of)
+        under_way = (group for (each, group), num in self._running_of.items() if each == owner and num)
+        return _NONE if any(place_of(each) < place_of(first) for each in under_way) else first
+
+    def _leave(self, owner: Hashable, group: Hashable) -> None:
         self._running -= 1
+        self._running_of[owner, group] -= 1
+        if not self._running_of[owner, group]:
+            del self._running_of[owner, group]
         limit = self.concurrency.limit
-        num_waiting = sum(map(len, self._waiting.values()))
+        num_waiting = sum(len(turns) for groups in self._waiting.values() for turns in groups.values())
         # The last ones start together: after all others they would be too few to fill the link.
         is_end = not self.have_more and not self._num_for_many and num_waiting <= limit
         self._admit(min(limit + num_waiting, self.concurrency.most) if is_end else limit)
+        if self._running < limit:
+            for ask in list(self.have_more.values()):
+                ask()
+
+    def _drop(self, owner: Hashable, group: Hashable, turn: asyncio.Future[None]) -> None:
+        """Forget one that does not wait any more."""
+        groups = self._waiting.get(owner, {})
+        with contextlib.suppress(KeyError, ValueError):
+            groups[group].remove(turn)
+            if not groups[group]:
+                del groups[group]
+        if not groups:
+            self._waiting.pop(owner, None)
 
     def _admit(self, limit: int = 0) -> None:
         while self._waiting and self._running < (limit or self.concurrency.limit):
-            owner, turns = next(iter(self._waiting.items()))
-            del self._waiting[owner]
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns  # behind the other owners
+            next_ones = ((owner, self._next_group(owner)) for owner in self._waiting)
+            owner, group = next((each for each in next_ones if each[1] is not _NONE), (None, _NONE))
+            if group is _NONE:
+                break
+            groups = self._waiting.pop(owner)
+            turn = groups[group].popleft()
+            if not groups[group]:
+                del groups[group]
+            if groups:
+                self._waiting[owner] = groups  # behind the other owners
             if not turn.done():
                 self._running += 1
+                self._running_of[owner, group] += 1
                 turn.set_result(None)
         if self._next_look is None and self._running and self.movers:
             is_finding = self.concurrency.is_searching or self.concurrency.before is not None
@@ -303,7 +347,7 @@ class ByteBudget:
     def held_bytes(self) -> int:
         return self._size_bytes - self._free
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def hold(self, size_bytes: int) -> AsyncIterator[None]:
         size_bytes = min(size_bytes, self._size_bytes)
         async with self._changed:

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.observe import Observer
@@ -296,6 +296,16 @@ class PatientStore:
             self._budgets.bulk.have_more[self._owner] = ask
         else:
             self._budgets.bulk.have_more.pop(self._owner, None)
+
+    def within(self, group: Hashable) -> PatientStore:
+        """Return the store for requests that carry shard bytes of this group; see `set_urgency`."""
+        grouped = copy.copy(self)
+        grouped._place = functools.partial(self._budgets.bulk.hold, self._owner, group)  # noqa: SLF001  our own class
+        return grouped
+
+    def set_urgency(self, place_of: Callable[[Any], int]) -> None:
+        """Have the owner's waiting requests admitted in the order of the places of their groups."""
+        self._budgets.bulk.urgency[self._owner] = place_of
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[PatientStore]:

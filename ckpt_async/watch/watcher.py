@@ -137,7 +137,7 @@ class Watcher:
         self._holds.load()
         options = self.options
         settings = load_settings(options.settings, os.environ, options.settings_file)
-        self._room.min_free_bytes = settings.min_free_bytes
+        self._room.min_free_bytes = max(0, settings.min_free_bytes)
         self._refusals = Refusals(self.entries.remote, options.node, self.entries.place, settings)
         self._teller.on_refused = self._refusals.add
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from ckpt_async.core import decide, retention
-from ckpt_async.core.backlog import supersedable
+from ckpt_async.core import decide, order, retention
 from ckpt_async.core.decide import Forget, Keep, MoveLocalLatest, Policy, Remove
 from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import (
@@ -128,16 +127,35 @@ def test_the_symlink_moves_before_its_target_is_removed() -> None:
 # --- superseding -------------------------------------------------------------------------------------------
 
 
-def steps(found: list[CheckpointId]) -> list[int]:
+def superseded(state: Local, policy: str, turned_to: int = 30, *, is_disk_short: bool = False) -> list[int]:
+    """Return the steps that may be given up while all ranks send the step `turned_to`."""
+    remote = decide.Remote(turn=order.Turn(target=id_of(turned_to)))
+    policies = Policy(remote_retention=retention.parse(policy))
+    found = decide.supersedable(state, remote, policies, is_disk_short=is_disk_short)
     return [each.step for each in found]
 
 
-def test_every_sealed_checkpoint_but_the_newest_may_be_superseded() -> None:
-    assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("last=1"))) == [10, 20]
-    assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("every-steps=20"))) == [
-        10
-    ]
-    assert steps(supersedable(local(saved(10), saved(20), saved(30)), retention.parse("all"))) == []
+def test_what_is_older_than_the_target_may_be_superseded() -> None:
+    state = local(saved(10), saved(20), saved(30))
+    assert superseded(state, "last=1") == [10, 20]
+    assert superseded(state, "every-steps=20") == [10]
+    assert superseded(state, "last=1", turned_to=20) == [10]
+    assert superseded(state, "last=1", turned_to=10) == []
+    assert superseded(state, "all") == []
+
+
+def test_a_full_disk_supersedes_whatever_remote_retention_keeps() -> None:
+    assert superseded(local(saved(10), saved(20), saved(30)), "all", is_disk_short=True) == [10, 20]
+
+
+def test_what_a_rank_has_delivered_is_not_superseded() -> None:
+    remote = decide.Remote(
+        turn=order.Turn(target=id_of(30)),
+        watches={id_of(10): decide.Watch(receipts=decide.Receipts((1,)))},
+    )
+    state = local(saved(10), saved(20), saved(30))
+    found = decide.supersedable(state, remote, Policy(), is_disk_short=True)
+    assert [each.step for each in found] == [20]
 
 
 @pytest.mark.parametrize(
@@ -152,23 +170,23 @@ def test_every_sealed_checkpoint_but_the_newest_may_be_superseded() -> None:
 def test_an_aborted_or_doomed_newest_checkpoint_protects_no_other(end: list[Event]) -> None:
     """If it counted as the newest, the one before it could be dropped too, and no recent checkpoint would be left."""
     state = local(saved(10), saved(20), saved(30), end)
-    assert steps(supersedable(state, retention.parse("last=1"))) == [10]
+    assert superseded(state, "last=1") == [10]
 
 
 def test_a_newer_committed_checkpoint_protects_none_of_the_backlog() -> None:
     state = local(saved(10), saved(20), [*saved(30), *decided(30)])
-    assert steps(supersedable(state, retention.parse("last=1"))) == [10, 20]
+    assert superseded(state, "last=1") == [10, 20]
 
 
 def test_a_newer_pruned_checkpoint_does_not_count() -> None:
     state = local(saved(10), saved(20), [*saved(30), *decided(30, Outcome.PRUNED)])
-    assert steps(supersedable(state, retention.parse("last=1"))) == [10]
+    assert superseded(state, "last=1") == [10]
 
 
 def test_an_unsealed_checkpoint_is_never_superseded() -> None:
     """The trainer is still writing this checkpoint."""
     state = local(saved(10), saved(20), saved(30)[:1])
-    assert steps(supersedable(state, retention.parse("last=1"))) == [10]
+    assert superseded(state, "last=1") == [10]
 
 
 @pytest.mark.parametrize(

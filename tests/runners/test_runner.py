@@ -387,7 +387,7 @@ def test_ctrl_c_within_a_call_to_the_runner_keeps_no_lock(tmp_path: Path) -> Non
         def call() -> None:
             view = uploader._engine.view()
             view.hurry(True)
-            view.put_newest_first(False)
+            view.turn_to_newest()
             view.fresh_local()
             view.wake()
 
@@ -1172,7 +1172,7 @@ def test_each_wish_of_a_trainer_reaches_the_engine_when_it_changes() -> None:
     told: list[Any] = []
     engine: Any = SimpleNamespace(
         hurry=lambda is_hurried: told.append(("hurry", is_hurried)),
-        put_newest_first=lambda is_so: told.append(("newest", is_so)),
+        turn_to_newest=lambda: told.append("newest"),
         look_for_members=lambda: told.append("look"),
         wake=lambda: 1,
     )
@@ -1182,11 +1182,16 @@ def test_each_wish_of_a_trainer_reaches_the_engine_when_it_changes() -> None:
         rank = child._Rank(ours, child._Process())
         for wants, heard in (
             (wire.Wants(1), []),
-            (wire.Wants(2, is_newest_first=True), [("newest", True)]),
-            (wire.Wants(3, is_newest_first=True, num_looks=1), ["look"]),
-            (wire.Wants(4, num_looks=1), [("newest", False)]),
-            (wire.Wants(5, num_hurries=1, num_looks=1), [("hurry", True), ("hurry", False)]),
-            (wire.Wants(6, num_hurries=1, is_hurried=True, num_looks=1), [("hurry", True)]),
+            (wire.Wants(2, num_turns_to_newest=1), ["newest"]),
+            (wire.Wants(3, num_turns_to_newest=1, num_looks=1), ["look"]),
+            (
+                wire.Wants(4, num_hurries=1, num_turns_to_newest=1, num_looks=1),
+                [("hurry", True), ("hurry", False)],
+            ),
+            (
+                wire.Wants(5, num_hurries=1, is_hurried=True, num_turns_to_newest=1, num_looks=1),
+                [("hurry", True)],
+            ),
         ):
             told.clear()
             rank._serve_wants(engine, wants)

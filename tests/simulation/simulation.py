@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ckpt_async.core import backlog, keys
+from ckpt_async.core import decide, keys
 from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
@@ -418,7 +418,10 @@ class Simulation(World):
             os.utime(source, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
 
     def _supersede(self, journal: Journal, made: Engine, rank: int) -> None:
-        for id_ in backlog.supersedable(made.fresh_local(), KeepLast(1))[:1]:
+        local, state = made.fresh_local(), made.state
+        turned = decide.noticed_turn(local, state.remote, state.policy, state.now())
+        policy = dataclasses.replace(state.policy, remote_retention=KeepLast(1))
+        for id_ in decide.supersedable(local, turned, policy, is_disk_short=False)[:1]:
             self.superseded.add((id_, rank))
             self.truths[id_, rank].is_promised = False
             journal.append([Superseded(id_, "uploads fell behind")])

@@ -1,7 +1,8 @@
-"""When uploads fall behind or the disk runs low: wait, raise, or give up checkpoints that retention would not keep,
-but never silently.
+"""When uploads fall behind or the disk runs low: wait, raise, or give up older checkpoints of which no rank has
+delivered anything, but never silently.
 """
 
+import asyncio
 import logging
 import os
 import threading
@@ -28,13 +29,24 @@ SIZE_BYTES = 1000
 
 
 class Stuck(Slow):
-    """A store to which shards do not arrive until `go` is set. Several may share a bucket."""
+    """A store to which shards do not arrive until `go` is set, except those of step 0 once `lets_0` is set. Several may
+    share a bucket.
+    """
 
     def __init__(self, bucket: MemoryBucket | None = None) -> None:
         super().__init__()
+        self.lets_0, self.has_begun_0 = threading.Event(), threading.Event()
         if bucket is not None:
             self.bucket = bucket
             self._store = MemoryStore(bucket, url="memory://test", capabilities=CAPABILITIES)
+
+    async def before(self, operation: str, key: str) -> None:
+        if operation == "put" and key.startswith("ckpt/step-0."):
+            self.has_begun_0.set()
+            while not (self.lets_0.is_set() or self.go.is_set()):
+                await asyncio.sleep(0.002)
+        else:
+            await super().before(operation, key)
 
 
 class Blocked(logging.Handler):
@@ -61,6 +73,12 @@ def blocked() -> Iterator[Blocked]:
 def save(uploader: Uploader, step: int, **metrics: float) -> None:
     uploader.enqueue(write(uploader, f"step-{step}/a.pt", b"x" * SIZE_BYTES), step)
     uploader.seal(step, metrics=metrics)
+
+
+def begin(uploader: Uploader, store: Stuck) -> None:
+    """Save step 0, and wait until it is being sent: then it is finished before any other."""
+    save(uploader, 0)
+    assert store.has_begun_0.wait(10)
 
 
 def in_thread(work: Callable[[], None]) -> tuple[threading.Thread, list[Exception]]:
@@ -225,39 +243,35 @@ def test_a_lost_checkpoint_is_not_backlog(opened: Open, tmp_path: Path) -> None:
 # --- supersede ---------------------------------------------------------------------------------------------
 
 
-def test_supersede_drops_the_oldest_that_retention_would_not_keep(
+def test_supersede_gives_up_what_is_older_than_the_target(
     opened: Open, blocked: Blocked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The newest, the best and every tenth checkpoint are kept; if only those are left, `supersede` waits like
-    `block`.
-    """
+    """The best, every tenth and the one that is being sent are kept, and training is never held up."""
     store = Stuck()
-    retention = "last=1,every-steps=10,best=1:loss:min"
-    settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 4, "block_timeout_s": 0.2}
-    with opened(store, remote_retention=retention, **settings) as uploader:
+    policy = "last=1,every-steps=10,best=1:loss:min"
+    settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 4, "remote_retention": policy}
+    with opened(store, **settings) as uploader:
+        begin(uploader, store)
         for step, loss in ((5, 0.9), (10, 0.8), (15, 0.1), (17, 0.7), (20, 0.6), (23, 0.5)):
             save(uploader, step, loss=loss)
-        assert blocked.num == 0
-        with pytest.raises(CheckpointAbortedError, match="superseded by newer checkpoints"):
-            uploader.wait(5, timeout_s=10)
-        with pytest.raises(CheckpointAbortedError):
-            uploader.wait(17, timeout_s=10)
-        assert outcomes(store) == {5: "abort", 17: "abort"}
-        assert blocked_s(uploader) < 0.2
-        with pytest.raises(BacklogError, match="4 checkpoints are waiting"):
-            save(uploader, 24)
+        store.lets_0.set()
+        for step in (5, 17):
+            with pytest.raises(CheckpointAbortedError, match="superseded by newer checkpoints"):
+                uploader.wait(step, timeout_s=10)
+        save(uploader, 24, loss=0.6)
+        assert (blocked.num, blocked_s(uploader)) == (0, pytest.approx(0, abs=0.2))
         store.go.set()
-        for step in (10, 15, 20, 23):
+        for step in (10, 15, 20, 23, 24):
             uploader.wait(step, timeout_s=10)
         lines = generate_latest(uploader.metrics).decode().splitlines()
         assert [each[-4:] for each in lines if 'result="superseded"' in each] == [" 2.0"]
-    assert outcomes(store) == {5: "abort", 17: "abort", **dict.fromkeys((10, 15, 20, 23), "commit")}
+    assert outcomes(store) == {5: "abort", 17: "abort", **dict.fromkeys((0, 10, 15, 20, 23, 24), "commit")}
     assert not store.keys("ckpt/step-5.") + store.keys("ckpt/step-17.")
     said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     assert sum("checkpoint_superseded" in each for each in said) == 2
 
 
-@pytest.mark.parametrize(("keep", "is_there"), [(-1, True), (0, False), (1, False), (3, False)])
+@pytest.mark.parametrize(("keep", "is_there"), [(-1, True), (1, False), (3, False)])
 def test_local_files_of_superseded_checkpoints_are_removed_unless_all_are_kept(
     opened: Open, keep: int, is_there: bool
 ) -> None:
@@ -265,8 +279,10 @@ def test_local_files_of_superseded_checkpoints_are_removed_unless_all_are_kept(
     store = Stuck()
     settings = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "num_checkpoints_to_keep": keep}
     with opened(store, remote_retention="last=1", **settings) as uploader:
+        begin(uploader, store)
         for step in (1, 2, 3):
             save(uploader, step)
+        store.lets_0.set()
         with pytest.raises(CheckpointAbortedError):
             uploader.wait(1, timeout_s=10)
         gone = CheckpointId(uploader.generation, 1)
@@ -278,47 +294,69 @@ def test_local_files_of_superseded_checkpoints_are_removed_unless_all_are_kept(
 
 @pytest.mark.parametrize("shares_policy", [True, False])
 def test_superseding_on_one_rank_aborts_on_all(opened: Open, tmp_path: Path, shares_policy: bool) -> None:
-    """There is one decision per checkpoint, whichever rank fell behind. The other rank's upload stops; its files are
-    removed too if it has the same policy.
+    """There is one decision per checkpoint, whichever rank fell behind. The other rank's files go, too, if it has
+    the same policy.
     """
     bucket = MemoryBucket()
     behind, other = Stuck(bucket), Stuck(bucket)
-    policy = {"on_backlog": "supersede", "max_backlog_checkpoints": 1, "remote_retention": "last=1"}
+    policy = {"on_backlog": "supersede", "max_backlog_checkpoints": 2, "remote_retention": "last=1"}
     ranks = {"world_size": 2, "generation": 1, "num_checkpoints_to_keep": 5}
     with ExitStack() as stack:
-        first = stack.enter_context(
-            opened(behind, tmp_path / "0", rank=0, **ranks, **policy, block_timeout_s=0.1)
-        )
-        shared = {**policy, "max_backlog_checkpoints": 0} if shares_policy else {}
+        first = stack.enter_context(opened(behind, tmp_path / "0", rank=0, **ranks, **policy))
+        shared = {**policy, "max_backlog_checkpoints": 0} if shares_policy else {"on_disk_low": "block"}
         second = stack.enter_context(opened(other, tmp_path / "1", rank=1, **ranks, **shared))
-        for uploader in (first, second):
-            save(uploader, 1)
-        other.go.set()
-        with pytest.raises(BacklogError):
-            first.enqueue(write(first, "step-2/a.pt"), 2)  # the newest sealed checkpoint is never given up
-        first.seal(2)  # without shards: now the backlog consists of both
-        save(second, 2)
-        for uploader in (first, second):
-            uploader.wait(2, timeout_s=10)
-        save(first, 3)
-        save(second, 3)
-        for uploader in (first, second):
+        both = (first, second)
+        for uploader, store in zip(both, (behind, other), strict=True):
+            begin(uploader, store)
+        for step in (1, 2, 3):
+            for uploader in both:
+                save(uploader, step)
+        for store in (behind, other):
+            store.lets_0.set()
+        with pytest.raises(CheckpointAbortedError, match="rank 0: superseded"):
+            first.wait(1, timeout_s=10)
+        for store in (behind, other):
+            store.go.set()
+        for uploader in both:
+            uploader.wait(3, timeout_s=10)
             with pytest.raises(CheckpointAbortedError, match="rank 0: superseded"):
                 uploader.wait(1, timeout_s=10)
-        behind.go.set()
-        for uploader in (first, second):
-            uploader.wait(3, timeout_s=10)
             wait_until(lambda uploader=uploader: CheckpointId(1, 1) not in known(uploader), uploader)
-        is_there = [(uploader.folder / "step-1/a.pt").exists() for uploader in (first, second)]
+        is_there = [(uploader.folder / "step-1/a.pt").exists() for uploader in both]
         assert is_there == [False, not shares_policy]
-    assert outcomes(behind) == {1: "abort", 2: "commit", 3: "commit"}
+    assert outcomes(behind)[1] == "abort"
+    assert outcomes(behind)[3] == "commit"
 
 
-@pytest.mark.parametrize("setting", ["on_backlog", "on_disk_low"])
-def test_supersede_requires_a_retention_policy_that_removes_something(setting: str) -> None:
+def test_what_another_rank_has_delivered_is_not_superseded(opened: Open, tmp_path: Path) -> None:
+    """It may be nearly there: rank 1 has delivered its part of step 1, which rank 0 would give up."""
+    bucket = MemoryBucket()
+    behind, other = Stuck(bucket), Stuck(bucket)
+    policy = {"on_backlog": "supersede", "max_backlog_checkpoints": 1, "remote_retention": "last=1"}
+    ranks: dict[str, int] = {"world_size": 2, "generation": 1}
+    with ExitStack() as stack:
+        first = stack.enter_context(opened(behind, tmp_path / "0", rank=0, **ranks, **policy))
+        second = stack.enter_context(opened(other, tmp_path / "1", rank=1, **ranks))
+        other.go.set()
+        for step in (0, 1):
+            save(second, step)
+            wait_until(lambda step=step: is_stored(second, CheckpointId(1, step)), second)
+        begin(first, behind)
+        for step in (1, 2, 3):
+            save(first, step)
+        save(second, 3)
+        behind.lets_0.set()
+        with pytest.raises(CheckpointAbortedError):
+            first.wait(2, timeout_s=10)
+        behind.go.set()
+        for step in (1, 3):
+            first.wait(step, timeout_s=10)
+
+
+def test_superseding_a_backlog_requires_a_policy_that_removes_something() -> None:
     with pytest.raises(SettingsError, match="supersede"):
-        Settings(**{setting: "supersede"})
-    assert getattr(Settings(**{setting: "supersede", "remote_retention": "last=1"}), setting) == "supersede"
+        Settings(on_backlog="supersede")
+    assert Settings(on_backlog="supersede", remote_retention="last=1").on_backlog == "supersede"
 
 
 # --- the disk ----------------------------------------------------------------------------------------------
@@ -342,7 +380,7 @@ def test_low_disk_raises_or_blocks(
     with opened(store, min_free_bytes=5000, on_disk_low="raise") as uploader:
         save(uploader, 1)
         disk.free_bytes = 4999
-        with pytest.raises(BacklogError, match="4999 bytes are free, min_free_bytes=5000"):
+        with pytest.raises(BacklogError, match="min_free_bytes"):
             save(uploader, 2)
         disk.free_bytes = 5000
         save(uploader, 2)
@@ -364,19 +402,36 @@ def test_low_disk_supersedes_no_more_than_needed(opened: Open, monkeypatch: pyte
     def space_of(folder: Folder) -> int:
         # os.walk tolerates that the engine removes files and folders in the meantime.
         held = (names for where, _, names in os.walk(folder.path) if Path(where).name.startswith("step-"))
-        return 5000 - 1000 * sum(map(len, held)) + 4000
+        return 9000 - 1000 * sum(map(len, held))
 
-    settings = {"on_disk_low": "supersede", "min_free_bytes": 5000, "num_checkpoints_to_keep": 1}
-    with opened(store, remote_retention="last=1", block_timeout_s=10, **settings) as uploader:
+    with opened(store, min_free_bytes=5000, num_checkpoints_to_keep=1) as uploader:
+        begin(uploader, store)
         for step in (1, 2, 3, 4):
             save(uploader, step)
         disk.space_of = space_of  # type: ignore[method-assign]
-        # Its own file reduces that to 4000, so one checkpoint has to go.
-        uploader.enqueue(write(uploader, "step-5/a.pt"), 5)
-        uploader.seal(5)
+        store.lets_0.set()  # step 0 stays here until a newer one is committed, so 4000 are free
         with pytest.raises(CheckpointAbortedError):
             uploader.wait(1, timeout_s=10)
         store.go.set()
-        for step in (2, 3, 4, 5):
+        for step in (2, 3, 4):
             uploader.wait(step, timeout_s=10)
-    assert outcomes(store) == {1: "abort", **dict.fromkeys((2, 3, 4, 5), "commit")}
+    assert outcomes(store) == {1: "abort", **dict.fromkeys((0, 2, 3, 4), "commit")}
+
+
+def test_a_save_that_would_not_fit_is_skipped(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default. Training goes on, the other ranks need not wait for it, and the next save that fits is taken."""
+    disk, store = Disk(monkeypatch), Meddled()
+    with opened(store, num_checkpoints_to_keep=1) as uploader:
+        save(uploader, 1)
+        uploader.wait(1, timeout_s=10)
+        disk.free_bytes = SIZE_BYTES - 1
+        save(uploader, 2)
+        with pytest.raises(CheckpointAbortedError, match="skipped"):
+            uploader.wait(2, timeout_s=10)
+        disk.free_bytes = 10_000
+        save(uploader, 3)
+        uploader.wait(3, timeout_s=10)
+    assert outcomes(store) == {1: "commit", 2: "abort", 3: "commit"}
+    assert sum("save_skipped" in each.getMessage() for each in caplog.records) == 1

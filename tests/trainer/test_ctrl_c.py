@@ -147,7 +147,7 @@ def test_an_interrupted_call_leaves_nothing_locked(
         found, _ = interrupt_everywhere(calls[name], uploader, other)
         assert found == set()
         engine: Any = uploader._engine.view()
-        wait_until(lambda: not (engine.state.is_hurried or engine._queue.is_newest_first), uploader)
+        wait_until(lambda: not engine.state.is_hurried, uploader)
         save(uploader, 20_000)
         closing = threading.Thread(target=uploader.close, args=(20,), daemon=True)
         closing.start()
@@ -188,12 +188,12 @@ def test_a_flush_that_is_interrupted_as_it_begins_does_not_hold_up_close(opened:
 
     with opened(Meddled()) as uploader:
         engine = uploader._engine.view()
-        engine.put_newest_first, original = interrupted_call, engine.put_newest_first
+        engine.turn_to_newest, original = interrupted_call, engine.turn_to_newest
         try:
             uploader.flush(10)
         except KeyboardInterrupt as error:
             interruption = error  # with its traceback
-        engine.put_newest_first = original
+        engine.turn_to_newest = original
         closing = threading.Thread(target=uploader.close, args=(10,), daemon=True)
         closing.start()
         closing.join(PATIENCE_S)
