@@ -45,6 +45,8 @@ def shortage(
     if free_bytes < least_bytes:
         text = f"the disk has {in_units(free_bytes)} left, less than {in_units(least_bytes)}"
         return Shortage(f"{text} (min_free_bytes)", settings.on_disk_low, is_of_disk=True)
+    if not (settings.max_backlog_checkpoints or settings.max_backlog_bytes):
+        return None
     waiting, reaction = backlog(local), settings.on_backlog
     if 0 < settings.max_backlog_checkpoints < len(waiting) + is_for_new:
         limit = settings.max_backlog_checkpoints
@@ -72,8 +74,8 @@ def why_skipped(settings: Settings, local: Local, found: Shortage, free_bytes: i
 
 
 def save_bytes(local: Local) -> int:
-    """Return the size of this rank's part of its largest checkpoint that is known; 0 if none is."""
-    return max((each.size_bytes for each in local.checkpoints.values()), default=0)
+    """Return the size of this rank's part of the largest of its last few checkpoints; 0 if none is known."""
+    return max((each.size_bytes for each in [*local.checkpoints.values()][-4:]), default=0)
 
 
 def behind(local: Local, upload_s: float) -> str:

@@ -266,8 +266,10 @@ class Engine:
 
     def _has_place(self, id_: CheckpointId) -> bool:
         """Return whether another upload of this checkpoint may begin: not beside a more urgent one."""
-        is_first = all(not self._queue.precedes(each, id_) for each in self._num_uploading)
-        return is_first and self._num_uploading[id_] < self.state.store.concurrency
+        place_of = self._queue.place_of
+        places = {each: place_of(each) - place_of(id_) for each in self._num_uploading}
+        num_beside = sum(num for each, num in self._num_uploading.items() if places[each] == 0)
+        return min(places.values(), default=0) >= 0 and num_beside < self.state.store.concurrency
 
     def _start(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
         task = self.state.loop.create_task(work, name=type(actions[0]).__name__)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_async.core import decide, order
+from ckpt_async.core.backlog import unsent_bytes
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
@@ -50,10 +51,22 @@ class UploadQueue:
             # If a shard is still being sent ahead, its parts would be sent twice.
             if each not in running and (not ahead or (each.checkpoint, each.shard) not in ahead)
         ]
-        state = self._state
-        owed = decide.owed(state.local, state.policy)
-        self._places = {id_: place for place, id_ in enumerate(order.in_order(state.remote.turn, owed))}
-        self._waiting = deque(sorted(waiting, key=lambda each: self.place_of(each.checkpoint)))
+        turn, owed = self._state.remote.turn, decide.owed(self._state.local, self._state.policy)
+        ordered = {id_: number for number, id_ in enumerate(order.in_order(turn, owed))}
+        self._places = self._shared_places(ordered)
+        # A stable order: what is not sealed comes last, oldest first.
+        self._waiting = deque(sorted(waiting, key=lambda each: ordered.get(each.checkpoint, len(ordered))))
+
+    def _shared_places(self, ordered: Iterable[CheckpointId]) -> dict[CheckpointId, int]:
+        """Give checkpoints places by their order. Small ones share a place: one alone would not fill the link."""
+        places: dict[CheckpointId, int] = {}
+        place = size_bytes = 0
+        for id_ in ordered:
+            places[id_] = place
+            size_bytes += unsent_bytes(self._state.checkpoint(id_))
+            if size_bytes > SERIES_BYTES:
+                place, size_bytes = place + 1, 0
+        return places
 
     def _running(self) -> list[tuple[decide.Upload, asyncio.Task[None]]]:
         return [(each, task) for each, task in self._book.running.items() if isinstance(each, decide.Upload)]
@@ -69,9 +82,6 @@ class UploadQueue:
         """
         num_owed = len(self._places)
         return self._places.get(checkpoint, num_owed) if num_owed > 1 else 0
-
-    def precedes(self, one: CheckpointId, other: CheckpointId) -> bool:
-        return self.place_of(one) < self.place_of(other)
 
     def stop_all_but(self, checkpoint: CheckpointId | None) -> None:
         """Stop the uploads of all others, whose finished parts are kept: the link is needed for this one."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def test_a_checkpoint_that_was_given_up_does_not_come_back_with_the_next_enqueue
         uploader.wait(2, timeout_s=10)
         assert counter(uploader, "checkpoints_aborted") == 1
         spool = uploader.folder / ".ckpt-async/spool"
-        assert not list(spool.rglob("b.pt"))
+        assert not [name for _, _, names in os.walk(spool) for name in names if name == "b.pt"]
     assert decisions(store) == {CheckpointId(1, 1): "abort", CheckpointId(1, 2): "commit"}
     assert not [
         key for _, key in store.asked if key.endswith(("step-1.g1/b.pt", "000001-000000000001/00000.json"))
