@@ -7,7 +7,7 @@ many times, and must return it for as long as it is due. `docs/design.md` lists 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_async.core.local_state import Local, LocalCheckpoint
@@ -25,10 +25,9 @@ NUM_COMMITTERS = 8
 MANY_RANKS = 2000
 # How long each group of committers has, by the store's clock: a commit takes a round trip for every 16 ranks.
 COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
-# A rank's first NUM_LISTINGS looks list the receipts, because its own may be among the newest. After that, all ranks
-# together list them this often per second: S3 answers 5,500 reads a second.
-NUM_LISTINGS, LISTINGS_PER_S = 3, 50
-
+# While checkpoints wait, all ranks of a launch together poll for decisions, and list receipts again, at most this often
+# per second: S3 answers 5,500 reads a second. The first listing of each checkpoint's receipts is not counted.
+POLLS_PER_S, LISTINGS_PER_S = 500, 50
 
 # A superseded trainer finds out within this time while it has something open, and at each commit. All ranks of a launch
 # together look for a successor at most this often per second.
@@ -46,14 +45,28 @@ class Receipts:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """How often this engine has looked for the other ranks' part of one checkpoint, and when it may look again."""
+    """A checkpoint that waits for the other ranks, or for one of them to commit it."""
 
-    num_looks: int = 0
-    next_look_at: float = 0.0
-    receipts: Receipts | None = None  # as last seen
-    next_listing_at: float = 0.0  # when to list the receipts again; until then only the decision is read
-    since: float | None = None  # when this rank first looked after it had delivered its own part
-    tell_at: float = 0.0  # when to log that the checkpoint has been waiting long
+    receipts: Receipts = field(default_factory=Receipts)  # as last listed
+    list_at: float = (
+        0.0  # when the receipts were listed; if all were there, when it is this rank's turn to commit
+    )
+    since: float = 0.0
+    tell_at: float = float("inf")  # when to log that the checkpoint has been waiting long
+
+
+@dataclass(frozen=True, slots=True)
+class Polls:
+    """When this engine has looked, and may look again, for the decisions of all checkpoints that wait for one."""
+
+    num: int = 0  # since something began to wait
+    next_at: float = 0.0
+    last_at: float = float("-inf")
+    last_listing_at: float = float("-inf")  # of the receipts of any checkpoint, but the first one of each
+
+    @property
+    def has_polled(self) -> bool:
+        return self.last_at > float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,8 @@ class Remote:
     """What the engine has seen of the store. Kept in memory only: after a crash, the engine looks again."""
 
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
+    polls: Polls = field(default_factory=Polls)
+    to_read: frozenset[CheckpointId] = frozenset()  # what a poll has shown, or may have shown, to be decided
     latest: Latest | None = None  # as last read; it may be older than the truth, but never newer
     look_for_successor_at: float = 0.0
     is_idle: bool = True  # nothing of this launch is open
@@ -126,8 +141,22 @@ class StoreReceipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """List the receipts and read the decision, if there is one."""
+class ListReceipts:
+    """Find out which ranks are done."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Find out which of all checkpoints that wait are decided."""
+
+    checkpoint: CheckpointId = field(compare=False)  # the oldest of them
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDecision:
+    """Read the decision of a checkpoint that seems to have one."""
 
     checkpoint: CheckpointId
 
@@ -228,7 +257,9 @@ Action = (
     | SendAhead
     | Upload
     | StoreReceipt
-    | Look
+    | ListReceipts
+    | Poll
+    | ReadDecision
     | LookForSuccessor
     | LookForMembers
     | Commit
@@ -254,9 +285,18 @@ _WRITES = (SendAhead, Upload, StoreReceipt, Commit, Abort)
 def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
     """Return everything that is due now for one rank, oldest checkpoint first."""
     actions: list[Action] = []
-    for _, checkpoint in sorted(local.checkpoints.items()):
-        if checkpoint.decision is None:
-            actions += _towards_decision(checkpoint, local, remote, policy, now)
+    waiting: list[CheckpointId] = []
+    for id_, checkpoint in sorted(local.checkpoints.items()):
+        if checkpoint.decision is not None:
+            continue
+        if id_ in remote.to_read:
+            actions.append(ReadDecision(id_))
+        elif awaits_decision(checkpoint, local, remote, policy):
+            waiting.append(id_)
+        else:
+            actions += _towards_decision(checkpoint, local, remote, policy)
+    if waiting:
+        actions += _while_waiting(waiting, local, remote, now)
     actions += _after_decision(local, remote, policy)
     if has_open(local, policy):
         at, is_first = remote.look_for_successor_at, remote.must_look_first
@@ -274,10 +314,14 @@ def has_open(local: Local, policy: Policy) -> bool:
     return any(policy.is_adopted or id_.generation == local.generation for id_ in undecided)
 
 
+def _pause_s(local: Local, per_s: float) -> float:
+    """Return how long each rank pauses so that all ranks of the launch together do something `per_s` times a second."""
+    return (local.opened.world_size if local.opened else 1) / per_s
+
+
 def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
     """Schedule the next look for a successor: there was one just now."""
-    world_size = local.opened.world_size if local.opened else 1
-    pause_s = max(SUCCESSOR_POLL_S, world_size / SUCCESSOR_LOOKS_PER_S)
+    pause_s = max(SUCCESSOR_POLL_S, _pause_s(local, SUCCESSOR_LOOKS_PER_S))
     return replace(remote, look_for_successor_at=now + pause_s)
 
 
@@ -291,24 +335,38 @@ def noticed_idleness(local: Local, remote: Remote, policy: Policy, now: float) -
     return replace(remote, is_idle=is_idle, must_look_first=must_look)
 
 
+def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy) -> bool:
+    """Return whether this rank can only wait until others have decided an undecided checkpoint, or may have before."""
+    if why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted) is not None:
+        # Others will decide it. Without looking for that, our links would stay for ever.
+        return not policy.may_decide or is_of_original(checkpoint.id, local.generation, policy)
+    if not remote.polls.has_polled and may_be_settled(checkpoint.id, local.generation, policy):
+        return True
+    receipts = _known_receipts(checkpoint, local, remote)
+    return receipts is not None and not _may_commit(checkpoint, receipts, local.rank, policy)
+
+
+def waiting(local: Local, remote: Remote, policy: Policy) -> list[CheckpointId]:
+    """Return the checkpoints of which a poll finds out whether they are decided, oldest first."""
+    undecided = ((id_, each) for id_, each in sorted(local.checkpoints.items()) if each.decision is None)
+    return [
+        id_
+        for id_, each in undecided
+        if id_ not in remote.to_read and awaits_decision(each, local, remote, policy)
+    ]
+
+
 def _towards_decision(
-    checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy, now: float
+    checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy
 ) -> Iterable[Action]:
-    """Yield what is due up to the decision, in write order (R1): shards → receipt → decision.
+    """Yield what this rank does towards the decision, in write order (R1): shards → receipt → decision.
 
     Never waits for another checkpoint.
     """
-    watch = remote.watches.get(checkpoint.id, Watch())
     hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
     if hopeless is not None:
         # The other ranks must not wait for a shard that cannot come: abort competes with commit (R4).
-        if policy.may_decide and not is_of_original(checkpoint.id, local.generation, policy):
-            yield Abort(checkpoint.id, hopeless)
-        else:  # others will decide it: look for that, or our links would stay for ever
-            yield Look(checkpoint.id) if now >= watch.next_look_at else WaitUntil(watch.next_look_at)
-        return
-    if watch.num_looks == 0 and may_be_settled(checkpoint.id, local.generation, policy):
-        yield Look(checkpoint.id)
+        yield Abort(checkpoint.id, hopeless)
         return
     if is_volatile(checkpoint):
         yield MakeDurable(checkpoint.id)
@@ -322,20 +380,26 @@ def _towards_decision(
         return
     if not checkpoint.has_receipt:
         yield StoreReceipt(checkpoint.id)
-        return
-    receipts = watch.receipts
-    if receipts is None and is_alone(checkpoint):
-        receipts = Receipts((local.rank,))  # there are no others to look for
-    if (
-        receipts is not None
-        and is_complete(checkpoint, receipts)
-        and is_our_turn(receipts, local.rank, policy)
-    ):
-        yield Commit(checkpoint.id)
-    elif receipts is None or now >= watch.next_look_at:
-        yield Look(checkpoint.id)
+    elif _known_receipts(checkpoint, local, remote) is None:
+        yield ListReceipts(checkpoint.id)
     else:
-        yield WaitUntil(watch.next_look_at)
+        yield Commit(checkpoint.id)
+
+
+def _while_waiting(
+    waiting: Sequence[CheckpointId], local: Local, remote: Remote, now: float
+) -> Iterable[Action]:
+    """Yield one poll for all checkpoints that wait. After it, list the receipts of one that is still undecided: those
+    who were to commit it may have died. The next poll is followed by those of another one.
+    """
+    polls = remote.polls
+    poll_at = max(polls.next_at, polls.last_at + _pause_s(local, POLLS_PER_S))
+    yield Poll(waiting[0]) if now >= poll_at else WaitUntil(poll_at)
+    if polls.last_at > polls.last_listing_at + _pause_s(local, LISTINGS_PER_S):
+        listable = {id_: remote.watches[id_].list_at for id_ in waiting if id_ in remote.watches}
+        first = min(listable, key=lambda id_: listable[id_], default=None)
+        if first is not None and now >= listable[first]:
+            yield ListReceipts(first)
 
 
 def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
@@ -493,6 +557,19 @@ def missing_among(ranks: Collection[int], world_size: int, *, is_whole: bool) ->
     return sorted({*range(end)} - {*ranks})
 
 
+def _known_receipts(checkpoint: LocalCheckpoint, local: Local, remote: Remote) -> Receipts | None:
+    """Return the receipts as last listed, after this rank had written its own; None if they were not."""
+    if not checkpoint.is_verified or not checkpoint.has_receipt:
+        return None
+    if watch := remote.watches.get(checkpoint.id):
+        return watch.receipts
+    return Receipts((local.rank,)) if is_alone(checkpoint) else None  # there are no others to look for
+
+
+def _may_commit(checkpoint: LocalCheckpoint, receipts: Receipts, rank: int, policy: Policy) -> bool:
+    return is_complete(checkpoint, receipts) and is_our_turn(receipts, rank, policy)
+
+
 def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:
     """Return whether this rank commits, now that all receipts are there."""
     if policy.decides_alone:
@@ -528,19 +605,37 @@ def candidate(checkpoint: LocalCheckpoint) -> Candidate:
     return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)
 
 
-def next_listing(
-    checkpoint: LocalCheckpoint, receipts: Receipts, rank: int, num_looks: int, now: float
-) -> float:
-    """Return when to list the receipts again, after `num_looks` looks, the last of which showed `receipts`."""
-    if is_complete(checkpoint, receipts):
-        return now + max(0.0, turn_s(receipts, rank) - receipts.newest_age_s)
-    num_ranks = checkpoint.sealed.world_size if checkpoint.sealed is not None else 0
-    return now + num_ranks / LISTINGS_PER_S if num_looks >= NUM_LISTINGS else now
+def listed(
+    remote: Remote, checkpoint: LocalCheckpoint, watch: Watch, rank: int, now: float, *, poll_s: float
+) -> Remote:
+    """Note what a listing of a checkpoint's receipts has shown. If it is the first one, polls begin again."""
+    turn_in_s = turn_s(watch.receipts, rank) - watch.receipts.newest_age_s
+    pause_s = max(0.0, turn_in_s) if is_complete(checkpoint, watch.receipts) else 0.0
+    watches = {**remote.watches, checkpoint.id: replace(watch, list_at=now + pause_s)}
+    if checkpoint.id not in remote.watches:
+        return began_to_wait(replace(remote, watches=watches), now, poll_s=poll_s)
+    return replace(remote, watches=watches, polls=replace(remote.polls, last_listing_at=now))
 
 
-def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:
+def began_to_wait(remote: Remote, now: float, *, poll_s: float) -> Remote:
+    """Poll soon: a checkpoint waits since now."""
+    soon, next_at = now + poll_s, remote.polls.next_at
+    next_at = min(next_at, soon) if next_at > now else soon
+    return replace(remote, polls=replace(remote.polls, num=1, next_at=next_at))
+
+
+def polled(
+    remote: Remote, to_read: Collection[CheckpointId], now: float, *, first_s: float, longest_s: float
+) -> Remote:
+    """Note what a poll has shown to be decided, and schedule the next one."""
+    next_at = next_poll(remote.polls.num, now, first_s=first_s, longest_s=longest_s)
+    polls = replace(remote.polls, num=remote.polls.num + 1, last_at=now, next_at=next_at)
+    return replace(remote, to_read=remote.to_read | {*to_read}, polls=polls)
+
+
+def next_poll(num_polls: int, now: float, *, first_s: float, longest_s: float) -> float:
     """Return when to look again.
 
     The pause doubles each time, so that a rank that never comes costs only a few requests an hour.
     """
-    return float(now + min(longest_s, first_s * 2.0 ** min(watch.num_looks, 32)))
+    return float(now + min(longest_s, first_s * 2.0 ** min(num_polls, 32)))

@@ -74,62 +74,30 @@ def _receipt(state: State, checkpoint: LocalCheckpoint) -> Receipt:
     )
 
 
-async def look(state: State, action: decide.Look) -> None:
-    """Look whether the other ranks are done: the first time at the receipts, after that at the decision first."""
+async def list_receipts(state: State, action: decide.ListReceipts) -> None:
+    """List which ranks are done; the first time, also look for a successor."""
     checkpoint, id_ = state.checkpoint(action.checkpoint), action.checkpoint
-    watch = state.remote.watches.get(id_, decide.Watch())
-    may_be_settled = decide.may_be_settled(id_, state.local.generation, state.policy)
-    is_first = watch.num_looks == 0 and not may_be_settled
-    receipts, next_listing_at = watch.receipts, watch.next_listing_at
-    if is_first:
-        at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]
-        at_once = (lambda: list_receipts(state, id_), lambda: look_for_successor(state))
-        receipts, _ = await all_or_none(look() for look in at_once)
-    else:
-        decision = await steps.read_settled(state.store, id_)
-        if decision is not None:
-            await _learn_ours(state, checkpoint, decision)
-            return
-        if checkpoint.has_receipt and state.now() >= next_listing_at:
-            receipts = await list_receipts(state, id_)
-    if receipts is not None and receipts is not watch.receipts:
-        is_missed = checkpoint.has_receipt and decide.lacks_own(receipts, state.rank)
-        if is_missed and not await presence.has_receipt(state.store, id_, state.rank):
-            await _upload_unless_settled(state, checkpoint)
-            return
-        num_looks, now = watch.num_looks + 1, state.now()
-        next_listing_at = decide.next_listing(checkpoint, receipts, state.rank, num_looks, now)
-    longest_s = state.settings.decision_poll_s if state.is_hurried else state.settings.decision_poll_max_s
-    next_look_at = decide.next_look(
-        watch, state.now(), first_s=state.settings.decision_poll_s, longest_s=longest_s
-    )
-    watch = replace(
-        watch,
-        num_looks=watch.num_looks + 1,
-        next_look_at=next_look_at,
-        receipts=receipts,
-        next_listing_at=next_listing_at,
-    )
-    _watch(state, id_, _told_of_wait(state, id_, watch))
+    watch = state.remote.watches.get(id_)
+    at_once: list[Callable[[], Coroutine[Any, Any, Any]]] = [lambda: receipts_of(state, id_)]
+    if watch is None:
+        at_once.append(lambda: look_for_successor(state))
+    receipts, *_ = await all_or_none(look() for look in at_once)
+    is_missed = decide.lacks_own(receipts, state.rank)
+    if is_missed and not await presence.has_receipt(state.store, id_, state.rank):
+        await _upload_unless_settled(state, checkpoint)
+        return
+    now = state.now()
+    if watch is None:
+        watch = decide.Watch(receipts, since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
+    elif now >= watch.tell_at:
+        if text := backlog.long_wait(state.local, id_, receipts, now - watch.since):
+            logger.warning("checkpoint_waits %s", text)
+        watch = replace(watch, tell_at=now + (now - watch.since))
+    watch, poll_s = replace(watch, receipts=receipts), state.settings.decision_poll_s
+    state.remote = decide.listed(state.remote, checkpoint, watch, state.rank, now, poll_s=poll_s)
 
 
-def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decide.Watch:
-    """Log that a checkpoint has been waiting long for other ranks, if it is time to; return the updated watch."""
-    now, receipts = state.now(), watch.receipts
-    known = state.local.checkpoints.get(id_)
-    if receipts is None or known is None or not known.has_receipt:
-        return watch
-    if watch.since is None:
-        return replace(watch, since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
-    waited_s = now - watch.since
-    if now < watch.tell_at:
-        return watch
-    if text := backlog.long_wait(state.local, id_, receipts, waited_s):
-        logger.warning("checkpoint_waits %s", text)
-    return replace(watch, tell_at=now + waited_s)
-
-
-async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
+async def receipts_of(state: State, id_: CheckpointId) -> decide.Receipts:
     """List which ranks are done, only as far as the first page that lacks one.
 
     Otherwise each of N ranks would list N / 1000 pages.
@@ -150,6 +118,47 @@ async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
     # The times may come from two clocks (NFS), or from one with a resolution of a second.
     newest_age_s = max(0.0, listing.server_time - newest_at)
     return decide.Receipts(ranks, newest_age_s, listing.is_whole)
+
+
+async def poll(state: State) -> None:
+    """Find out which of all checkpoints that wait are decided, with one LIST. If there is only one, it is asked for."""
+    ids = decide.waiting(state.local, state.remote, state.policy)
+    to_read = await _seem_decided(state, ids) if len(ids) > 1 else ids
+    settings = state.settings
+    state.remote = decide.polled(
+        state.remote,
+        to_read,
+        state.now(),
+        first_s=settings.decision_poll_s,
+        longest_s=settings.decision_poll_s if state.is_hurried else settings.decision_poll_max_s,
+    )
+
+
+async def _seem_decided(state: State, ids: Sequence[CheckpointId]) -> set[CheckpointId]:
+    there = await steps.list_decisions(state.store, ids)
+    superseded = {id_ for id_ in ids if id_ not in there and _may_be_collected(state, id_)}
+    if superseded:
+        try:
+            there |= await steps.collected(state.store, superseded)
+        except (
+            InvalidRecordError
+        ):  # whether it blocks any of them is found out by reading each one's decision
+            there |= superseded
+    return there
+
+
+def _may_be_collected(state: State, id_: CheckpointId) -> bool:
+    """Return whether a decision may have been there and be gone: only those of superseded launches are collected."""
+    is_earlier = decide.may_be_settled(id_, state.local.generation, state.policy)
+    return is_earlier or state.fenced_by is not None
+
+
+async def read_decision(state: State, action: decide.ReadDecision) -> None:
+    id_ = action.checkpoint
+    decision = await steps.read_settled(state.store, id_, may_be_collected=_may_be_collected(state, id_))
+    if decision is not None:
+        await _learn_ours(state, state.checkpoint(id_), decision)
+    state.remote = replace(state.remote, to_read=state.remote.to_read - {id_})
 
 
 async def look_for_successor(state: State) -> None:
@@ -233,14 +242,13 @@ def _may_upload_again(state: State, id_: CheckpointId) -> bool:
     settings, now = state.settings, state.now()
     num, at = state.uploaded_again.get(id_, (0, 0.0))
     if num and not at:
-        pause = decide.Watch(num_looks=num)
-        at = decide.next_look(
-            pause, now, first_s=settings.decision_poll_s, longest_s=settings.decision_poll_max_s
+        at = decide.next_poll(
+            num, now, first_s=settings.decision_poll_s, longest_s=settings.decision_poll_max_s
         )
     may = now >= at
     state.uploaded_again[id_] = (num + 1, 0.0) if may else (num, at)
     if not may:
-        _watch(state, id_, decide.Watch(num_looks=1, next_look_at=at, receipts=decide.Receipts()))
+        _wait_again(state, id_, list_at=at)
     return may
 
 
@@ -248,7 +256,7 @@ def _upload_again(state: State, ids: Sequence[CheckpointId]) -> None:
     recovery.tell_lost(ids)
     for id_ in ids:
         state.receipts.pop(id_, None)
-        _watch(state, id_, decide.Watch())
+    _forget_watches(state, ids)
     state.distrust(ids)
 
 
@@ -266,13 +274,21 @@ def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
     If there are many, only the first are returned.
     """
     checkpoint, watch = state.local.checkpoints.get(id_), state.remote.watches.get(id_)
-    if checkpoint is None or checkpoint.sealed is None or watch is None or watch.receipts is None:
+    if checkpoint is None or checkpoint.sealed is None or watch is None:
         return []
     return decide.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
 
 
-def _watch(state: State, id_: CheckpointId, watch: decide.Watch) -> None:
-    state.remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
+def _wait_again(state: State, id_: CheckpointId, *, list_at: float) -> None:
+    """Look for the decision, and then at the receipts, before anything else is done for this checkpoint."""
+    watch = decide.Watch(list_at=list_at, since=state.now(), tell_at=state.now())
+    remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
+    state.remote = decide.began_to_wait(remote, state.now(), poll_s=state.settings.decision_poll_s)
+
+
+def _forget_watches(state: State, ids: Sequence[CheckpointId]) -> None:
+    watches = {id_: each for id_, each in state.remote.watches.items() if id_ not in ids}
+    state.remote = replace(state.remote, watches=watches)
 
 
 async def commit(state: State, action: decide.Commit) -> None:
@@ -305,10 +321,7 @@ async def commit(state: State, action: decide.Commit) -> None:
             logger.warning("uploads_lost_by_others %s reason=%s; waiting for that rank", checkpoint.id, lost)
     if settled is None:
         # Receipts vanish only after an abort: look again, and the decision will say so.
-        look_at = state.now() + state.settings.decision_poll_s
-        _watch(
-            state, checkpoint.id, decide.Watch(num_looks=1, next_look_at=look_at, receipts=decide.Receipts())
-        )
+        _wait_again(state, checkpoint.id, list_at=state.now())
         return
     decision, is_ours = settled
     if is_ours and decision.outcome is Outcome.COMMIT:
@@ -370,8 +383,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     state.receipts.pop(checkpoint.id, None)
     state.lost_by_others_since.pop(checkpoint.id, None)
     state.uploaded_again.pop(checkpoint.id, None)
-    watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
-    state.remote = replace(state.remote, watches=watches)
+    _forget_watches(state, [checkpoint.id])
     if decision.outcome is Outcome.ABORT:
         logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, one_line(decision.reason))
         is_known = decision.is_superseded or checkpoint.loss is not None

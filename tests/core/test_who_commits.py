@@ -19,8 +19,8 @@ def waiting(num_ranks: int) -> LocalCheckpoint:
 
 def commits(rank: int, receipts: decide.Receipts, num_ranks: int, **policy: bool) -> bool:
     local = Local(rank, generation=1, checkpoints={ID: waiting(num_ranks)})
-    watch = decide.Watch(num_looks=1, next_look_at=100.0, receipts=receipts)
-    due = decide.decide(local, decide.Remote(watches={ID: watch}), decide.Policy(**policy), now=50.0)
+    remote = decide.Remote(watches={ID: decide.Watch(receipts)})
+    due = decide.decide(local, remote, decide.Policy(**policy), now=50.0)
     return decide.Commit(ID) in due
 
 
@@ -70,12 +70,3 @@ def test_a_gap_in_the_listing_shows_that_a_receipt_is_missing(ranks: set[int], p
     first = decide.Receipts(tuple(reversed(listed)), is_whole=False)
     assert decide.missing_ranks(first, 31) == missing
     assert decide.missing_ranks(decide.Receipts(tuple(ranks)), 31) == sorted({*range(31)} - ranks)
-
-
-def test_receipts_are_listed_on_the_first_polls_then_rarely_and_on_ones_turn() -> None:
-    some, seldom_s = decide.Receipts((0, 1, 3)), 10_000 / decide.LISTINGS_PER_S
-    next_times = [decide.next_listing(waiting(10_000), some, 3, looks, 5.0) for looks in (1, 2, 3)]
-    assert next_times == [5.0, 5.0, 5.0 + seldom_s]
-    there = decide.Receipts(tuple(range(20)), newest_age_s=0.25)
-    assert decide.next_listing(waiting(20), there, 19, 1, 5.0) == 5.0
-    assert decide.next_listing(waiting(20), there, 0, 1, 5.0) == 5.0 + decide.turn_s(there, 0) - 0.25 > 6.0

@@ -81,7 +81,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
             return data
         return await real_create(store, key, data)
 
-    async def list_receipts(state: State, id_: Any) -> decide.Receipts:
+    async def receipts_of(state: State, id_: Any) -> decide.Receipts:
         listing = await state.store.list(keys.receipts_prefix(id_))
         return decide.Receipts(tuple(int(each.key[-10:-5]) for each in listing.objects))
 
@@ -93,7 +93,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
     return patched(
         (keys, "receipts_prefix", receipts_prefix),
         (cas, "create_once", create_once),
-        (settling, "list_receipts", list_receipts),
+        (settling, "receipts_of", receipts_of),
         (agreement, "obstacle", lambda *_: None),
         (deciding, "records", _with(records, decode_receipt=decode_receipt)),
     )
@@ -284,7 +284,7 @@ def waits_for_the_oldest() -> contextlib.AbstractContextManager[None]:
 
 def never_looks_again() -> contextlib.AbstractContextManager[None]:
     """I8: a rank that was not last never learns of the decision, and does not help if the last rank has died."""
-    return patched((decide, "next_look", lambda *_, **__: float("inf")))
+    return patched((decide, "next_poll", lambda *_, **__: float("inf")))
 
 
 def _with(module: Any, **changes: Any) -> Any:
