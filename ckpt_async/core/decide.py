@@ -289,12 +289,12 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
     for id_, checkpoint in sorted(local.checkpoints.items()):
         if checkpoint.decision is not None:
             continue
-        if id_ in remote.to_read:
-            actions.append(ReadDecision(id_))
-        elif awaits_decision(checkpoint, local, remote, policy):
-            waiting.append(id_)
-        else:
+        if not awaits_decision(checkpoint, local, remote, policy):
             actions += _towards_decision(checkpoint, local, remote, policy)
+        elif id_ in remote.to_read:
+            actions.append(ReadDecision(id_))
+        else:
+            waiting.append(id_)
     if waiting:
         actions += _while_waiting(waiting, local, remote, now)
     actions += _after_decision(local, remote, policy)
@@ -340,7 +340,8 @@ def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, p
     if why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted) is not None:
         # Others will decide it. Without looking for that, our links would stay for ever.
         return not policy.may_decide or is_of_original(checkpoint.id, local.generation, policy)
-    if not remote.polls.has_polled and may_be_settled(checkpoint.id, local.generation, policy):
+    must_poll = not remote.polls.has_polled and may_be_settled(checkpoint.id, local.generation, policy)
+    if must_poll or checkpoint.id in remote.to_read:
         return True
     receipts = _known_receipts(checkpoint, local, remote)
     return receipts is not None and not _may_commit(checkpoint, receipts, local.rank, policy)

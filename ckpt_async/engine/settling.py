@@ -140,9 +140,7 @@ async def _seem_decided(state: State, ids: Sequence[CheckpointId]) -> set[Checkp
     if superseded:
         try:
             there |= await steps.collected(state.store, superseded)
-        except (
-            InvalidRecordError
-        ):  # whether it blocks any of them is found out by reading each one's decision
+        except InvalidRecordError:  # reading each one's decision shows whether it blocks any of them
             there |= superseded
     return there
 
@@ -288,7 +286,7 @@ def _wait_again(state: State, id_: CheckpointId, *, list_at: float) -> None:
 
 def _forget_watches(state: State, ids: Sequence[CheckpointId]) -> None:
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ not in ids}
-    state.remote = replace(state.remote, watches=watches)
+    state.remote = replace(state.remote, watches=watches, to_read=state.remote.to_read - {*ids})
 
 
 async def commit(state: State, action: decide.Commit) -> None:
