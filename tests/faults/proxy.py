@@ -42,9 +42,10 @@ class Fault:
     request with the last bit of the byte at `after_bytes` changed. `unavailable`, `too_many`, `denied`, `expired`,
     `too_large`, `archived`: answer 503 SlowDown, 429, 403, 400 ExpiredToken, 400 EntityTooLarge (which retries do not
     cure) or 403 InvalidObjectState without forwarding. `reset`: break the connection after `after_bytes` of the
-    request's body; `stall`: stop reading after them. `silent`: accept the connection, but never read or answer. `continue_then_stop`: say 100 Continue and
-    stop reading. `delay`: forward the answer `delay_s` later. `hold`: forward nothing until `release`. `unconditional`:
-    remove If-None-Match and If-Match and sign the request anew, as if the store knew neither.
+    request's body; `stall`: stop reading after them. `silent`: accept the connection, but never read or answer.
+    `continue_then_stop`: say 100 Continue and stop reading. `delay`: forward the answer `delay_s` later. `hold`:
+    forward nothing until `release`. `unconditional`: remove If-None-Match and If-Match and sign the request anew,
+    as if the store knew neither.
     """
 
     kind: str
