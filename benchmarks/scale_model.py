@@ -31,7 +31,7 @@ from typing import Any
 
 from _compare import parser_of, report
 
-from ckpt_async.core import decide, keys
+from ckpt_async.core import decide, keys, waiting
 from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
@@ -115,15 +115,13 @@ def polls_until(waited_s: float, num_writers: int) -> tuple[int, int]:
     """
     settings, now, num_listings = Settings(), 0.0, 0
     first_s, longest_s = settings.decision_poll_s, settings.decision_poll_max_s
-    remote = decide.began_to_wait(decide.Remote(), now, poll_s=first_s)
+    polls = waiting.Polls().began(now, first_s=first_s)
     listing_at = now
-    while (
-        now := max(remote.polls.next_at, remote.polls.last_at + num_writers / decide.POLLS_PER_S)
-    ) <= waited_s:
-        remote = decide.polled(remote, (), now, first_s=first_s, longest_s=longest_s)
+    while (now := max(polls.next_at, polls.last_at + num_writers / waiting.POLLS_PER_S)) <= waited_s:
+        polls = polls.polled(now, first_s=first_s, longest_s=longest_s)
         if now >= listing_at:
-            num_listings, listing_at = num_listings + 1, now + num_writers / decide.LISTINGS_PER_S
-    return remote.polls.num - 1, num_listings
+            num_listings, listing_at = num_listings + 1, now + num_writers / waiting.LISTINGS_PER_S
+    return polls.num - 1, num_listings
 
 
 def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers: float) -> Commit:

@@ -7,66 +7,28 @@ many times, and must return it for as long as it is due. `docs/design.md` lists 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Latest, Outcome
 from ckpt_async.core.retention import Candidate, KeepLocal
+from ckpt_async.core.waiting import (
+    LISTINGS_PER_S,
+    POLLS_PER_S,
+    Polls,
+    Receipts,
+    Watch,
+    is_complete,
+    turn_s,
+)
 
 # --- what is known of the store ----------------------------------------------------------------------------
 
 
-# How many ranks commit at once, those with the newest receipts first. If every rank that sees all receipts committed,
-# N ranks would read N x N receipts.
-NUM_COMMITTERS = 8
-# With more ranks than this, half as many commit at once: eight would use most of the 5,500 reads that S3 answers per
-# second.
-MANY_RANKS = 2000
-# How long each group of committers has, by the store's clock: a commit takes a round trip for every 16 ranks.
-COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
-# While checkpoints wait, all ranks of a launch together poll for decisions, and list receipts again, at most this often
-# per second: S3 answers 5,500 reads a second. The first listing of each checkpoint's receipts is not counted.
-POLLS_PER_S, LISTINGS_PER_S = 500, 50
-
 # A superseded trainer finds out within this time while it has something open, and at each commit. All ranks of a launch
 # together look for a successor at most this often per second.
 SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
-
-
-@dataclass(frozen=True, slots=True)
-class Receipts:
-    """What a listing of a checkpoint's receipts showed."""
-
-    ranks: tuple[int, ...] = ()  # oldest receipt first
-    newest_age_s: float = 0.0
-    is_whole: bool = True  # False: the listing stopped where a rank was missing
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """A checkpoint that waits for the other ranks, or for one of them to commit it."""
-
-    receipts: Receipts = field(default_factory=Receipts)  # as last listed
-    list_at: float = (
-        0.0  # when the receipts were listed; if all were there, when it is this rank's turn to commit
-    )
-    since: float = 0.0
-    tell_at: float = float("inf")  # when to log that the checkpoint has been waiting long
-
-
-@dataclass(frozen=True, slots=True)
-class Polls:
-    """When this engine has looked, and may look again, for the decisions of all checkpoints that wait for one."""
-
-    num: int = 0  # since something began to wait
-    next_at: float = 0.0
-    last_at: float = float("-inf")
-    last_listing_at: float = float("-inf")  # of the receipts of any checkpoint, but the first one of each
-
-    @property
-    def has_polled(self) -> bool:
-        return self.last_at > float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +309,7 @@ def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, p
     return receipts is not None and not _may_commit(checkpoint, receipts, local.rank, policy)
 
 
-def waiting(local: Local, remote: Remote, policy: Policy) -> list[CheckpointId]:
+def waiting_ids(local: Local, remote: Remote, policy: Policy) -> list[CheckpointId]:
     """Return the checkpoints of which a poll finds out whether they are decided, oldest first."""
     undecided = ((id_, each) for id_, each in sorted(local.checkpoints.items()) if each.decision is None)
     return [
@@ -528,36 +490,6 @@ def is_alone(checkpoint: LocalCheckpoint) -> bool:
     return checkpoint.sealed is not None and checkpoint.sealed.world_size == 1
 
 
-def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
-    """Return whether there are receipts of all ranks of *this generation's* world size (R5)."""
-    num_ranks = 0 if checkpoint.sealed is None else checkpoint.sealed.world_size
-    return 0 < num_ranks <= len(receipts.ranks) and {*receipts.ranks} >= {*range(num_ranks)}
-
-
-def lacks_own(receipts: Receipts, rank: int) -> bool:
-    """Return whether a listing that goes as far lacks this rank's receipt."""
-    return rank not in receipts.ranks and (receipts.is_whole or rank < max(receipts.ranks, default=-1))
-
-
-def has_gap(ranks: Collection[int]) -> bool:
-    """Return whether a rank below the highest of `ranks` is missing.
-
-    If so, no further page need be listed to know that not all are there.
-    """
-    return len(ranks) <= max(ranks, default=-1)
-
-
-def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
-    """Return the ranks whose receipts were missing, as far as the listing went."""
-    return missing_among(receipts.ranks, world_size, is_whole=receipts.is_whole)
-
-
-def missing_among(ranks: Collection[int], world_size: int, *, is_whole: bool) -> list[int]:
-    """Return the ranks that are missing among `ranks`, which a listing showed, as far as the listing went."""
-    end = world_size if is_whole else max(ranks, default=0)
-    return sorted({*range(end)} - {*ranks})
-
-
 def _known_receipts(checkpoint: LocalCheckpoint, local: Local, remote: Remote) -> Receipts | None:
     """Return the receipts as last listed, after this rank had written its own; None if they were not."""
     if not checkpoint.is_verified or not checkpoint.has_receipt:
@@ -578,20 +510,6 @@ def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:
     return policy.may_decide and receipts.newest_age_s >= turn_s(receipts, rank)
 
 
-def turn_s(receipts: Receipts, rank: int) -> float:
-    """Return the age of the newest receipt at which it is this rank's turn to commit, once all receipts are there.
-
-    The ranks with the newest receipts commit at once. The same number before them follow when the first group has had
-    its time, then twice as many, and so on.
-    """
-    place = next(
-        (place for place, each in enumerate(reversed(receipts.ranks)) if each == rank), len(receipts.ranks)
-    )
-    num_ranks = len(receipts.ranks)
-    num_committers = NUM_COMMITTERS if num_ranks <= MANY_RANKS else NUM_COMMITTERS // 2
-    return (place // num_committers).bit_length() * (COMMIT_S + COMMIT_S_PER_RANK * num_ranks)
-
-
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:
     """Return whether `latest` may move to `checkpoint` (R6)."""
     return latest is None or checkpoint > latest.checkpoint
@@ -604,39 +522,3 @@ def candidate(checkpoint: LocalCheckpoint) -> Candidate:
     """
     metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
     return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)
-
-
-def listed(
-    remote: Remote, checkpoint: LocalCheckpoint, watch: Watch, rank: int, now: float, *, poll_s: float
-) -> Remote:
-    """Note what a listing of a checkpoint's receipts has shown. If it is the first one, polls begin again."""
-    turn_in_s = turn_s(watch.receipts, rank) - watch.receipts.newest_age_s
-    pause_s = max(0.0, turn_in_s) if is_complete(checkpoint, watch.receipts) else 0.0
-    watches = {**remote.watches, checkpoint.id: replace(watch, list_at=now + pause_s)}
-    if checkpoint.id not in remote.watches:
-        return began_to_wait(replace(remote, watches=watches), now, poll_s=poll_s)
-    return replace(remote, watches=watches, polls=replace(remote.polls, last_listing_at=now))
-
-
-def began_to_wait(remote: Remote, now: float, *, poll_s: float) -> Remote:
-    """Poll soon: a checkpoint waits since now."""
-    soon, next_at = now + poll_s, remote.polls.next_at
-    next_at = min(next_at, soon) if next_at > now else soon
-    return replace(remote, polls=replace(remote.polls, num=1, next_at=next_at))
-
-
-def polled(
-    remote: Remote, to_read: Collection[CheckpointId], now: float, *, first_s: float, longest_s: float
-) -> Remote:
-    """Note what a poll has shown to be decided, and schedule the next one."""
-    next_at = next_poll(remote.polls.num, now, first_s=first_s, longest_s=longest_s)
-    polls = replace(remote.polls, num=remote.polls.num + 1, last_at=now, next_at=next_at)
-    return replace(remote, to_read=remote.to_read | {*to_read}, polls=polls)
-
-
-def next_poll(num_polls: int, now: float, *, first_s: float, longest_s: float) -> float:
-    """Return when to look again.
-
-    The pause doubles each time, so that a rank that never comes costs only a few requests an hour.
-    """
-    return float(now + min(longest_s, first_s * 2.0 ** min(num_polls, 32)))

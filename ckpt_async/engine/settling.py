@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_async.core import backlog, decide, keys, records
+from ckpt_async.core import backlog, decide, keys, records, waiting
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Decided, Decision, Outcome, Receipt, ReceiptStored
@@ -82,22 +82,30 @@ async def list_receipts(state: State, action: decide.ListReceipts) -> None:
     if watch is None:
         at_once.append(lambda: look_for_successor(state))
     receipts, *_ = await all_or_none(look() for look in at_once)
-    is_missed = decide.lacks_own(receipts, state.rank)
+    is_missed = waiting.lacks_own(receipts, state.rank)
     if is_missed and not await presence.has_receipt(state.store, id_, state.rank):
         await _upload_unless_settled(state, checkpoint)
         return
     now = state.now()
     if watch is None:
-        watch = decide.Watch(receipts, since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
-    elif now >= watch.tell_at:
+        first_s = state.settings.decision_poll_s
+        state.remote = replace(state.remote, polls=state.remote.polls.began(now, first_s=first_s))
+        watch = waiting.Watch(since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
+    else:
+        state.remote = replace(state.remote, polls=replace(state.remote.polls, last_listing_at=now))
+    if now >= watch.tell_at:
         if text := backlog.long_wait(state.local, id_, receipts, now - watch.since):
             logger.warning("checkpoint_waits %s", text)
         watch = replace(watch, tell_at=now + (now - watch.since))
-    watch, poll_s = replace(watch, receipts=receipts), state.settings.decision_poll_s
-    state.remote = decide.listed(state.remote, checkpoint, watch, state.rank, now, poll_s=poll_s)
+    list_at = waiting.listed_until(checkpoint, receipts, state.rank, now)
+    _watch(state, id_, replace(watch, receipts=receipts, list_at=list_at))
 
 
-async def receipts_of(state: State, id_: CheckpointId) -> decide.Receipts:
+def _watch(state: State, id_: CheckpointId, watch: waiting.Watch) -> None:
+    state.remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
+
+
+async def receipts_of(state: State, id_: CheckpointId) -> waiting.Receipts:
     """List which ranks are done, only as far as the first page that lacks one.
 
     Otherwise each of N ranks would list N / 1000 pages.
@@ -109,7 +117,7 @@ async def receipts_of(state: State, id_: CheckpointId) -> decide.Receipts:
         return sorted((at, found[1]) for at, found in parsed if found is not None and found[0] == id_)
 
     def is_enough(objects: Sequence[ObjectInfo]) -> bool:
-        return decide.has_gap([rank for _, rank in written(objects)])
+        return waiting.has_gap([rank for _, rank in written(objects)])
 
     listing = await state.store.list(prefix, enough=is_enough)
     there = written(listing.objects)
@@ -117,21 +125,18 @@ async def receipts_of(state: State, id_: CheckpointId) -> decide.Receipts:
     ranks = tuple(rank for _, rank in there)
     # The times may come from two clocks (NFS), or from one with a resolution of a second.
     newest_age_s = max(0.0, listing.server_time - newest_at)
-    return decide.Receipts(ranks, newest_age_s, listing.is_whole)
+    return waiting.Receipts(ranks, newest_age_s, listing.is_whole)
 
 
 async def poll(state: State) -> None:
     """Find out which of all checkpoints that wait are decided, with one LIST. If there is only one, it is asked for."""
-    ids = decide.waiting(state.local, state.remote, state.policy)
+    ids = decide.waiting_ids(state.local, state.remote, state.policy)
     to_read = await _seem_decided(state, ids) if len(ids) > 1 else ids
-    settings = state.settings
-    state.remote = decide.polled(
-        state.remote,
-        to_read,
-        state.now(),
-        first_s=settings.decision_poll_s,
-        longest_s=settings.decision_poll_s if state.is_hurried else settings.decision_poll_max_s,
+    first_s, longest_s = state.settings.decision_poll_s, state.settings.decision_poll_max_s
+    polls = state.remote.polls.polled(
+        state.now(), first_s=first_s, longest_s=first_s if state.is_hurried else longest_s
     )
+    state.remote = replace(state.remote, to_read=state.remote.to_read | {*to_read}, polls=polls)
 
 
 async def _seem_decided(state: State, ids: Sequence[CheckpointId]) -> set[CheckpointId]:
@@ -240,7 +245,7 @@ def _may_upload_again(state: State, id_: CheckpointId) -> bool:
     settings, now = state.settings, state.now()
     num, at = state.uploaded_again.get(id_, (0, 0.0))
     if num and not at:
-        at = decide.next_poll(
+        at = waiting.next_poll(
             num, now, first_s=settings.decision_poll_s, longest_s=settings.decision_poll_max_s
         )
     may = now >= at
@@ -274,14 +279,14 @@ def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
     checkpoint, watch = state.local.checkpoints.get(id_), state.remote.watches.get(id_)
     if checkpoint is None or checkpoint.sealed is None or watch is None:
         return []
-    return decide.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
+    return waiting.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
 
 
 def _wait_again(state: State, id_: CheckpointId, *, list_at: float) -> None:
     """Look for the decision, and then at the receipts, before anything else is done for this checkpoint."""
-    watch = decide.Watch(list_at=list_at, since=state.now(), tell_at=state.now())
-    remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
-    state.remote = decide.began_to_wait(remote, state.now(), poll_s=state.settings.decision_poll_s)
+    now, first_s = state.now(), state.settings.decision_poll_s
+    _watch(state, id_, waiting.Watch(list_at=list_at, since=now, tell_at=now))
+    state.remote = replace(state.remote, polls=state.remote.polls.began(now, first_s=first_s))
 
 
 def _forget_watches(state: State, ids: Sequence[CheckpointId]) -> None:

@@ -376,18 +376,11 @@ class Journal:
         """Raise JournalError if somebody has deleted the journal underneath us, so that nothing appended from then on
         would survive; or has moved its folder, so that the files in it are not where we look for them.
         """
-        if self._wal < 0:
-            return
-        ours = os.fstat(self._wal)
-        if ours.st_nlink == 0:
-            what, where = "deleted", "it will continue with what is left in the journal and in the store"
-        elif not os.path.exists(f"{self._path}-wal"):
-            what, where = "moved", "where the folder is now, it will continue"
-        else:
+        if self._wal < 0 or (os.fstat(self._wal).st_nlink and os.path.exists(f"{self._path}-wal")):
             return
         raise JournalError(
-            f"journal {str(self._path)!r} was {what} while this process was using it",
-            hint=f"restart this process; {where}",
+            f"journal {str(self._path)!r} was deleted, or its folder moved, while this process was using it",
+            hint="restart this process; it will continue with what is left in the journal and in the store",
         )
 
     def _refuse_fork(self) -> None:

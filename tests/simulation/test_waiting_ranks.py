@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from ckpt_async.core import keys, records
-from ckpt_async.core.decide import LISTINGS_PER_S, POLLS_PER_S, SUCCESSOR_LOOKS_PER_S
+from ckpt_async.core.decide import SUCCESSOR_LOOKS_PER_S
 from ckpt_async.core.model import (
     Boundary,
     CheckpointId,
@@ -24,6 +24,7 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
+from ckpt_async.core.waiting import LISTINGS_PER_S, POLLS_PER_S
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.protocol import steps
