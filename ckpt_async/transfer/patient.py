@@ -472,6 +472,5 @@ class PatientStore:
         is_final = not self._patience.may_heal(error)
         if isinstance(error, LocalReadError):
             self._health.failed_here(error, is_final=is_final)
-            return
-        self._store.drop_idle()  # it may take only so many connections; or what broke one has broken the others
-        self._health.failed(operation, error, asyncio.get_running_loop().time(), is_final=is_final)
+        else:
+            self._health.failed(operation, error, asyncio.get_running_loop().time(), is_final=is_final)
