@@ -31,8 +31,7 @@ from typing import Any
 
 from _compare import parser_of, report
 
-from ckpt_async.core import decide, keys
-from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core import decide, keys, waiting
 from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
@@ -111,21 +110,19 @@ class Commit:
     to_commit_s: float  # from the end of the last upload
 
 
-def looks_until(waited_s: float, num_writers: int) -> tuple[int, int]:
-    """Return how often an engine looks for the other receipts within `waited_s` after its own, and how many
-    of these looks list the receipts.
+def polls_until(waited_s: float, num_writers: int) -> tuple[int, int]:
+    """Return how often an engine polls in vain for the decision within `waited_s` after it has listed the receipts for
+    the first time, and how many of these polls are followed by another listing.
     """
-    settings, watch, now, num_listings = Settings(), decide.Watch(), 0.0, 0
-    waiting = LocalCheckpoint(CHECKPOINT, NAME, sealed=Sealed(CHECKPOINT, NAME, num_writers))
-    while now <= waited_s:
-        listing_at = watch.next_listing_at
+    settings, now, num_listings = Settings(), 0.0, 0
+    first_s, longest_s = settings.decision_poll_s, settings.decision_poll_max_s
+    polls = waiting.Polls().began(now, first_s=first_s)
+    listing_at = now
+    while (now := max(polls.next_at, polls.last_at + num_writers / waiting.POLLS_PER_S)) <= waited_s:
+        polls = polls.polled(now, first_s=first_s, longest_s=longest_s)
         if now >= listing_at:
-            num_listings += 1
-            listing_at = decide.next_listing(waiting, decide.Receipts(), 0, watch.num_looks + 1, now)
-        first_s, longest_s = settings.decision_poll_s, settings.decision_poll_max_s
-        now = decide.next_look(watch, now, first_s=first_s, longest_s=longest_s)
-        watch = decide.Watch(watch.num_looks + 1, now, next_listing_at=listing_at)
-    return watch.num_looks, num_listings
+            num_listings, listing_at = num_listings + 1, now + num_writers / waiting.LISTINGS_PER_S
+    return polls.num - 1, num_listings
 
 
 def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers: float) -> Commit:
@@ -146,18 +143,19 @@ def on_paper(num_writers: int, latency_s: float, spread_s: float, num_committers
     looks_for_successor = sum(
         (spread_s - wait) // period_s + (wait + to_commit_s) // period_s for wait in waits
     )
-    looks, listings = zip(*(looks_until(wait + to_commit_s, num_writers) for wait in waits), strict=True)
+    polls, listings = zip(*(polls_until(wait + to_commit_s, num_writers) for wait in waits), strict=True)
     return Commit(
         writes=num_writers + num_committers + 1,  # 1 for latest
-        # A listing ends at the first page that lacks a rank. Only a committer reads all pages, lists the receipts
-        # again, and the shards, and looks for a successor once more.
-        lists=num_writers
+        # With its first listing each engine looks for a successor. A listing ends at the first page that lacks a rank.
+        # Only a committer reads all pages, lists the receipts again, and the shards, and looks for a successor once
+        # more.
+        lists=2 * num_writers
         + looks_for_successor
         + sum(listings)
         + num_committers * (pages - 1 + 2 * pages + 1),
-        # Each look but the first reads the decision and the boundary. Engines other than the committers read
-        # both once more when the decision is there.
-        gets=num_committers * (num_writers + 1) + 2 * (sum(looks) - num_committers) + 1,
+        # Each poll in vain asks for the decision. When it is there, the engines other than the committers read it and
+        # the boundary.
+        gets=num_committers * (num_writers + 1) + sum(polls) + 2 * (num_writers - num_committers) + 1,
         to_commit_s=to_commit_s,
     )
 
@@ -319,6 +317,7 @@ class ListJournal:
         return self._rows[after:]
 
     def forget(self, event: Event) -> None: ...
+    def check_there(self) -> None: ...
     def compact(self) -> None: ...
 
 

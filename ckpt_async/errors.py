@@ -160,6 +160,13 @@ class ObjectNotFoundError(StoreError):
         super().__init__(message, reason=FailureReason.NOT_FOUND, operation=operation, key=key, hint=hint)
 
 
+class ObjectArchivedError(StoreError):
+    """The object is in an archive class, and cannot be read until somebody has restored it."""
+
+    def __init__(self, message: str, *, operation: str = "", key: str = "", hint: str = "") -> None:
+        super().__init__(message, reason=FailureReason.OTHER, operation=operation, key=key, hint=hint)
+
+
 class PreconditionFailedError(StoreError):
     """A conditional write was refused, or *appears* to have been. After a lost reply our own success looks the same
     (rule R13), so read the object back and compare before concluding that someone else won.
@@ -181,6 +188,13 @@ class IntegrityError(StoreError):
 
     def __init__(self, message: str, *, operation: str = "", key: str = "") -> None:
         super().__init__(message, reason=FailureReason.CHECKSUM, operation=operation, key=key)
+
+
+class LocalReadError(StoreError):
+    """This node's disk does not return a local shard. Its upload is tried again, as after a failure of the store."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, reason=FailureReason.DISK, hint=hint)
 
 
 class SourceError(CkptAsyncError):

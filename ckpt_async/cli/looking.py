@@ -103,7 +103,8 @@ async def look(
         return run.url, [run]
     async with opened(options.remote, options) as (store, heard):
         heard()  # the store has answered already
-        with saying_later(f"still searching for runs below {store.url}", "still_looking", url=store.url):
+        text = f"still searching for runs below {store.url}"
+        with saying_later(lambda: text, "still_looking", url=store.url):
             below = [] if options.kind else await runs_below(store)
     if not below:
         raise ObjectNotFoundError(f"{run.url} holds no run of ckpt_async, and there are none below it")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from ckpt_async.cli.stderr import say
-from ckpt_async.core.units import one_line
+from ckpt_async.core.units import counted, one_line
 
 if TYPE_CHECKING:
     from ckpt_async.core.model import CheckpointId
@@ -70,21 +70,29 @@ def store_options(options: argparse.Namespace) -> StoreOptions:
 def telling_of_silence(
     url: str, *, patience_s: float
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """Report on stderr that a store has not answered after SILENCE_S.
+    """Report on stderr, after SILENCE_S, that a store has not answered, or how slowly it answers.
 
     Nothing is printed if the block ends, or the yielded function is called, before that.
     """
-    text = f"no answer yet from {url}; retrying for up to {patience_s:.0f} s"
-    return saying_later(text, "no_answer_yet", url=url)
+    from ckpt_async.stores.heard import heard
+
+    before = heard.num_answers
+
+    def text() -> str:
+        if num := heard.num_answers - before:
+            return f"{url} answers slowly: {counted(num, 'answer')} in {SILENCE_S:g} s; still waiting"
+        return f"no answer yet from {url}; retrying for up to {patience_s:.0f} s"
+
+    return saying_later(text, "store_is_slow", url=url)
 
 
 @contextlib.contextmanager
-def saying_later(text: str, event: str, *, url: str) -> Iterator[Callable[[], None]]:
+def saying_later(text: Callable[[], str], event: str, *, url: str) -> Iterator[Callable[[], None]]:
     """Explain on stderr, after SILENCE_S, why the command waits.
 
     Nothing is printed if the block ends, or the yielded function is called, before that.
     """
-    timer = threading.Timer(SILENCE_S, lambda: say(f"ckpt-async: {text}", event, url=url))
+    timer = threading.Timer(SILENCE_S, lambda: say(f"ckpt-async: {text()}", event, url=url))
     timer.daemon = True
     timer.start()
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_async.core.decide import Receipts, Shortage, is_freeing, missing_ranks, why_hopeless
+from ckpt_async.core.decide import Shortage, is_freeing, why_hopeless
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId, RemoteAddress, without_slash
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import age, in_units
+from ckpt_async.core.waiting import Receipts, missing_ranks
 
 # A wait for other ranks is logged when it has taken this long, and again each time it has doubled.
 LONG_WAIT_S = 600.0

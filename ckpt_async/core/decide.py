@@ -7,54 +7,29 @@ many times, and must return it for as long as it is due. `docs/design.md` lists 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_async.core import order, retention
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Latest, Outcome
 from ckpt_async.core.retention import Candidate, KeepLocal, RetentionPolicy
+from ckpt_async.core.waiting import (
+    LISTINGS_PER_S,
+    POLLS_PER_S,
+    Polls,
+    Receipts,
+    Watch,
+    is_complete,
+    turn_s,
+)
 
 # --- what is known of the store ----------------------------------------------------------------------------
-
-
-# How many ranks commit at once, those with the newest receipts first. If every rank that sees all receipts committed,
-# N ranks would read N x N receipts.
-NUM_COMMITTERS = 8
-# With more ranks than this, half as many commit at once: eight would use most of the 5,500 reads that S3 answers per
-# second.
-MANY_RANKS = 2000
-# How long each group of committers has, by the store's clock: a commit takes a round trip for every 16 ranks.
-COMMIT_S, COMMIT_S_PER_RANK = 1.0, 0.01
-# A rank's first NUM_LISTINGS looks list the receipts, because its own may be among the newest. After that, all ranks
-# together list them this often per second: S3 answers 5,500 reads a second.
-NUM_LISTINGS, LISTINGS_PER_S = 3, 50
 
 
 # A superseded trainer finds out within this time while it has something open, and at each commit. All ranks of a launch
 # together look for a successor at most this often per second.
 SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
-
-
-@dataclass(frozen=True, slots=True)
-class Receipts:
-    """What a listing of a checkpoint's receipts showed."""
-
-    ranks: tuple[int, ...] = ()  # oldest receipt first
-    newest_age_s: float = 0.0
-    is_whole: bool = True  # False: the listing stopped where a rank was missing
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """How often this engine has looked for the other ranks' part of one checkpoint, and when it may look again."""
-
-    num_looks: int = 0
-    next_look_at: float = 0.0
-    receipts: Receipts | None = None  # as last seen
-    next_listing_at: float = 0.0  # when to list the receipts again; until then only the decision is read
-    since: float | None = None  # when this rank first looked after it had delivered its own part
-    tell_at: float = 0.0  # when to log that the checkpoint has been waiting long
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +46,8 @@ class Remote:
     """What the engine has seen of the store. Kept in memory only: after a crash, the engine looks again."""
 
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
+    polls: Polls = field(default_factory=Polls)
+    to_read: frozenset[CheckpointId] = frozenset()  # what a poll has shown, or may have shown, to be decided
     latest: Latest | None = None  # as last read; it may be older than the truth, but never newer
     look_for_successor_at: float = 0.0
     is_idle: bool = True  # nothing of this launch is open
@@ -81,6 +58,8 @@ class Remote:
     pointed_at: CheckpointId | None = None  # the newest for which Composer's pointer was moved or need not be
     turn: order.Turn = field(default_factory=order.Turn)
     shortage: Shortage | None = None  # older checkpoints are to be given up
+    # Of these, other ranks had delivered their parts when this one was to give them up.
+    delivered_by_others: frozenset[CheckpointId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +117,22 @@ class StoreReceipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """List the receipts and read the decision, if there is one."""
+class ListReceipts:
+    """Find out which ranks are done."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Find out which of all checkpoints that wait are decided."""
+
+    checkpoint: CheckpointId = field(compare=False)  # the oldest of them
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDecision:
+    """Read the decision of a checkpoint that seems to have one."""
 
     checkpoint: CheckpointId
 
@@ -254,7 +247,9 @@ Action = (
     | SendAhead
     | Upload
     | StoreReceipt
-    | Look
+    | ListReceipts
+    | Poll
+    | ReadDecision
     | LookForSuccessor
     | LookForMembers
     | NameTarget
@@ -282,9 +277,18 @@ _WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, Commit, 
 def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
     """Return everything that is due now for one rank, oldest checkpoint first."""
     actions: list[Action] = []
-    for _, checkpoint in sorted(local.checkpoints.items()):
-        if checkpoint.decision is None:
-            actions += _towards_decision(checkpoint, local, remote, policy, now)
+    waiting: list[CheckpointId] = []
+    for id_, checkpoint in sorted(local.checkpoints.items()):
+        if checkpoint.decision is not None:
+            continue
+        if not awaits_decision(checkpoint, local, remote, policy):
+            actions += _towards_decision(checkpoint, local, remote, policy)
+        elif id_ in remote.to_read:
+            actions.append(ReadDecision(id_))
+        else:
+            waiting.append(id_)
+    if waiting:
+        actions += _while_waiting(waiting, local, remote, now)
     actions += _after_decision(local, remote, policy)
     if _is_target_due(local, remote, policy, now):
         actions.append(NameTarget())
@@ -306,10 +310,14 @@ def has_open(local: Local, policy: Policy) -> bool:
     return any(policy.is_adopted or id_.generation == local.generation for id_ in undecided)
 
 
+def _pause_s(local: Local, per_s: float) -> float:
+    """Return how long each rank pauses so that all ranks of the launch together do something `per_s` times a second."""
+    return (local.opened.world_size if local.opened else 1) / per_s
+
+
 def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
     """Schedule the next look for a successor: there was one just now."""
-    world_size = local.opened.world_size if local.opened else 1
-    pause_s = max(SUCCESSOR_POLL_S, world_size / SUCCESSOR_LOOKS_PER_S)
+    pause_s = max(SUCCESSOR_POLL_S, _pause_s(local, SUCCESSOR_LOOKS_PER_S))
     return replace(remote, look_for_successor_at=now + pause_s)
 
 
@@ -373,9 +381,8 @@ def supersedable(local: Local, remote: Remote, policy: Policy, *, is_disk_short:
         kept = retention.apply(policy.remote_retention, candidates)
 
     def may_go(id_: CheckpointId) -> bool:
-        receipts = remote.watches.get(id_, Watch()).receipts
         is_older = turned_to is not None and id_ < turned_to and id_ != remote.turn.sending
-        return is_older and id_ not in kept and not (receipts and receipts.ranks)
+        return is_older and id_ not in kept and id_ not in remote.delivered_by_others
 
     return [id_ for id_ in owed(local, policy) if may_go(id_)]
 
@@ -402,24 +409,39 @@ def _is_target_due(local: Local, remote: Remote, policy: Policy, now: float) -> 
     return order.is_asking_due(remote.turn, newest_owed(local, policy), now, is_open=is_open)
 
 
+def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy) -> bool:
+    """Return whether this rank can only wait until others have decided an undecided checkpoint, or may have before."""
+    if why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted) is not None:
+        # Others will decide it. Without looking for that, our links would stay for ever.
+        return not policy.may_decide
+    must_poll = not remote.polls.has_polled and may_be_settled(checkpoint.id, local.generation, policy)
+    if must_poll or checkpoint.id in remote.to_read:
+        return True
+    receipts = _known_receipts(checkpoint, local, remote)
+    return receipts is not None and not _may_commit(checkpoint, receipts, local.rank, policy)
+
+
+def waiting_ids(local: Local, remote: Remote, policy: Policy) -> list[CheckpointId]:
+    """Return the checkpoints of which a poll finds out whether they are decided, oldest first."""
+    undecided = ((id_, each) for id_, each in sorted(local.checkpoints.items()) if each.decision is None)
+    return [
+        id_
+        for id_, each in undecided
+        if id_ not in remote.to_read and awaits_decision(each, local, remote, policy)
+    ]
+
+
 def _towards_decision(
-    checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy, now: float
+    checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy
 ) -> Iterable[Action]:
-    """Yield what is due up to the decision, in write order (R1): shards → receipt → decision.
+    """Yield what this rank does towards the decision, in write order (R1): shards → receipt → decision.
 
     Never waits for another checkpoint.
     """
-    watch = remote.watches.get(checkpoint.id, Watch())
     hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
     if hopeless is not None:
         # The other ranks must not wait for a shard that cannot come: abort competes with commit (R4).
-        if policy.may_decide:
-            yield Abort(checkpoint.id, hopeless)
-        else:  # others will decide it: look for that, or our links would stay for ever
-            yield Look(checkpoint.id) if now >= watch.next_look_at else WaitUntil(watch.next_look_at)
-        return
-    if watch.num_looks == 0 and may_be_settled(checkpoint.id, local.generation, policy):
-        yield Look(checkpoint.id)
+        yield Abort(checkpoint.id, hopeless)
         return
     if is_volatile(checkpoint):
         yield MakeDurable(checkpoint.id)
@@ -433,20 +455,26 @@ def _towards_decision(
         return
     if not checkpoint.has_receipt:
         yield StoreReceipt(checkpoint.id)
-        return
-    receipts = watch.receipts
-    if receipts is None and is_alone(checkpoint):
-        receipts = Receipts((local.rank,))  # there are no others to look for
-    if (
-        receipts is not None
-        and is_complete(checkpoint, receipts)
-        and is_our_turn(receipts, local.rank, policy)
-    ):
-        yield Commit(checkpoint.id)
-    elif receipts is None or now >= watch.next_look_at:
-        yield Look(checkpoint.id)
+    elif _known_receipts(checkpoint, local, remote) is None:
+        yield ListReceipts(checkpoint.id)
     else:
-        yield WaitUntil(watch.next_look_at)
+        yield Commit(checkpoint.id)
+
+
+def _while_waiting(
+    waiting: Sequence[CheckpointId], local: Local, remote: Remote, now: float
+) -> Iterable[Action]:
+    """Yield one poll for all checkpoints that wait. After it, list the receipts of one that is still undecided: those
+    who were to commit it may have died. The next poll is followed by those of another one.
+    """
+    polls = remote.polls
+    poll_at = max(polls.next_at, polls.last_at + _pause_s(local, POLLS_PER_S))
+    yield Poll(waiting[0]) if now >= poll_at else WaitUntil(poll_at)
+    if polls.last_at > polls.last_listing_at + _pause_s(local, LISTINGS_PER_S):
+        listable = {id_: remote.watches[id_].list_at for id_ in waiting if id_ in remote.watches}
+        first = min(listable, key=lambda id_: listable[id_], default=None)
+        if first is not None and now >= listable[first]:
+            yield ListReceipts(first)
 
 
 def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
@@ -567,34 +595,17 @@ def is_alone(checkpoint: LocalCheckpoint) -> bool:
     return checkpoint.sealed is not None and checkpoint.sealed.world_size == 1
 
 
-def is_complete(checkpoint: LocalCheckpoint, receipts: Receipts) -> bool:
-    """Return whether there are receipts of all ranks of *this generation's* world size (R5)."""
-    num_ranks = 0 if checkpoint.sealed is None else checkpoint.sealed.world_size
-    return 0 < num_ranks <= len(receipts.ranks) and {*receipts.ranks} >= {*range(num_ranks)}
+def _known_receipts(checkpoint: LocalCheckpoint, local: Local, remote: Remote) -> Receipts | None:
+    """Return the receipts as last listed, after this rank had written its own; None if they were not."""
+    if not checkpoint.is_verified or not checkpoint.has_receipt:
+        return None
+    if watch := remote.watches.get(checkpoint.id):
+        return watch.receipts
+    return Receipts((local.rank,)) if is_alone(checkpoint) else None  # there are no others to look for
 
 
-def lacks_own(receipts: Receipts, rank: int) -> bool:
-    """Return whether a listing that goes as far lacks this rank's receipt."""
-    return rank not in receipts.ranks and (receipts.is_whole or rank < max(receipts.ranks, default=-1))
-
-
-def has_gap(ranks: Collection[int]) -> bool:
-    """Return whether a rank below the highest of `ranks` is missing.
-
-    If so, no further page need be listed to know that not all are there.
-    """
-    return len(ranks) <= max(ranks, default=-1)
-
-
-def missing_ranks(receipts: Receipts, world_size: int) -> list[int]:
-    """Return the ranks whose receipts were missing, as far as the listing went."""
-    return missing_among(receipts.ranks, world_size, is_whole=receipts.is_whole)
-
-
-def missing_among(ranks: Collection[int], world_size: int, *, is_whole: bool) -> list[int]:
-    """Return the ranks that are missing among `ranks`, which a listing showed, as far as the listing went."""
-    end = world_size if is_whole else max(ranks, default=0)
-    return sorted({*range(end)} - {*ranks})
+def _may_commit(checkpoint: LocalCheckpoint, receipts: Receipts, rank: int, policy: Policy) -> bool:
+    return is_complete(checkpoint, receipts) and is_our_turn(receipts, rank, policy)
 
 
 def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:
@@ -602,20 +613,6 @@ def is_our_turn(receipts: Receipts, rank: int, policy: Policy) -> bool:
     if policy.decides_alone:
         return True
     return policy.may_decide and receipts.newest_age_s >= turn_s(receipts, rank)
-
-
-def turn_s(receipts: Receipts, rank: int) -> float:
-    """Return the age of the newest receipt at which it is this rank's turn to commit, once all receipts are there.
-
-    The ranks with the newest receipts commit at once. The same number before them follow when the first group has had
-    its time, then twice as many, and so on.
-    """
-    place = next(
-        (place for place, each in enumerate(reversed(receipts.ranks)) if each == rank), len(receipts.ranks)
-    )
-    num_ranks = len(receipts.ranks)
-    num_committers = NUM_COMMITTERS if num_ranks <= MANY_RANKS else NUM_COMMITTERS // 2
-    return (place // num_committers).bit_length() * (COMMIT_S + COMMIT_S_PER_RANK * num_ranks)
 
 
 def is_ahead(checkpoint: CheckpointId, latest: Latest | None) -> bool:
@@ -630,21 +627,3 @@ def candidate(checkpoint: LocalCheckpoint) -> Candidate:
     """
     metrics = dict(checkpoint.sealed.metrics) if checkpoint.sealed else {}
     return Candidate(checkpoint.id, checkpoint.name, checkpoint.sealed_at, metrics)
-
-
-def next_listing(
-    checkpoint: LocalCheckpoint, receipts: Receipts, rank: int, num_looks: int, now: float
-) -> float:
-    """Return when to list the receipts again, after `num_looks` looks, the last of which showed `receipts`."""
-    if is_complete(checkpoint, receipts):
-        return now + max(0.0, turn_s(receipts, rank) - receipts.newest_age_s)
-    num_ranks = checkpoint.sealed.world_size if checkpoint.sealed is not None else 0
-    return now + num_ranks / LISTINGS_PER_S if num_looks >= NUM_LISTINGS else now
-
-
-def next_look(watch: Watch, now: float, *, first_s: float, longest_s: float) -> float:
-    """Return when to look again.
-
-    The pause doubles each time, so that a rank that never comes costs only a few requests an hour.
-    """
-    return float(now + min(longest_s, first_s * 2.0 ** min(watch.num_looks, 32)))

@@ -75,8 +75,8 @@ def to_raise(
 
 
 def last_store_error(error: str) -> str:
-    """Return what to append to a message that time ran out: the store may be why."""
-    return f"; the store's last error was: {error}" if error else ""
+    """Return what to append to a message that time ran out: the store, or this node's disk, may be why."""
+    return f"; the last error was: {error}" if error else ""
 
 
 def not_sent(local: Local, within_s: float, store_error: str) -> UploadFailedError | None:

@@ -43,6 +43,7 @@ def _point_symlink(state: State, id_: CheckpointId) -> None:
 async def release(state: State, action: decide.Release) -> None:
     spool = keys.spool_checkpoint(action.checkpoint, state.rank)
     await in_thread(state.folder.remove_spool, spool)
+    state.journal.check_there()  # in a folder that was moved, the links are still there: the next launch removes them
     state.record(Released(action.checkpoint))
 
 

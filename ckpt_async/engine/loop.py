@@ -125,8 +125,7 @@ class Engine:
             state = self.state
             state.is_hurried = is_hurried
             if is_hurried:
-                watches = {id_: replace(each, next_look_at=0.0) for id_, each in state.remote.watches.items()}
-                state.remote = replace(state.remote, watches=watches)
+                state.remote = replace(state.remote, polls=replace(state.remote.polls, next_at=0.0))
 
         self._soon(change)
 
@@ -248,9 +247,11 @@ class Engine:
         Looks at other ranks do not, once the receipts have been listed for the first time: until then, shards or the
         commit wait for the look.
         """
-        if isinstance(action, decide.Look):
-            watch = self.state.remote.watches.get(action.checkpoint)
-            return watch is not None and watch.receipts is not None
+        remote = self.state.remote
+        if isinstance(action, decide.ListReceipts | decide.ReadDecision):
+            return action.checkpoint in remote.watches
+        if isinstance(action, decide.Poll):
+            return remote.polls.has_polled
         if isinstance(action, decide.LookForSuccessor):
             return not action.is_first
         return isinstance(action, decide.SendAhead | decide.LookForMembers | decide.NameTarget)
@@ -392,8 +393,12 @@ class Engine:
                 await self._upload(action)
             case decide.StoreReceipt():
                 await settling.store_receipt(state, action)
-            case decide.Look():
-                await settling.look(state, action)
+            case decide.ListReceipts():
+                await settling.list_receipts(state, action)
+            case decide.Poll():
+                await settling.poll(state)
+            case decide.ReadDecision():
+                await settling.read_decision(state, action)
             case decide.LookForSuccessor():
                 await settling.look_for_successor(state)
                 if action.is_first:  # one that was under way before may have seen nothing yet

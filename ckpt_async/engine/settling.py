@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_async.core import agreement, backlog, decide, keys, order, records
+from ckpt_async.core import agreement, backlog, decide, keys, order, records, waiting
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import (
@@ -26,7 +26,7 @@ from ckpt_async.core.model import (
 from ckpt_async.core.units import one_line
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
-from ckpt_async.errors import CkptAsyncError, FailureReason
+from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError
 from ckpt_async.protocol import cas, deciding, presence, steps
 from ckpt_async.protocol import target as targets
 from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
@@ -35,6 +35,9 @@ from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
+
+# A rank that has waited so long for a decision also asks whether it has been collected.
+COLLECTED_AFTER_S = 3600.0
 
 
 async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
@@ -67,41 +70,31 @@ def _receipt(state: State, checkpoint: LocalCheckpoint) -> Receipt:
     )
 
 
-async def look(state: State, action: decide.Look) -> None:
-    """Look whether the other ranks are done: the first time at the receipts, after that at the decision first."""
+async def list_receipts(state: State, action: decide.ListReceipts) -> None:
+    """List which ranks are done; the first time, also look for a successor."""
     checkpoint, id_ = state.checkpoint(action.checkpoint), action.checkpoint
-    watch = state.remote.watches.get(id_, decide.Watch())
-    may_be_settled = decide.may_be_settled(id_, state.local.generation, state.policy)
-    is_first = watch.num_looks == 0 and not may_be_settled
-    receipts, next_listing_at, is_lost = watch.receipts, watch.next_listing_at, False
-    if is_first:
-        at_once: tuple[Callable[[], Coroutine[Any, Any, Any]], ...]
-        at_once = (lambda: list_receipts(state, id_), lambda: look_for_successor(state))
-        receipts, _ = await all_or_none(look() for look in at_once)
+    watch = state.remote.watches.get(id_)
+    at_once: list[Callable[[], Coroutine[Any, Any, Any]]] = [lambda: receipts_of(state, id_)]
+    if watch is None:
+        at_once.append(lambda: look_for_successor(state))
+    receipts, *_ = await all_or_none(look() for look in at_once)
+    is_missed = waiting.lacks_own(receipts, state.rank)
+    is_lost = is_missed and not await presence.is_there(state.store, keys.receipt_key(id_, state.rank))
+    now = state.now()
+    if watch is None:
+        first_s = state.settings.decision_poll_s
+        state.remote = replace(state.remote, polls=state.remote.polls.began(now, first_s=first_s))
+        watch = waiting.Watch(since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
     else:
-        decision = await steps.read_settled(state.store, id_)
-        if decision is not None:
-            await _learn_ours(state, checkpoint, decision)
-            return
-        if checkpoint.has_receipt and state.now() >= next_listing_at:
-            receipts = await list_receipts(state, id_)
-    if receipts is not None and receipts is not watch.receipts:
-        is_missed = checkpoint.has_receipt and decide.lacks_own(receipts, state.rank)
-        is_lost = is_missed and not await presence.is_there(state.store, keys.receipt_key(id_, state.rank))
-        num_looks, now = watch.num_looks + 1, state.now()
-        next_listing_at = decide.next_listing(checkpoint, receipts, state.rank, num_looks, now)
-    watch = replace(_later(state, watch, receipts), next_listing_at=next_listing_at)
-    _watch(state, id_, _told_of_wait(state, id_, watch))
+        state.remote = replace(state.remote, polls=replace(state.remote.polls, last_listing_at=now))
+    if now >= watch.tell_at:
+        if text := backlog.long_wait(state.local, id_, receipts, now - watch.since):
+            logger.warning("checkpoint_waits %s", text)
+        watch = replace(watch, tell_at=now + (now - watch.since))
+    list_at = waiting.listed_until(checkpoint, receipts, state.rank, now)
+    _watch(state, id_, replace(watch, receipts=receipts, list_at=list_at))
     if is_lost:
         await _give_up_lost(state, checkpoint)
-
-
-def _later(state: State, watch: decide.Watch, receipts: decide.Receipts | None) -> decide.Watch:
-    """Return the watch after a look that has seen these receipts."""
-    settings = state.settings
-    longest_s = settings.decision_poll_s if state.is_hurried else settings.decision_poll_max_s
-    next_look_at = decide.next_look(watch, state.now(), first_s=settings.decision_poll_s, longest_s=longest_s)
-    return replace(watch, num_looks=watch.num_looks + 1, next_look_at=next_look_at, receipts=receipts)
 
 
 async def _give_up_lost(state: State, checkpoint: LocalCheckpoint) -> None:
@@ -116,23 +109,11 @@ async def _give_up_lost(state: State, checkpoint: LocalCheckpoint) -> None:
         state.fail(checkpoint.id, [Failed(checkpoint.id, "", FailureReason.STORE_LOST_OBJECTS, reason)])
 
 
-def _told_of_wait(state: State, id_: CheckpointId, watch: decide.Watch) -> decide.Watch:
-    """Log that a checkpoint has been waiting long for other ranks, if it is time to; return the updated watch."""
-    now, receipts = state.now(), watch.receipts
-    known = state.local.checkpoints.get(id_)
-    if receipts is None or known is None or not known.has_receipt:
-        return watch
-    if watch.since is None:
-        return replace(watch, since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
-    waited_s = now - watch.since
-    if now < watch.tell_at:
-        return watch
-    if text := backlog.long_wait(state.local, id_, receipts, waited_s):
-        logger.warning("checkpoint_waits %s", text)
-    return replace(watch, tell_at=now + waited_s)
+def _watch(state: State, id_: CheckpointId, watch: waiting.Watch) -> None:
+    state.remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
 
 
-async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
+async def receipts_of(state: State, id_: CheckpointId) -> waiting.Receipts:
     """List which ranks are done, only as far as the first page that lacks one.
 
     Otherwise each of N ranks would list N / 1000 pages.
@@ -144,7 +125,7 @@ async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
         return sorted((at, found[1]) for at, found in parsed if found is not None and found[0] == id_)
 
     def is_enough(objects: Sequence[ObjectInfo]) -> bool:
-        return decide.has_gap([rank for _, rank in written(objects)])
+        return waiting.has_gap([rank for _, rank in written(objects)])
 
     listing = await state.store.list(prefix, enough=is_enough)
     there = written(listing.objects)
@@ -152,7 +133,45 @@ async def list_receipts(state: State, id_: CheckpointId) -> decide.Receipts:
     ranks = tuple(rank for _, rank in there)
     # The times may come from two clocks (NFS), or from one with a resolution of a second.
     newest_age_s = max(0.0, listing.server_time - newest_at)
-    return decide.Receipts(ranks, newest_age_s, listing.is_whole)
+    return waiting.Receipts(ranks, newest_age_s, listing.is_whole)
+
+
+async def poll(state: State) -> None:
+    """Find out which of all checkpoints that wait are decided, with one LIST. If there is only one, it is asked for."""
+    ids = decide.waiting_ids(state.local, state.remote, state.policy)
+    to_read = await _seem_decided(state, ids) if len(ids) > 1 else ids
+    first_s, longest_s = state.settings.decision_poll_s, state.settings.decision_poll_max_s
+    polls = state.remote.polls.polled(
+        state.now(), first_s=first_s, longest_s=first_s if state.is_hurried else longest_s
+    )
+    state.remote = replace(state.remote, to_read=state.remote.to_read | {*to_read}, polls=polls)
+
+
+async def _seem_decided(state: State, ids: Sequence[CheckpointId]) -> set[CheckpointId]:
+    there = await steps.list_decisions(state.store, ids)
+    superseded = {id_ for id_ in ids if id_ not in there and _may_be_collected(state, id_)}
+    if superseded:
+        try:
+            there |= await steps.collected(state.store, superseded)
+        except InvalidRecordError:  # reading each one's decision shows whether it blocks any of them
+            there |= superseded
+    return there
+
+
+def _may_be_collected(state: State, id_: CheckpointId) -> bool:
+    """Return whether a decision may have been there and be gone: a sweeper collects what was decided long ago."""
+    watch = state.remote.watches.get(id_)
+    is_old = watch is not None and state.now() - watch.since >= COLLECTED_AFTER_S
+    is_earlier = decide.may_be_settled(id_, state.local.generation, state.policy)
+    return is_earlier or is_old or state.fenced_by is not None
+
+
+async def read_decision(state: State, action: decide.ReadDecision) -> None:
+    id_ = action.checkpoint
+    decision = await steps.read_settled(state.store, id_, may_be_collected=_may_be_collected(state, id_))
+    if decision is not None:
+        await _learn_ours(state, state.checkpoint(id_), decision)
+    state.remote = replace(state.remote, to_read=state.remote.to_read - {id_})
 
 
 async def look_for_successor(state: State) -> None:
@@ -227,13 +246,21 @@ def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
     If there are many, only the first are returned.
     """
     checkpoint, watch = state.local.checkpoints.get(id_), state.remote.watches.get(id_)
-    if checkpoint is None or checkpoint.sealed is None or watch is None or watch.receipts is None:
+    if checkpoint is None or checkpoint.sealed is None or watch is None:
         return []
-    return decide.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
+    return waiting.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
 
 
-def _watch(state: State, id_: CheckpointId, watch: decide.Watch) -> None:
-    state.remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
+def _wait_again(state: State, id_: CheckpointId, *, list_at: float) -> None:
+    """Look for the decision, and then at the receipts, before anything else is done for this checkpoint."""
+    now, first_s = state.now(), state.settings.decision_poll_s
+    _watch(state, id_, waiting.Watch(list_at=list_at, since=now, tell_at=now))
+    state.remote = replace(state.remote, polls=state.remote.polls.began(now, first_s=first_s))
+
+
+def _forget_watches(state: State, ids: Sequence[CheckpointId]) -> None:
+    watches = {id_: each for id_, each in state.remote.watches.items() if id_ not in ids}
+    state.remote = replace(state.remote, watches=watches, to_read=state.remote.to_read - {*ids})
 
 
 async def commit(state: State, action: decide.Commit) -> None:
@@ -249,7 +276,7 @@ async def commit(state: State, action: decide.Commit) -> None:
         may_decide=lambda: _is_still_ours(state),
     )
     if settled is None:
-        _watch(state, id_, _later(state, state.remote.watches.get(id_, decide.Watch()), decide.Receipts()))
+        _wait_again(state, id_, list_at=state.now())
         return
     # A newer launch may have begun since the first look, however long ago that was.
     await look_for_successor(state)
@@ -316,8 +343,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
     state.record(event, notices=state.teller.decided(decision))
     state.outcomes.add(event)
-    watches = {id_: each for id_, each in state.remote.watches.items() if id_ != checkpoint.id}
-    state.remote = replace(state.remote, watches=watches)
+    _forget_watches(state, [checkpoint.id])
     if decision.outcome is Outcome.ABORT:
         logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, one_line(decision.reason))
         is_known = decision.is_superseded or checkpoint.loss is not None
@@ -363,10 +389,9 @@ async def name_target(state: State) -> None:
 async def give_up_for_newer(state: State, action: decide.GiveUpForNewer) -> None:
     """Give up a checkpoint unless some rank has delivered its part: then it may still be committed."""
     id_ = action.checkpoint
-    receipts = await list_receipts(state, id_)
-    if receipts.ranks:
-        watch = state.remote.watches.get(id_, decide.Watch())
-        _watch(state, id_, replace(watch, receipts=receipts))
+    if (await receipts_of(state, id_)).ranks:
+        delivered = state.remote.delivered_by_others | {id_}
+        state.remote = replace(state.remote, delivered_by_others=delivered)
         return
     if (shortage := state.remote.shortage) is None:
         return

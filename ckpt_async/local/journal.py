@@ -347,14 +347,15 @@ class Journal:
         self.check_there()
 
     def check_there(self) -> None:
-        """Raise JournalError if somebody has deleted the journal underneath us: nothing appended from then on would
-        survive.
+        """Raise JournalError if somebody has deleted the journal underneath us, so that nothing appended from then on
+        would survive; or has moved its folder, so that the files in it are not where we look for them.
         """
-        if self._wal >= 0 and os.fstat(self._wal).st_nlink == 0:
-            raise JournalError(
-                f"journal {str(self._path)!r} was deleted while this process was using it",
-                hint="restart this process; it will continue with what is left in the journal and in the store",
-            )
+        if self._wal < 0 or (os.fstat(self._wal).st_nlink and os.path.exists(f"{self._path}-wal")):
+            return
+        raise JournalError(
+            f"journal {str(self._path)!r} was deleted, or its folder moved, while this process was using it",
+            hint="restart this process; it will continue with what is left in the journal and in the store",
+        )
 
     def _refuse_fork(self) -> None:
         if self._is_abandoned:

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_async.core import decide, keys, records
+from ckpt_async.core import keys, records, waiting
 from ckpt_async.core.model import Beat, CheckpointId, Generation
 from ckpt_async.errors import (
     CapabilityError,
@@ -203,8 +203,8 @@ async def absent_ranks(store: PatientStore, number: int, world_size: int) -> lis
         return {found[1] for each in objects if (found := keys.parse_member_key(each.key)) is not None}
 
     prefix = keys.members_prefix(number)
-    listing = await store.list(prefix, enough=lambda objects: decide.has_gap(ranks(objects)))
-    return decide.missing_among(ranks(listing.objects), world_size, is_whole=listing.is_whole)
+    listing = await store.list(prefix, enough=lambda objects: waiting.has_gap(ranks(objects)))
+    return waiting.missing_among(ranks(listing.objects), world_size, is_whole=listing.is_whole)
 
 
 async def _read_generation(store: PatientStore, number: int) -> Generation | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, records
@@ -82,16 +82,23 @@ async def bound_receipt(store: PatientStore, decision: Decision, rank: int) -> R
 
 
 async def read_settled(
-    store: PatientStore, checkpoint: CheckpointId, *, only_reads: bool = False
+    store: PatientStore,
+    checkpoint: CheckpointId,
+    *,
+    only_reads: bool = False,
+    may_be_collected: bool = True,
 ) -> Decision | None:
     """Return the decision that holds for the checkpoint, or None if nothing was decided.
 
-    What was collected was settled long ago: a decision there was created by a straggler and is void (R4).
+    What was collected was settled long ago: a decision there was created by a straggler and is void (R4). A caller that
+    knows that nothing can have been collected yet saves a request (`may_be_collected=False`).
 
     Raises InvalidRecordError if the boundary is needed but unreadable. A caller that `only_reads` gets a commit as it
     is in that case: if it is void and a part of it is gone, the receipts and shards show that.
     """
     decision = await read_decision(store, checkpoint)
+    if decision is None and not may_be_collected:
+        return None
     if decision is not None and decision.outcome in (Outcome.PRUNING, Outcome.PRUNED):
         return decision  # no straggler creates these
     try:
@@ -119,6 +126,23 @@ async def read_decision(store: PatientStore, checkpoint: CheckpointId) -> Decisi
     key = keys.decision_key(checkpoint)
     there = await read_record(store, key, lambda data: records.decode_decision(data, checkpoint))
     return there[0] if there else None
+
+
+async def list_decisions(store: PatientStore, ids: Sequence[CheckpointId]) -> set[CheckpointId]:
+    """Return which of these checkpoints have a decision. `ids` are in order; costs one LIST per 1,000 decisions from
+    the first to the last of them.
+    """
+    before, last = keys.decision_key(ids[0]).removesuffix(".json"), keys.decision_key(ids[-1])
+    listing = await store.list(
+        keys.DECISIONS, start_after=before, enough=lambda objects: objects[-1].key >= last
+    )
+    return {*ids} & {keys.parse_decision_key(each.key) for each in listing.objects}
+
+
+async def collected(store: PatientStore, ids: Collection[CheckpointId]) -> set[CheckpointId]:
+    """Return which of these checkpoints the boundary says were settled, and their decisions collected (R4)."""
+    boundary = await read_boundary(store)
+    return {id_ for id_ in ids if boundary.voids(id_)}
 
 
 async def vanished(store: PatientStore, committed: Collection[CheckpointId]) -> list[CheckpointId]:

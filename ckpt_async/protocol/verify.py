@@ -192,11 +192,12 @@ async def _check_committed(
     to_read = [rng.random() * 100 < read_percent for _ in shards]
     at_once = asyncio.Semaphore(_SHARDS_AT_ONCE)
     checked = await all_or_none(
-        _judge_shard(stores, shard, is_read, at_once) for shard, is_read in zip(shards, to_read, strict=True)
+        _judge_shard(stores, shard, must_read, at_once)
+        for shard, must_read in zip(shards, to_read, strict=True)
     )
-    findings += [each for each in checked if each is not None]
+    findings += [each.finding for each in checked if each.finding is not None]
     result.num_shards += len(shards)
-    result.num_shards_read += sum(to_read)
+    result.num_shards_read += sum(each.is_read for each in checked)
     result.size_bytes += sum(shard.size_bytes for shard in shards)
     return findings, shards, len(receipts) == decision.world_size
 
@@ -208,22 +209,31 @@ async def _receipt(store: PatientStore, decision: Decision, rank: int) -> Receip
         return _unreadable("I1", error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """What is wrong with a shard, if anything, and whether all of its bytes were read."""
+
+    finding: Finding | None = None
+    is_read: bool = False
+
+
 async def _judge_shard(
-    stores: _Stores, shard: StoredShard, is_read: bool, at_once: asyncio.Semaphore
-) -> Finding | None:
+    stores: _Stores, shard: StoredShard, must_read: bool, at_once: asyncio.Semaphore
+) -> _Checked:
     """Check a shard until it is right, or wrong beyond doubt."""
     wrong: list[Finding] = []
     while len(wrong) < MAX_READINGS:
         try:
-            found = await _check_shard(await stores.get(len(wrong)), shard, is_read, at_once)
+            checked = await _check_shard(await stores.get(len(wrong)), shard, must_read, at_once)
         except StoreError as error:
-            return stores.unread(shard, error)
-        if found is None:
-            return None
-        wrong.append(found)
+            return _Checked(stores.unread(shard, error))
+        if checked.finding is None:
+            return checked
+        wrong.append(checked.finding)
         if is_proven(wrong):
-            return found
-    return Finding("I6", shard.key, "was read differently each time: it is corrupted on its way here", UNREAD)
+            return checked
+    message = "was read differently each time: it is corrupted on its way here"
+    return _Checked(Finding("I6", shard.key, message, UNREAD))
 
 
 class _Stores:
@@ -256,24 +266,26 @@ class _Stores:
 
 
 async def _check_shard(
-    store: PatientStore, shard: StoredShard, is_read: bool, at_once: asyncio.Semaphore
-) -> Finding | None:
+    store: PatientStore, shard: StoredShard, must_read: bool, at_once: asyncio.Semaphore
+) -> _Checked:
+    is_read = False
     try:
         # A directory store reads the whole file before it answers.
         async with at_once:
             info = await store.by_itself("head", shard.size_bytes, lambda once: once.head(shard.key))
-        if info.size_bytes == shard.size_bytes and (is_read or info.checksum is None):
+        if info.size_bytes == shard.size_bytes and (must_read or info.checksum is None):
             info = await read_back(store, shard.key, shard.size_bytes, shard.checksum.algorithm)
+            is_read = True
     except ObjectNotFoundError:
-        return Finding("I1", shard.key, "the shard is missing", "missing")
+        return _Checked(Finding("I1", shard.key, "the shard is missing", "missing"))
     if info.size_bytes != shard.size_bytes:
         message = f"has {info.size_bytes} bytes, but its receipt says {shard.size_bytes}"
-        return Finding("I1", shard.key, message, "size")
+        return _Checked(Finding("I1", shard.key, message, "size"), is_read)
     if info.checksum != shard.checksum:
         have = info.checksum.value if info.checksum else "no checksum"
         message = f"has {have}, but its receipt says {shard.checksum.value}: damaged"
-        return Finding("I6", shard.key, message, "checksum")
-    return None
+        return _Checked(Finding("I6", shard.key, message, "checksum"), is_read)
+    return _Checked(is_read=is_read)
 
 
 async def _is_still_committed(store: PatientStore, checkpoint: CheckpointId) -> bool:

@@ -14,7 +14,13 @@ from typing import Protocol, Self
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import without_slash
-from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
+from ckpt_async.errors import (
+    CkptAsyncError,
+    FailureReason,
+    ObjectArchivedError,
+    ObjectNotFoundError,
+    StoreError,
+)
 from ckpt_async.local import journals
 from ckpt_async.local.folder import place_of
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
@@ -64,6 +70,10 @@ class SinkFactory(Protocol):
     def __call__(self) -> Sink: ...
 
 
+def _is_refusal(error: StoreError) -> bool:
+    return error.reason in _REFUSALS and not isinstance(error, ObjectArchivedError)
+
+
 class StoreSource:
     """The store itself, read under the reader's lease. Raises DamagedCheckpointError or CheckpointGoneError if it
     does not have the file as it was committed.
@@ -100,7 +110,7 @@ class StoreSource:
         """Raise a transient error if the store does have the object as it was committed: then the refusal did not
         come from the store, or was not meant for this request.
         """
-        if error.reason in _REFUSALS:
+        if _is_refusal(error):
             there = await self._opened.store.head(self._file.key)
             if there.size_bytes == self._file.size_bytes:
                 raise StoreError(
@@ -112,7 +122,7 @@ class StoreSource:
         beyond the object's end is refused in the same way as many other requests.
         """
         key = self._file.key
-        if error.reason not in _REFUSALS:
+        if not _is_refusal(error):
             return ""
         try:
             there = await self._opened.store.head(key)

@@ -41,7 +41,7 @@ SPAWN_TIMEOUT_S = 120.0
 # has ended so soon will probably do so again.
 RESTART_S, RESTART_MAX_S, LASTS_S = 0.2, 30.0, 10.0
 # After `stop`, the process only cancels and closes. One that also serves other ranks is pinged, to see
-# whether it still works.
+# whether it still works. One that has not answered the ping at the beginning of `close` has had a part of both times.
 STOP_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
 # How often to start a process that dies before it works: an out-of-memory kill may strike again.
@@ -96,6 +96,8 @@ class ProcessRunner:
         self.group: int | None = None  # process group of a process that serves no other rank
         self.log_path = self._own_log_path()
         self._pidfd: int | None = None  # of a process that the node's ranks share
+        self._pinged_at, self._pong = 0.0, Latch()
+        self._pong.set()  # nothing was asked
         self._pidfd_lock = threading.Lock()
         self._thread = threading.Thread(
             target=self._run, name=f"ckpt-async-rank-{start.rank}-runner", daemon=True
@@ -115,6 +117,7 @@ class ProcessRunner:
 
     def expect_end(self) -> None:
         self._tell("expect_end")
+        self._ping()
 
     @property
     def open_channel(self) -> Channel | None:
@@ -123,7 +126,7 @@ class ProcessRunner:
     def end(self) -> None:
         self._is_ended.set()
         self._tell("stop")
-        self._thread.join(STOP_TIMEOUT_S)
+        self._thread.join(max(0.0, STOP_TIMEOUT_S - self._silent_s()))
         if self._thread.is_alive():
             logger.error("runner_stuck rank=%d; killing it; the journal keeps what is left", self._start.rank)
             self._end_by_force()
@@ -147,22 +150,20 @@ class ProcessRunner:
         if self.group is None and self._channel is not None:
             self._channel.shut()
 
+    def _ping(self) -> None:
+        self._pinged_at, self._pong = time.monotonic(), Latch()
+        self._tell("ping")
+
+    def _silent_s(self) -> float:
+        """Return for how long the process has not answered a ping; 0 if it has."""
+        return 0.0 if self._pong.is_set() else time.monotonic() - self._pinged_at
+
     def _answers(self) -> bool:
-        """Return whether the node's process answers a new connection."""
-        meeting = Meeting(self._folder.common)
-        channel = None
-        try:
-            if (channel := meeting.connect()) is None:
-                return False
-            channel.socket.settimeout(PING_TIMEOUT_S)
-            channel.send("ping")
-            return channel.receive() is not None
-        except OSError:
-            return False
-        finally:
-            meeting.close()
-            if channel is not None:
-                channel.close()
+        """Return whether the node's process still answers."""
+        if self._pong.is_set():
+            self._ping()
+            return self._pong.wait(PING_TIMEOUT_S)
+        return self._pong.wait(max(0.0, STOP_TIMEOUT_S + PING_TIMEOUT_S - self._silent_s()))
 
     def _tell(self, *message: Any) -> None:
         channel = self._channel
@@ -225,6 +226,8 @@ class ProcessRunner:
                             self._started.set_result(generation)
                     case ["refused", dict(fields)]:
                         refusal = wire.error_from(fields)  # raised once the process has released the lock
+                    case ["here", *_]:
+                        self._pong.set()
                     case ["report", dict(report)]:
                         self._view.take(report)
                     case ["log", int(level), str(name), str(text), fields]:

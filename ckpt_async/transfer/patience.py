@@ -10,7 +10,7 @@ import math
 import tenacity
 
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.errors import FailureReason, LocalReadError, StoreError
 from ckpt_async.transfer.progress import Silence
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,10 @@ class Health:
     def __init__(self, url: str) -> None:
         self._url = url
         self.answered_at = -math.inf
-        self.last_error = ""  # in words, kept when other requests succeed
+        self.last_error = ""  # of the store or this node's disk, in words; kept when other requests succeed
         self._failing_since: dict[bool, float] = {}  # by whether they are writes
         self._warned_since: float | None = None
+        self._told_here: set[str] = set()
         self._answers_again = asyncio.Event()
 
     async def pause(self, duration_s: float) -> None:
@@ -109,6 +110,13 @@ class Health:
             logger.warning(
                 "store_failing url=%s for_s=%.0f error=%s; retrying", self._url, now - since, error
             )
+
+    def failed_here(self, error: LocalReadError, *, is_final: bool) -> None:
+        """Log once for each file that this node's disk does not return. The store has nothing to do with it."""
+        self.last_error = str(error)
+        if not is_final and self.last_error not in self._told_here:
+            self._told_here.add(self.last_error)
+            logger.warning("shard_unreadable error=%s; retrying", error)
 
     def succeeded(self, operation: str, now: float) -> None:
         # A read is no proof that writes are taken, but the first answer of an outage is worth an attempt.

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.errors import FailureReason, LocalReadError, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.stores.heard import heard
 from ckpt_async.stores.interface import (
     BytesBody,
     Capabilities,
@@ -53,6 +54,9 @@ OPENING_REQUESTS = 10
 MAX_SLOW_CONNECTIONS = 2
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
+
+# What a request may come to, besides success.
+_ANSWERS = frozenset({FailureReason.PRECONDITION, FailureReason.NOT_FOUND})
 
 Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
@@ -464,13 +468,19 @@ class PatientStore:
             raise error from None
         except StoreError as error:
             self._failed(operation, error)
+            if error.reason in _ANSWERS:
+                heard.num_answers += 1
             raise
+        heard.num_answers += 1
         self._health.succeeded(operation, loop.time())
         return result
 
     def _failed(self, operation: str, error: StoreError) -> None:
-        if error.reason in {FailureReason.PRECONDITION, FailureReason.NOT_FOUND}:
+        if error.reason in _ANSWERS:
             return  # an answer, not a failure; the caller decides what it means
         self._observer.attempt_failed(error.reason)
         is_final = not self._patience.may_heal(error)
-        self._health.failed(operation, error, asyncio.get_running_loop().time(), is_final=is_final)
+        if isinstance(error, LocalReadError):
+            self._health.failed_here(error, is_final=is_final)
+        else:
+            self._health.failed(operation, error, asyncio.get_running_loop().time(), is_final=is_final)

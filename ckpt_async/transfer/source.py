@@ -19,7 +19,7 @@ from functools import partial
 
 from ckpt_async.core.model import Checksum, FileIdentity
 from ckpt_async.core.units import MIB
-from ckpt_async.errors import FailureReason, SourceError, StoreError
+from ckpt_async.errors import FailureReason, LocalReadError, SourceError
 from ckpt_async.local.folder import check_unchanged
 from ckpt_async.stores.bodies import LocalWriter
 from ckpt_async.stores.checksums import Digest
@@ -189,8 +189,11 @@ class Source:
                 raise self.truncated()
             filled += count
 
-    def unreadable(self, error: OSError) -> StoreError:
-        return StoreError(f"shard {self.path!r} cannot be read: {error.strerror}", reason=FailureReason.DISK)
+    def unreadable(self, error: OSError) -> LocalReadError:
+        return LocalReadError(
+            f"shard {self.path!r} cannot be read: {error.strerror}",
+            hint="check this node's disk; the kernel's log may say more",
+        )
 
     def truncated(self) -> SourceError:
         return SourceError(

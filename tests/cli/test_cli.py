@@ -44,6 +44,7 @@ from ckpt_async.protocol.steps import (
     new_decision,
     set_pin,
 )
+from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.stores.s3.client import S3Store
 from ckpt_async.transfer.patient import PatientStore, connect
 
@@ -387,6 +388,28 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith(f"ckpt-async: no answer yet from {s3_url}; retrying for up to ")
     assert "correct, and reachable from here?" in last
+
+
+def test_a_store_that_answers_slowly_is_not_called_silent(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    remote = f"memory://{tmp_path.name}"
+    train(folder, remote, 1)
+
+    def slow(answer: Any) -> Any:
+        async def slowly(*args: Any, **how: Any) -> Any:
+            await asyncio.sleep(0.1)
+            return await answer(*args, **how)
+
+        return slowly
+
+    for name in ("get", "list", "put"):
+        monkeypatch.setattr(MemoryStore, name, slow(getattr(MemoryStore, name)))
+    monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.25)
+    assert cli.main(["pull", remote, str(tmp_path / "there")]) == 0
+    told = capsys.readouterr().err
+    assert "no answer" not in told
+    assert "answers slowly" in told
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ _REFUSALS = {
     "denied": (403, "ExpiredToken"),
     "expired": (400, "ExpiredToken"),
     "too_large": (400, "EntityTooLarge"),
+    "archived": (403, "InvalidObjectState"),
 }
 _CONDITIONS = {"if-none-match", "if-match"}
 
@@ -39,11 +40,12 @@ class Fault:
     answer. `spoil_reply`: answer with an ETag and checksums that are not the object's. `flip_reply`: change one bit in
     the body of a good answer, any bit, or always the same one of the byte at `after_bytes`. `flip_request`: forward the
     request with the last bit of the byte at `after_bytes` changed. `unavailable`, `too_many`, `denied`, `expired`,
-    `too_large`: answer 503 SlowDown, 429, 403, 400 ExpiredToken or 400 EntityTooLarge (which retries do not cure)
-    without forwarding. `reset`: break the connection after `after_bytes` of the request's body; `stall`: stop reading
-    after them. `silent`: accept the connection, but never read or answer. `continue_then_stop`: say 100 Continue and
-    stop reading. `delay`: forward the answer `delay_s` later. `hold`: forward nothing until `release`. `unconditional`:
-    remove If-None-Match and If-Match and sign the request anew, as if the store knew neither.
+    `too_large`, `archived`: answer 503 SlowDown, 429, 403, 400 ExpiredToken, 400 EntityTooLarge (which retries do not
+    cure) or 403 InvalidObjectState without forwarding. `reset`: break the connection after `after_bytes` of the
+    request's body; `stall`: stop reading after them. `silent`: accept the connection, but never read or answer.
+    `continue_then_stop`: say 100 Continue and stop reading. `delay`: forward the answer `delay_s` later. `hold`:
+    forward nothing until `release`. `unconditional`: remove If-None-Match and If-Match and sign the request anew,
+    as if the store knew neither.
     """
 
     kind: str

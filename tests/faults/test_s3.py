@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploader
+from ckpt_async import CheckpointAbortedError, StoreError, StoreOptions, Uploader, cli
+from ckpt_async.cli.output import Exit
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import FailureReason
 from ckpt_async.local import journals
@@ -52,6 +53,29 @@ def test_every_kind_of_request_failure_is_survived(
         assert fault.num_hits == 2
     assert Oracle(f"{s3_url}/run", 1).look() == {CheckpointId(1, 1)}
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("size_bytes", [1000, 3 * MIB])
+def test_an_archived_shard_is_told_and_not_retried(
+    proxy: FaultProxy,
+    s3_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    size_bytes: int,
+) -> None:
+    """Glacier answers HEAD as if nothing were wrong, and refuses GET until somebody has restored the object."""
+    monkeypatch.setattr("ckpt_async.restore.session.PATIENCE_S", 3.0)  # for as long, it was retried
+    with Uploader(tmp_path / "folder", f"{s3_url}/run", **QUICK) as uploader:
+        (tmp_path / "folder" / "a.pt").write_bytes(b"x" * size_bytes)
+        uploader.enqueue(tmp_path / "folder" / "a.pt", 1)
+        uploader.seal(1)
+    proxy.add(Fault("archived", "GET", SHARDS))
+    assert cli.main(["pull", f"{s3_url}/run", str(tmp_path / "there")]) == Exit.ERROR
+    told = capsys.readouterr().err
+    assert "a.pt" in told
+    assert "archive" in told
+    assert "restore it first" in told
 
 
 def test_an_attempt_to_a_silent_server_ends_at_its_deadline(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from ckpt_async.core import agreement, decide, keys, records, retention
+from ckpt_async.core import agreement, decide, keys, records, retention, waiting
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import Latest, MadeDurable, Outcome
@@ -100,9 +100,9 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
             return data
         return await real_create(store, key, data)
 
-    async def list_receipts(state: State, id_: Any) -> decide.Receipts:
+    async def receipts_of(state: State, id_: Any) -> waiting.Receipts:
         listing = await state.store.list(keys.receipts_prefix(id_))
-        return decide.Receipts(tuple(int(each.key[-10:-5]) for each in listing.objects))
+        return waiting.Receipts(tuple(int(each.key[-10:-5]) for each in listing.objects))
 
     def decode_receipt(data: bytes, expected: Any, rank: int) -> Any:
         generation = int(data.split(b'"generation":')[1].split(b",")[0])
@@ -112,7 +112,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
     return patched(
         (keys, "receipts_prefix", receipts_prefix),
         (cas, "create_once", create_once),
-        (settling, "list_receipts", list_receipts),
+        (settling, "receipts_of", receipts_of),
         (agreement, "obstacle", lambda *_: None),
         (deciding, "records", _with(records, decode_receipt=decode_receipt)),
     )
@@ -303,7 +303,7 @@ def waits_for_the_oldest() -> contextlib.AbstractContextManager[None]:
 
 def never_looks_again() -> contextlib.AbstractContextManager[None]:
     """I8: a rank that was not last never learns of the decision, and does not help if the last rank has died."""
-    return patched((decide, "next_look", lambda *_, **__: float("inf")))
+    return patched((waiting, "next_poll", lambda *_, **__: float("inf")))
 
 
 def _with(module: Any, **changes: Any) -> Any:
@@ -412,7 +412,7 @@ MUTANTS = [
     (mixes_generations, Protocol, "R5|R4|I6|I1|R3"),
     (moves_latest_before_commit, Protocol, "I2"),
     (moves_latest_back, Steady, "I2"),
-    (compares_latest_by_step, Protocol, "R6|I8"),
+    (compares_latest_by_step, Protocol, "R6|I8|I2"),
     (removes_before_commit, Protocol, "I3"),
     (releases_before_decision, Protocol, "I3"),
     (retention_counts_uncommitted, Steady, "I5|R2"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.core.decide import NUM_COMMITTERS
+from ckpt_async.core.waiting import NUM_COMMITTERS
 
 MODEL = Path(__file__).resolve().parents[2] / "benchmarks" / "scale_model.py"
 

@@ -798,6 +798,24 @@ def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert is_free(folder)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_close_does_not_wait_again_for_a_stopped_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """After 6 s in vain, `close(6)` took another 5 to 7 s to find out that the process was stopped."""
+    for name in ("STOP_TIMEOUT_S", "PING_TIMEOUT_S"):
+        monkeypatch.setattr(process_module, name, 1.5)
+    folder, settings = tmp_path / "folder", PROCESS | {"node_shared": is_shared, "on_error": "warn"}
+    with Uploader(folder, f"file://{tmp_path}/store", **settings) as uploader:
+        (runner,) = wait_until(lambda: runners(folder))
+        os.kill(runner, signal.SIGSTOP)
+        save(uploader, 1)
+        began = time.monotonic()
+        uploader.close(timeout_s=3.0)
+        assert time.monotonic() - began < 4.2
+    wait_until(lambda: not runners(folder))
+
+
 @pytest.mark.parametrize("timeout_s", [None, 0.0])
 def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
     timeout_s: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture

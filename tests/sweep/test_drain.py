@@ -390,7 +390,7 @@ def test_a_timeout_names_what_the_store_answers(
         broken.setattr(DirectoryStore, "put", full)
         code, told = call("drain", folder, "--timeout", 2)
     assert code == 6
-    reason = "time ran out; the store's last error was: put 'ckpt/step-1.g1/rank0.bin': the disk is full"
+    reason = "time ran out; the last error was: put 'ckpt/step-1.g1/rank0.bin': the disk is full"
     assert told["ranks"][0]["left"][0]["reason"] == reason
     assert call("drain", folder)[0] == 0
 

@@ -252,7 +252,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_does_not_end_the_rest(run: Any
         store = _CannotRead(world.bucket)
         patient = PatientStore(store, Settings(), is_patient=False)
         result = await verify(patient, read_percent=100)
-        assert (result.violations, result.num_committed, result.num_shards_read) == ([], 2, 4)
+        assert (result.violations, result.num_committed, result.num_shards_read) == ([], 2, 3)
         assert [(each.key, each.kind) for each in result.unread] == [(SHARD, "unread")]
         store.reason = FailureReason.AUTH  # concerns every shard
         with pytest.raises(StoreError):

@@ -381,7 +381,8 @@ def _wipe_while_idle(uploader: Uploader, store: Meddled) -> None:
     state, running = engine.state, engine._book.running  # type: ignore[attr-defined]
 
     def is_idle() -> bool:
-        looks = [each for each in list(running) if isinstance(each, decide.Look | decide.LookForSuccessor)]
+        kinds = decide.ListReceipts | decide.LookForSuccessor
+        looks = [each for each in list(running) if isinstance(each, kinds)]
         return state.remote.is_idle and not looks and state.now() >= state.remote.look_for_successor_at
 
     wait_until(is_idle, uploader)

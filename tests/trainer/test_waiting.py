@@ -11,9 +11,9 @@ import pytest
 
 from ckpt_async import Uploader
 from ckpt_async.core import backlog
-from ckpt_async.core.decide import Receipts
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Sealed
+from ckpt_async.core.waiting import Receipts
 from tests.stores.misbehaving import Meddled
 from tests.trainer.uploads import Open, save
 

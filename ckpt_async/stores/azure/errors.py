@@ -91,6 +91,8 @@ def refusal(
     if reason is FailureReason.NOT_FOUND:
         return location.not_found(message, operation=operation, key=key)
     hint = _HINTS.get(code, "")
+    if code in ("BlobArchived", "BlobBeingRehydrated"):
+        return location.archived(message, operation=operation, key=key, hint=hint)
     if reason is FailureReason.AUTH and not hint:
         hint = _hint_for_auth(answer, operation, location)
     return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
@@ -142,6 +144,7 @@ _REASONS = {
 
 _HINTS = {
     "BlobArchived": "the blob is in the archive tier: rehydrate it first",
+    "BlobBeingRehydrated": "the blob is being rehydrated from the archive tier: try again when that is done",
     "BlobImmutableDueToPolicy": "the container has an immutability policy: retention cannot delete or replace blobs",
     "InvalidBlobType": "there is an append or page blob of this name: delete it",
     "KeyBasedAuthenticationNotPermitted": "the account does not accept keys: use an identity, see docs/stores.md",

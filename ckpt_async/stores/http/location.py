@@ -10,6 +10,7 @@ from ckpt_async.core.keys import PROBES
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
+    ObjectArchivedError,
     ObjectNotFoundError,
     ObjectTooLargeError,
     PreconditionFailedError,
@@ -54,6 +55,10 @@ class BucketLocation:
 
     def not_found(self, message: str, *, operation: str, key: str) -> StoreError:
         return self.about(key, ObjectNotFoundError(message, operation=operation, key=self.name(key)))
+
+    def archived(self, message: str, *, operation: str, key: str, hint: str) -> StoreError:
+        error = ObjectArchivedError(message, operation=operation, key=self.name(key), hint=hint)
+        return self.about(key, error)
 
     def too_large(self, size_bytes: int, max_size_bytes: int, *, operation: str, key: str) -> StoreError:
         message = f"has {size_bytes} bytes, more than {max_size_bytes}"

@@ -102,6 +102,8 @@ def refusal(
     if reason is FailureReason.NOT_FOUND and code != "NoSuchBucket":
         return location.not_found(message, operation=operation, key=key)
     hint = hint_for(code, operation, location)
+    if code == "InvalidObjectState":
+        return location.archived(message, operation=operation, key=key, hint=hint)
     if code == "RequestTimeTooSkewed":
         hint = clock_hint(metadata.get("HTTPHeaders", {}).get("date", ""))
     elif reason is FailureReason.AUTH and not hint:
