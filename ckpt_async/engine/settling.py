@@ -251,11 +251,12 @@ def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
     return waiting.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
 
 
-def _wait_again(state: State, id_: CheckpointId, *, list_at: float) -> None:
-    """Look for the decision, and then at the receipts, before anything else is done for this checkpoint."""
-    now, first_s = state.now(), state.settings.decision_poll_s
-    _watch(state, id_, waiting.Watch(list_at=list_at, since=now, tell_at=now))
-    state.remote = replace(state.remote, polls=state.remote.polls.began(now, first_s=first_s))
+def _wait_again(state: State, id_: CheckpointId) -> None:
+    """Look for the decision, and then at the receipts, before anything else is done for this checkpoint, with the
+    pauses of polls.
+    """
+    now = state.now()
+    _watch(state, id_, waiting.Watch(list_at=now, since=now, tell_at=now))
 
 
 def _forget_watches(state: State, ids: Sequence[CheckpointId]) -> None:
@@ -276,7 +277,7 @@ async def commit(state: State, action: decide.Commit) -> None:
         may_decide=lambda: _is_still_ours(state),
     )
     if settled is None:
-        _wait_again(state, id_, list_at=state.now())
+        _wait_again(state, id_)
         return
     # A newer launch may have begun since the first look, however long ago that was.
     await look_for_successor(state)

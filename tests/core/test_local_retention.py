@@ -151,7 +151,7 @@ def test_a_full_disk_supersedes_whatever_remote_retention_keeps() -> None:
 def test_what_a_rank_has_delivered_is_not_superseded() -> None:
     remote = decide.Remote(
         turn=order.Turn(target=id_of(30)),
-        watches={id_of(10): decide.Watch(receipts=decide.Receipts((1,)))},
+        delivered_by_others=frozenset([id_of(10)]),
     )
     state = local(saved(10), saved(20), saved(30))
     found = decide.supersedable(state, remote, Policy(), is_disk_short=True)
