@@ -32,7 +32,7 @@ MUTANTS = [
     (core.compares_latest_by_step, "R6", 70),
     (core.removes_before_commit, "I3", 10),
     (core.releases_before_decision, "I3", 10),
-    (core.skips_read_back, "R13", 10),
+    (core.skips_read_back, "R13", 100),
     (core.sweeps_without_abort, "R4|I7", 20),
     (core.prunes_what_is_read, "R3", 250),
     (core.prunes_shards_first, "I1", 20),
