@@ -20,6 +20,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.records import decode_decision
 from ckpt_async.engine import loop as engine_module
+from ckpt_async.engine import upload_queue
 from ckpt_async.trainer.preemption import flush_on_sigterm
 from tests.stores.misbehaving import Meddled, Slow
 from tests.trainer.uploads import Open, decisions, wait_until, write
@@ -78,18 +79,21 @@ def test_the_newest_complete_checkpoint_goes_first(opened: Open) -> None:
     assert outcomes(store) == dict.fromkeys((1, 2, 3, 4), "commit")
 
 
-def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(opened: Open) -> None:
+def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes over even if all were being uploaded. A checkpoint saved during the flush must not stop it, or none
     would ever be sent.
     """
     store = Ordered()
+    monkeypatch.setattr(upload_queue, "SERIES_BYTES", 500)  # smaller ones share the link
     with opened(store, num_concurrent_uploads=8) as uploader:
         save(uploader, 1)
+        wait_until(lambda: store.came == [1], uploader)
         save(uploader, 2)
-        wait_until(lambda: store.held == 2, uploader)  # they are small, so they share the link
         flushing = threading.Thread(target=uploader.flush, args=(20,))
         flushing.start()
-        wait_until(lambda: store.held == 1, uploader)
+        wait_until(lambda: store.came == [1, 2] and store.held == 1, uploader)
         save(uploader, 3)
         seen = uploader._engine.view().num_rounds
         wait_until(lambda: uploader._engine.view().num_rounds > seen + 2, uploader)
