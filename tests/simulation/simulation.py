@@ -418,10 +418,8 @@ class Simulation(World):
             os.utime(source, ns=(facts.st_atime_ns, facts.st_mtime_ns + 1))
 
     def _supersede(self, journal: Journal, made: Engine, rank: int) -> None:
-        local, state = made.fresh_local(), made.state
-        turned = decide.noticed_turn(local, state.remote, state.policy, state.now())
-        policy = dataclasses.replace(state.policy, remote_retention=KeepLast(1))
-        for id_ in decide.supersedable(local, turned, policy, is_disk_short=False)[:1]:
+        # Whichever is the target: what is checked is that giving up and committing compete.
+        for id_ in decide.owed(made.fresh_local(), made.state.policy)[:-1][:1]:
             self.superseded.add((id_, rank))
             self.truths[id_, rank].is_promised = False
             journal.append([Superseded(id_, "uploads fell behind")])

@@ -28,7 +28,7 @@ MUTANTS = [
     (core.commits_before_uploads, "I1|I4", 10),
     (core.mixes_generations, "I1|I6|R5", 10),
     (core.moves_latest_before_commit, "I2", 10),
-    (core.moves_latest_back, "I2", 60),
+    (core.moves_latest_back, "I2", 150),
     (core.compares_latest_by_step, "R6", 70),
     (core.removes_before_commit, "I3", 10),
     (core.releases_before_decision, "I3", 10),

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 
 from ckpt_async.core import keys, records
+from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.decide import SUCCESSOR_LOOKS_PER_S
 from ckpt_async.core.model import (
-    Boundary,
     CheckpointId,
     Event,
     JournalRow,
@@ -191,7 +191,7 @@ def test_a_collected_decision_ends_the_wait(num_open: int) -> None:
     """A sweeper may have given a dead launch's checkpoints up and collected their decisions while a node drains it."""
 
     async def collect(store: MemoryStore, ids: list[CheckpointId]) -> None:
-        boundary = Boundary(CheckpointId(1, ids[-1].step + 1), frozenset(), 1, "nonce")
+        boundary = Boundary(CheckpointId(1, ids[-1].step + 1), number=1, nonce="nonce")
         await PatientStore(store, SETTINGS).put(keys.BOUNDARY, records.encode_boundary(boundary))
 
     _, engines = play(3, num_open, 200.0, collect, is_trainer=False)
