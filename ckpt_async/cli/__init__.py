@@ -44,8 +44,6 @@ _COMMANDS = (
     ("pull", "pull", "fetch a checkpoint into a local folder and verify it"),
     ("convert", "convert", "write a checkpoint, sharded or not, as one file"),
     ("doctor", "doctor", "check that this node, the folder and the remote are fit for a run"),
-    ("completion", "completion", "print a script that lets a shell complete commands and options"),
-    ("man", "man", "print a manual page, or write those of all commands"),
     ("version", "version", "print the version"),
 )
 
@@ -111,7 +109,6 @@ def _parser() -> Parser:
         epilog="exit codes: 0 ok, 1 error, 2 usage, 3 not found, 4 incomplete, 5 try again later,"
         " 6 not drained in time, 7 data corrupted in transit, 8 different, 130 interrupted, 141 output closed",
     )
-    parser.set_defaults(root=parser)
     parser.add_argument("--version", action="version", version=f"ckpt-async {__version__}")
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print one JSON object instead of text")

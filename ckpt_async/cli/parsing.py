@@ -44,14 +44,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, self.prog)
 
-    def define(self) -> None:
-        """Add the arguments, unless that has been done."""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._define is not None:
             define, self._define = self._define, None
             define(self)
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self.define()
         if self.commands and args and not args[0].startswith("-") and args[0] not in self.commands:
             meant = _similar(args[0], self.commands)
             raise UsageError(f"there is no command {args[0]!r}", self.prog, meant=meant)

@@ -1,8 +1,8 @@
-"""Observers, to which the engine reports facts to be counted. They must not raise or block."""
+"""The observer, to which the engine reports facts to be counted. It must not raise or block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ckpt_async.errors import FailureReason
 
@@ -31,17 +31,14 @@ class Observer:
     def bytes_uploaded(self, size_bytes: int) -> None:
         """The store acknowledged this many bytes of shards."""
 
-    def shards_finished(
-        self, result: str, num_shards: int, duration_s: float, step: int | None = None, at: float = 0.0
-    ) -> None:
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
         """Shards ended, each after `duration_s`.
 
         `result`: they are verified (ok), failed for now (failed), or can never be sent (source_changed, source_missing,
-        superseded). If they were sent and belong to one checkpoint, `step` is its step and `at` the time at which the
-        upload ended.
+        superseded).
         """
 
-    def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
+    def checkpoint_committed(self, step: int, latency_s: float) -> None:
         """A checkpoint was seen committed, `latency_s` after its first shard was enqueued here."""
 
     def checkpoint_aborted(self, step: int, reason: str) -> None:
@@ -58,22 +55,3 @@ class Observer:
 
     def engine_restarted(self) -> None:
         """The engine died because of a bug and was started again."""
-
-
-class Observers(Observer):
-    """Passes every fact on to several observers."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-
-def _to_all(name: str) -> Callable[..., None]:
-    def tell(self: Observers, *facts: object) -> None:
-        for each in self._observers:
-            getattr(each, name)(*facts)
-
-    return tell
-
-
-for _name in [name for name in vars(Observer) if not name.startswith("_")]:
-    setattr(Observers, _name, _to_all(_name))

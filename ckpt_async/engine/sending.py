@@ -60,7 +60,7 @@ async def upload(state: State, action: decide.Upload) -> None:
     finally:
         state.observer.uploads_ended(1)
     state.record(Verified(checkpoint.id, StoredShard(action.shard, key, size_bytes, checksum)))
-    state.observer.shards_finished("ok", 1, state.now() - started, checkpoint.id.step, state.clock())
+    state.observer.shards_finished("ok", 1, state.now() - started)
     logger.debug("shard_verified key=%s size_bytes=%d", key, size_bytes)
 
 
@@ -80,9 +80,7 @@ async def upload_series(state: State, actions: Sequence[decide.Upload]) -> Seque
     }
     state.record(*(Verified(action.checkpoint, stored) for action, stored in sent.items()))
     state.observer.bytes_uploaded(sum(stored.size_bytes for stored in sent.values()))
-    steps = {each.checkpoint.step for each in sent}
-    step = steps.pop() if len(steps) == 1 else None
-    state.observer.shards_finished("ok", len(sent), state.now() - started, step, state.clock())
+    state.observer.shards_finished("ok", len(sent), state.now() - started)
     return [action for action in actions if action not in sent]
 
 

@@ -362,9 +362,8 @@ def _count(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     if decision.outcome is Outcome.ABORT:
         state.observer.checkpoint_aborted(checkpoint.id.step, decision.reason)
         return
-    now = state.clock()
     first = min((each.enqueued_at for each in checkpoint.shards.values()), default=checkpoint.sealed_at)
-    state.observer.checkpoint_committed(checkpoint.id.step, max(0.0, now - first), now)
+    state.observer.checkpoint_committed(checkpoint.id.step, max(0.0, state.clock() - first))
 
 
 def _publish(state: State, id_: CheckpointId) -> None:

@@ -12,7 +12,7 @@ import itertools
 import platform
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -35,8 +35,6 @@ class Counters:
         self._counts: dict[Key, float] = {}
         self._histograms: dict[Key, _Histogram] = {}
         self._others: set[Counters] = set()
-        # Called for each observation of a histogram, with name, values and labels.
-        self.on_observe: Callable[[str, Iterable[float], tuple[str, ...]], None] | None = None
         self._begin(**fixed)
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -77,8 +75,6 @@ class Counters:
             if histogram is not None:
                 for value_s in values_s:
                     histogram.observe(value_s)
-        if self.on_observe is not None and histogram is not None:
-            self.on_observe(name, values_s, labels)
 
     def describe(self) -> Iterator[Metric]:
         """Yield the metrics without values, which the registry asks for once, so that a scrape can be restricted by
@@ -89,7 +85,9 @@ class Counters:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics for one scrape. Values that cannot be read now are left out."""
         families = {each.name: _family(each) for each in self._definitions.values()}
-        values, buckets = self.together()
+        values, buckets = self.numbers()
+        for other in list(self._others):
+            self._merge(values, buckets, *other.numbers())
         for (name, labels), value in sorted(values.items()):
             family = families[name]
             assert not isinstance(family, HistogramMetricFamily)
@@ -108,13 +106,6 @@ class Counters:
 
     def discard(self, other: Counters) -> None:
         self._others.discard(other)
-
-    def together(self) -> tuple[dict[Key, float], dict[Key, Buckets]]:
-        """Return the numbers of this instance together with those that were added."""
-        values, buckets = self.numbers()
-        for other in list(self._others):
-            self._merge(values, buckets, *other.numbers())
-        return values, buckets
 
     def numbers(self) -> tuple[dict[Key, float], dict[Key, Buckets]]:
         """Return the current numbers by series: values, and histograms."""

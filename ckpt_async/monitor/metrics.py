@@ -96,14 +96,7 @@ class Metrics(Counters, Observer):
     def bytes_uploaded(self, size_bytes: int) -> None:
         self._add("ckpt_async_upload_bytes_total", self._run, amount=size_bytes)
 
-    def shards_finished(
-        self,
-        result: str,
-        num_shards: int,
-        duration_s: float,
-        step: int | None = None,  # noqa: ARG002  too many series
-        at: float = 0.0,  # noqa: ARG002
-    ) -> None:
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
         self._add("ckpt_async_uploads_total", self._run, result, amount=num_shards)
         if result == "ok":
             self._observe("ckpt_async_upload_duration_seconds", *itertools.repeat(duration_s, num_shards))
@@ -113,7 +106,7 @@ class Metrics(Counters, Observer):
             level = "warn" if result in what else "bad"
             self.recent.add(level, f"shards {result}", f"{counted(num_shards, 'shard')} {told}")
 
-    def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:  # noqa: ARG002  in the journal
+    def checkpoint_committed(self, step: int, latency_s: float) -> None:
         self._add("ckpt_async_checkpoints_committed_total", self._run)
         self._observe("ckpt_async_commit_latency_seconds", latency_s)
         text = f"committed, {age(latency_s)} after its first shard was enqueued"

@@ -180,13 +180,11 @@ class _Facts(Observer):
     def bytes_uploaded(self, size_bytes: int) -> None:
         self._note("bytes_uploaded", size_bytes)
 
-    def shards_finished(
-        self, result: str, num_shards: int, duration_s: float, step: int | None = None, at: float = 0.0
-    ) -> None:
-        self._note("shards_finished", result, num_shards, duration_s, step, at)
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
+        self._note("shards_finished", result, num_shards, duration_s)
 
-    def checkpoint_committed(self, step: int, latency_s: float, at: float) -> None:
-        self._note("checkpoint_committed", step, latency_s, at)
+    def checkpoint_committed(self, step: int, latency_s: float) -> None:
+        self._note("checkpoint_committed", step, latency_s)
 
     def checkpoint_aborted(self, step: int, reason: str) -> None:
         self._note("checkpoint_aborted", step, wire.shortened(reason, MAX_REASON_BYTES))

@@ -316,7 +316,7 @@ class _Counter(Observer):
     def bytes_uploaded(self, size_bytes: int) -> None:
         self.uploaded_bytes += size_bytes
 
-    def shards_finished(self, result: str, num_shards: int, *_: float | None) -> None:
+    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:  # noqa: ARG002
         self.uploaded_shards += num_shards if result == "ok" else 0
 
 

@@ -18,7 +18,6 @@ from ckpt_async.events.showing import happenings
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.outbox import Told, Untold, look
-from ckpt_async.monitor import otel
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.monitor.recent import MOST
 from ckpt_async.monitor.report import FolderWatch, id_json
@@ -52,7 +51,6 @@ class Exporter:
         self._others: set[Exporter] = set()
         self._host = next((each for each in companions if each.is_serving(*self._place)), None)
         self._server = None
-        self._unexport = otel.export(metrics)
         if self._host is not None:
             self._host.add(self)
         else:
@@ -87,7 +85,6 @@ class Exporter:
 
     def close(self) -> None:
         """Free the port; companions that were added are no longer served either. Idempotent."""
-        self._unexport()
         if self._host is not None:
             self._host.discard(self)
         if self._server is not None:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn, Self
 
 from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
-from ckpt_async.core.observe import Observers
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -26,7 +25,6 @@ from ckpt_async.errors import (
 )
 from ckpt_async.events import Event
 from ckpt_async.local.folder import Folder
-from ckpt_async.monitor import otel
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.stores import StoreOptions, check_key_length
 from ckpt_async.threads import promptly
@@ -123,14 +121,12 @@ class Uploader:
         self._lock, self._checkpoints = threading.Lock(), Checkpoints()
         self._is_closed = self._is_half_closed = False
         self.metrics = Metrics(self.remote, self._folder)
-        spans = otel.tracing(self.remote, self.rank)
-        observer = Observers(self.metrics, spans) if spans is not None else self.metrics
         # Called on a separate thread when SIGTERM has arrived, before the flush, with the seconds that are left.
         self.before_sigterm_flush: Callable[[float], None] = lambda _: None
         # Called before this uploader is closed at exit, if nobody has closed it, with the seconds that are left.
         self.before_exit: Callable[[float], object] = lambda _: None
         self._undo_sigterm: Callable[[], None] = lambda: None
-        self._engine = EngineHandle(start, self._folder, observer)
+        self._engine = EngineHandle(start, self._folder, self.metrics)
         self.generation = self._engine.generation
         with self._engine.released_on_error() as undo:
             self._events = Events(self._engine, start, on_event)

@@ -23,6 +23,7 @@ MPI's variables) and let Prometheus scrape `/metrics` there. `/` is [the live pa
 
 - A taken port is logged and does not stop training.
 - To use your own server, pass it `uploader.metrics.registry`.
+- For OpenTelemetry, let a collector scrape the same port (its `prometheus` receiver).
 - `run` is the URL of the remote.
 - A rank has at most 60 series, including every kind of failure. With a `CheckpointSaver` there are four more, with a
   watcher (`ckpt-async watch`, `run`) eight more.
@@ -61,30 +62,10 @@ exported until the next run: alert on `time() - ckpt_async_command_completed_tim
 """
 
 
-_OTEL = """
-## OpenTelemetry
-
-If `opentelemetry-api` is installed (extra `opentelemetry`) and your process has set up an SDK before it opens the
-`Uploader`, all metrics of an uploader are also exported there, under these names; histograms have the same buckets.
-Without the API nothing is imported; without an SDK nothing is exported. The sweeper does not support OpenTelemetry.
-
-Traces, on each rank:
-
-- a span `ckpt_async.checkpoint` from the first shard's `enqueue` to the commit as this rank saw it, with
-  `ckpt_async.run`, `ckpt_async.rank`, `ckpt_async.step` and `ckpt_async.outcome` (`committed`, or `given_up` with the
-  reason as the error);
-- in it a span `ckpt_async.upload` for each shard, or each series of small ones (`ckpt_async.shards` of them), up to the
-  last 200.
-
-The checkpoint spans are root spans, created when the checkpoint is decided. A checkpoint that waits for ranks that
-never come has no span, and a failed shard has none.
-"""
-
-
 def describe() -> str:
     """Return the text of `docs/metrics.md`."""
     own = _table(DEFINITIONS) + _AFTERWORD + _table(SWEEPER_DEFINITIONS)
-    return _NOTES + own + _COMMANDS + _table(COMMAND_DEFINITIONS) + _OTEL
+    return _NOTES + own + _COMMANDS + _table(COMMAND_DEFINITIONS)
 
 
 def _table(definitions: Iterable[Definition]) -> str:

@@ -181,7 +181,7 @@ def test_checkpoints_are_committed_and_counted(runner: str, tmp_path: Path) -> N
         assert counter(uploader, "uploads_in_progress") == 0
         assert counter(uploader, "engine_restarts_total") == 0
         assert counter(uploader, "queue_files") == 0
-        uploader.metrics.checkpoint_committed(0, 0.0, 0.0)  # flush counts from here on
+        uploader.metrics.checkpoint_committed(0, 0.0)  # flush counts from here on
         save(uploader, 4)
         assert uploader.flush(PATIENCE_S).num_committed == 1
     assert json.loads((root / keys.LATEST).read_bytes())["step"] == 4
