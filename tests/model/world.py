@@ -678,7 +678,7 @@ class World:
         decided = self.committed | self.given_up
         for key in sorted(self.bucket.objects, reverse=True):
             parsed = keys.parse_receipt_key(key) or keys.parse_data_key(key)
-            if parsed and parsed[0] not in decided and not sweep_plan.is_void(parsed[0], self._boundary):
+            if parsed and parsed[0] not in decided and not self._boundary.voids(parsed[0]):
                 self.lost.add(parsed[0])
                 del self.bucket.objects[key], self._seen[key]
                 return
