@@ -560,6 +560,8 @@ class World:
         again = contextlib.nullcontext(self._session())
         patch(mock.patch.object(proof, "session", return_value=again))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
+        # In this world decisions are collected at once, not after a day.
+        patch(mock.patch.object(settling, "COLLECTED_AFTER_S", 0.0))
         logger = logging.getLogger("ckpt_async")
         self._patches.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL + 1)

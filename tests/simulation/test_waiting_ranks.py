@@ -20,6 +20,7 @@ from ckpt_async.core.model import (
     Opened,
     Outcome,
     ReceiptStored,
+    RemoteAddress,
     Sealed,
 )
 from ckpt_async.core.observe import Observer
@@ -94,13 +95,15 @@ def rank_of_launch(
     rank: int, num_ranks: int, ids: Sequence[CheckpointId], store: CountingStore, *, is_trainer: bool
 ) -> Engine:
     """Return the engine of a rank that has delivered its parts of these checkpoints."""
-    events: list[Event] = [Opened(1, num_ranks)]
+    events: list[Event] = [Opened(1, num_ranks, RemoteAddress("file:///run"))]
     for id_ in ids:
         done = Sealed(id_, f"step-{id_.step}", num_ranks), MadeDurable(id_, (), True), ReceiptStored(id_)
         events += done
     state = State(
         rank=rank,
-        folder=mock.Mock(path=Path("/"), private=Path("/"), is_disk_full=lambda: False),
+        folder=mock.Mock(
+            path=Path("/"), private=Path("/"), is_disk_full=lambda: False, space=lambda: (1 << 50, 1 << 50)
+        ),
         journal=ListJournal(rank, events),  # type: ignore[arg-type]
         store=PatientStore(store, SETTINGS),
         settings=SETTINGS,
