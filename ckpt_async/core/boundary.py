@@ -139,16 +139,29 @@ NOTHING_COLLECTED = Boundary()
 # --- as JSON -----------------------------------------------------------------------------------------------
 
 
+def checkpoints_as_json(checkpoints: Checkpoints) -> dict[str, Any]:
+    """Return the runs by generation, each as `[first, last, stride]`."""
+    found: dict[str, Any] = {}
+    for generation, *run in checkpoints.runs:
+        found.setdefault(str(generation), []).append(run)
+    return found
+
+
+def checkpoints_from_json(value: object) -> Checkpoints:
+    """Return what `checkpoints_as_json` has encoded. Raises InvalidRecordError."""
+    found = _checkpoints(_by_generation(value))
+    if len(found) > MAX_COLLECTED:
+        raise InvalidRecordError(f"more than {MAX_COLLECTED} checkpoints")
+    return found
+
+
 def sets_as_json(boundary: Boundary) -> dict[str, Any]:
     """Return `kept` and `collected`, with the runs of each generation as `[first, last, stride]`."""
-    kept: dict[str, Any] = {}
     collected: dict[str, Any] = {}
-    for generation, *run in boundary.kept.runs:
-        kept.setdefault(str(generation), []).append(run)
     for name, found in (("pruned", boundary.pruned), ("aborted", boundary.aborted)):
         for generation, *run in found.runs:
             collected.setdefault(str(generation), {"pruned": [], "aborted": []})[name].append(run)
-    return {"kept": kept, "collected": collected}
+    return {"kept": checkpoints_as_json(boundary.kept), "collected": collected}
 
 
 def sets_from_json(fields: Mapping[str, Any]) -> dict[str, Checkpoints]:

@@ -30,6 +30,8 @@ from ckpt_async.core.waiting import (
 # A superseded trainer finds out within this time while it has something open, and at each commit. All ranks of a launch
 # together look for a successor at most this often per second.
 SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
+# A rank that has had something to send for so long says so, as often: a sweeper must not give it up as abandoned.
+TELL_OWED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Remote:
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
     pointed_at: CheckpointId | None = None  # the newest for which Composer's pointer was moved or need not be
     turn: order.Turn = field(default_factory=order.Turn)
+    tell_owed_at: float | None = None  # None: this rank has nothing to send
     shortage: Shortage | None = None  # older checkpoints are to be given up
     # Of these, other ranks had delivered their parts when this one was to give them up.
     delivered_by_others: frozenset[CheckpointId] = frozenset()
@@ -157,6 +160,11 @@ class NameTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class TellOwed:
+    """Tell sweepers which checkpoints this rank still has to send, because it has long been behind."""
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUpForNewer:
     """Give up a checkpoint of which no rank has delivered its part, because newer ones need the room."""
 
@@ -254,6 +262,7 @@ Action = (
     | LookForMembers
     | NameTarget
     | GiveUpForNewer
+    | TellOwed
     | Commit
     | Abort
     | MoveLatest
@@ -268,7 +277,7 @@ Action = (
 )
 
 
-_WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, Commit, Abort)
+_WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, TellOwed, Commit, Abort)
 
 
 # --- the rules ---------------------------------------------------------------------------------------------
@@ -292,6 +301,8 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
     actions += _after_decision(local, remote, policy)
     if _is_target_due(local, remote, policy, now):
         actions.append(NameTarget())
+    if remote.tell_owed_at is not None and now >= remote.tell_owed_at:
+        actions.append(TellOwed())
     if (victim := _to_give_up(local, remote, policy)) is not None:
         actions.append(GiveUpForNewer(victim))
     if has_open(local, policy):
@@ -344,12 +355,16 @@ def owed(local: Local, policy: Policy) -> list[CheckpointId]:
 
 
 def noticed_turn(local: Local, remote: Remote, policy: Policy, now: float) -> Remote:
-    """Note which checkpoint this rank has turned to."""
-    is_open = order.is_open(local, remote.turn.target)
-    turn = order.turned(
-        remote.turn, owed(local, policy), now, is_open=is_open, is_alone=_has_no_others(local, policy)
-    )
-    return remote if turn == remote.turn else replace(remote, turn=turn)
+    """Note which checkpoint this rank has turned to, and since when it has something to send."""
+    is_open, to_send = order.is_open(local, remote.turn.target), owed(local, policy)
+    turn = order.turned(remote.turn, to_send, now, is_open=is_open, is_alone=_has_no_others(local, policy))
+    tell_owed_at = remote.tell_owed_at
+    if not to_send or policy.is_adopted:
+        tell_owed_at = None
+    elif tell_owed_at is None:
+        tell_owed_at = now + TELL_OWED_S
+    is_same = (turn, tell_owed_at) == (remote.turn, remote.tell_owed_at)
+    return remote if is_same else replace(remote, turn=turn, tell_owed_at=tell_owed_at)
 
 
 def _has_no_others(local: Local, policy: Policy) -> bool:

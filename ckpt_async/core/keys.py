@@ -5,6 +5,7 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     ckpt/<name>.g<generation>/<shard>                        data; never overwritten
     .ckpt-async/generations/<g:06d>.json                     create-once
     .ckpt-async/members/<g:06d>/<rank:05d>.json              create-once: which process is rank r of it
+    .ckpt-async/members/<g:06d>/owes-<rank:05d>.json         what a rank that is behind still has to send
     .ckpt-async/members/<g:06d>/alive.json                   heartbeat, counted up until all ranks are there
     .ckpt-async/members/<g:06d>/announced-<step:012d>.json   create-once: watchers tell each other what is complete
     .ckpt-async/members/<g:06d>/ended-<rank:05d>.json        this watcher announces nothing more
@@ -72,6 +73,7 @@ _DECISION = re.compile(re.escape(DECISIONS) + _CHECKPOINT.pattern + r"\.json")
 _DAMAGE = re.compile(re.escape(DAMAGED) + _CHECKPOINT.pattern + r"\.json")
 _LEASE = re.compile(re.escape(LEASES) + _CHECKPOINT.pattern + r"/[^/]+\.json")
 _MEMBER = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/([0-9]{5})\.json")
+_OWED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/owes-([0-9]{5})\.json")
 _BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
 _ANNOUNCED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/announced-([0-9]{12})\.json")
 _ENDED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/ended-([0-9]{5})\.json")
@@ -192,6 +194,15 @@ def member_key(generation: int, rank: int) -> str:
 
 def parse_member_key(key: str) -> tuple[int, int] | None:
     match = _MEMBER.fullmatch(key)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def owed_key(generation: int, rank: int) -> str:
+    return f"{members_prefix(generation)}owes-{rank:05d}.json"
+
+
+def parse_owed_key(key: str) -> tuple[int, int] | None:
+    match = _OWED.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
 

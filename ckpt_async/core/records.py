@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_async.core import keys
-from ckpt_async.core.boundary import MAX_BOUNDARY_SIZE_BYTES, Boundary, sets_as_json, sets_from_json
+from ckpt_async.core.boundary import (
+    MAX_BOUNDARY_SIZE_BYTES,
+    Boundary,
+    Checkpoints,
+    checkpoints_as_json,
+    checkpoints_from_json,
+    sets_as_json,
+    sets_from_json,
+)
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import (
     Beat,
@@ -246,6 +254,14 @@ def encode_target(target: Target) -> bytes:
 def decode_target(data: bytes) -> Target:
     fields = _decode("target", data, MAX_RECORD_SIZE_BYTES)
     return Target(_checkpoint(fields), _int(fields, "number", 0, 1 << 62), _str(fields, "nonce"))
+
+
+def encode_owed(owed: Checkpoints) -> bytes:
+    return _encode("owed", {"owed": checkpoints_as_json(owed)})
+
+
+def decode_owed(data: bytes) -> Checkpoints:
+    return checkpoints_from_json(_decode("owed", data, MAX_BOUNDARY_SIZE_BYTES).get("owed"))
 
 
 def encode_claim(claim: Claim) -> bytes:

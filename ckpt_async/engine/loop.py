@@ -35,7 +35,13 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 # Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
 # checkpoints.
-_OF_NO_CHECKPOINT = (decide.WaitUntil, decide.LookForSuccessor, decide.LookForMembers, decide.NameTarget)
+_OF_NO_CHECKPOINT = (
+    decide.WaitUntil,
+    decide.LookForSuccessor,
+    decide.LookForMembers,
+    decide.NameTarget,
+    decide.TellOwed,
+)
 
 
 class Engine:
@@ -254,7 +260,9 @@ class Engine:
             return remote.polls.has_polled
         if isinstance(action, decide.LookForSuccessor):
             return not action.is_first
-        return isinstance(action, decide.SendAhead | decide.LookForMembers | decide.NameTarget)
+        return isinstance(
+            action, decide.SendAhead | decide.LookForMembers | decide.NameTarget | decide.TellOwed
+        )
 
     def _start_uploads(self) -> None:
         """Fill the free places with uploads. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
@@ -407,6 +415,8 @@ class Engine:
                 await settling.look_for_members(state)
             case decide.NameTarget():
                 await settling.name_target(state)
+            case decide.TellOwed():
+                await settling.tell_owed(state)
             case decide.GiveUpForNewer():
                 await settling.give_up_for_newer(state, action)
             case decide.Commit():

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core import agreement, backlog, decide, keys, order, records, waiting
+from ckpt_async.core.boundary import Checkpoints
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import (
@@ -384,6 +385,13 @@ async def name_target(state: State) -> None:
         target = await targets.read_target(state.store, newest)
     turn = order.with_target(state.remote.turn, target or known, state.now())
     state.remote = replace(state.remote, turn=turn)
+
+
+async def tell_owed(state: State) -> None:
+    key = keys.owed_key(state.local.generation, state.rank)
+    owed = Checkpoints.of(decide.owed(state.local, state.policy))
+    await state.store.put(key, records.encode_owed(owed))
+    state.remote = replace(state.remote, tell_owed_at=state.now() + decide.TELL_OWED_S)
 
 
 async def give_up_for_newer(state: State, action: decide.GiveUpForNewer) -> None:

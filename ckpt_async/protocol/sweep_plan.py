@@ -24,6 +24,9 @@ LEASE_MARGIN_S = 60.0
 MAX_LEASE_S = 24 * 3600.0
 # The age at which probe objects are removed: no probe takes this long, so theirs was killed.
 PROBE_AGE_S = 3600.0
+# For so long, what a rank said that it still has to send keeps that from being given up: three times as long as the
+# pause between two of its messages.
+OWED_VALID_S = 1800.0
 # Final decisions are collected in batches of at least this many, so that the boundary rarely moves.
 COLLECT_AT_LEAST = 100
 
@@ -55,6 +58,9 @@ class View:
     multiparts: tuple[MultipartInfo, ...] = ()
     leases: Mapping[str, tuple[Lease, float]] = field(default_factory=dict)  # by key: lease, Last-Modified
     members: Mapping[str, int] = field(default_factory=dict)  # key to generation
+    owed: Mapping[CheckpointId, int] = field(
+        default_factory=dict
+    )  # to a rank of a live launch that sends it later
     probes: tuple[ObjectInfo, ...] = ()
     damaged: frozenset[CheckpointId] = frozenset()  # those marked by a reader that could not read them
     latest: Latest | None = None
@@ -269,7 +275,9 @@ def _settle(view: View, valid: Mapping[CheckpointId, Decision], ages: Ages) -> I
         limit_s = ages.superseded_s if is_superseded else ages.newest_s
         whose = "a superseded generation" if is_superseded else "the newest generation"
         have = f"{len(receipts)} of {world_size or '?'} receipts, of {whose}"
-        if age_s >= limit_s:
+        if id_ in view.owed:
+            yield Wait(id_, f"{have}; rank {view.owed[id_]} is behind and still has its part to send")
+        elif age_s >= limit_s:
             yield GiveUp(id_, name, world_size or 1, f"{have}, nothing new has arrived for {age_s:.0f} s")
         else:
             yield Wait(

@@ -151,9 +151,10 @@ class RemoteSweep:
         world_sizes = await self._world_sizes(
             {id_.generation for id_ in undecided} & {number for number in numbers if number}
         )
+        server_time = max(each.server_time for each in found)
         member_keys = {each.key: _generation_of(each.key) for each in members.objects}
         return sweep_plan.View(
-            server_time=max(each.server_time for each in found),
+            server_time=server_time,
             newest_generation=max((number for number in numbers if number), default=0),
             world_sizes=world_sizes,
             decisions=decoded,
@@ -168,6 +169,7 @@ class RemoteSweep:
             multiparts=await self._multiparts(),
             leases=await self._read_leases(leases),
             members={key: number for key, number in member_keys.items() if number is not None},
+            owed=await self._read_owed(members, server_time) if undecided else {},
             probes=probes.objects,
             damaged=frozenset(filter(None, (keys.parse_damage_key(each.key) for each in damages.objects))),
             latest=latest,
@@ -179,6 +181,15 @@ class RemoteSweep:
             ),
             is_boundary_readable=keys.BOUNDARY not in self.unreadable,
         )
+
+    async def _read_owed(self, members: Listing, server_time: float) -> dict[CheckpointId, int]:
+        """Return what ranks still have to send, as far as they have said so lately."""
+        lately = server_time - sweep_plan.OWED_VALID_S
+        told = [each.key for each in members.objects if (each.last_modified or 0.0) >= lately]
+        ranks = {key: parsed[1] for key in told if (parsed := keys.parse_owed_key(key)) is not None}
+        reading = (self._readable("R4", read_record(self.store, key, records.decode_owed)) for key in ranks)
+        found = zip(ranks.values(), await all_or_none(reading), strict=True)
+        return {id_: rank for rank, there in found if there is not None for id_ in there[0]}
 
     async def _readable(self, rule: str, reading: Awaitable[T]) -> T | None:
         """Return what is read, or None if it is unreadable, which is noted."""
@@ -325,5 +336,10 @@ def _generation_of(key: str) -> int | None:
     """
     if (announced := keys.parse_announcement_key(key)) is not None:
         return announced.generation
-    member = keys.parse_member_key(key) or keys.parse_ended_key(key) or keys.parse_told_all_key(key)
+    member = (
+        keys.parse_member_key(key)
+        or keys.parse_owed_key(key)
+        or keys.parse_ended_key(key)
+        or keys.parse_told_all_key(key)
+    )
     return member[0] if member is not None else keys.parse_beat_key(key)

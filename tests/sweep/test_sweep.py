@@ -314,6 +314,24 @@ def test_unfinishable_checkpoints_are_given_up_after_a_while_and_removed(
     run(main())
 
 
+def test_what_a_live_rank_still_has_to_send_is_not_given_up(run: Any) -> None:
+    """Where uploads fall behind, older checkpoints wait as long as newer ones come. A dead rank says nothing new."""
+
+    async def main() -> None:
+        world, id_ = await World.begun(), CheckpointId(1, 7)
+        await world.start(2)
+        await world.shard(id_, 0)
+        world.now += Ages().superseded_s
+        await world.store.put(keys.owed_key(2, 1), records.encode_owed(Checkpoints.of([id_])))
+        await world.sweep()
+        assert await world.outcome(id_) is None
+        world.now += sweep_plan.OWED_VALID_S + 1
+        await world.sweep()
+        assert await world.outcome(id_) is Outcome.ABORT
+
+    run(main())
+
+
 def test_a_straggler_cannot_commit_an_aborted_checkpoint(run: Any) -> None:
     """R4: commit and abort compete for one create-once object, even if the abort has been collected since."""
 

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from ckpt_async import CheckpointAbortedError, Uploader
+from ckpt_async.core import decide, keys, records
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
@@ -117,6 +118,24 @@ def is_stored(uploader: Uploader, id_: CheckpointId) -> bool:
 
 
 BOUNDS = [{"max_backlog_checkpoints": 2}, {"max_backlog_bytes": 2 * SIZE_BYTES}]
+
+
+def test_a_rank_that_is_behind_says_what_it_still_has_to_send(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decide, "TELL_OWED_S", 0.1)
+    store, key = Stuck(), keys.owed_key(1, 0)
+
+    def told() -> set[int]:
+        there = store.bucket.objects.get(key)
+        return {each.step for each in records.decode_owed(there.data)} if there else set()
+
+    with opened(store, generation=1) as uploader:
+        begin(uploader, store)
+        for step in (1, 2):
+            save(uploader, step)
+        wait_until(lambda: told() == {0, 1, 2}, uploader)
+        store.go.set()
 
 
 # --- block, raise ------------------------------------------------------------------------------------------
