@@ -64,10 +64,11 @@ def shortage(
 def why_skipped(settings: Settings, local: Local, found: Shortage, free_bytes: int) -> str:
     """Return why the next save is skipped, although it may give up older ones; "" if it is not.
 
-    By default that is where it would not fit. Where the user says how much is to stay free, it is where nothing older
-    could be given up: it is the target, or the only one besides it.
+    Only while others wait, whose links hold space. By default that is where another save would not fit. Where the user
+    says how much is to stay free, it is where nothing older could be given up: it is the target, or the only one
+    besides it.
     """
-    if not found.is_of_disk or found.reaction != "supersede":
+    if not found.is_of_disk or found.reaction != "supersede" or not backlog(local):
         return ""
     if settings.min_free_bytes < 0:
         return found.text if free_bytes < save_bytes(local) else ""

@@ -440,17 +440,19 @@ def test_low_disk_supersedes_no_more_than_needed(opened: Open, monkeypatch: pyte
 def test_a_save_that_would_not_fit_is_skipped(
     opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default. Training goes on, the other ranks need not wait for it, and the next save that fits is taken."""
-    disk, store = Disk(monkeypatch), Meddled()
+    """By default, while others wait. Training goes on, the other ranks need not wait for it, and the next save that fits
+    is taken. Where nothing waits, a small disk skips nothing: this save is on it already.
+    """
+    disk, store = Disk(monkeypatch), Stuck()
     with opened(store, num_checkpoints_to_keep=1) as uploader:
-        save(uploader, 1)
-        uploader.wait(1, timeout_s=10)
+        begin(uploader, store)
         disk.free_bytes = SIZE_BYTES - 1
         save(uploader, 2)
         with pytest.raises(CheckpointAbortedError, match="skipped"):
             uploader.wait(2, timeout_s=10)
-        disk.free_bytes = 10_000
+        store.go.set()
+        uploader.wait(0, timeout_s=10)
         save(uploader, 3)
         uploader.wait(3, timeout_s=10)
-    assert outcomes(store) == {1: "commit", 2: "abort", 3: "commit"}
+    assert outcomes(store) == {0: "commit", 2: "abort", 3: "commit"}
     assert sum("save_skipped" in each.getMessage() for each in caplog.records) == 1
