@@ -440,7 +440,7 @@ def test_low_disk_supersedes_no_more_than_needed(opened: Open, monkeypatch: pyte
 def test_a_save_that_would_not_fit_is_skipped(
     opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default, while others wait. Training goes on, the other ranks need not wait for it, and the next save that fits
+    """By default, while others wait. Training goes on, the other ranks need not wait for it, and the next that fits
     is taken. Where nothing waits, a small disk skips nothing: this save is on it already.
     """
     disk, store = Disk(monkeypatch), Stuck()
