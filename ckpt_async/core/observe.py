@@ -10,12 +10,6 @@ from ckpt_async.errors import FailureReason
 class Observer:
     """Receives facts, from any thread, and ignores them. Subclasses override the methods for what they count."""
 
-    def shards_enqueued(self, num_shards: int, duration_s: float) -> None:
-        """The trainer spent this long in one call of `enqueue`."""
-
-    def trainer_blocked(self, duration_s: float) -> None:
-        """The trainer was blocked in `enqueue` because of the backlog or the disk."""
-
     def uploads_started(self, num_shards: int) -> None:
         """Uploads of this many shards began; they are under way until `uploads_ended`."""
 

@@ -122,8 +122,8 @@ class Command:
     num_parallel = NUM_PARALLEL
     max_attempts = MAX_ATTEMPTS
 
-    def __init__(self, template: str, timeout_s: float, where: str = "event_exec") -> None:
-        self._parts, self._timeout_s = parse(template, where), timeout_s
+    def __init__(self, template: str, timeout_s: float) -> None:
+        self._parts, self._timeout_s = parse(template, "event_exec"), timeout_s
         self._stopping = os.eventfd(0)
         weakref.finalize(self, os.close, self._stopping)
 

@@ -21,17 +21,15 @@ TIMEOUT_S = 10.0
 
 
 class Webhook:
-    """Posts the JSON form of an event. It is delivered if a 2xx answer arrives within `timeout_s` in all."""
+    """Posts the JSON form of an event. It is delivered if a 2xx answer arrives within `TIMEOUT_S` in all."""
 
     name = "webhook"
     num_parallel = 1
     max_attempts = None
 
-    def __init__(
-        self, url: str, secret: bytes = b"", *, timeout_s: float = TIMEOUT_S, where: str = "event_webhook"
-    ) -> None:
-        self._url, self._secret, self._timeout_s = url, secret, timeout_s
-        self.host = host_of(url, where)
+    def __init__(self, url: str, secret: bytes) -> None:
+        self._url, self._secret = url, secret
+        self.host = host_of(url, "event_webhook")
         self._posting: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
 
     def deliver(self, event: Event) -> None:
@@ -43,10 +41,10 @@ class Webhook:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(self._post(event))
         self._posting = loop, task
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(TIMEOUT_S):
                 await task
         except TimeoutError:
-            raise DeliveryError(f"{self.host} has not answered within {self._timeout_s:.0f} s") from None
+            raise DeliveryError(f"{self.host} has not answered within {TIMEOUT_S:.0f} s") from None
         except asyncio.CancelledError:
             raise DeliveryError("the delivery was cut short") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:

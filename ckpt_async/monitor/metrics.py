@@ -63,18 +63,22 @@ class Metrics(Counters, Observer):
             found = [(labels, value) for (each, labels), value in self._counts.items() if each == name]
         return {labels[-1] if labels else "": value for labels, value in found}
 
-    # --- Observer ------------------------------------------------------------------------------------------
+    # --- of the trainer's calls ----------------------------------------------------------------------------
 
     def shards_enqueued(self, num_shards: int, duration_s: float) -> None:
+        """Note that the trainer spent this long in one call of `enqueue`."""
         self._add("ckpt_async_files_enqueued_total", self._run, amount=num_shards)
         self._observe("ckpt_async_enqueue_duration_seconds", duration_s)
 
     def trainer_blocked(self, duration_s: float) -> None:
+        """Note that the trainer was blocked in `enqueue` because of the backlog or the disk."""
         if duration_s >= BLOCKED_S:
             self.recent.add(
                 "warn", "blocked", "training is blocked: uploads are behind, or the disk is almost full"
             )
         self._add("ckpt_async_trainer_blocked_seconds_total", self._run, amount=duration_s)
+
+    # --- Observer ------------------------------------------------------------------------------------------
 
     def uploads_started(self, num_shards: int) -> None:
         with self._lock:

@@ -137,7 +137,6 @@ class FinishPrune:
     """Delete what the receipts list, then the receipts, then swap `pruning` for `pruned`."""
 
     checkpoint: CheckpointId
-    world_size: int
     reason: str
 
 
@@ -315,7 +314,7 @@ def _retain(view: View, valid: Mapping[CheckpointId, Decision], policy: Retentio
             if readers:
                 yield Wait(id_, f"being pruned, but read by {', '.join(readers)}")
             else:
-                yield FinishPrune(id_, each.world_size, "being pruned, and no reader is left")
+                yield FinishPrune(id_, "being pruned, and no reader is left")
 
 
 def _why_nothing(policy: RetentionPolicy, candidates: Sequence[Candidate]) -> str:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from ckpt_async.core import backlog
-from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import BacklogError
 from ckpt_async.local.folder import Folder
+from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.trainer.handle import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def make_room(
     settings: Settings,
     folder: Folder,
     engine: EngineHandle,
-    observer: Observer,
+    metrics: Metrics,
     check_usable: Callable[[], None],
 ) -> str:
     """Wait or raise BacklogError until a new checkpoint may begin, or let the engine give up older ones, as the
@@ -49,8 +49,8 @@ def make_room(
                 logger.warning("trainer_blocked reason=%s", found.text)
             engine.changed.wait(min(POLL_S, settings.block_timeout_s - waited_s))
             now = time.monotonic()
-            observer.trainer_blocked(now - told_at)  # reported now, because blocking may take hours
+            metrics.trainer_blocked(now - told_at)  # reported now, because blocking may take hours
             told_at = now
             check_usable()
     finally:
-        observer.trainer_blocked(time.monotonic() - told_at)
+        metrics.trainer_blocked(time.monotonic() - told_at)

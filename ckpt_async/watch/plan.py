@@ -41,7 +41,6 @@ class Verdict:
     to pass. `is_in_place`: it was written over the previous one, and records checksums of what its bytes should be.
     """
 
-    found: Found
     take: bool = False
     reason: str = ""
     refusal: Refusal | None = None
@@ -62,24 +61,24 @@ def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int)
         return _of_twin(found, tree, twin)
     if found.reason:
         refusal = Refusal.UNSUPPORTED if found.is_refused else None
-        return Verdict(found, reason=found.reason, refusal=refusal, is_waiting=found.is_waiting)
+        return Verdict(reason=found.reason, refusal=refusal, is_waiting=found.is_waiting)
     if found.missing and num_nodes == 1:
-        return Verdict(found, reason=lacking(found.missing))
+        return Verdict(reason=lacking(found.missing))
     if reason := unsafe_name(found):
-        return Verdict(found, reason=reason, refusal=Refusal.UNSUPPORTED)
+        return Verdict(reason=reason, refusal=Refusal.UNSUPPORTED)
     if entries and (found.is_file or found.format in MARKLESS):
         known_files = entries[-1].files.keys() & tree.files.keys()
         older = [path for path in known_files if tree.born_ns(path) <= entries[-1].staged_ns]
         changed = changed_in_place(entries[-1], {path: tree.files[path] for path in older})
         if changed and found.is_file and tree.tensor_sums(found.path):
-            return Verdict(found, take=True, is_in_place=True)
+            return Verdict(take=True, is_in_place=True)
         if changed:
             reason = (
                 f"{changed} was written in place after it had been handed in, so nothing shows when it is complete:"
                 " have the trainer write the new file under another name, and then rename it"
             )
-            return Verdict(found, reason=reason, refusal=Refusal.CHANGED)
-    return Verdict(found, take=True)
+            return Verdict(reason=reason, refusal=Refusal.CHANGED)
+    return Verdict(take=True)
 
 
 def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
@@ -181,7 +180,7 @@ def _of_twin(found: Found, tree: Tree, twin: Entry) -> Verdict | None:
         f"{found.path} is not uploaded, since {twin.path} of the same step {found.step} and minute is, and {how}."
         " Watch its folder separately with another --kind, or take both with --pattern"
     )
-    return Verdict(found, reason=reason, refusal=Refusal.UNSUPPORTED)
+    return Verdict(reason=reason, refusal=Refusal.UNSUPPORTED)
 
 
 def unsafe_name(found: Found) -> str:

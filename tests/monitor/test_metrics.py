@@ -679,8 +679,8 @@ def test_a_sweeper_counts_what_it_did() -> None:
         Done(sweep_plan.Settle(three, 2, "r")),  # another process was first
         Done(sweep_plan.GiveUp(two, "step-2", 2, "r"), outcome=Outcome.ABORT),
         Done(sweep_plan.BeginPrune(one, "r"), outcome=Outcome.PRUNING),
-        Done(sweep_plan.FinishPrune(one, 2, "r"), outcome=Outcome.PRUNED),
-        Done(sweep_plan.FinishPrune(two, 2, "r"), error="no answer"),
+        Done(sweep_plan.FinishPrune(one, "r"), outcome=Outcome.PRUNED),
+        Done(sweep_plan.FinishPrune(two, "r"), error="no answer"),
         Done(sweep_plan.AbortMultipart("k", "id", "r")),
         *(
             Done(sweep_plan.Delete(("a", "b"), kind, "r"))
