@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 # A wake-up is only a hint; polling is the safety net. Another process may have appended to the journal (DCP's PROCESS
 # mode), or a second thread's wake-up may have been lost at shutdown.
 POLL_S = 1.0
+# So long after an upload has begun, its first bytes are on their way.
+BEGINNING_S = 2.0
 # Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
 # checkpoints.
 _OF_NO_CHECKPOINT = (
@@ -62,6 +64,8 @@ class Engine:
         self._num_uploading: Counter[CheckpointId] = Counter()  # upload tasks; one task may send many shards
         self._is_retry_asked = False
         self._housekeep_at = 0.0
+        self._began_at: dict[CheckpointId, float] = {}  # when the last of a checkpoint's upload tasks began
+        self._behind_since = 0.0
         self._tell_at = 3  # log that uploads fall behind when so many checkpoints wait
         self._wakes, self._last_wake = itertools.count(1), 0
         self._woken = asyncio.Event()
@@ -270,15 +274,22 @@ class Engine:
             series = self._queue.next_series()
             work = self._perform_series(series) if len(series) > 1 else self._perform(series[0])
             self._num_uploading[series[0].checkpoint] += 1
+            self._began_at[series[0].checkpoint] = self.state.now()
             self._start(series, work)
         self.state.store.has_more(self._start_uploads if self._queue else None)
 
     def _has_place(self, id_: CheckpointId) -> bool:
-        """Return whether another upload of this checkpoint may begin: not beside a more urgent one."""
-        place_of = self._queue.place_of
+        """Return whether another upload of this checkpoint may begin: not beside a more urgent one whose bytes move, or
+        will in a moment. One that the store refuses, or whose file cannot be read, holds up no other.
+        """
+        store, now, place_of = self.state.store, self.state.now(), self._queue.place_of
         places = {each: place_of(each) - place_of(id_) for each in self._num_uploading}
         num_beside = sum(num for each, num in self._num_uploading.items() if places[each] == 0)
-        return min(places.values(), default=0) >= 0 and num_beside < self.state.store.concurrency
+        is_held_up = any(
+            place < 0 and (now - self._began_at[each] < BEGINNING_S or store.is_moving(each))
+            for each, place in places.items()
+        )
+        return not is_held_up and num_beside < store.concurrency
 
     def _start(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
         task = self.state.loop.create_task(work, name=type(actions[0]).__name__)
@@ -293,6 +304,7 @@ class Engine:
         if uploads:
             self._num_uploading[uploads[0].checkpoint] -= 1
             self._num_uploading += Counter()  # drops those that are done
+            self._began_at = {id_: self._began_at[id_] for id_ in self._num_uploading}
         if not task.cancelled() and (error := task.exception()) is not None:
             if not self._crash.done():
                 self._crash.set_exception(error)
@@ -330,9 +342,9 @@ class Engine:
         self._housekeep_at = state.now() + POLL_S
         self._book.tell_of_troubles(state.now())
         self._tell_if_behind()
-        self._note_shortage()
         try:
             await in_thread(self._keep_house)
+            self._note_shortage()
             if state.is_progress_new:
                 state.is_progress_new = False
                 state.journal.note_progress(
@@ -345,8 +357,13 @@ class Engine:
         """Log that uploads fall behind, and again each time that twice as many checkpoints wait."""
         state = self.state
         num_waiting = len(backlog.backlog(state.local))
-        if num_waiting >= self._tell_at and (text := backlog.behind(state.local, state.remote.turn.upload_s)):
-            self._tell_at = 2 * num_waiting
+        turn = state.remote.turn
+        if num_waiting < self._tell_at or not (text := backlog.behind(state.local, turn.upload_s)):
+            self._behind_since = 0.0
+        elif not self._behind_since:
+            self._behind_since = turn.free_at
+        elif turn.free_at > self._behind_since:  # so the next upload took as long: it was no outage
+            self._tell_at, self._behind_since = 2 * num_waiting, 0.0
             logger.warning("uploads_fall_behind %s", text)
 
     def _note_shortage(self) -> None:

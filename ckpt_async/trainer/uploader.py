@@ -472,10 +472,10 @@ class Uploader:
             return self._checkpoints.is_skipped(id_.step)
         reason = make_room(self.settings, self._folder, self._engine, self.metrics, self._check_usable)
         if reason:
-            logger.warning("save_skipped step=%d reason=%s", id_.step, reason)
+            self.give_up(id_.step, f"the save was skipped: {reason}", name=name)
             with self._lock:
                 self._checkpoints.skip(id_.step)
-            self.give_up(id_.step, f"the save was skipped: {reason}", name=name)
+            logger.warning("save_skipped step=%d reason=%s", id_.step, reason)
         return bool(reason)
 
     def _exact_keys(

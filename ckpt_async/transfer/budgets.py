@@ -304,6 +304,10 @@ class Lane:
             for ask in list(self.have_more.values()):
                 ask()
 
+    def is_moving(self, owner: Hashable, group: Hashable) -> bool:
+        """Return whether a request of this group is under way, or waits for its turn."""
+        return bool(self._running_of[owner, group] or self._waiting.get(owner, {}).get(group))
+
     def _drop(self, owner: Hashable, group: Hashable, turn: asyncio.Future[None]) -> None:
         """Forget one that does not wait any more."""
         groups = self._waiting.get(owner, {})

@@ -184,7 +184,9 @@ class PatientStore:
         pause_s, has_warned = 0.2, False
         while True:
             try:
-                opening = self._store.open(is_read_only=is_read_only, request_timeout_s=timeout_each_s)
+                opening = functools.partial(
+                    self._store.open, is_read_only=is_read_only, request_timeout_s=timeout_each_s
+                )
                 return await in_time(opening, OPENING_REQUESTS * timeout_each_s)
             except StoreError as error:
                 if error.reason not in patient or time.monotonic() + pause_s > deadline:
@@ -306,6 +308,10 @@ class PatientStore:
         grouped = copy.copy(self)
         grouped._place = functools.partial(self._budgets.bulk.hold, self._owner, group)  # noqa: SLF001  our own class
         return grouped
+
+    def is_moving(self, group: Hashable) -> bool:
+        """Return whether a request of this group is under way, or waits for its turn."""
+        return self._budgets.bulk.is_moving(self._owner, group)
 
     def set_urgency(self, place_of: Callable[[Any], int]) -> None:
         """Have the owner's waiting requests admitted in the order of the places of their groups."""

@@ -211,7 +211,7 @@ FILLING = """
 
     DirectoryStore.put = held
     folder = Path(sys.argv[1]) / "folder"
-    uploader = Uploader(folder, sys.argv[2], num_checkpoints_to_keep=1)
+    uploader = Uploader(folder, sys.argv[2], num_checkpoints_to_keep=1, min_free_bytes=0)
     try:
         for step in range(1, 1000):
             shard = folder / f"step-{step}" / "rank-0"
@@ -289,7 +289,7 @@ EATING = """
 
     DirectoryStore.put = held
     folder = Path(sys.argv[1]) / "folder"
-    uploader = Uploader(folder, sys.argv[2], num_checkpoints_to_keep=1)
+    uploader = Uploader(folder, sys.argv[2], num_checkpoints_to_keep=1, min_free_bytes=0)
     for step in (1, 2):
         shard = folder / f"step-{step}" / "rank-0"
         shard.parent.mkdir()

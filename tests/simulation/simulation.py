@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ckpt_async.core import decide, keys
+from ckpt_async.core import backlog, keys
 from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
@@ -419,7 +419,8 @@ class Simulation(World):
 
     def _supersede(self, journal: Journal, made: Engine, rank: int) -> None:
         # Whichever is the target: what is checked is that giving up and committing compete.
-        for id_ in decide.owed(made.fresh_local(), made.state.policy)[:-1][:1]:
+        waiting = [each.id for each in backlog.backlog(made.fresh_local()) if each.sealed is not None]
+        for id_ in waiting[:-1][:1]:
             self.superseded.add((id_, rank))
             self.truths[id_, rank].is_promised = False
             journal.append([Superseded(id_, "uploads fell behind")])

@@ -213,6 +213,7 @@ def test_the_limits_of_all_kinds_are_common(folder: Path, held: Slow) -> None:
         save(each, *range(1, 7), padding=SMALL_BYTES)
     for each in uploaders:
         wait_until(lambda each=each: each.metrics._num_uploads == 3, each)  # type: ignore[misc]
+    wait_until(lambda: held.most_held == 3, uploaders[0])
     held.go.set()
     for each in uploaders:
         each.wait(6, 30)

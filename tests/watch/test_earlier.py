@@ -1,6 +1,5 @@
 """What earlier launches have left undecided, if there are other nodes now."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from ckpt_async.monitor.status import CheckpointStatus
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.earlier import PREDECESSOR_S, Earlier, release_followed
-from ckpt_async.watch.entries import Entry, State, _decode, _encode
+from ckpt_async.watch.entries import Entry, State
 from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import HELD_UP_S, Teller
@@ -128,18 +127,6 @@ def test_a_node_that_is_alone_now_sends_its_own_part_first_because_the_others_ma
     for other in (sealed("lost"), sealed("uploading", ranks=(1,))):
         now = Now(other, 1)
         assert (now.waits(PREDECESSOR_S), now.waits(0.1)) == (True, False), "nobody sends it"
-
-
-def test_a_record_of_an_earlier_version_is_of_several_nodes_if_only_these_have_such() -> None:
-    for known, num_nodes in (
-        (entry(expected=("a",)), 2),
-        (entry(is_followed=True), 2),
-        (entry(num_nodes=1), 1),
-    ):
-        fields = json.loads(json.dumps(_encode(known)))
-        assert _decode(fields) == known
-        del fields["num_nodes"]
-        assert _decode(fields).num_nodes == num_nodes
 
 
 def test_what_holds_up_all_that_follows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from ckpt_async.core.keys import PROBES, longest_keys
 from ckpt_async.errors import FailureReason, PreconditionFailedError, StoreError
@@ -48,14 +49,16 @@ class Probe:
         finally:
             # Best effort: credentials without the right to delete are allowed, and leave the blobs behind.
             with contextlib.suppress(StoreError):
-                await self._within(self._store.delete([self._key, self._spoiled]))
+                await self._within(lambda: self._store.delete([self._key, self._spoiled]))
 
     async def _compared(self) -> Compared:
         for each in Compared:
             headers = {**BLOB, each.value: _WRONG[each]}
             try:
                 body = BytesBody(b"a")
-                await self._within(self._session.put("put_blob", self._spoiled, NOTHING, headers, body))
+                await self._within(
+                    partial(self._session.put, "put_blob", self._spoiled, NOTHING, headers, body)
+                )
             except StoreError as error:
                 if error.reason is FailureReason.CHECKSUM:
                     return each
@@ -86,8 +89,8 @@ class Probe:
     async def _put(self, condition: Condition) -> str:
         body = BytesBody(secrets.token_bytes(8))
         checksum = checksum_of(body.data, ALGORITHM)
-        put = self._store.put(self._key, body, checksum, condition=condition)
+        put = partial(self._store.put, self._key, body, checksum, condition=condition)
         return (await self._within(put)).etag
 
-    async def _within(self, request: Coroutine[Any, Any, T]) -> T:
+    async def _within(self, request: Callable[[], Awaitable[T]]) -> T:
         return await in_time(request, self._timeout_s, self._hint)

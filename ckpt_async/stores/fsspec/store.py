@@ -94,7 +94,8 @@ class FsspecStore(WholeObjects):
         self._lanes = Lanes(self._connect, self._most_lanes)
         try:
             with translating("open", self._url):
-                opening = self._open_to_read() if is_read_only else self._open_to_write(self._lanes)
+                lanes = self._lanes
+                opening = self._open_to_read if is_read_only else lambda: self._open_to_write(lanes)
                 await in_time(opening, request_timeout_s)
         except BaseException:
             await self.close()

@@ -7,9 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckpt_async.core.keys import PROBES, longest_keys
 from ckpt_async.errors import FailureReason, PreconditionFailedError, StoreError
@@ -51,20 +51,22 @@ class Probe:
         self._key = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())), "0")
 
     async def find_out(self) -> Found:
-        created = await self._within(self._put(Create()))
+        created = await self._within(lambda: self._put(Create()))
         try:
             async with asyncio.TaskGroup() as group:
-                is_refused = group.create_task(self._is_refused(self._put(Create())))
-                is_stale_refused = group.create_task(self._is_refused(self._put(Match(_OTHER_GENERATION))))
-                has_multipart = group.create_task(self._within(self._has_multipart()))
-            is_swapped = not await self._is_refused(self._put(Match(created)))
+                is_refused = group.create_task(self._is_refused(lambda: self._put(Create())))
+                is_stale_refused = group.create_task(
+                    self._is_refused(lambda: self._put(Match(_OTHER_GENERATION)))
+                )
+                has_multipart = group.create_task(self._within(self._has_multipart))
+            is_swapped = not await self._is_refused(lambda: self._put(Match(created)))
             keeps_others = await self._keeps_others()
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         finally:
             # Credentials without the right to delete are allowed, and leave the object behind.
             with contextlib.suppress(StoreError):
-                await self._within(self._store.delete([self._key]))
+                await self._within(lambda: self._store.delete([self._key]))
         # If the store refuses every condition, it does not enforce them either.
         is_conditional = is_refused.result() and is_stale_refused.result() and is_swapped
         return Found(is_conditional, keeps_others, has_multipart.result())
@@ -75,13 +77,13 @@ class Probe:
 
     async def _keeps_others(self) -> bool:
         try:
-            return await self._is_refused(self._store.delete_if(self._key, _OTHER_GENERATION))
+            return await self._is_refused(lambda: self._store.delete_if(self._key, _OTHER_GENERATION))
         except StoreError as error:
             if error.reason is FailureReason.AUTH:
                 return True  # the credentials have no right to delete at all
             raise
 
-    async def _is_refused(self, request: Coroutine[Any, Any, object]) -> bool:
+    async def _is_refused(self, request: Callable[[], Awaitable[object]]) -> bool:
         try:
             await self._within(request)
         except PreconditionFailedError:
@@ -99,5 +101,5 @@ class Probe:
         await self._store.abort_multipart(self._key, upload_id)
         return True
 
-    async def _within(self, request: Coroutine[Any, Any, T]) -> T:
+    async def _within(self, request: Callable[[], Awaitable[T]]) -> T:
         return await in_time(request, self._timeout_s, reachable_hint(self._session.endpoint))

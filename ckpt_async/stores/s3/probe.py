@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import math
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from ckpt_async.core.keys import PROBES, longest_keys
@@ -71,7 +72,7 @@ class Probe:
         is_refused, is_stale_refused, info = await _gather(
             self._is_refused(algorithm, Create()),
             self._is_refused(algorithm, Match('"0123456789abcdef0123456789abcdef"')),
-            self._in_time(self._store.head(self._key)),
+            self._in_time(lambda: self._store.head(self._key)),
         )
         # If the store refuses every If-Match, it does not enforce conditions either.
         is_swapped = not await self._is_refused(algorithm, Match(created.etag))
@@ -86,10 +87,12 @@ class Probe:
             return False
         right, wrong = Digest(algorithm), Digest(algorithm)
         wrong.update(b"b")
+
         # The two requests differ only in key and checksum. SeaweedFS answers the wrong one with 400 IncompleteBody.
-        requests = _gather(
-            self._put_trailed(template, self._spoiled, wrong), self._put_and_head(template, right)
-        )
+        def requests() -> Coroutine[Any, Any, Sequence[Any]]:
+            spoiled = self._put_trailed(template, self._spoiled, wrong)
+            return _gather(spoiled, self._put_and_head(template, right))
+
         try:
             status, stored = await self._in_time(requests)
         except StoreError:
@@ -112,8 +115,8 @@ class Probe:
         for algorithm in CHECKSUM_FIELDS:
             right, wrong = checksum_of(b"a", algorithm), checksum_of(b"b", algorithm)
             written, spoilt = await asyncio.gather(
-                self._in_time(self._store.put(self._key, BytesBody(b"a"), right)),
-                self._in_time(self._store.put(self._spoiled, BytesBody(b"a"), wrong)),
+                self._in_time(partial(self._store.put, self._key, BytesBody(b"a"), right)),
+                self._in_time(partial(self._store.put, self._spoiled, BytesBody(b"a"), wrong)),
                 return_exceptions=True,
             )
             for outcome in (written, spoilt):
@@ -135,7 +138,7 @@ class Probe:
         body = BytesBody(secrets.token_bytes(8))
         checksum = checksum_of(body.data, algorithm)
         try:
-            await self._in_time(self._store.put(self._key, body, checksum, condition=condition))
+            await self._in_time(partial(self._store.put, self._key, body, checksum, condition=condition))
         except PreconditionFailedError:
             return True
         except StoreError as error:
@@ -147,9 +150,9 @@ class Probe:
     async def _delete(self) -> None:
         """Delete the objects, best effort: credentials without the right to delete are allowed, and keep them."""
         with contextlib.suppress(StoreError):
-            await self._in_time(self._store.delete([self._key, self._spoiled, self._trailed]))
+            await self._in_time(lambda: self._store.delete([self._key, self._spoiled, self._trailed]))
 
-    async def _in_time(self, request: Coroutine[Any, Any, T]) -> T:
+    async def _in_time(self, request: Callable[[], Awaitable[T]]) -> T:
         return await in_time(request, self._timeout_s, is_reachable_hint(self._session.location))
 
 

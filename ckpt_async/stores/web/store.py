@@ -122,7 +122,8 @@ class WebStore(WholeObjects):
         try:
             with self._translating("open", ""):
                 root = yarl.URL(self._root, encoded=True)
-                (await in_time(self._session.head(root), request_timeout_s)).release()
+                session = self._session
+                (await in_time(lambda: session.head(root), request_timeout_s)).release()
         except BaseException:
             await self.close()
             raise
