@@ -1,11 +1,7 @@
-"""Lays out text for a terminal: to its width, in colour if wanted, redrawn in place.
-
-With rich installed, tables adapt their columns to the width; without it, they drop columns.
-"""
+"""Lays out text for a terminal: to its width, in colour if wanted, redrawn in place."""
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,18 +14,19 @@ COLOURS = {
     "good": "32", "committed": "32", "uploading": "34", "open": "34", "waiting": "33", "in_flight": "33", "warn": "33",
     "bad": "31", "lost": "31", "aborted": "31", "damaged": "31", "quiet": "2", "pruned": "2", "strong": "1",
 }  # fmt: skip
-_RICH = {"1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "34": "blue"}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows, each with its mood. `spare` are the columns that a narrow terminal may drop, in that order."""
+    """Rows, each with its mood and, last and without a title, a remark. `spare` are the columns that a narrow terminal
+    may drop, in that order.
+    """
 
     titles: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    moods: Sequence[str] = ()
-    mood_column: int = -1  # the coloured column
-    spare: tuple[str, ...] = ()
+    moods: Sequence[str]
+    mood_column: int  # the coloured column
+    spare: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,6 @@ class Terminal:
     width: int | None = None
     height: int | None = None
     is_coloured: bool = False
-    has_rich: bool = False
 
 
 def terminal(environment: Mapping[str, str]) -> Terminal:
@@ -57,8 +53,7 @@ def terminal(environment: Mapping[str, str]) -> Terminal:
         return Terminal()
     size = shutil.get_terminal_size()
     is_coloured = not environment.get("NO_COLOR") and environment.get("TERM", "dumb") != "dumb"
-    has_rich = environment.get("TERM", "dumb") != "dumb" and importlib.util.find_spec("rich") is not None
-    return Terminal(max(20, size.columns), max(5, size.lines), is_coloured, has_rich)
+    return Terminal(max(20, size.columns), max(5, size.lines), is_coloured)
 
 
 def drawn(blocks: Sequence[Block], on: Terminal) -> list[str]:
@@ -69,7 +64,7 @@ def drawn(blocks: Sequence[Block], on: Terminal) -> list[str]:
             lines.append("")
         lines += [part for mood, text in block.lines for part in _wrapped(text, mood, on)]
         if block.table is not None and block.table.rows:
-            lines += ["", *(_by_rich(block.table, on) if on.has_rich else _plain(block.table, on))]
+            lines += ["", *_rows(block.table, on)]
         lines += [part for mood, text in block.after for part in _wrapped(text, mood, on)]
     return lines
 
@@ -129,9 +124,9 @@ def _coloured(text: str, mood: str, on: Terminal) -> str:
 
 
 def _fitting(table: Table, on: Terminal) -> tuple[list[int], list[int]]:
-    """Return the columns that there is room for, and the widths of all columns."""
-    shown = list(range(len(table.titles)))
-    widths = [max(len(row[column]) for row in (table.titles, *table.rows)) for column in shown]
+    """Return the columns that there is room for, besides the remarks, and the widths of all columns."""
+    widths = [max(map(len, column)) for column in zip(table.titles, *table.rows, strict=True)]
+    shown = list(range(len(table.titles) - 1))
     if on.width is not None:
         for title in table.spare:
             if sum(widths[column] + 2 for column in shown) - 2 <= on.width:
@@ -140,51 +135,27 @@ def _fitting(table: Table, on: Terminal) -> tuple[list[int], list[int]]:
     return shown, widths
 
 
-def _plain(table: Table, on: Terminal) -> list[str]:
-    """Return a table as lines: columns as wide as their widest cell, numbers aligned to the right."""
+def _rows(table: Table, on: Terminal) -> list[str]:
+    """Return a table as lines: columns as wide as their widest cell, numbers aligned to the right. A remark that does
+    not fit into its row's line is below it.
+    """
     shown, widths = _fitting(table, on)
     is_number = [all(row[column][:1].isdigit() for row in table.rows) for column in range(len(widths))]
     lines = []
-    for number, row in enumerate((table.titles, *table.rows)):
-        mood = table.moods[number - 1] if number and table.moods else ""
+    for row, mood in zip((table.titles, *table.rows), ("", *table.moods), strict=True):
         line, left = "", on.width
         for column in shown:
             cell = (
                 row[column].rjust(widths[column]) if is_number[column] else row[column].ljust(widths[column])
             )
             cell = cell if left is None else cell[: max(0, left)]
-            line += _coloured(cell, mood, on) if column == table.mood_column and number else cell
+            line += _coloured(cell, mood, on) if column == table.mood_column else cell
             line += "  " if left is None or left > len(cell) + 2 else ""
             left = None if left is None else left - len(cell) - 2
-        lines.append(line.rstrip())
+        if left is None or len(row[-1]) <= max(0, left):
+            lines.append((line + row[-1]).rstrip())
+        else:
+            lines.append(line.rstrip())
+            assert on.width is not None
+            lines += [f"  {part}" for part in _wrapped(row[-1], "", replace(on, width=on.width - 2))]
     return lines
-
-
-def _by_rich(table: Table, on: Terminal) -> list[str]:
-    import io
-
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    out = io.StringIO()
-    console = Console(
-        file=out,
-        width=on.width,
-        force_terminal=on.is_coloured,
-        color_system="standard" if on.is_coloured else None,
-        highlight=False,
-    )
-    drawn_ = RichTable(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    shown, _ = _fitting(table, on)
-    for column in shown:
-        is_number = all(row[column][:1].isdigit() for row in table.rows)
-        drawn_.add_column(
-            table.titles[column], justify="right" if is_number else "left", no_wrap=bool(table.titles[column])
-        )
-    for number, row in enumerate(table.rows):
-        style = _RICH.get(COLOURS.get(table.moods[number] if table.moods else "", ""), "")
-        cells = [Text(row[column], style=style if column == table.mood_column else "") for column in shown]
-        drawn_.add_row(*cells)
-    console.print(drawn_)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
