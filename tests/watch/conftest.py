@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +131,14 @@ def save(place: Place, step: int, *, size_bytes: int = 64) -> dict[str, str]:
     (here / "optimizer.pt").write_bytes(torch_zip(step=step))
     (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return hashes(here)
+
+
+def until_linked(path: Path) -> None:
+    """Wait until the watcher has linked a file, which it then hands in."""
+    deadline = time.monotonic() + LIMIT_S
+    while path.stat().st_nlink == 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def counts(port: int, run: str) -> dict[str, float]:
