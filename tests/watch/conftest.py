@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,8 @@ from ckpt_async import cli, restore
 from tests.watch.trees import safetensors, torch_zip
 
 LIMIT_S = 120.0
+# After this time a complete checkpoint is being uploaded, which takes four seconds in the tests that wait for it.
+BEING_UPLOADED_S = 1.5
 METRIC = "ckpt_async_watch_refused_total"
 FAST = ("--settle-s", "0.2", "--interval", "1", "--json")
 
@@ -131,14 +132,6 @@ def save(place: Place, step: int, *, size_bytes: int = 64) -> dict[str, str]:
     (here / "optimizer.pt").write_bytes(torch_zip(step=step))
     (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return hashes(here)
-
-
-def until_linked(path: Path) -> None:
-    """Wait until the watcher has linked a file, which it then hands in."""
-    deadline = time.monotonic() + LIMIT_S
-    while path.stat().st_nlink == 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def counts(port: int, run: str) -> dict[str, float]:

@@ -22,7 +22,7 @@ from ckpt_async.watch.formats.found import GROWING_S, Version
 from ckpt_async.watch.tree import Identity, Tree
 from tests.dcp_metadata import metadata_of
 from tests.events.receiver import free_port, receiving
-from tests.watch.conftest import Place, counts, hashes, save, until_linked
+from tests.watch.conftest import BEING_UPLOADED_S, Place, counts, hashes, save
 from tests.watch.looking import Place as Looking
 from tests.watch.trees import SECOND, tree_of
 
@@ -400,7 +400,7 @@ def test_a_file_that_is_added_and_then_written_for_ever_does_not_take_the_rest_w
     saved = hashes(log.parent)
     watching.until_logged("complete path=checkpoint-10")
     save(place, 20)
-    until_linked(log.with_name("model.safetensors"))  # its upload takes four seconds
+    time.sleep(BEING_UPLOADED_S)
     with log.open("a") as file:
         file.write("2")
     watching.until("committed", 10)

@@ -28,7 +28,7 @@ from ckpt_async.watch.beside import SAME_S
 from ckpt_async.watch.meanwhile import REST
 from ckpt_async.watch.wake import Waker
 from tests.dcp_metadata import metadata_of
-from tests.watch.conftest import LIMIT_S, Place, hashes, save, until_linked
+from tests.watch.conftest import BEING_UPLOADED_S, LIMIT_S, Place, hashes, save
 from tests.watch.trees import safetensors, torch_zip
 
 pytestmark = pytest.mark.timeout(90)
@@ -341,7 +341,7 @@ def test_what_changes_in_place_while_it_is_uploaded_is_never_committed(place: Pl
     save(place, 10, size_bytes=20_000_000)
     watching.until_logged("complete path=checkpoint-10")
     saved, changing = save(place, 20), place.out / "checkpoint-10/model.safetensors"
-    until_linked(changing)  # its upload takes four seconds
+    time.sleep(BEING_UPLOADED_S)
     with changing.open("r+b") as file:
         file.seek(10_000_000)
         file.write(b"other bytes")
