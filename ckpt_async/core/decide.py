@@ -372,7 +372,7 @@ def _has_no_others(local: Local, policy: Policy) -> bool:
     return policy.is_adopted or local.opened is None or local.opened.world_size == 1
 
 
-def newest_owed(local: Local, policy: Policy) -> list[CheckpointId]:
+def owed_of_launch(local: Local, policy: Policy) -> list[CheckpointId]:
     """Return the sealed checkpoints of this launch of which this rank has something to send, oldest first."""
     return [id_ for id_ in owed(local, policy) if id_.generation == local.generation]
 
@@ -421,7 +421,7 @@ def _is_target_due(local: Local, remote: Remote, policy: Policy, now: float) -> 
     if _has_no_others(local, policy):
         return False
     is_open = order.is_open(local, remote.turn.target)
-    return order.is_asking_due(remote.turn, newest_owed(local, policy), now, is_open=is_open)
+    return order.is_asking_due(remote.turn, owed_of_launch(local, policy), now, is_open=is_open)
 
 
 def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy) -> bool:

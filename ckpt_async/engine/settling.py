@@ -262,7 +262,12 @@ def _wait_again(state: State, id_: CheckpointId) -> None:
 
 def _forget_watches(state: State, ids: Sequence[CheckpointId]) -> None:
     watches = {id_: each for id_, each in state.remote.watches.items() if id_ not in ids}
-    state.remote = replace(state.remote, watches=watches, to_read=state.remote.to_read - {*ids})
+    state.remote = replace(
+        state.remote,
+        watches=watches,
+        to_read=state.remote.to_read - {*ids},
+        delivered_by_others=state.remote.delivered_by_others - {*ids},
+    )
 
 
 async def commit(state: State, action: decide.Commit) -> None:
@@ -374,7 +379,7 @@ def _publish(state: State, id_: CheckpointId) -> None:
 
 async def name_target(state: State) -> None:
     local, known = state.local, state.remote.turn.target
-    newest = max(decide.newest_owed(local, state.policy), default=None)
+    newest = max(decide.owed_of_launch(local, state.policy), default=None)
     if newest is None:
         return
     is_open = order.is_open(local, known)
