@@ -74,13 +74,14 @@ def telling_of_silence(
 
     Nothing is printed if the block ends, or the yielded function is called, before that.
     """
-    from ckpt_async.stores.heard import heard
+    from ckpt_async.stores.heard import Heard, heard
 
-    before = heard.num_answers
+    own = Heard()
+    heard.set(own)
 
     def text() -> str:
-        if num := heard.num_answers - before:
-            return f"{url} answers slowly: {counted(num, 'answer')} in {SILENCE_S:g} s; still waiting"
+        if own.num_answers:
+            return f"{url} answers slowly: {counted(own.num_answers, 'answer')} in {SILENCE_S:g} s; still waiting"
         return f"no answer yet from {url}; retrying for up to {patience_s:.0f} s"
 
     return saying_later(text, "store_is_slow", url=url)

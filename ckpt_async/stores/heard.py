@@ -1,15 +1,23 @@
-"""Whether stores answer this process at all, which tells one that is slow from one that is silent."""
+"""Whether stores answer at all, which tells one that is slow from one that is silent."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Heard:
-    """The number of answers of all stores so far. Exact only while one thread makes requests, as in a command."""
+    """The number of answers so far."""
 
     num_answers: int = 0
 
 
-heard = Heard()
+# Whose answers are counted together: all that a command's own context (its tasks too) has asked for.
+heard: ContextVar[Heard] = ContextVar("heard")
+
+
+def count_answer() -> None:
+    """Count an answer of a store for whoever asked."""
+    if (counted := heard.get(None)) is not None:
+        counted.num_answers += 1

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.stores.heard import heard
+from ckpt_async.stores.heard import count_answer
 
 T = TypeVar("T")
 
@@ -37,5 +37,5 @@ async def in_time(request: Callable[[], Awaitable[T]], timeout_s: float, hint: s
         raise StoreError(
             f"no answer within {timeout_s:g} s", reason=FailureReason.TIMEOUT, operation="open", hint=hint
         ) from error
-    heard.num_answers += 1
+    count_answer()
     return result

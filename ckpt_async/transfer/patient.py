@@ -23,7 +23,7 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, LocalReadError, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.heard import heard
+from ckpt_async.stores.heard import count_answer
 from ckpt_async.stores.interface import (
     BytesBody,
     Capabilities,
@@ -475,9 +475,9 @@ class PatientStore:
         except StoreError as error:
             self._failed(operation, error)
             if error.reason in _ANSWERS:
-                heard.num_answers += 1
+                count_answer()
             raise
-        heard.num_answers += 1
+        count_answer()
         self._health.succeeded(operation, loop.time())
         return result
 

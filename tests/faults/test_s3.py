@@ -130,8 +130,9 @@ def test_refusing_half_of_all_requests_loses_nothing(proxy: FaultProxy, s3_url: 
             uploader.wait(step, timeout_s=60)
         num_requests = len(proxy.exchanges) - before
         # The SDK's own retries are off: two layers would multiply. Ten checkpoints of 4 + about 5 requests.
-        # Each attempt to decide compares what the store has, and half of these requests are refused, too.
-        assert num_requests < 3 * 10 * (4 + 12)
+        # Each attempt to decide compares what the store has, and needs three requests in a row that are not refused:
+        # 35 to 55 requests a checkpoint. A storm has thousands.
+        assert num_requests < 1000
         proxy.heal()
     assert len(Oracle(f"{s3_url}/run", 1, num_shards=4).look()) == 10
 

@@ -516,7 +516,7 @@ def test_closing_in_vain_says_what_the_store_has_answered(
     with contextlib.closing(uploader):
         proxy.add(Fault("unavailable", "PUT", SHARDS))
         save(uploader, 1, num_shards=1)
-        with pytest.raises(UploadFailedError, match=r"within 2 s .* left .*last error was: .*SlowDown"):
+        with pytest.raises(UploadFailedError, match="SlowDown"):  # the shard's own time may run out first
             uploader.close()
 
 
