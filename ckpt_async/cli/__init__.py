@@ -31,7 +31,6 @@ _COMMANDS = (
     ("status", "status", "show what this node holds, and what would be lost if it died now"),
     ("ls", "ls", "list the committed checkpoints of a run, or the runs below a prefix"),
     ("du", "du", "show how much space a run takes in the store"),
-    ("diff", "diff", "compare two checkpoints: files, sizes, checksums, tensors"),
     ("watch", "watch", "upload the checkpoints of a trainer that does not use this package"),
     ("run", "watch", "run a command, and upload the checkpoints that it writes"),
     ("drain", "drain", "finish the uploads that a trainer which has ended left on this node"),

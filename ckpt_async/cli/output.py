@@ -40,7 +40,6 @@ class Exit(enum.IntEnum):
     TEMPORARY = 5
     NOT_DRAINED = 6
     UNRELIABLE = 7
-    DIFFERENT = 8
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 

@@ -703,10 +703,10 @@ def test_the_documentation_names_every_exit_code_and_command() -> None:
         int(code) for code in cli.Exit
     }
     helped = shell("--help").stdout
-    for name in ("doctor", "status", "ls", "du", "diff", "drain", "version"):
+    for name in ("doctor", "status", "ls", "du", "drain", "version"):
         assert f"`{name}" in text
         assert name in helped
-    for name in ("doctor", "status", "ls", "du", "diff", "drain", "version"):
+    for name in ("doctor", "status", "ls", "du", "drain", "version"):
         flags = set(re.findall(r"--[a-z][a-z-]+", shell(name, "--help").stdout)) - {"--help"}
         assert {flag for flag in flags if f"`{flag}" not in text} == set()
 

@@ -1,4 +1,4 @@
-"""`ls -l`, `ls` of a prefix, `du`, `diff` and `--generation` as a shell sees them."""
+"""`ls -l`, `ls` of a prefix, `du` and `--generation` as a shell sees them."""
 
 import asyncio
 import threading
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import looking
@@ -15,7 +14,6 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.transfer.patient import PatientStore
 from tests.restore.runs import Run
-from tests.torch_side import foreign_files
 
 Json = dict[str, Any]
 Call = Callable[..., tuple[int, Json]]
@@ -314,110 +312,3 @@ def test_du_of_a_prefix_sums_its_runs(tmp_path: Path, remote: str, call: Call, t
     assert [line.split()[-1] for line in lines] == ["RUN", f"{remote}-a", f"{remote}-b", prefix]
     *runs, in_all = [int(line.split()[2]) for line in lines[1:]]
     assert in_all == sum(runs) == sum(each["objects"] for run in told["runs"] for each in run["used"])
-
-
-# --- diff --------------------------------------------------------------------------------------------------
-
-
-def test_diff_compares_files_by_their_receipts(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
-    save(tmp_path / "f", remote, 1, {"same": b"s", "gone": b"g", "longer": b"1", "other": b"1"})
-    save(tmp_path / "f", remote, 2, {"same": b"s", "new": b"n", "longer": b"12", "other": b"2"})
-    code, told = call("diff", f"{remote}#1", "2")
-    assert (code, told["is_same"]) == (8, False)
-    files = told["files"]
-    assert (list(files["only_in_a"]), list(files["only_in_b"])) == (["gone"], ["new"])
-    assert (list(files["changed"]), files["same"]) == (["longer", "other"], 1)
-    assert files["changed"]["longer"]["b"]["size_bytes"] == 2
-    assert call("diff", remote, remote)[0] == call("diff", f"{remote}#1@g1", "1")[0] == 0
-    assert call("diff", f"{remote}#1", f"{remote}")[1]["b"]["step"] == 2
-    assert call("diff", f"{remote}#1", "7")[0] == 3
-    shown = text("diff", f"{remote}#1", "2")[1]
-    assert "- gone" in shown
-    assert "~ longer  1 B -> 2 B" in shown
-    assert "~ other  1 B, different content" in shown
-    for wrong in (["here", "1"], [remote, "there"], [f"{remote}#abc", "1"], [remote, f"{remote}#1@2"]):
-        assert call("diff", *wrong)[0] == 2
-
-
-def test_diff_compares_the_kind_and_the_generations_that_are_asked_for(
-    tmp_path: Path, remote: str, call: Call, text: Any
-) -> None:
-    for generation in (1, 2):
-        save(tmp_path / f"f{generation}", remote, 1, {"a": b"a" * generation}, generation=generation)
-    for step, files in enumerate(({"old": b"o"}, {"new": b"n", "more": b"m"}), start=1):
-        save(tmp_path / "w", remote, step, files, kind="weights")
-    changed = call("diff", f"{remote}#1@g1", "1@g2")[1]["files"]["changed"]
-    assert [changed["a"][side]["size_bytes"] for side in "ab"] == [1, 2]
-    shown = text("diff", "--kind", "weights", f"{remote}#1", "2")[1].splitlines()
-    where = f"{remote}/kinds/weights"
-    assert shown == [
-        f"--- {where} step 1 (step-1, generation 1)",
-        f"+++ {where} step 2 (step-2, generation 2)",
-        "- old  1 B",
-        "+ more  1 B",
-        "+ new  1 B",
-        "0 files the same, 0 changed, 1 only in A, 2 only in B",
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_diff_does_not_say_that_files_differ_which_it_cannot_compare(
-    tmp_path: Path, call: Call, text: Any
-) -> None:
-    """Another tool has saved the same bytes twice, and its files have no checksums."""
-    for step in (10, 20):
-        foreign_files.olmo_core(tmp_path / f"run/step{step}", {"model": {"w": torch.ones(2)}}, {0: {}})
-    arguments = "diff", f"file://{tmp_path}/run#10", "20"
-    assert call(*arguments)[0] == 8
-    shown = text(*arguments)[1]
-    assert "train/rank0.pt" in shown
-    assert "no checksums to compare" in shown
-    assert "different content" not in shown
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_diff_of_tensors_reads_no_data(tmp_path: Path, remote: str, call: Call, text: Any) -> None:
-    import safetensors.torch
-    import torch.distributed.checkpoint as dcp
-
-    def files(extra: dict[str, Any], dtype: torch.dtype) -> dict[str, bytes]:
-        folder = tmp_path / f"made-{len(extra)}"
-        dcp.save(
-            {"model": {"w": torch.zeros(3, 4, dtype=dtype), "b": torch.zeros(3), **extra}, "step": 3},
-            checkpoint_id=folder / "dcp",
-            no_dist=True,
-        )
-        weights = safetensors.torch.save({"head": torch.zeros(2, dtype=dtype), "norm": torch.zeros(1, 2)})
-        found = {path.name: path.read_bytes() for path in (folder / "dcp").iterdir()}
-        return {**found, "model.safetensors": weights, "rest.pt": b"pickled"}
-
-    save(tmp_path / "f", remote, 1, files({}, torch.float32))
-    save(tmp_path / "f", remote, 2, files({"new": torch.zeros(5, dtype=torch.int64)}, torch.bfloat16))
-    code, told = call("diff", "--tensors", f"{remote}#1", "2")
-    assert code == 8
-    tensors = told["tensors"]
-    assert tensors["only_in_b"] == {"model.new": {"dtype": "int64", "shape": [5]}}
-    assert list(tensors["changed"]) == ["head", "model.w"]
-    assert tensors["changed"]["head"]["b"] == {"dtype": "bfloat16", "shape": [2]}
-    assert tensors["changed"]["model.w"]["a"] == {"dtype": "float32", "shape": [3, 4]}
-    assert (tensors["same"], tensors["only_in_a"], told["silent_files"]) == (2, {}, ["rest.pt"])
-    shown = text("diff", "--tensors", f"{remote}#1", "2")[1]
-    assert "~ model.w  float32[3, 4] -> bfloat16[3, 4]" in shown
-    assert "the tensors of 1 file are unknown: rest.pt" in shown
-    save(tmp_path / "f", remote, 3, {f"{number}.pt": b"pickled" for number in range(9)})
-    shown = text("diff", "--tensors", f"{remote}#3", "3")[1]
-    assert "the tensors of 9 files are unknown: 0.pt, 1.pt, 2.pt, 3.pt, 4.pt, 5.pt, 6.pt, 7.pt …" in shown
-    same = call("diff", "--tensors", f"{remote}#1", f"{remote}#1")[1]
-    assert same["is_same"]
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", (9).to_bytes(8, "little") + b'{"a": {}}']
-)
-def test_diff_refuses_a_file_that_is_no_safetensors(
-    tmp_path: Path, remote: str, call: Call, data: bytes
-) -> None:
-    save(tmp_path / "f", remote, 1, {"model.safetensors": data})
-    code, told = call("diff", "--tensors", remote, remote)
-    assert (code, told["error"]["kind"]) == (1, "FormatError")
-    assert "model.safetensors" in told["error"]["message"]
