@@ -18,7 +18,14 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from ckpt_async import CheckpointAbortedError, CommitTimeoutError, FencedError, Uploader, UploadFailedError
+from ckpt_async import (
+    CheckpointAbortedError,
+    CommitTimeoutError,
+    FencedError,
+    Uploader,
+    UploadFailedError,
+    restore,
+)
 from ckpt_async.core import decide, keys, records
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.model import CheckpointId, Enqueued, Event
@@ -36,6 +43,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
+from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
 from ckpt_async.trainer import closing
@@ -1351,3 +1359,20 @@ def test_an_endpoint_that_lacks_the_newest_commit_is_refused(
     store.bucket.objects[keys.decision_key(CheckpointId(1, 2))] = decision
     with Uploader(store_options=options, **settings) as uploader:
         assert uploader.generation == 2
+
+
+def test_no_name_of_ours_holds_ckpt_(tmp_path: Path) -> None:
+    """Lightning's SLURM requeue takes every name with `ckpt_` in it for a number, and the job falls."""
+    places = (tmp_path / "folder", tmp_path / "remote", tmp_path / "pulled")
+    seen: set[str] = set()
+    with Uploader(
+        places[0], f"file://{places[1]}", runner="process", **QUICK | {"upload_timeout_s": 60.0}
+    ) as own:
+        save(own, 1)
+        own.wait(1, timeout_s=60)
+        save(own, 2)
+        seen |= {path.name for place in places for path in place.rglob("*")}
+    restore.fetch(restore.find(f"file://{places[1]}"), places[2])
+    seen |= {path.name for place in places for path in place.rglob("*")}
+    assert keys.PRIVATE in seen
+    assert not [name for name in {*seen, PARTIAL_FOLDER} if "ckpt_" in name]
