@@ -9,7 +9,9 @@ sent its part, so ranks that choose by themselves send different ones, and commi
   when it is free: so a slow rank is never sent away from what it has nearly sent.
 - The next target is named when this one is decided, or overdue: this rank has waited for the others three times as
   long as its own part took. Ranks that wait look now and then whether another has named it.
-- Meanwhile a free rank sends older ones, newest first. What it has sent of them is kept.
+- A rank that has waited as long as its own part took sends older ones meanwhile, newest first, and if there are
+  none, newer ones, oldest first. What it has sent of them is kept. Sooner, they would only get in the way of the next
+  target: what is under way shares the link with it.
 - A rank that has not sealed the target sends what it has, and turns to the target when it has sealed it.
 
 Nothing is given up because of the order. What an earlier launch has left is older than all that this one saves.
@@ -67,6 +69,12 @@ def is_waiting(turn: Turn, now: float, *, is_open: bool) -> bool:
     return is_open and now < overdue_at(turn)
 
 
+def is_resting(turn: Turn, now: float, *, is_open: bool) -> bool:
+    """Return whether the rank sends nothing: it waits for the others' part of the target, which is about to come."""
+    is_early = now < turn.free_at + turn.upload_s
+    return turn.sending is None and is_waiting(turn, now, is_open=is_open) and is_early
+
+
 def overdue_at(turn: Turn) -> float:
     return turn.free_at + max(OVERDUE_S, OVERDUE_UPLOADS * turn.upload_s)
 
@@ -88,11 +96,11 @@ def is_asking_due(turn: Turn, owed: Sequence[CheckpointId], now: float, *, is_op
     return turn.sending is None and len(owed) > 1 and is_news(turn, owed) and now >= ask_at
 
 
-def with_target(turn: Turn, target: CheckpointId | None, now: float) -> Turn:
-    """Return the turn once this target was named or read."""
+def with_target(turn: Turn, target: CheckpointId | None, now: float, *, may_have_named: bool = True) -> Turn:
+    """Return the turn once this target was named or read. `may_have_named`: it did not only look while it waits."""
     turn = replace(turn, ask_at=now + ask_s(turn))
     if target == turn.target:
-        return replace(turn, retry_at=now + ASK_S)
+        return replace(turn, retry_at=now + ASK_S) if may_have_named else turn
     return replace(turn, target=target, free_at=now)
 
 
@@ -102,13 +110,18 @@ def to_newest(turn: Turn, owed: Sequence[CheckpointId], now: float) -> Turn:
 
 
 def in_order(turn: Turn, owed: Sequence[CheckpointId]) -> list[CheckpointId]:
-    """Return what the rank has to send in the order in which to send it."""
+    """Return what the rank has to send in the order in which to send it, from those `owed`, oldest first.
 
-    def place(id_: CheckpointId) -> tuple[bool, bool, CheckpointId]:
-        is_older = turn.target is None or id_ < turn.target
-        return id_ == turn.sending, is_older, id_
-
-    return sorted(owed, key=place, reverse=True)
+    What is newer than the target comes oldest first: otherwise each new save would overtake the one before, and none
+    would be finished. What an earlier launch left comes last.
+    """
+    sending = [id_ for id_ in owed if id_ == turn.sending]
+    others = [id_ for id_ in owed if id_ != turn.sending]
+    newest = turn.target or max(owed, default=None)
+    left = [id_ for id_ in others if newest is not None and id_.generation < newest.generation]
+    own = others[len(left) :]
+    older = [id_ for id_ in own if turn.target is None or id_ < turn.target]
+    return [*sending, *older[::-1], *own[len(older) :], *left[::-1]]
 
 
 def is_open(local: Local, target: CheckpointId | None) -> bool:

@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 # A wake-up is only a hint; polling is the safety net. Another process may have appended to the journal (DCP's PROCESS
 # mode), or a second thread's wake-up may have been lost at shutdown.
 POLL_S = 1.0
-# So long after an upload has begun, its first bytes are on their way.
+# So long after an upload has begun, its first bytes are on their way; and so long after its last ones, it is complete.
 BEGINNING_S = 2.0
+# A free rank asks for the target before it turns to anything. It sends nothing new meanwhile, but not longer than this.
+ASKING_S = 5.0
 # Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
 # checkpoints.
 _OF_NO_CHECKPOINT = (
@@ -64,7 +66,10 @@ class Engine:
         self._num_uploading: Counter[CheckpointId] = Counter()  # upload tasks; one task may send many shards
         self._is_retry_asked = False
         self._housekeep_at = 0.0
-        self._began_at: dict[CheckpointId, float] = {}  # when the last of a checkpoint's upload tasks began
+        # When the last of a checkpoint's upload tasks began, or its bytes were last seen moving.
+        self._moved_at: dict[CheckpointId, float] = {}
+        self._asks_since: float | None = None  # when it became due to ask for the target
+        self._is_resting = False
         self._behind_since = 0.0
         self._tell_at = 3  # log that uploads fall behind when so many checkpoints wait
         self._wakes, self._last_wake = itertools.count(1), 0
@@ -239,6 +244,10 @@ class Engine:
                 num_due += not self._is_by_the_way(action)
                 if action not in book.running and not book.is_in_use(action):
                     self._start((action,), self._perform(action))
+        is_open = order.is_open(state.local, state.remote.turn.target)
+        self._is_resting = order.is_resting(state.remote.turn, now, is_open=is_open)
+        is_asking = decide.NameTarget() in due and now >= book.held_until(decide.NameTarget())
+        self._asks_since = (self._asks_since or now) if is_asking else None
         book.forget_all_but(due)
         if state.failing:
             state.failing &= {
@@ -274,20 +283,23 @@ class Engine:
             series = self._queue.next_series()
             work = self._perform_series(series) if len(series) > 1 else self._perform(series[0])
             self._num_uploading[series[0].checkpoint] += 1
-            self._began_at[series[0].checkpoint] = self.state.now()
+            self._moved_at[series[0].checkpoint] = self.state.now()
             self._start(series, work)
         self.state.store.has_more(self._start_uploads if self._queue else None)
 
     def _has_place(self, id_: CheckpointId) -> bool:
-        """Return whether another upload of this checkpoint may begin: not beside a more urgent one whose bytes move, or
-        will in a moment. One that the store refuses, or whose file cannot be read, holds up no other.
+        """Return whether another upload of this checkpoint may begin: not while this rank asks what it is to send or
+        rests, and not beside a more urgent one whose bytes move, did a moment ago, or will in a moment. One that the
+        store refuses, or whose file cannot be read, holds up no other.
         """
         store, now, place_of = self.state.store, self.state.now(), self._queue.place_of
+        if self._is_resting or (self._asks_since is not None and now - self._asks_since < ASKING_S):
+            return False
+        self._moved_at |= {each: now for each in self._num_uploading if store.is_moving(each)}
         places = {each: place_of(each) - place_of(id_) for each in self._num_uploading}
         num_beside = sum(num for each, num in self._num_uploading.items() if places[each] == 0)
         is_held_up = any(
-            place < 0 and (now - self._began_at[each] < BEGINNING_S or store.is_moving(each))
-            for each, place in places.items()
+            place < 0 and now - self._moved_at[each] < BEGINNING_S for each, place in places.items()
         )
         return not is_held_up and num_beside < store.concurrency
 
@@ -304,14 +316,14 @@ class Engine:
         if uploads:
             self._num_uploading[uploads[0].checkpoint] -= 1
             self._num_uploading += Counter()  # drops those that are done
-            self._began_at = {id_: self._began_at[id_] for id_ in self._num_uploading}
+            self._moved_at = {id_: self._moved_at[id_] for id_ in self._num_uploading}
         if not task.cancelled() and (error := task.exception()) is not None:
             if not self._crash.done():
                 self._crash.set_exception(error)
         elif uploads:
             if len(uploads) > 1:
                 self._queue.put_back(uploads)
-            if self._queue:
+            if self._queue and self._queue.next_checkpoint == uploads[0].checkpoint:
                 self._start_uploads()  # without asking `decide` after each of many small shards
                 return
         self._woken.set()

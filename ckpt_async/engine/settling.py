@@ -388,7 +388,7 @@ async def name_target(state: State) -> None:
         target = await targets.name_target(state.store, newest, known)
     else:
         target = await targets.read_target(state.store, newest)
-    turn = order.with_target(state.remote.turn, target or known, state.now())
+    turn = order.with_target(state.remote.turn, target or known, state.now(), may_have_named=not is_waiting)
     state.remote = replace(state.remote, turn=turn)
 
 

@@ -78,10 +78,9 @@ class UploadQueue:
     def place_of(self, checkpoint: CheckpointId) -> int:
         """Return the checkpoint's place in the order of uploads; those with the same place share the link.
 
-        What is not sealed comes last, except while at most one sealed checkpoint is to be sent.
+        What is not sealed comes last.
         """
-        num_owed = len(self._places)
-        return self._places.get(checkpoint, num_owed) if num_owed > 1 else 0
+        return self._places.get(checkpoint, len(self._places))
 
     def stop_all_but(self, checkpoint: CheckpointId | None) -> None:
         """Stop the uploads of all others, whose finished parts are kept: the link is needed for this one."""

@@ -94,7 +94,9 @@ class Launch:
             turned()
 
     def _send(self, number: int, rank: Rank, now: float) -> None:
-        work_s = BEAT_S * rank.speed
+        is_open = rank.turn.target is not None and rank.turn.target not in rank.decided
+        is_resting = self.is_newest_first and order.is_resting(rank.turn, now, is_open=is_open)
+        work_s = 0.0 if is_resting else BEAT_S * rank.speed
         while work_s > 0 and rank.left:
             ordered = order.in_order(rank.turn, rank.owed()) if self.is_newest_first else rank.owed()
             id_ = ordered[0]
@@ -173,6 +175,22 @@ def test_what_an_earlier_launch_left_comes_last() -> None:
     left, own = [CheckpointId(1, step) for step in (900, 901)], [CheckpointId(2, step) for step in (10, 20)]
     turn = order.turned(Turn(), [*left, *own], 0.0, is_open=False, is_alone=False)
     assert order.in_order(turn, [*left, *own]) == [own[1], own[0], left[1], left[0]]
+
+
+def test_a_waiting_rank_finishes_what_it_has_begun() -> None:
+    """It has sent its part of the target, and nothing older is left; meanwhile it saves more."""
+    turn = Turn(target=id_of(2), upload_s=7.0, free_at=10.0)
+    begun = order.in_order(turn, [id_of(3), id_of(4)])[0]
+    assert order.in_order(turn, [id_of(step) for step in range(3, 9)])[0] == begun
+
+
+def test_what_an_earlier_launch_left_comes_after_what_is_newer_than_the_target() -> None:
+    left, own = (
+        [CheckpointId(1, 900), CheckpointId(1, 901)],
+        [CheckpointId(2, step) for step in (10, 20, 30, 40)],
+    )
+    turn = Turn(target=own[1])
+    assert order.in_order(turn, [*left, own[0], *own[2:]]) == [own[0], own[2], own[3], left[1], left[0]]
 
 
 def test_little_time_turns_a_rank_to_the_newest() -> None:

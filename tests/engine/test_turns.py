@@ -1,0 +1,98 @@
+"""Where uploads fall behind, what a rank begins never gets in the way of what all ranks send next."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt_async.core import order
+from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.observe import Observer
+from ckpt_async.core.order import Turn
+from ckpt_async.core.settings import Settings
+from ckpt_async.engine.loop import ASKING_S, BEGINNING_S, Engine
+from ckpt_async.engine.state import State
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
+from ckpt_async.transfer.patient import PatientStore
+
+FIRST, SECOND = CheckpointId(1, 1), CheckpointId(1, 2)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    settings = Settings()
+    with contextlib.closing(Journal(Folder(tmp_path), 0)) as journal:
+
+        async def build() -> Engine:
+            return Engine(
+                State(
+                    rank=0,
+                    folder=Folder(tmp_path),
+                    journal=journal,
+                    store=PatientStore(MemoryStore(MemoryBucket()), settings),
+                    settings=settings,
+                    observer=Observer(),
+                    clock=lambda: 1.0,
+                )
+            )
+
+        yield asyncio.run(build())
+
+
+def test_nothing_is_begun_while_a_rank_asks_for_the_target(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(engine.state, "now", lambda: now)
+    engine._asks_since = now
+    assert not engine._has_place(FIRST)
+    now += ASKING_S  # a store that does not say is no reason to send nothing
+    assert engine._has_place(FIRST)
+
+
+def test_nothing_is_begun_while_a_more_urgent_checkpoint_is_completed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last bytes are sent, and the store assembles it: what begins now would share the link with the next."""
+    now = 100.0
+    monkeypatch.setattr(engine.state, "now", lambda: now)
+    moving = {SECOND}
+    monkeypatch.setattr(engine.state.store, "is_moving", lambda id_: id_ in moving)
+    engine._queue._places = {SECOND: 0, FIRST: 1}
+    engine._num_uploading[SECOND], engine._moved_at[SECOND] = 1, now
+    now += 60
+    assert not engine._has_place(FIRST)
+    moving.clear()
+    now += BEGINNING_S / 2
+    assert not engine._has_place(FIRST)
+    now += BEGINNING_S
+    assert engine._has_place(FIRST), "what the store refuses holds up no other"
+
+
+def test_an_unsealed_checkpoint_does_not_share_the_link_with_the_only_sealed_one(engine: Engine) -> None:
+    engine._queue._places = {FIRST: 0}
+    assert engine._queue.place_of(SECOND) > engine._queue.place_of(FIRST)
+    engine._queue._places = {}
+    assert engine._queue.place_of(SECOND) == 0
+
+
+def test_a_rank_that_waits_for_the_others_rests_at_first() -> None:
+    turn = Turn(target=SECOND, upload_s=7.0, free_at=100.0)
+    assert order.is_resting(turn, 106.0, is_open=True)
+    assert not order.is_resting(turn, 108.0, is_open=True)
+    assert not order.is_resting(turn, 106.0, is_open=False), "it asks for the next target"
+    assert not order.is_resting(replace(turn, sending=FIRST), 106.0, is_open=True)
+
+
+def test_a_look_while_waiting_does_not_put_off_the_next_question() -> None:
+    """Otherwise what is sent until then shares the link with the target that another rank has just named."""
+    turn = Turn(target=FIRST, upload_s=7.0, free_at=100.0)
+    looked = order.with_target(turn, FIRST, 106.0, may_have_named=False)
+    owed = [FIRST, SECOND, CheckpointId(1, 3)]
+    assert not order.is_asking_due(looked, owed, 106.1, is_open=True)
+    assert order.is_asking_due(looked, owed, 106.1, is_open=False)
