@@ -37,12 +37,15 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
 
 
 def shortage(
-    settings: Settings, local: Local, free_bytes: int, *, is_for_new: bool = False
+    settings: Settings, local: Local, free_bytes: int, num_ranks: int, *, is_for_new: bool = False
 ) -> Shortage | None:
-    """Return why there is no room for what waits, or (`is_for_new`) for another checkpoint; None if there is."""
+    """Return why there is no room for what waits, or (`is_for_new`) for another checkpoint; None if there is.
+
+    `num_ranks` share the folder, and save at the same time.
+    """
     least_bytes = settings.min_free_bytes
     if least_bytes < 0:
-        least_bytes = 2 * save_bytes(local)
+        least_bytes = 2 * num_ranks * save_bytes(local)
     if free_bytes < least_bytes:
         text = f"the disk has {in_units(free_bytes)} left, less than {in_units(least_bytes)}"
         return Shortage(f"{text} (min_free_bytes)", settings.on_disk_low, is_of_disk=True)
@@ -61,17 +64,17 @@ def shortage(
     return None
 
 
-def why_skipped(settings: Settings, local: Local, found: Shortage, free_bytes: int) -> str:
+def why_skipped(settings: Settings, local: Local, found: Shortage, free_bytes: int, num_ranks: int) -> str:
     """Return why the next save is skipped, although it may give up older ones; "" if it is not.
 
-    Only while others wait, whose links hold space. By default that is where another save would not fit. Where the user
-    says how much is to stay free, it is where nothing older could be given up: it is the target, or the only one
-    besides it.
+    Only while others wait, whose links hold space. By default that is where another save of the folder's ranks would
+    not fit. Where the user says how much is to stay free, it is where nothing older could be given up: it is the
+    target, or the only one besides it.
     """
     if not found.is_of_disk or found.reaction != "supersede" or not backlog(local):
         return ""
     if settings.min_free_bytes < 0:
-        return found.text if free_bytes < save_bytes(local) else ""
+        return found.text if free_bytes < num_ranks * save_bytes(local) else ""
     return "" if is_freeing(local) or len(backlog(local)) > 2 else found.text
 
 

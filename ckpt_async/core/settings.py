@@ -138,8 +138,8 @@ class Settings:
     )
     min_free_bytes: int = _setting(
         -1,
-        "free bytes on the folder's file system below which `on_disk_low` applies; -1 for twice the size of this"
-        " rank's saves, 0 for no limit; see also watch.md",
+        "free bytes on the folder's file system below which `on_disk_low` applies; -1 for twice the size of what"
+        " this folder's ranks save at a time, 0 for no limit; see also watch.md",
         -1,
         10**15,
     )

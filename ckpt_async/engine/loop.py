@@ -380,7 +380,8 @@ class Engine:
 
     def _note_shortage(self) -> None:
         state = self.state
-        found = backlog.shortage(state.settings, state.local, state.folder.space()[0])
+        free_bytes, num_ranks = state.folder.space()[0], state.folder.num_ranks()
+        found = backlog.shortage(state.settings, state.local, free_bytes, num_ranks)
         is_to_supersede = found is not None and found.reaction == "supersede" and state.is_trainer
         # What was given up frees its space only later.
         is_known = is_to_supersede and not decide.is_freeing(state.local)

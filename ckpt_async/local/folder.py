@@ -423,6 +423,13 @@ class Folder:
         facts = os.statvfs(self.path)
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
+    def num_ranks(self) -> int:
+        """Return how many ranks fill this folder: those that have anything in the spool, at least one."""
+        try:
+            return max(1, len(spooled_ranks(self.private)))
+        except OSError:  # such as a folder that was removed while it was listed
+            return 1
+
 
 def check_unchanged(
     descriptor: int, identity: FileIdentity, path: str, *, is_same_inode: bool = False

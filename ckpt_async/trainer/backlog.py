@@ -36,9 +36,12 @@ def make_room(
     try:
         while True:
             local, free_bytes = engine.view().fresh_local(), folder.space()[0]
-            found = backlog.shortage(settings, local, free_bytes, is_for_new=True)
-            if found is None or found.reaction == "supersede":
-                return "" if found is None else backlog.why_skipped(settings, local, found, free_bytes)
+            num_ranks = folder.num_ranks()
+            found = backlog.shortage(settings, local, free_bytes, num_ranks, is_for_new=True)
+            if found is None:
+                return ""
+            if found.reaction == "supersede":
+                return backlog.why_skipped(settings, local, found, free_bytes, num_ranks)
             waited_s = time.monotonic() - started
             if found.reaction == "raise" or waited_s >= settings.block_timeout_s:
                 raise BacklogError(

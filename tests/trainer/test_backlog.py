@@ -456,3 +456,19 @@ def test_a_save_that_would_not_fit_is_skipped(
         uploader.wait(3, timeout_s=10)
     assert outcomes(store) == {0: "commit", 2: "abort", 3: "commit"}
     assert sum("save_skipped" in each.getMessage() for each in caplog.records) == 1
+
+
+def test_ranks_that_share_a_folder_share_its_disk(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They save at the same time: where this rank's save would fit, all of them together would not."""
+    disk, store = Disk(monkeypatch), Stuck()
+    with opened(store, num_checkpoints_to_keep=1) as uploader:
+        begin(uploader, store)
+        disk.free_bytes = 2 * SIZE_BYTES
+        for rank in (1, 2):
+            other = uploader.folder / f".ckpt-async/spool/rank-{rank:05}/000001-000000000000"
+            other.mkdir(parents=True)
+        save(uploader, 2)
+        assert any("save_skipped" in each.getMessage() for each in caplog.records)
+        store.go.set()
