@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from ckpt_async import Uploader, cli, restore
 from ckpt_async.cli.parsing import UsageError
@@ -235,6 +237,48 @@ def test_probes_ask_the_page_and_not_the_store() -> None:
     assert set(probes.values()) == {"/healthz"}
 
 
+@pytest.mark.parametrize("path", APPLIED, ids=lambda path: path.name)
+def test_pods_meet_the_restricted_standard(path: Path) -> None:
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards, level "restricted", for what our files use.
+    The node's sweeper needs a hostPath and a container that gives it to the trainers' user, and nothing else more.
+    """
+    is_of_node = path.name == "node-sweeper"
+    objects = build(path)
+    for each in objects:
+        assert each["kind"] != "ServiceAccount" or each["automountServiceAccountToken"] is False
+    for pod in pods(objects):
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert {kind for each in pod.get("volumes", ()) for kind in each} - {"name", "emptyDir"} <= (
+            {"hostPath"} if is_of_node else set()
+        )
+        of_pod = pod["securityContext"]
+        assert of_pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in containers_of(pod):
+            own = each["securityContext"]
+            is_owner = is_of_node and each["name"] == "owner"
+            assert is_owner or {**of_pod, **own}["runAsNonRoot"] is True
+            assert is_owner or {**of_pod, **own}["runAsUser"] > 0
+            assert own["allowPrivilegeEscalation"] is False
+            assert own["capabilities"] == {"drop": ["ALL"]} | ({"add": ["CHOWN"]} if is_owner else {})
+            assert "privileged" not in own
+            assert each["name"] == "trainer" or own["readOnlyRootFilesystem"] is True
+            assert all("hostPort" not in port for port in each.get("ports", ()))
+
+
+def test_only_the_run_and_its_monitoring_reach_the_pods() -> None:
+    used = {
+        port["containerPort"]
+        for _, each in containers()
+        for port in each.get("ports", ())
+        if port["name"] != "rendezvous"
+    }
+    for path in OVERLAYS:
+        (policy,) = (each["spec"] for each in build(path) if each["kind"] == "NetworkPolicy")
+        own, scrape = policy["ingress"]
+        assert (policy["podSelector"], own) == ({}, {"from": [{"podSelector": {}}]})
+        assert {each["port"] for each in scrape["ports"]} == used
+
+
 def test_a_jobset_has_as_many_nodes_for_torchrun_as_pods() -> None:
     (jobset,) = (each for each in build(KUBERNETES / "overlays/jobset") if each["kind"] == "JobSet")
     job = of_jobset(jobset)["spec"]
@@ -285,6 +329,14 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
         unit.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", text, flags=re.MULTILINE))
         done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True, timeout=60)
         assert UNIT.name not in done.stdout + done.stderr
+        done = subprocess.run(
+            [analyze, "security", "--offline=true", "--threshold=30", str(unit)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if "unrecognized option" not in done.stderr:  # before systemd 250
+            assert done.returncode == 0, done.stdout
 
 
 def test_the_dockerfile_copies_existing_files() -> None:
@@ -292,7 +344,19 @@ def test_the_dockerfile_copies_existing_files() -> None:
     copied = re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE)
     assert {"ckpt_async", "pyproject.toml"} <= {name for line in copied for name in line.split()}
     assert all((ROOT / name).exists() for line in copied for name in line.split())
+    assert re.fullmatch(r".*@sha256:[0-9a-f]{64}", re.findall(r"^ARG PYTHON=(.*)$", text, re.MULTILINE)[0])
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"${PYTHON}"}
     assert "torch" not in text.partition("\n")[2].replace("without torch", "")
+
+
+def test_the_packages_of_the_image_are_pinned_and_suffice() -> None:
+    """pip refuses the file if a package that is needed is missing or has no hash: it was installed from it once."""
+    text = (DEPLOY / "requirements.txt").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+) \\\n +--hash=sha256:[0-9a-f]{64}", text, re.MULTILINE))
+    assert len(pinned) == len(re.findall(r"^\w", text, re.MULTILINE))
+    for each in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]:
+        needed = Requirement(each)
+        assert needed.specifier.contains(pinned[needed.name]), each
 
 
 def test_alerts_use_existing_metrics() -> None:
