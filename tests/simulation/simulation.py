@@ -152,7 +152,7 @@ class Simulation(World):
             collect_at_least=rng.choice([10**6, 1]),
         )
         self.is_patient = rng.random() < 0.5  # the sweeper gives up nothing during the schedule
-        age_s = NEVER_S if self.is_patient else rng.choice([60.0, 200.0])
+        age_s = NEVER_S if self.is_patient else rng.choice([1800.0, 6000.0])
         self.settings = Settings(
             num_checkpoints_to_keep=keep_local,
             num_concurrent_uploads=2,
