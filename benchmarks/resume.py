@@ -98,7 +98,8 @@ def load_from_peer(work: Work) -> Callable[[], None]:
     from ckpt_async import restore
 
     keys = frozenset(f"{work.key.removeprefix(f'{RUN}/')}/{name}" for name in (FILE, ".metadata"))
-    return load_ours(work, peers=[restore.Peer(work.path, keys, "peer")])
+    url, secret = work.path.split()
+    return load_ours(work, peers=[restore.Peer(url, keys, "peer", secret=secret)])
 
 
 def load_partly(work: Work) -> Callable[[], None]:
@@ -189,13 +190,13 @@ def save(folder: Path, mib: int, url: str) -> str:
 
 @contextlib.contextmanager
 def peer(folder: Path, prefix: str) -> Iterator[str]:
-    """Serve the checkpoint's files from this process; yield the address."""
+    """Serve the checkpoint's files from this process; yield the address and the secret."""
     from ckpt_async import restore
 
     files = {f"{prefix}/{path.name}": path for path in folder.iterdir()}
     with restore.PeerServer(files, "127.0.0.1") as server:
         assert server.peer is not None
-        yield server.peer.url
+        yield f"{server.peer.url} {server.peer.secret}"
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
-from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_line
+from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_line, store_options
 from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.core.units import in_units, named, one_line
@@ -64,7 +64,7 @@ def drain(options: argparse.Namespace) -> Exit:
             grace_s=settings.close_grace_s if options.grace is None else options.grace,
             settings=settings,
             change=_change_of(options),
-            profile=options.profile,
+            store_options=store_options(options),
             adopts_copy=options.adopt,
         )
     )

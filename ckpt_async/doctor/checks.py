@@ -83,12 +83,14 @@ def examine(
             if not journal.is_there and (watched_from := journals.watched_from(path)) is not None:
                 journal, recorded = _look_at_journal(watched_from)
                 journal = dataclasses.replace(journal, watched_from=str(watched_from))
-        address = (remote, store_options) if remote is not None else _as_recorded(recorded, store_options)
-        if address is None:
+        if remote is not None:
+            url, options = remote, store_options
+        elif recorded is not None:
+            url, options = _as_recorded(recorded, store_options, environment)
+        else:
             return Facts(host, local, journal, checkpoint_bytes=checkpoint_bytes)
         if measures_speed and workplace is None:
             workplace = Folder(scratch.enter_context(_scratch(None)))
-        url, options = address
         try:
             store = open_store(_stand_in(url, scratch), options, env=environment)
         except OSError as error:
@@ -262,15 +264,15 @@ def _recorded(path: Path) -> Iterator[RemoteAddress]:
 # --- the remote --------------------------------------------------------------------------------------------
 
 
-def _as_recorded(recorded: RemoteAddress | None, given: StoreOptions) -> tuple[str, StoreOptions] | None:
-    if recorded is None:
-        return None
-    options = dataclasses.replace(
-        options_of(recorded, profile=given.profile),
+def _as_recorded(
+    recorded: RemoteAddress, given: StoreOptions, environment: Mapping[str, str]
+) -> tuple[str, StoreOptions]:
+    address = dataclasses.replace(
+        recorded,
         endpoint_url=given.endpoint_url or recorded.endpoint_url,
         region=given.region or recorded.region,
     )
-    return recorded.url, options
+    return recorded.url, options_of(address, given, env=environment)
 
 
 def _has_proxy(url: str, options: StoreOptions, environment: Mapping[str, str]) -> bool:

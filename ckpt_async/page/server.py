@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import logging
 import socket
 import socketserver
 import threading
-import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from http import HTTPStatus
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -22,19 +19,15 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from ckpt_async.core import launch
 from ckpt_async.local.journal import after_fork
 from ckpt_async.page.board import Board
+from ckpt_async.serving import BoundedServer
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 logger = logging.getLogger(__name__)
 
-# A connection is closed if the client is silent for SILENCE_S, or if its request is not answered after
-# REQUEST_S.
-SILENCE_S, REQUEST_S = 10.0, 30.0
-# Each connection takes a descriptor and a thread of the trainer. Beyond this, a new one replaces an existing
-# one.
-MAX_CONNECTIONS = 32
-HANG_UP_S = 0.2
+# A connection, which serves one request, is closed if the client is silent for so long.
+SILENCE_S = 10.0
 STATIC = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -122,69 +115,7 @@ def _listen(address: str, port: int) -> WSGIServer:
     return Server((str(place[0]), port), _Handler)
 
 
-class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, place: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
-        self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._began_s: dict[socket.socket, float] = {}  # open connections, oldest first
-        super().__init__(place, handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for one connection, which has one request. Called on the accepting thread."""
-        if not self._places.acquire(blocking=False) and not self._take_place():
-            return self.shutdown_request(request)
-        with self._lock:
-            self._began_s[request] = time.monotonic()
-        try:
-            super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
-            self._leave(request)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._leave(request)
-
-    def _leave(self, request: socket.socket) -> None:
-        with self._lock:
-            self._began_s.pop(request, None)
-        self._places.release()
-
-    def service_actions(self) -> None:
-        """Close connections whose request takes too long. Called twice a second."""
-        now = time.monotonic()
-        with self._lock:
-            late = [each for each, began_s in self._began_s.items() if now - began_s > REQUEST_S]
-        for each in late:
-            self._hang_up(each)
-
-    def _take_place(self) -> bool:
-        """Close the oldest connection of the client that has the most, and take its place.
-
-        This way nobody who takes all places can shut out a probe.
-        """
-        while True:
-            with self._lock:
-                hosts = {each: _host_of(each) for each in self._began_s}
-            if not hosts:
-                return False  # those that were closed are still finishing
-            num = Counter(hosts.values())
-            self._hang_up(max(hosts, key=lambda each: num[hosts[each]]))
-            if self._places.acquire(timeout=HANG_UP_S):
-                return True
-
-    def _hang_up(self, request: socket.socket) -> None:
-        """Shut the connection down; its thread notices, and closes it."""
-        with self._lock:
-            self._began_s.pop(request, None)
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
-
+class _Server(BoundedServer, WSGIServer):
     def server_bind(self) -> None:
         """Bind without asking the DNS for our own name, which may take long and is not needed."""
         socketserver.TCPServer.server_bind(self)
@@ -203,13 +134,6 @@ class _Handler(WSGIRequestHandler):
         """Do not log requests."""
 
 
-def _host_of(connected: socket.socket) -> str:
-    try:
-        return str(connected.getpeername()[0])
-    except OSError:  # the client has gone
-        return ""
-
-
 # --- what is answered --------------------------------------------------------------------------------------
 
 
@@ -225,6 +149,9 @@ def application(registry: CollectorRegistry, board: Board | None, *, is_local: b
         answer = partial(_answer, start_response, is_head=method == "HEAD")
         if method not in ("GET", "HEAD"):
             return answer(HTTPStatus.METHOD_NOT_ALLOWED, b"read-only: use GET or HEAD\n", allow="GET, HEAD")
+        if is_local and not _is_here(str(environ.get("HTTP_HOST", ""))):
+            text = b"this address is only for this machine: open it as localhost, or set metrics_address\n"
+            return answer(HTTPStatus.MISDIRECTED_REQUEST, text)
         if path == "/metrics" or (board is None and path == "/"):
             if method == "GET":
                 return metrics(environ, start_response)  # type: ignore[no-any-return]
@@ -235,9 +162,6 @@ def application(registry: CollectorRegistry, board: Board | None, *, is_local: b
             problem = board.health()
             text = f"{' '.join(problem.split()) or 'ok'}\n".encode(errors="replace")
             return answer(HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK, text)
-        if is_local and not _is_here(str(environ.get("HTTP_HOST", ""))):
-            text = b"this address is only for this machine: open it as localhost, or set metrics_address\n"
-            return answer(HTTPStatus.MISDIRECTED_REQUEST, text)
         if path == "/status.json":
             try:
                 told = board.status()

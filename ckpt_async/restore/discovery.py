@@ -102,7 +102,7 @@ def find(
 
     async def work() -> Checkpoint | None:
         if folder is not None and drain_timeout_s > 0:
-            await _finish_predecessor(folder, drain_timeout_s)
+            await _finish_predecessor(folder, drain_timeout_s, store_options)
         known = await asyncio.to_thread(known_in, folder, remote)
         try:
             async with session(remote, store_options) as opened:
@@ -138,17 +138,22 @@ async def _check_kind(run: str, kind: str, store_options: StoreOptions | None) -
             raise
 
 
-def drain_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
+def drain_predecessor(
+    folder: str | os.PathLike[str], timeout_s: float, store_options: StoreOptions | None = None
+) -> None:
     """Finish what a dead trainer left in its folder on this node, as far as possible within `timeout_s`. Blocks.
     Never raises for what it could not finish: it is logged, and an older checkpoint is better than none.
     """
-    threads.run(_finish_predecessor(folder, timeout_s))
+    threads.run(_finish_predecessor(folder, timeout_s, store_options))
 
 
-async def _finish_predecessor(folder: str | os.PathLike[str], timeout_s: float) -> None:
+async def _finish_predecessor(
+    folder: str | os.PathLike[str], timeout_s: float, store_options: StoreOptions | None
+) -> None:
     """Finish what a dead trainer left, best effort: an older checkpoint is better than none."""
     try:
-        report = await drain(folder, timeout_s=timeout_s, grace_s=min(timeout_s, 10.0))
+        grace_s = min(timeout_s, 10.0)
+        report = await drain(folder, timeout_s=timeout_s, grace_s=grace_s, store_options=store_options)
     except NoJournalError:
         return  # nothing was ever saved here
     except CkptAsyncError as error:

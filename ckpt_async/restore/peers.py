@@ -1,37 +1,45 @@
 """Files from other nodes of the same job: a node that lost its disk need not ask the store for what a neighbour
 has.
 
-A `PeerServer` serves ranges of this node's files over plain HTTP, inside the cluster's own network, to any client
-that knows its secret URL; it is meant to live for the seconds of a resume. Whatever a peer sends is compared with
-the receipt's checksum like everything else, so a peer may be wrong, slow or dead, but is never trusted.
+A `PeerServer` serves ranges of this node's files over plain HTTP to any client that knows its secret, which signs each
+request and is never sent. A peer may be wrong, slow or dead: what it sends is compared with the receipt's checksum like
+everything else. But a checksum is no signature, and anybody can make other bytes with the same one. So peers, and the
+network between them, are trusted as the job's own NCCL traffic is, which is not encrypted either: whoever can change
+packets there can read and replace weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import http.client
 import http.server
+import ipaddress
 import logging
 import os
 import random
 import re
 import secrets
+import selectors
 import socket
-import socketserver
 import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 from urllib.parse import quote
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.restore.addresses import in_url, own_addresses
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.sources import AnyTime, SinkFactory
+from ckpt_async.serving import BoundedServer
 from ckpt_async.stores.http.downloads import Check, Downloads
+from ckpt_async.stores.http.failures import MAX_SKEW_S
 from ckpt_async.stores.http.messages import Response
 
 logger = logging.getLogger(__name__)
@@ -44,6 +52,7 @@ MAX_FAILURES = 3
 MOST_AT_ONCE = 8
 # How many failed peers the one log line about them names.
 MOST_TOLD = 5
+LOOPBACK = "127.0.0.1"
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
@@ -52,22 +61,34 @@ class Peer:
     """The address of another node, and the files that it has, by their keys in the store (a key never changes
     content).
 
-    A plain value, to be sent to other ranks; `url` is a secret among them. `more_urls` lead to the same node: they
+    A plain value, to be sent to other ranks; `secret` is shared by them alone. `more_urls` lead to the same node: they
     are tried in turn if nobody answers at `url`. `name` is for people.
     """
 
-    url: str = field(repr=False)
+    url: str
     keys: frozenset[str]
     name: str = ""
-    more_urls: tuple[str, ...] = field(default=(), repr=False)
+    more_urls: tuple[str, ...] = ()
+    secret: str = field(default="", repr=False)
 
     def has(self, file: RemoteFile) -> bool:
         return file.key in self.keys
 
 
+def signed(secret: str, target: str, ranges: str, at_s: int) -> str:
+    """Return the Authorization header of a GET. It is good for that range of that file, for a quarter of an hour."""
+    message = f"GET\n{target}\n{ranges}\n{at_s}"
+    return f"ckpt-async {at_s} {hmac.digest(secret.encode(), message.encode(), 'sha256').hex()}"
+
+
+def allowed_s(size_bytes: int) -> float:
+    """Return how long a request may take. Who only trickles is as good as dead."""
+    return READ_TIMEOUT_S + size_bytes / MINIMUM_RATE_BYTES_PER_S
+
+
 class PeerServer:
     """A server of files, over IPv6 and IPv4, on its own threads. `close` does not wait for ranges that are being
-    sent.
+    sent. It listens at the addresses that it offers, and at the loopback address.
 
     `peer` is for other nodes, or None if this node has no address that they could use; `local_peer` is for
     processes on this machine.
@@ -75,11 +96,13 @@ class PeerServer:
 
     def __init__(self, files: Mapping[str, Path], host: str | None = None) -> None:
         """Serve `files`, given by their keys. `host` is the name or address under which other nodes reach this one;
-        the default is the addresses of its interfaces, see `addresses`.
+        the default is the addresses of its interfaces, see `addresses`. Those are also listened at if `host` is no
+        address of this node: what a name means here, or who translates an address, is not what matters elsewhere.
         """
         hosts = [host] if host else own_addresses(os.environ)
+        places = hosts if host and _is_own(host) else own_addresses(os.environ)
         secret = secrets.token_urlsafe(24)
-        self._server = _Server(secret, {quote(key): path for key, path in files.items()})
+        self._server = _Server([LOOPBACK, *places], secret, {quote(key): path for key, path in files.items()})
         self._thread = threading.Thread(
             target=self._server.serve_forever,
             kwargs={"poll_interval": 0.05},
@@ -90,14 +113,14 @@ class PeerServer:
         keys = frozenset(files)
 
         def url(host: str) -> str:
-            return f"http://{in_url(host)}:{self._server.server_port}/{secret}"
+            return f"http://{in_url(host)}:{self._server.port}"
 
-        self.local_peer = Peer(url("127.0.0.1"), keys, socket.gethostname())
+        self.local_peer = Peer(url(LOOPBACK), keys, socket.gethostname(), secret=secret)
         self.peer: Peer | None = None
         if hosts:
             name = f"{socket.gethostname()} ({', '.join(hosts)})"
             first, *others = map(url, hosts)
-            self.peer = Peer(first, keys, name, tuple(others))
+            self.peer = Peer(first, keys, name, tuple(others), secret)
 
     def close(self) -> None:
         """Stop serving, including to connected clients. Idempotent."""
@@ -113,29 +136,72 @@ class PeerServer:
         self.close()
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
+def _is_own(host: str) -> bool:
+    """Return whether this is an address, not a name, at which this node can listen."""
+    with contextlib.suppress(ValueError, OSError):
+        ipaddress.ip_address(host)
+        _listen([host])[0].close()
+        return True
+    return False
 
-    def __init__(self, secret: str, files: Mapping[str, Path]) -> None:
-        self._secret, self.files = secret.encode(), files
-        self.address_family = socket.AF_INET6
+
+def _listen(addresses: Sequence[str]) -> list[socket.socket]:
+    """Listen at the first of these addresses, and at the same port of all others. Raises OSError."""
+    made: list[socket.socket] = []
+    for address in dict.fromkeys(addresses):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        port = made[0].getsockname()[1] if made else 0
         try:
-            super().__init__(("::", 0), _Handler)
-        except OSError:  # no IPv6 on this host
-            self.address_family = socket.AF_INET
-            super().__init__(("", 0), _Handler)
+            made.append(socket.create_server((address, port), family=family, backlog=128))
+        except OSError as error:  # the port is taken there, or the interface has just gone
+            if not made:
+                raise
+            logger.warning("peer_address_not_served address=%s error=%s; the others are", address, error)
+    return made
 
-    def server_bind(self) -> None:
-        """Bind without the base class's lookup of this host's name, which may wait long for a name server."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = socket.gethostname(), self.server_address[1]
 
-    def find(self, target: str) -> Path | None:
-        """Return the file with this name. Only served files have names, so no path can lead anywhere else."""
-        secret, _, name = target.removeprefix("/").partition("/")
-        return self.files.get(name) if secrets.compare_digest(secret.encode(), self._secret) else None
+class _Server(BoundedServer):
+    max_connections, request_s = 256, READ_TIMEOUT_S
+
+    def __init__(self, addresses: Sequence[str], secret: str, files: Mapping[str, Path]) -> None:
+        super().__init__("", _Handler)
+        self._secret, self.files = secret, files
+        self._listening = _listen(addresses)
+        self.port: int = self._listening[0].getsockname()[1]
+        self._ready = selectors.DefaultSelector()
+        for each in self._listening:
+            each.setblocking(False)
+            self._ready.register(each, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Return what becomes readable when somebody connects to any of the addresses."""
+        return self._ready.fileno()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        for key, _ in self._ready.select(0):
+            accepted: tuple[socket.socket, Any] = key.fileobj.accept()  # type: ignore[union-attr]
+            return accepted
+        raise BlockingIOError
+
+    def shutdown_request(self, request: Any) -> None:
+        request.close()
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._ready.close()
+        for each in self._listening:
+            each.close()
+
+    def find(self, target: str, ranges: str, authorization: str) -> Path | None:
+        """Return the file with this name, if the request is signed. Only served files have names, so no path can lead
+        anywhere else.
+        """
+        at_s = re.fullmatch(r"ckpt-async ([0-9]{1,12}) .*", authorization)
+        if at_s is None or abs(time.time() - int(at_s[1])) > MAX_SKEW_S:
+            return None
+        wanted = signed(self._secret, target, ranges, int(at_s[1]))
+        is_signed = hmac.compare_digest(authorization.encode(), wanted.encode())
+        return self.files.get(target.removeprefix("/")) if is_signed else None
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Print nothing to stderr: a reader that disconnects is no error here."""
@@ -146,9 +212,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = READ_TIMEOUT_S
     server: _Server
 
+    def handle_one_request(self) -> None:
+        self.server.allow(self.connection, READ_TIMEOUT_S)
+        super().handle_one_request()
+
     def do_GET(self) -> None:
-        path = self.server.find(self.path)
-        match = _RANGE.fullmatch(self.headers.get("Range", ""))
+        ranges = self.headers.get("Range", "")
+        path = self.server.find(self.path, ranges, self.headers.get("Authorization", ""))
+        match = _RANGE.fullmatch(ranges)
         if path is None or match is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
@@ -167,6 +238,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(end - start))
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{total}")
             self.end_headers()
+            self.server.allow(self.connection, allowed_s(end - start))
             try:
                 sent = self.connection.sendfile(file, start, end - start)
             except OSError:
@@ -174,7 +246,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.close_connection = sent < end - start  # truncated: the reader notices
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's name
-        """Print nothing to stderr: the address is a secret, and the reader reports what went wrong."""
+        """Print nothing to stderr: the reader reports what went wrong."""
 
 
 class Peers:
@@ -237,9 +309,12 @@ class Peers:
                     raise ConnectionError("it has failed too often")
                 url = self._urls[peer.url][0]
                 try:
-                    async with asyncio.timeout(READ_TIMEOUT_S + size_bytes / MINIMUM_RATE_BYTES_PER_S):
+                    async with asyncio.timeout(allowed_s(size_bytes)):
+                        target, at_s = f"/{name}", int(time.time())
+                        ranges = f"bytes={offset}-{offset + size_bytes - 1}"
+                        headers = {"Authorization": signed(peer.secret, target, ranges, at_s)}
                         answer = await self._downloads.get_range(
-                            f"{url}/{name}", offset, size_bytes, sink(), check
+                            f"{url}{target}", offset, size_bytes, sink(), check, headers
                         )
                 except (OSError, http.client.HTTPException):
                     if self._leads_elsewhere(peer, url):

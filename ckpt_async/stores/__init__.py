@@ -19,6 +19,7 @@ under the entry point `ckpt_async.stores`. Every kind of store promises:
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,12 +104,26 @@ def address_of(url: str, options: StoreOptions | None, *, env: Mapping[str, str]
     return backend.address(url, options, env)
 
 
-def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOptions:
-    """Return the options that `address_of` put into an address: its inverse."""
+def options_of(address: RemoteAddress, given: StoreOptions, *, env: Mapping[str, str]) -> StoreOptions:
+    """Return the options that `address_of` put into an address: its inverse, for one that a journal has recorded.
+
+    `given` is what the operator says, of which the profile is added. Raises SettingsError if credentials would go to an
+    endpoint that neither `given` nor `env` names: whoever may write the journal could have put it there.
+    """
+    backend, endpoint_url = backend_of(address.url), address.endpoint_url
+    if endpoint_url not in (None, given.endpoint_url) and not backend.is_safe_at(endpoint_url, env):
+        named = None
+        with contextlib.suppress(SettingsError):  # the environment names no endpoint, or none that is valid
+            named = backend.address(address.url, StoreOptions(), env).endpoint_url
+        if endpoint_url != named:
+            raise SettingsError(
+                f"only the journal names the endpoint {endpoint_url}, so no credentials for {address.url} go there",
+                hint=f"if it is yours, pass --endpoint-url {endpoint_url}, or name it in the environment",
+            )
     return StoreOptions(
         endpoint_url=address.endpoint_url,
         region=address.region,
-        profile=profile,
+        profile=given.profile,
         addressing_style=address.addressing_style,
         put_args=address.put_args,
     )

@@ -95,6 +95,10 @@ class Backend:
         """Return what another process needs to reach the same store with its own credentials. Raises SettingsError."""
         return RemoteAddress(url, options.endpoint_url)
 
+    def is_safe_at(self, endpoint_url: str, env: Mapping[str, str]) -> bool:
+        """Return whether a server there learns nothing from a request by which it could act as its sender."""
+        return True
+
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
         """Return where requests go, to tell whether a proxy is in between, or None if it is no web server."""
         return None

@@ -32,7 +32,7 @@ from ckpt_async.events.telling import Wants, parse_wants
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.stores import address_of, options_of
+from ckpt_async.stores import StoreOptions, address_of, options_of
 from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, uncopied, why_left
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
@@ -61,7 +61,7 @@ async def drain(
     grace_s: float,
     settings: Settings | None = None,
     change: Change | None = None,
-    profile: str | None = None,
+    store_options: StoreOptions | None = None,
     on_event: OnEvent | None = None,
     adopts_copy: bool = False,
 ) -> DrainReport:
@@ -71,7 +71,8 @@ async def drain(
     `grace_s` for other ranks. Whatever is left then stays in the journal, and another call continues.
 
     `change` returns the remote to use, given the recorded one (None: none was recorded), for a server that has moved or
-    a journal that was lost. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
+    a journal that was lost. Of `store_options`, the profile is used, and the endpoint is one that may get credentials
+    though only the journal names it. `on_event` is called with what becomes of checkpoints, as in `Sweeper`.
 
     With `adopts_copy`, a copy of a folder takes its original's place, which nobody must use any more. What it lacks, or
     has with another size or mtime, is given up. Otherwise it is refused if anything in it is unfinished.
@@ -84,7 +85,7 @@ async def drain(
     path = place_of(folder)
     if not (path / keys.PRIVATE).is_dir():
         raise journals.none_in(path)
-    settings = settings or Settings()
+    settings, given = settings or Settings(), store_options or StoreOptions()
     reports: list[RankReport] = []
     ranks: list[_Adopted] = []
     adoptions: list[_Adoption] = []
@@ -103,7 +104,7 @@ async def drain(
                     budgets = shared[keys.run_remote(address.url, kind)]
                     adoptions.append(
                         _Adoption(
-                            *(opened, address, profile, settings, timeout_s, members, budgets),
+                            *(opened, address, given, settings, timeout_s, members, budgets),
                             adopts_copy=adopts_copy,
                         )
                     )
@@ -327,7 +328,7 @@ class _Adoption:
         self,
         folder: Folder,
         address: RemoteAddress,
-        profile: str | None,
+        given: StoreOptions,
         settings: Settings,
         timeout_s: float,
         adopted: list[_Adopted],
@@ -341,7 +342,7 @@ class _Adoption:
         # Retries go on as long as there is time, and no longer.
         self._settings = replace(settings, upload_timeout_s=min(604_800.0, max(1.0, timeout_s)))
         self._store = connect(
-            address.url, options_of(address, profile=profile), self._settings, budgets=budgets
+            address.url, options_of(address, given, env=os.environ), self._settings, budgets=budgets
         )
         self._changed = asyncio.Event()
 

@@ -125,7 +125,7 @@ class Sweeper:
         self._kind_policies = {
             naming.check_kind(kind): retention.parse(text) for kind, text in (kind_retention or {}).items()
         }
-        self._profile = store_options.profile if store_options else None
+        self._store_options = store_options or StoreOptions()
         self._given = {
             address.url: address
             for address in (
@@ -227,7 +227,7 @@ class Sweeper:
                 timeout_s=self._adoption_timeout_s,
                 grace_s=ADOPTION_GRACE_S,
                 settings=self._settings,
-                profile=self._profile,
+                store_options=self._store_options,
                 on_event=self._on_event,
             )
         except NoJournalError:
@@ -240,9 +240,9 @@ class Sweeper:
     async def _sweep_remote(self, target: _Target, *, is_dry_run: bool) -> tuple[RemoteReport, Sequence[str]]:
         """Sweep a remote. Returns what was done, and the kinds below a given remote."""
         address, kinds = target.address, list[str]()
-        options = options_of(address, profile=self._profile)
         settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
         try:
+            options = options_of(address, self._store_options, env=os.environ)
             store = connect(address.url, options, settings, self.metrics.of(address.url))
             try:
                 is_there = await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S)

@@ -115,7 +115,7 @@ def fetch_together(
     def newest(passing_over: Collection[CheckpointId]) -> restore.Checkpoint | None:
         if folder is not None and drain_timeout_s > 0 and not passing_over:
             # Every node drains: what it was still uploading is found by all once it is committed.
-            restore.drain_predecessor(folder, drain_timeout_s)
+            restore.drain_predecessor(folder, drain_timeout_s, store_options)
             together.gather(None)
         found: restore.Checkpoint | None = together.on_first(
             lambda: restore.find(

@@ -505,10 +505,9 @@ def test_the_remote_of_a_folder_is_that_of_the_run_also_if_it_has_only_kinds(
 def test_what_is_given_takes_precedence_over_what_the_journal_records() -> None:
     recorded = RemoteAddress("s3://b/run", "http://here:9000", "eu-west-1", put_args={"Tagging": "a=b"})
     given = StoreOptions(endpoint_url="http://there:9000", region="us-east-1", profile="mine")
-    found = doctor._as_recorded(recorded, given)
+    found = doctor._as_recorded(recorded, given, {})
     assert found == ("s3://b/run", replace(given, put_args={"Tagging": "a=b"}))
-    kept = doctor._as_recorded(recorded, StoreOptions())
-    assert kept is not None
+    kept = doctor._as_recorded(recorded, StoreOptions(), {})
     assert (kept[1].endpoint_url, kept[1].region) == ("http://here:9000", "eu-west-1")
 
 

@@ -56,7 +56,7 @@ def test_addresses_become_urls(host: str, url: str, tmp_path: Path) -> None:
         assert server.peer is not None
         assert server.peer.url.startswith(url)
         assert host in server.peer.name
-        assert server.peer.url not in repr(server.peer)
+        assert server.peer.secret not in repr(server.peer)
 
 
 def test_a_node_with_only_loopback_offers_no_address(tmp_path: Path) -> None:

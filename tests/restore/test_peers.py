@@ -1,20 +1,24 @@
-"""Files from other nodes: peers are asked before the store, and what they send is never trusted."""
+"""Files from other nodes: peers are asked before the store, and nobody else can ask them."""
 
 import contextlib
 import http.client
+import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from ckpt_async import restore
-from ckpt_async.restore import Peer, PeerServer, partial, peers
+from ckpt_async.restore import Peer, PeerServer, addresses, partial, peers
 from tests.restore.relay import Relay
 from tests.restore.runs import Run, content, files_of, is_whole, shard_key
+from tests.stores.http_server import Server, request_of
 
 
 def _committed(run: Run) -> restore.Checkpoint:
@@ -81,7 +85,7 @@ def test_a_bad_peer_is_replaced_by_the_store(run_: Run, tmp_path: Path, bad: str
         if bad == "closed":
             server.close()
         if bad == "wrong secret":
-            peer = Peer(f"{peer.url}x", peer.keys, peer.name)
+            peer = replace(peer, secret="x")
         if bad == "dead":
             with socket.create_server(("127.0.0.1", 0)) as closed:
                 peer = Peer(f"http://127.0.0.1:{closed.getsockname()[1]}/x", peer.keys)
@@ -139,7 +143,8 @@ def test_another_address_is_tried_if_one_does_not_respond(
         assert another.peer is not None
         dead = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
         closed.close()
-        peer = Peer(dead, server.peer.keys, "node", (another.peer.url, server.peer.url, dead))
+        more = (another.peer.url, server.peer.url, dead)
+        peer = Peer(dead, server.peer.keys, "node", more, server.peer.secret)
         report = restore.fetch(checkpoint, tmp_path / "there", peers=[peer])
     assert is_whole(report, files_of(10))
     assert report.bytes_from == {"peer": checkpoint.size_bytes}
@@ -157,7 +162,7 @@ def test_a_failing_peer_is_logged_once_by_name(
     assert checkpoint is not None
     with _node(tmp_path / "node", {name: bytes(1 << 16) for name in names}) as server:
         assert server.peer is not None
-        peer = Peer(server.peer.url, server.peer.keys, "node-7 (10.0.0.7)")
+        peer = replace(server.peer, name="node-7 (10.0.0.7)")
         if how == "dead":
             server.close()
         report = restore.fetch(checkpoint, tmp_path / "there", peers=[peer])
@@ -206,14 +211,15 @@ def test_a_peer_that_trickles_is_dropped(run_: Run, tmp_path: Path, monkeypatch:
 
 
 def test_a_peer_serves_only_the_registered_files(tmp_path: Path) -> None:
-    """No path leads outside, no secret can be guessed, no link is followed, and after `close` nothing is served."""
+    """No path leads outside, no link is followed, and after `close` nothing is served."""
     (tmp_path / "secret").write_bytes(b"secret")
     (tmp_path / "node").mkdir()
     (tmp_path / "node" / "link").symlink_to(tmp_path / "secret")
     with _node(tmp_path / "node", {"a.pt": b"content"}) as server:
         server._server.files = {**server._server.files, "link": tmp_path / "node" / "link"}
         parts = urlsplit(server.peer.url)
-        assert server.peer.url not in repr(server.peer)
+        secret = server.peer.secret
+        assert secret not in repr(server.peer)
         assert parts.hostname
         connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
 
@@ -221,20 +227,19 @@ def test_a_peer_serves_only_the_registered_files(tmp_path: Path) -> None:
             connection.putrequest("GET", target.encode("latin-1").decode("latin-1"))
             if ranges:
                 connection.putheader("Range", ranges)
+            connection.putheader("Authorization", peers.signed(secret, target, ranges, int(time.time())))
             connection.endheaders()
             response = connection.getresponse()
             return response.status, response.read() if response.status == 206 else response.read()[:0]
 
-        there = f"{parts.path}/{shard_key(10, 'a.pt')}"
+        there = f"/{shard_key(10, 'a.pt')}"
         assert get(there) == (206, b"conten")
         assert get(there, "bytes=6-6") == (206, b"t")
         refused = [
-            f"{parts.path}/../{tmp_path}/secret",
-            f"{parts.path}/{shard_key(10, '../../../secret')}",
-            f"{parts.path}/{tmp_path}/secret",
-            f"{parts.path}/link",
-            f"{parts.path[:-1]}/{shard_key(10, 'a.pt')}",
-            f"/{shard_key(10, 'a.pt')}",
+            f"/../{tmp_path}/secret",
+            f"/{shard_key(10, '../../../secret')}",
+            f"/{tmp_path}/secret",
+            "/link",
             "/",
             "//",
         ]
@@ -248,3 +253,113 @@ def test_a_peer_serves_only_the_registered_files(tmp_path: Path) -> None:
         server.close()
         assert get(there)[0] == 404  # the connection is still open
         connection.close()
+
+
+def _answer(url: str, request: bytes) -> bytes:
+    """Return what a server answers to a request, up to the end of its head."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=30) as connected:
+        connected.sendall(request)
+        received = b""
+        while b"\r\n\r\n" not in received and (more := connected.recv(65536)):
+            received += more
+    return received.partition(b"\r\n\r\n")[0]
+
+
+def test_a_captured_request_reads_nothing_else(run_: Run, tmp_path: Path) -> None:
+    """Whoever sees a request on its way learns no secret, and can ask for nothing but the same bytes, and not for
+    long.
+    """
+    run_.commit(10, {0: {"a.pt": content(1, "a"), "b.pt": content(1, "b")}})
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    heads: list[bytes] = []
+    with _node(tmp_path / "node", {"a.pt": content(1, "a"), "b.pt": content(1, "b")}) as server:
+        assert server.peer is not None
+        place = urlsplit(server.peer.url)
+
+        def relay(near: socket.socket) -> None:
+            with socket.create_connection((place.hostname, place.port)) as far:
+                heads.append(request_of(near))
+                far.sendall(heads[-1])
+                far.settimeout(0.5)
+                with contextlib.suppress(TimeoutError):
+                    while data := far.recv(65536):
+                        near.sendall(data)
+
+        with Server(relay) as seen:
+            peer = replace(
+                server.peer, url=f"http://127.0.0.1:{seen.port}", keys=frozenset([shard_key(10, "a.pt")])
+            )
+            with restore.open(checkpoint, peers=[peer]) as reader:
+                assert reader.read("a.pt", 0, 1000) == content(1, "a")[:1000]
+                assert reader.bytes_from == {"peer": 1000}
+        (head,) = heads
+        assert server.peer.secret.encode() not in head
+        assert _answer(server.peer.url, head).startswith(b"HTTP/1.1 206")
+        said = next(line for line in head.split(b"\r\n") if line.startswith(b"Authorization:"))
+        at = said.split()[2]
+        for changed in (
+            head.replace(b"a.pt", b"b.pt"),
+            head.replace(b"bytes=0-999", b"bytes=0-998"),
+            head.replace(at, b"%d" % (int(at) + 1)),
+            head.replace(said + b"\r\n", b""),
+            head.replace(said, b"Authorization: \xff"),
+        ):
+            assert changed != head
+            assert _answer(server.peer.url, changed).startswith(b"HTTP/1.1 404")
+        old = peers.signed(server.peer.secret, f"/{shard_key(10, 'a.pt')}", "bytes=0-999", int(at) - 7200)
+        assert _answer(server.peer.url, head.replace(said, b"Authorization: " + old.encode())).startswith(
+            b"HTTP/1.1 404"
+        )
+
+
+def test_a_peer_listens_only_where_it_was_asked_to(tmp_path: Path) -> None:
+    with PeerServer({"a": tmp_path}, "127.0.0.2") as server:
+        assert server.peer is not None
+        parts = urlsplit(server.peer.url)
+        assert _answer(server.peer.url, b"GET /a HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 404")
+        with pytest.raises(ConnectionRefusedError):
+            _answer(f"http://127.0.0.3:{parts.port}", b"")
+
+
+def test_a_named_peer_listens_at_its_interfaces(tmp_path: Path) -> None:
+    """What the name means here may be something else than elsewhere; the same holds for an address behind NAT."""
+    for host in ("node-7.example", "192.0.2.7"):
+        with PeerServer({"a": tmp_path}, host) as server:
+            assert server.peer is not None
+            for address in addresses.own_addresses(os.environ):
+                there = f"http://{addresses.in_url(address)}:{urlsplit(server.peer.url).port}"
+                assert _answer(there, b"GET /a HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 404")
+
+
+def _is_hung_up(client: socket.socket) -> bool:
+    try:
+        client.sendall(b"a")
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_client_that_drips_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "READ_TIMEOUT_S", 0.3)
+    with PeerServer({"a": tmp_path}, "127.0.0.1") as server:
+        assert server.peer is not None
+        parts = urlsplit(server.peer.url)
+        with socket.create_connection((parts.hostname, parts.port), timeout=0.05) as client:
+            client.sendall(b"GET /a HTTP/1.1\r\nX: ")
+            assert any(_is_hung_up(client) for _ in range(200))
+
+
+def test_many_clients_of_a_peer_take_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection takes a thread and a descriptor of a training process."""
+    monkeypatch.setattr(peers._Server, "max_connections", 4)
+    with PeerServer({"a": tmp_path}, "127.0.0.1") as server, ExitStack() as stack:
+        assert server.peer is not None
+        parts = urlsplit(server.peer.url)
+        for _ in range(12):
+            stack.enter_context(socket.create_connection((parts.hostname, parts.port)))
+        assert _answer(server.peer.url, b"GET /a HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 404")
+        assert sum("process_request_thread" in each.name for each in threading.enumerate()) <= 4

@@ -5,10 +5,12 @@ import gc
 import json
 import os
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trustme
 
 from ckpt_async import restore
 from ckpt_async.errors import (
@@ -23,6 +25,7 @@ from ckpt_async.restore.partial import RANGE_BYTES, locked_now
 from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import Store
 from tests.restore.runs import Run, files_of
+from tests.stores.peer import Peer, Request, answer
 from tests.web_servers import serving_ranges, serving_whole_files
 
 
@@ -263,3 +266,78 @@ def test_what_a_killed_fetch_has_left_is_fetched_again_from_a_server_without_ran
         report = restore.fetch(found, there)
     assert (there / "model.pt").read_bytes() == data
     assert report.bytes_from == {"remote": len(data) + len(b"{}")}
+
+
+def test_every_hop_is_encrypted_if_the_first_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """https → http → https would let anybody on the way choose the last address, and the bytes."""
+    authority, tls = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "ca.pem"))
+
+    async def body() -> None:
+        last = Peer(lambda _: answer(200, body=b"other"), tls=tls)
+        async with last.serve() as there:
+            plain = Peer(lambda _: answer(302, headers={"Location": f"{there}/a"}))
+            async with plain.serve() as between:
+                first = Peer(
+                    lambda request: (
+                        answer(302, headers={"Location": f"{between}/a"})
+                        if request.path == "/run/a"
+                        else answer(404)
+                    ),
+                    tls=tls,
+                )
+                async with first.serve() as here:
+                    store = open_store(f"{here}/run")
+                    await store.open(is_read_only=True)
+                    try:
+                        for read in (
+                            store.get("a", max_size_bytes=100),
+                            store.get_range("a", 0, 5, lambda _: None),
+                            store.head("a"),
+                        ):
+                            with pytest.raises(StoreError, match="not encrypted"):
+                                await read
+                    finally:
+                        await store.close()
+        assert not plain.requests
+        assert not last.requests
+
+    asyncio.run(body())
+
+
+def test_a_redirect_to_another_host_takes_no_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Presigned addresses and those of a CDN need no others, and must not get them."""
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password SECRET\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+    def serve(request: Request) -> bytes:
+        if "range" in request.headers:
+            return answer(206, headers={"Content-Range": "bytes 1-3/5"}, body=b"ell")
+        return answer(200, body=b"hello")
+
+    async def body() -> None:
+        there = Peer(serve)
+        async with there.serve() as far:
+            headers = {"Location": f"{far}/a?signature=1", "Set-Cookie": "session=SECRET"}
+            near = Peer(lambda _: answer(307, headers=headers))
+            async with near.serve() as url:
+                store = open_store(f"{url}/run")
+                await store.open(is_read_only=True)
+                try:
+                    for _ in range(2):
+                        assert (await store.get("a", max_size_bytes=100))[0] == b"hello"
+                    received = bytearray()
+                    await store.get_range("a", 1, 3, received.extend)
+                    assert received == b"ell"
+                finally:
+                    await store.close()
+        assert len(there.requests) >= 3
+        for each in (*near.requests, *there.requests):
+            assert not {"authorization", "cookie"} & set(each.headers)
+
+    asyncio.run(body())

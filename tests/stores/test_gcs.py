@@ -14,6 +14,8 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from ckpt_async import Uploader, cli
+from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import (
     FailureReason,
     IntegrityError,
@@ -716,10 +718,79 @@ def test_put_args_that_google_does_not_take_are_rejected(put_args):
 def test_another_process_finds_the_same_store():
     options = StoreOptions(put_args={"storageClass": "NEARLINE"})
     address = address_of("gs://b/run", options, env={"STORAGE_EMULATOR_HOST": "127.0.0.1:9023"})
-    found = options_of(address)
+    found = options_of(address, StoreOptions(), env={})
     assert (found.endpoint_url, found.put_args) == ("http://127.0.0.1:9023", options.put_args)
     with pytest.raises(SettingsError):
         address_of("gs://b/run", None, env={"STORAGE_EMULATOR_HOST": "ftp://x"})
+
+
+@pytest.mark.parametrize("named", ["by nobody", "by an option", "by the environment"])
+def test_no_token_goes_to_an_endpoint_that_only_a_journal_names(
+    secure_peer, tmp_path, monkeypatch, capsys, named
+):
+    """Whoever may write the folder could name a server there that collects tokens."""
+    folder = tmp_path / "folder"
+    settings = {"rank": 0, "world_size": 2, "generation": 1, "close_grace_s": 0, "on_error": "warn"}
+    options = StoreOptions(endpoint_url=secure_peer.url)
+    with Uploader(folder, f"gs://{secure_peer.bucket}/run", store_options=options, **settings) as uploader:
+        (folder / "a.pt").write_bytes(b"state")
+        uploader.enqueue(folder / "a.pt", step=1)
+    secure_peer.requests.clear()
+    given = ["--endpoint-url", secure_peer.url] if named == "by an option" else []
+    if named == "by the environment":
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", secure_peer.url)
+    cli.main(["drain", str(folder), *given, "--grace", "0", "--json"])
+    told = capsys.readouterr()
+    assert bool(secure_peer.requests) == (named != "by nobody")
+    assert ("only the journal names" in told.out + told.err) == (named == "by nobody")
+    if named == "by nobody":
+        for command in ("sweep", "doctor"):
+            cli.main([command, str(folder)])
+            assert not secure_peer.requests
+            told = capsys.readouterr()
+            assert f"--endpoint-url {secure_peer.url}" in told.out + told.err
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint_url", "env", "is_obeyed"),
+    [
+        ("gs://b/run", "https://storage.googleapis.com", {}, True),
+        ("gs://b/run", "https://storage.europe-west3.rep.googleapis.com", {}, True),
+        ("gs://b/run", "http://127.0.0.1:9023", {}, True),  # no token goes there
+        ("gs://b/run", "https://storage.googleapis.com.evil.example", {}, False),
+        ("gs://b/run", "https://evilgoogleapis.com", {}, False),
+        ("gs://b/run", "https://127.0.0.1:9023", {}, False),
+        ("az://box/run", "https://account.blob.core.windows.net", {}, True),
+        ("az://box/run", "https://account.blob.core.usgovcloudapi.net", {}, True),
+        ("az://box/run", "https://account.z12.blob.storage.azure.net", {}, True),
+        ("az://box/run", "http://account.blob.core.windows.net", {}, False),
+        ("az://box/run", "https://account.blob.core.windows.net.evil.example", {}, False),
+        ("az://box/run", "http://127.0.0.1:10000/devstoreaccount1", {}, False),
+        (
+            "az://box/run",
+            "http://127.0.0.1:10000/devstoreaccount1",
+            {"AZURE_STORAGE_CONNECTION_STRING": "UseDevelopmentStorage=true"},
+            True,
+        ),
+        ("s3://b/run", "https://minio.example", {}, True),  # signatures are valid there only
+        ("s3://b/run", "https://minio.example", {"CKPT_ASYNC_S3_SSE_C_KEY": "a"}, False),
+        (
+            "s3://b/run",
+            "https://minio.example",
+            {"CKPT_ASYNC_S3_SSE_C_KEY": "a", "AWS_ENDPOINT_URL": "https://minio.example"},
+            True,
+        ),
+    ],
+)
+def test_which_recorded_endpoints_are_obeyed(url, endpoint_url, env, is_obeyed):
+    address = RemoteAddress(url, endpoint_url)
+    assert options_of(address, StoreOptions(endpoint_url=endpoint_url), env={}).endpoint_url == endpoint_url
+    if is_obeyed:
+        assert options_of(address, StoreOptions(), env=env).endpoint_url == endpoint_url
+    else:
+        with pytest.raises(SettingsError) as raised:
+            options_of(address, StoreOptions(), env=env)
+        assert f"--endpoint-url {endpoint_url}" in raised.value.hint
 
 
 def test_a_copy_may_take_several_requests(run, peer):

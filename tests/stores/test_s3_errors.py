@@ -94,8 +94,7 @@ ELSEWHERE = {"Location": "http://127.0.0.1:1/login"}
         (answer(409, "OperationAborted"), FailureReason.TRANSIENT, ""),
         (answer(400, "AuthorizationHeaderMalformed"), FailureReason.OTHER, "region"),
         (answer(307, "TemporaryRedirect"), FailureReason.TRANSIENT, ""),
-        # The target of this redirect is unreachable.
-        (answer(302, headers=ELSEWHERE), FailureReason.TRANSIENT, "reachable"),
+        (answer(302, headers=ELSEWHERE), FailureReason.TRANSIENT, "login page"),
         (answer(400, body=HTML), FailureReason.TRANSIENT, "login page"),
         (answer(404, body=HTML), FailureReason.TRANSIENT, "login page"),
         (answer(407, body=HTML), FailureReason.TRANSIENT, "login page"),

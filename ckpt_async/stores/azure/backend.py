@@ -67,6 +67,11 @@ class AzureBackend(Backend):
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
         return RemoteAddress(url, self.account(url, options, env).endpoint_url)
 
+    def is_safe_at(self, endpoint_url: str, env: Mapping[str, str]) -> bool:  # noqa: ARG002  as in `Backend`
+        """Return whether it is Azure's, of any of its clouds, and encrypted."""
+        parts = urlsplit(endpoint_url)
+        return parts.scheme == "https" and bool(web_host(parts.netloc))
+
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
         return self.account(url, options, env).endpoint_url
 

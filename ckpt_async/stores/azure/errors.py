@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.azure.account import Account
+from ckpt_async.stores.http.answers import LargeBodyError
 from ckpt_async.stores.http.failures import (
     SOMEBODY_ELSE,
     UNTRUSTED,
@@ -46,6 +47,8 @@ def translating(operation: str, key: str, location: AzureLocation) -> Iterator[N
         yield
     except CkptAsyncError:
         raise
+    except LargeBodyError as error:
+        raise location.too_large(error.size_bytes, error.most_bytes, operation=operation, key=key) from error
     except (MalformedResponseError, OtherRangeError) as error:
         reason, hint = _failure(error, location)
         raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error

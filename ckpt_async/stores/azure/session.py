@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
-from yarl import URL
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import has_proxy, trusted_for
-from ckpt_async.stores.http.messages import MalformedResponseError, Response
+from ckpt_async.stores.http.answers import MAX_DOCUMENT_BYTES, ask, session_for
+from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.interface import Body
 from ckpt_async.stores.options import StoreOptions
@@ -47,7 +47,7 @@ class AzureSession:
         with translating("open", "", self.location):
             self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
             await self.access.grant()  # report missing credentials at once
-            self._client = await self._exit_stack.enter_async_context(_client(self.options))
+            self._client = await self._exit_stack.enter_async_context(session_for(self.options))
         self.pools = Pools(self.options, self._ca_file)
         self._exit_stack.callback(self.pools.close)
 
@@ -100,34 +100,20 @@ class AzureSession:
         headers: Mapping[str, str] = NOTHING,
         *,
         about: str = "",
-        max_size_bytes: int | None = None,
+        max_size_bytes: int = MAX_DOCUMENT_BYTES,
     ) -> Response:
         """Send a GET, HEAD or DELETE, which aiohttp repeats once if its connection breaks before an answer. `about` is
-        what errors name if the request has no key. An object larger than `max_size_bytes` raises ObjectTooLargeError
-        and is not read.
+        what errors name if the request has no key. A body of more than `max_size_bytes` raises ObjectTooLargeError.
         """
         url = self.url(key, operation, grant := await self.access.grant(), query)
         about = key or about
         with translating(operation, about, self.location):
-            async with self._client.request(
-                method,
-                URL(url, encoded=True),
-                headers=self.headers(grant, headers),
-                allow_redirects=False,
-                ssl=trusted_for(url, self._ca_file),
-            ) as response:
-                size_bytes = response.content_length
-                told = {name.lower(): value for name, value in response.headers.items()}
-                if max_size_bytes is not None and response.status < 300:
-                    answers.check_origin(Response(response.status, told))
-                    if size_bytes is None:
-                        raise MalformedResponseError("the store answered without Content-Length")
-                    if size_bytes > max_size_bytes:
-                        raise self.location.too_large(
-                            size_bytes, max_size_bytes, operation=operation, key=about
-                        )
-                content = await response.read()
-            answer = Response(response.status, told, content)
+            answer = await ask(
+                *(self._client, method, url, self.headers(grant, headers)),
+                ca_file=self._ca_file,
+                most_bytes=max_size_bytes,
+                check=lambda head: answers.check_origin(head) if head.status < 300 else None,
+            )
             return self.heeded(answer, operation, about, is_conditional="If-Match" in headers)
 
     def heeded(self, answer: Response, operation: str, key: str, *, is_conditional: bool = False) -> Response:
@@ -144,11 +130,3 @@ class AzureSession:
         if error.reason is FailureReason.AUTH:
             self.access.forget()
         return error
-
-
-def _client(options: StoreOptions) -> aiohttp.ClientSession:
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
-    )
-    connector = aiohttp.TCPConnector(limit=options.max_connections)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)

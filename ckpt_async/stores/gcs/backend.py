@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
@@ -42,6 +43,11 @@ class GcsBackend(Backend):
 
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
         return RemoteAddress(url, find_endpoint(options, env), put_args=dict(options.put_args))
+
+    def is_safe_at(self, endpoint_url: str, env: Mapping[str, str]) -> bool:
+        """Return whether it is Google's; over plain HTTP no token is sent."""
+        parts = urlsplit(endpoint_url)
+        return parts.scheme == "http" or (parts.hostname or "").endswith(".googleapis.com")
 
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
         return find_endpoint(options, env) or _GOOGLE

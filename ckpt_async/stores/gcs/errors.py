@@ -11,6 +11,7 @@ import google.auth.exceptions
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.gcs.credentials import NO_CREDENTIALS
+from ckpt_async.stores.http.answers import LargeBodyError
 from ckpt_async.stores.http.failures import (
     SOMEBODY_ELSE,
     failure_of,
@@ -39,6 +40,8 @@ def translating(operation: str, key: str, location: GcsLocation) -> Iterator[Non
         yield
     except CkptAsyncError:
         raise
+    except LargeBodyError as error:
+        raise location.too_large(error.size_bytes, error.most_bytes, operation=operation, key=key) from error
     except google.auth.exceptions.GoogleAuthError as error:
         reason = FailureReason.TRANSIENT if _is_of_network(error) else FailureReason.AUTH
         hint = "" if _is_of_network(error) else NO_CREDENTIALS

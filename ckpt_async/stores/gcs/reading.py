@@ -29,8 +29,6 @@ class Reader:
         data = answer.error
         with translating("get", key, self._location):
             info = answers.info_of_media(key, answer, len(data))
-        if len(data) > max_size_bytes:
-            raise self._location.too_large(len(data), max_size_bytes, operation="get", key=key)
         found = checksum_of(data, answers.ALGORITHM)
         if info.checksum not in (None, found):
             message = f"the bytes have {found.value}, but the object has {info.checksum}"

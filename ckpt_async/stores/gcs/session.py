@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import Mapping
@@ -10,12 +9,12 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
 import google.auth.exceptions
-from yarl import URL
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.gcs.credentials import Anonymous, Credentials, GoogleCredentials
 from ckpt_async.stores.gcs.errors import GcsLocation, refusal, translating
+from ckpt_async.stores.http.answers import MAX_DOCUMENT_BYTES, ask, session_for
 from ckpt_async.stores.http.connections import has_proxy, trusted_for
 from ckpt_async.stores.http.downloads import NO_HEADERS
 from ckpt_async.stores.http.messages import Response
@@ -61,21 +60,9 @@ class GcsSession:
         self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None  # as google-auth does
         self.pools = Pools(self.options, self._ca_file)
         self._exit_stack.callback(self.pools.close)
-        timeout = aiohttp.ClientTimeout(
-            total=None,
-            sock_connect=self.options.connect_timeout_s,
-            sock_read=self.options.read_timeout_s,
-        )
         # Reading certificates takes long, so do it before any request has to wait for that.
         trusted_for(self.endpoint, self._ca_file)
-        connector = aiohttp.TCPConnector(limit=self.options.max_connections)
-        self._http = aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            headers={"User-Agent": "ckpt-async"},
-            skip_auto_headers=["Accept-Encoding", "Content-Type"],  # checksums cover what is stored
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._http = session_for(self.options)
         self._exit_stack.push_async_callback(self._http.close)
 
     async def close(self) -> None:
@@ -130,33 +117,19 @@ class GcsSession:
         *,
         headers: Mapping[str, str] = NO_HEADERS,
         body: bytes = b"",
-        max_size_bytes: int | None = None,
+        max_size_bytes: int = MAX_DOCUMENT_BYTES,
     ) -> Response:
         """Send a small request and return its answer whole: the body, whatever it is, is in `error`. Raises
-        ObjectTooLargeError, before reading it, if a successful answer declares more than `max_size_bytes`; of one that
-        declares no size, at most one byte more than that is read.
+        ObjectTooLargeError if that of a successful answer has more than `max_size_bytes`.
         """
         with translating(operation, key, self.location):
             headers = {**await self.credentials.headers(), **headers}
-            target = URL(url, encoded=True)
-            request = self._http.request(
-                method,
-                target,
-                headers=headers,
-                data=body or None,
-                allow_redirects=False,
-                ssl=trusted_for(url, self._ca_file),
+            return await ask(
+                *(self._http, method, url, headers),
+                ca_file=self._ca_file,
+                body=body,
+                most_bytes=max_size_bytes,
             )
-            async with request as answer:
-                size_bytes = answer.content_length or 0
-                if max_size_bytes is not None and answer.status < 300 and size_bytes > max_size_bytes:
-                    raise self.location.too_large(size_bytes, max_size_bytes, operation=operation, key=key)
-                if max_size_bytes is not None and answer.status < 300:
-                    content = await _read_at_most(answer.content, max_size_bytes + 1)
-                else:
-                    content = await answer.read()
-                told = {name.lower(): ", ".join(answer.headers.getall(name)) for name in answer.headers}
-        return Response(answer.status, told, content)
 
     def refused(self, answer: Response, operation: str, key: str) -> StoreError:
         """Return the error that a refusal means. A token that had been valid is renewed for the next attempt."""
@@ -168,13 +141,6 @@ class GcsSession:
                 key=key,
             )
         return refusal(answer, operation, key, self.location)
-
-
-async def _read_at_most(stream: aiohttp.StreamReader, size_bytes: int) -> bytes:
-    try:
-        return await stream.readexactly(size_bytes)
-    except asyncio.IncompleteReadError as ended:
-        return ended.partial
 
 
 def quoted(name: str) -> str:

@@ -325,6 +325,11 @@ def has_proxy(url: str) -> bool:
 
 def proxy_of(url: str) -> str:
     """Return the proxy for `url` without the name and password that may be in its URL, or "" for none."""
+    return proxy_url(url).rpartition("@")[2]
+
+
+def proxy_url(url: str) -> str:
+    """Return the URL of the proxy for `url`, perhaps with its password, or "" for none."""
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme, "")
-    return proxy.rpartition("@")[2] if proxy and not urllib.request.proxy_bypass(parts.netloc) else ""
+    return proxy if proxy and not urllib.request.proxy_bypass(parts.netloc) else ""

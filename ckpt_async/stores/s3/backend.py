@@ -10,7 +10,7 @@ from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
 from ckpt_async.stores.backend import Backend, Location
 from ckpt_async.stores.options import StoreOptions, check_endpoint
-from ckpt_async.stores.s3.standing import check_standing, find_standing
+from ckpt_async.stores.s3.standing import KEY, KEY_FILE, check_standing, find_standing
 
 if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
@@ -74,6 +74,12 @@ class S3Backend(Backend):
             options.addressing_style,
             dict(options.put_args),
         )
+
+    def is_safe_at(self, endpoint_url: str, env: Mapping[str, str]) -> bool:  # noqa: ARG002  as in `Backend`
+        """Return whether no customer's key (SSE-C) is sent. A signature is valid for one host only, and a session token
+        is worth nothing without the secret key, which is never sent.
+        """
+        return not (env.get(KEY) or env.get(KEY_FILE))
 
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
         return find_endpoint(self.locate(url).scheme, options, env=env) or _AWS

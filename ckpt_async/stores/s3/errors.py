@@ -10,6 +10,7 @@ import botocore.exceptions
 import botocore.parsers
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.stores.http.answers import LargeBodyError
 from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.failures import (
     UNTRUSTED,
@@ -47,6 +48,8 @@ def translating(
         yield
     except CkptAsyncError:
         raise
+    except LargeBodyError as error:
+        raise location.too_large(error.size_bytes, error.most_bytes, operation=operation, key=key) from error
     except botocore.exceptions.ClientError as error:
         raise refusal(error.response, operation, key, location, unmet) from error
     except botocore.exceptions.FlexibleChecksumError as error:

@@ -38,7 +38,7 @@ class SdkBody(Payload):
     async def answer(self, url: str, headers: Mapping[str, str | bytes]) -> AWSResponse:
         """Return the answer in the form that the SDK expects."""
         response = await self._hand_over(url, headers)
-        return AioAWSResponse(url, response.status, response.headers, _Content(response.error))
+        return AioAWSResponse(url, response.status, response.headers, Content(response.error))
 
     def read(self, _size: int = -1) -> bytes:
         """Never called, but the SDK checks that this method exists."""
@@ -90,7 +90,7 @@ class _TransportWriter(LocalWriter):
         return super().cancel()
 
 
-class _Content:
+class Content:
     """The stream from which the SDK reads an answer's body."""
 
     def __init__(self, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime as dt
 import functools
 import hashlib
@@ -13,12 +14,14 @@ import ssl
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import botocore.exceptions
 import botocore.httpsession
 import botocore.parsers
 import botocore.utils
+from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.config import AioConfig
 from aiobotocore.httpsession import AIOHTTPSession
 from aiobotocore.parsers import AioResponseParserFactory, AioRestXMLParser
@@ -29,15 +32,17 @@ from botocore.loaders import Loader, create_loader
 
 from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_key
+from ckpt_async.stores.http.answers import body_of
 from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
 from ckpt_async.stores.http.pools import Pools
+from ckpt_async.stores.http.tls import trusting
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import SdkResponse
 from ckpt_async.stores.s3.credentials import Signer
 from ckpt_async.stores.s3.errors import S3Location, translating
-from ckpt_async.stores.s3.payload import SdkBody
+from ckpt_async.stores.s3.payload import Content, SdkBody
 from ckpt_async.stores.s3.signing import Credentials
 from ckpt_async.stores.s3.standing import AddStanding
 
@@ -148,7 +153,12 @@ class S3Session:
             await self.signer.credentials()  # otherwise the SDK would ask for them once per request
             request = getattr(self.client, operation)
             response: SdkResponse = await request(Bucket=self.location.bucket, **parameters)
-            answers.check_needed(operation, response)
+            try:
+                answers.check_needed(operation, response)
+            except MalformedResponseError:
+                if "Body" in response:
+                    response["Body"].close()
+                raise
         return response
 
 
@@ -175,13 +185,12 @@ def _create_client(session: AioSession, options: StoreOptions, location: S3Locat
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "s3": {"addressing_style": style, "payload_signing_enabled": False},
+        "http_session_cls": _HttpSession,
     }
     try:
-        config = AioConfig(
-            **settings, connector_args={"socket_factory": _create_socket}, http_session_cls=_HttpSession
-        )
-    except (botocore.exceptions.ParamValidationError, TypeError):
-        config = AioConfig(**settings)  # aiobotocore before 2.27 cannot set socket options
+        config = AioConfig(**settings, connector_args={"socket_factory": _create_socket})
+    except botocore.exceptions.ParamValidationError:
+        config = AioConfig(**settings)  # an older aiobotocore cannot set socket options
     return session.create_client(
         "s3", region_name=options.region, endpoint_url=location.endpoint_url, config=config
     )
@@ -196,9 +205,6 @@ def _ca_file(session: AioSession) -> str:
 def _loader(data_path: str | None) -> Loader:
     """Return the SDK's description of S3, parsed once per process: parsing is half the time of opening a store."""
     return create_loader(data_path)
-
-
-_contexts: dict[tuple[str, int], ssl.SSLContext] = {}
 
 
 class _Parser(AioRestXMLParser):  # type: ignore[misc]
@@ -234,32 +240,27 @@ def _timestamp(value: Any) -> dt.datetime:
 
 
 class _HttpSession(AIOHTTPSession):  # type: ignore[misc]
-    """An HTTP session that reads the certificates once per process: that takes 10 ms of CPU, and every store would do
-    it again. If the file changes, it is read again, for connections made from then on.
+    """An HTTP session that follows no Location, which would take the session token to another host: the SDK itself
+    signs anew for the host that it derives from the region in the answer. Bodies are bounded. Certificates are read
+    once per process, and again if their file changes, for connections made from then on.
     """
 
-    _trusted: tuple[str, int] | None = None
-
     async def send(self, request: AWSPreparedRequest) -> AWSResponse:
-        if self._verify and self._trusted not in (None, self._now_trusted()):
-            self._trusted = None
-            # Sessions in use close after their requests, and all of them with this object.
-            self._sessions.clear()
-        return await super().send(request)
+        unread = copy.copy(request)
+        unread.stream_output = True
+        answer = await super().send(unread)
+        if request.stream_output and answer.status_code < 300:
+            return answer
+        body = Content(await body_of(answer.raw))
+        return AioAWSResponse(answer.url, answer.status_code, answer.headers, body)
 
-    def _now_trusted(self) -> tuple[str, int]:
-        path: str = botocore.httpsession.get_cert_path(self._verify)
-        return path, os.stat(path).st_mtime_ns
+    async def _get_session(self, proxy_url: str | None) -> SimpleNamespace:
+        session = await super()._get_session(proxy_url)
+        how = {"allow_redirects": False, "ssl": self._build_verify_context()}
+        return SimpleNamespace(request=functools.partial(session.request, **how))
 
     def _build_verify_context(self) -> ssl.SSLContext:
-        if not self._verify:
-            made: ssl.SSLContext = super()._build_verify_context()
-            return made
-        key = self._trusted = self._now_trusted()
-        if (found := _contexts.get(key)) is None:
-            _contexts.clear()
-            found = _contexts[key] = super()._build_verify_context()
-        return found
+        return trusting(botocore.httpsession.get_cert_path(self._verify))
 
 
 def _add_content_md5(params: dict[str, Any], **_: object) -> None:

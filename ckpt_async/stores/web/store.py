@@ -1,7 +1,8 @@
 """Files published on a web server, `https://host/folder`: read-only, and nothing can be listed.
 
-Small objects are read through aiohttp, which handles redirects and proxies. Ranges are read by our own threads, from
-the address that the server's redirects led to. The answer's own status and headers tell a server that serves ranges
+Small objects are read through aiohttp, which handles proxies. Ranges are read by our own threads, which are twice as
+fast, from the address that the server's redirects led to. No request has credentials or cookies, so any host may be
+redirected to. The answer's own status and headers tell a server that serves ranges
 from one that answers with the whole file, whose bytes are never taken for the range.
 """
 
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import itertools
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 from urllib.parse import quote, urlsplit
 
@@ -29,11 +30,11 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.stores.checks import check_key
-from ckpt_async.stores.http.connections import has_proxy
-from ckpt_async.stores.http.downloads import Downloads
+from ckpt_async.stores.http.answers import LargeBodyError, body_of, session_for
+from ckpt_async.stores.http.connections import has_proxy, proxy_url, trusted_for
+from ckpt_async.stores.http.downloads import NO_HEADERS, Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
 from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
-from ckpt_async.stores.http.tls import trusting
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.interface import (
     REQUEST_TIMEOUT_S,
@@ -66,9 +67,12 @@ _CAPABILITIES = Capabilities(
 _NO_LISTINGS = "a web server has no listings; `ckpt-async pull` finds a checkpoint there by its known names"
 # Ask for the bytes as stored, without caching or compression on the way.
 _HEADERS = {"Accept-Encoding": "identity", "Cache-Control": "no-cache", "User-Agent": "ckpt-async"}
-# The target of a redirect may carry a signature that is valid for minutes only.
-_LED_S, _MOST_LED = 60.0, 1000
+_MOST_REDIRECTS = 5
 _NO_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+
+
+class _RedirectError(Exception):
+    """A redirect is not followed."""
 
 
 class WebStore(WholeObjects):
@@ -83,8 +87,6 @@ class WebStore(WholeObjects):
         self._session: aiohttp.ClientSession | None = None
         self._downloads: Downloads | None = None
         self._traffic = Traffic()
-        # By key: the address it redirects to, and when that was found.
-        self._led: dict[str, tuple[str, float]] = {}
 
     @property
     def url(self) -> str:
@@ -102,16 +104,7 @@ class WebStore(WholeObjects):
         if not is_read_only:
             raise refused(self._url)
         options = self._options
-        timeout = aiohttp.ClientTimeout(
-            sock_connect=options.connect_timeout_s, sock_read=options.read_timeout_s
-        )
-        self._session = aiohttp.ClientSession(
-            timeout=timeout,
-            headers=_HEADERS,
-            trust_env=True,
-            auto_decompress=False,
-            connector=aiohttp.TCPConnector(limit=options.max_connections, ssl=trusting(self._ca_file)),
-        )
+        self._session = session_for(options)
         self._downloads = Downloads(
             max_connections=options.max_connections,
             connect_timeout_s=options.connect_timeout_s,
@@ -121,12 +114,14 @@ class WebStore(WholeObjects):
         )
         try:
             with self._translating("open", ""):
-                root = yarl.URL(self._root, encoded=True)
-                session = self._session
-                (await in_time(lambda: session.head(root), request_timeout_s)).release()
+                await in_time(self._reach, request_timeout_s)
         except BaseException:
             await self.close()
             raise
+
+    async def _reach(self) -> None:
+        async with self._ask("HEAD", self._root):
+            pass
 
     async def close(self) -> None:
         if self._session is not None:
@@ -138,23 +133,16 @@ class WebStore(WholeObjects):
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         with self._translating("get", key):
-            async with self._ask("GET", key) as answer:
+            async with self._ask("GET", self._address(key, "get")) as answer:
                 self._check(answer, "get", key)
-                said = answer.content_length
-                data = (
-                    b"" if said is not None and said > max_size_bytes else await _read(answer, max_size_bytes)
-                )
-                size_bytes = len(data) if said is None else said
-                if size_bytes > max_size_bytes:
-                    message = f"has more than {max_size_bytes} bytes"
-                    raise ObjectTooLargeError(message, operation="get", key=key)
-                return data, _info(key, answer.headers, size_bytes)
+                data = await body_of(answer, max_size_bytes)
+                return data, _info(key, answer.headers, len(data))
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         if size_bytes == 0:
             return await self.head(key)  # HTTP cannot express an empty range
-        url = self._place(key, "get")
-        if has_proxy(url):
+        url = self._address(key, "get")
+        if has_proxy(self._root):
             return await self._get_range_slowly(key, offset, size_bytes, sink)
         assert self._downloads is not None, "open() first"
         found: list[ObjectInfo] = []
@@ -166,13 +154,13 @@ class WebStore(WholeObjects):
             found.append(_info(key, answer.headers, total))
 
         with telling_failures_of(sink) as guarded, self._translating("get", key):
-            answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check, _HEADERS)
-            if 300 <= answer.status < 400 and key not in self._led:
-                await self.head(key)  # which follows the redirect
-                if key in self._led:
-                    return await self.get_range(key, offset, size_bytes, sink)
+            for num_followed in itertools.count():
+                answer = await self._downloads.get_range(url, offset, size_bytes, guarded, check, _HEADERS)
+                there = self._next(url, answer.status, answer.headers.get("location"), num_followed)
+                if there is None:
+                    break
+                url = there
         if not found:
-            self._led.pop(key, None)
             raise self._refusal(answer.status, "get", key)
         return found[0]
 
@@ -182,7 +170,7 @@ class WebStore(WholeObjects):
     async def head(self, key: str) -> ObjectInfo:
         """As specified, without a checksum: web servers keep none."""
         with self._translating("head", key):
-            async with self._ask("HEAD", key) as answer:
+            async with self._ask("HEAD", self._address(key, "head")) as answer:
                 self._check(answer, "head", key)
                 if answer.content_length is None:
                     raise StoreError(
@@ -191,42 +179,50 @@ class WebStore(WholeObjects):
                         operation="head",
                         key=key,
                     )
-                if answer.history:
-                    if len(self._led) >= _MOST_LED:
-                        self._led.clear()
-                    self._led[key] = str(answer.url), time.monotonic()
                 return _info(key, answer.headers, answer.content_length)
 
-    def _place(self, key: str, operation: str) -> str:
-        led = self._led.get(key)
-        if led is not None and time.monotonic() < led[1] + _LED_S:
-            return led[0]
-        self._led.pop(key, None)
+    def _address(self, key: str, operation: str) -> str:
         return self._root + quote(check_key(key, operation), safe="/~")
 
-    def _ask(
-        self, method: str, key: str, headers: Mapping[str, str] | None = None
-    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    @contextlib.asynccontextmanager
+    async def _ask(
+        self, method: str, url: str, headers: Mapping[str, str] = NO_HEADERS
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._session is not None, "open() first"
-        operation = method.lower()
-        url = yarl.URL(self._root + quote(check_key(key, operation), safe="/~"), encoded=True)
-        return self._session.request(method, url, headers=headers, max_redirects=5)
+        for num_followed in itertools.count():
+            request = self._session.request(
+                *(method, yarl.URL(url, encoded=True)),
+                headers={**_HEADERS, **headers},
+                allow_redirects=False,
+                ssl=trusted_for(url, self._ca_file),
+                proxy=proxy_url(url) or None,
+            )
+            async with request as answer:
+                there = self._next(url, answer.status, answer.headers.get("Location"), num_followed)
+                if there is None:
+                    yield answer
+                    return
+            url = there
+
+    def _next(self, url: str, status: int, location: str | None, num_followed: int) -> str | None:
+        """Return where an answer redirects to, if it does. If the first request is encrypted, so is every other one."""
+        if not 300 <= status < 400 or location is None:
+            return None
+        there = yarl.URL(url, encoded=True).join(yarl.URL(location))
+        if there.scheme not in ("https", urlsplit(self._root).scheme):
+            raise _RedirectError(f"redirects to {there.scheme}://{there.host}, which is not encrypted")
+        if num_followed == _MOST_REDIRECTS:
+            raise _RedirectError(f"redirects more than {_MOST_REDIRECTS} times")
+        return str(there)
 
     def _check(self, answer: aiohttp.ClientResponse, operation: str, key: str) -> None:
-        if self._root.startswith("https:") and answer.url.scheme != "https":
-            raise StoreError(
-                f"redirects to {answer.url.scheme}://{answer.url.host}, which is not encrypted",
-                reason=FailureReason.OTHER,
-                operation=operation,
-                key=key,
-            )
         if answer.status == 403:
             # Buckets that may not be listed answer 403 for missing objects. This never leads to a fresh start: if
             # nothing is found, a web server cannot prove that nothing is there.
             raise ObjectNotFoundError(operation=operation, key=key)
         if answer.status >= 300:
             raise self._refusal(answer.status, operation, key)
-        if answer.history and answer.url.path == f"{answer.history[0].url.path}/":
+        if answer.url.raw_path == f"{urlsplit(self._address(key, operation)).path}/":
             raise ObjectNotFoundError("is a folder", operation=operation, key=key)
         if answer.content_type == "text/html" and not key.endswith((".html", ".htm")):
             raise StoreError(
@@ -254,7 +250,7 @@ class WebStore(WholeObjects):
         """Read a range through a proxy."""
         asked = {"Range": f"bytes={offset}-{offset + size_bytes - 1}"}
         with telling_failures_of(sink) as guarded, self._translating("get", key):
-            async with self._ask("GET", key, asked) as answer:
+            async with self._ask("GET", self._address(key, "get"), asked) as answer:
                 self._check(answer, "get", key)
                 _check_partial(answer.status, answer.headers.get("content-length"), key, offset, size_bytes)
                 total = range_total(
@@ -274,7 +270,9 @@ class WebStore(WholeObjects):
             yield
         except CkptAsyncError:
             raise
-        except OtherRangeError as error:
+        except LargeBodyError as error:
+            raise ObjectTooLargeError(str(error), operation=operation, key=key) from error
+        except (OtherRangeError, _RedirectError) as error:
             raise StoreError(str(error), reason=FailureReason.OTHER, operation=operation, key=key) from error
         except Exception as error:
             reason, hint = failure_of(error, f"{urlsplit(self._root).scheme}://{urlsplit(self._root).netloc}")
@@ -322,16 +320,6 @@ def _check_partial(status: int, length: str | None, key: str, offset: int, size_
             f"{key!r} cannot be read in parts: the server does not serve ranges, but answers with the whole file",
             hint="download it by other means, or from a server with `Accept-Ranges: bytes`",
         )
-
-
-async def _read(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Read at most one byte more than `most_bytes`."""
-    data = bytearray()
-    async for piece in answer.content.iter_any():
-        data += piece
-        if len(data) > most_bytes:
-            break
-    return bytes(data[: most_bytes + 1])
 
 
 def _info(key: str, headers: Mapping[str, str], size_bytes: int) -> ObjectInfo:
