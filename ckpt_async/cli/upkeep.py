@@ -112,7 +112,9 @@ def unmark(options: argparse.Namespace) -> Exit:
     if options.json:
         print(json.dumps({**id_json(id_), "was_marked": reason}))
     else:
-        print(f"step {id_.step} of generation {id_.generation} is no longer marked; the mark said: {reason}")
+        print_line(
+            f"step {id_.step} of generation {id_.generation} is no longer marked; the mark said: {reason}"
+        )
     return Exit.OK
 
 

@@ -59,6 +59,13 @@ LATEST = f"{PRIVATE}/latest.json"
 TARGET = f"{PRIVATE}/target.json"
 KINDS = "kinds/"
 
+# One component of a name: what POSIX, S3, GCS, R2 and shells all accept without quoting, plus '=+@,' for Lightning's
+# 'epoch=1-step=100.ckpt'. No spaces, backslashes, control or non-ASCII characters: SeaweedFS accepts a newline and
+# folds 'p//q' into 'p/q', so ambiguous names must be refused (table rows F25, F26). None begins like PRIVATE, as our
+# own folders and temporary files do, in capitals either (some file systems ignore case): else whoever can write to a
+# bucket could plant a journal in a folder. None begins with '-', which a command would take for an option.
+COMPONENT = rf"(?!-|(?i:{re.escape(PRIVATE)}))[A-Za-z0-9._=+@,-]{{1,200}}"
+
 # Wide enough for any run. Larger numbers are refused, because more digits would break the LIST order.
 MAX_GENERATION = 10**6 - 1
 MAX_STEP = 10**12 - 1
@@ -78,7 +85,7 @@ _BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
 _ANNOUNCED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/announced-([0-9]{12})\.json")
 _ENDED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/ended-([0-9]{5})\.json")
 _TOLD_ALL = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/told-all-([0-9]{5})\.json")
-_DATA = re.compile(re.escape(DATA) + r"([^/]+)\.g([0-9]{1,6})/.+")
+_DATA = re.compile(re.escape(DATA) + rf"({COMPONENT})\.g([0-9]{{1,6}})/.+")
 _JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
 _KIND = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")

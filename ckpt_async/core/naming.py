@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from ckpt_async.core import keys
@@ -12,10 +12,7 @@ from ckpt_async.errors import InvalidNameError
 
 T = TypeVar("T")
 
-# What POSIX, S3, GCS, R2 and shells all accept without quoting, plus '=+@,' for Lightning's
-# 'epoch=1-step=100.ckpt'. No spaces, backslashes, control or non-ASCII characters: SeaweedFS accepts a newline
-# and folds 'p//q' into 'p/q', so ambiguous names must be refused here (table rows F25, F26).
-_COMPONENT = re.compile(r"[A-Za-z0-9._=+@,-]{1,200}")
+_COMPONENT = re.compile(keys.COMPONENT)
 _NAME = rf"(?!\.\.?(?:/|\Z)){_COMPONENT.pattern}"
 _RELATIVE = re.compile(rf"{_NAME}(?:/{_NAME})*")
 
@@ -26,8 +23,8 @@ _WIDTH = re.compile(r"\d{0,2}d?")
 MAX_SHARD_NAME_LENGTH = 600
 MAX_CHECKPOINT_NAME_LENGTH = 200
 MAX_KEY_LENGTH = 1024
-# The folders in which a run keeps its own objects (`keys.DATA`, `keys.KINDS`, `keys.PRIVATE`).
-_OWN_FOLDERS = ("ckpt", "kinds", keys.PRIVATE)
+# The folders in which a run keeps its own objects, besides `keys.PRIVATE`, which no name may have.
+_OWN_FOLDERS = ("ckpt", "kinds")
 
 
 def several(given: Iterable[T], what: str) -> tuple[T, ...]:
@@ -49,6 +46,12 @@ def check_component(component: str, what: str) -> str:
         raise InvalidNameError(f"{what} {component!r} must be a string")
     if component in {"", ".", ".."}:
         raise InvalidNameError(f"{what} {component!r} is not a name")
+    if component.lower().startswith(keys.PRIVATE):
+        raise InvalidNameError(
+            f"{what} {component!r} begins with {keys.PRIVATE}, which this package reserves"
+        )
+    if component.startswith("-"):
+        raise InvalidNameError(f"{what} {component!r} begins with '-', as options of commands do")
     if not _COMPONENT.fullmatch(component):
         raise InvalidNameError(
             f"{what} {component!r} has a character or a length that is not safe in every store",
@@ -105,13 +108,8 @@ def check_pointer(template: str, *, rank: int) -> str:
     return key
 
 
-def check_latest(template: str, *, rank: int) -> str:
-    """Return the local symlink, "" for none, relative to the folder. Raises InvalidNameError."""
-    return _check_not_ours(fill(template, rank=rank), "latest_filename", (keys.PRIVATE,))
-
-
-def _check_not_ours(path: str, what: str, own_folders: Collection[str] = _OWN_FOLDERS) -> str:
-    if path.partition("/")[0] in own_folders:
+def _check_not_ours(path: str, what: str) -> str:
+    if path.partition("/")[0] in _OWN_FOLDERS:
         raise InvalidNameError(
             f"{what} {path!r} lies in a folder that this package reserves",
             hint="use another first component",

@@ -20,6 +20,14 @@ from ckpt_async.errors import UnsafePickleError
 # the file's size.
 _MAX_TEXT_BYTES = 1 << 16
 _MAX_ARGUMENTS = 128  # such as the components of a path
+# What a pickle makes may take this many bytes for each of its own bytes, plus a fixed amount. The densest that torch
+# writes, chunks of tensors of one dimension, take 25.
+_BUDGET_FACTOR = 32
+_BUDGET_BYTES = 16 << 20
+CONTAINER_BYTES = 96  # an empty list, dict or tuple, or an object without fields
+_MAX_MARKS = (
+    10_000  # how deep unfinished containers may be nested; the pickler of Python stops at a tenth of it
+)
 _DICTS = frozenset({dict, OrderedDict})
 
 # The exceptions that a truncated or nonsensical pickle leads to.
@@ -59,7 +67,14 @@ class Rules:
 
     what = "a pickle of this kind"  # for error messages
     values: Mapping[int, Value]  # by opcode: the value that it pushes, and where the next opcode begins
-    has_sets_and_storages = False  # whether ADDITEMS, FROZENSET and BINPERSID are opcodes
+    has_sets_and_storages = False  # whether EMPTY_SET, ADDITEMS, FROZENSET and BINPERSID are opcodes
+    left_bytes = 0  # what may still be made; `interpret` sets it
+
+    def spend(self, size_bytes: int) -> None:
+        """Charge memory to the pickle: a byte of it can make a whole container, or repeat a value."""
+        self.left_bytes -= size_bytes
+        if self.left_bytes < 0:
+            refuse("it expands to far more data than its size allows")
 
     def find(self, module: str, name: str) -> object:
         """Return what a global name stands for; None if it is not allowed."""
@@ -97,6 +112,7 @@ class Rules:
         refuse(f"it names {module}.{name}, which is not part of {self.what}; nothing was run")
 
     def tuple_of(self, items: list[Any]) -> object:
+        self.spend(CONTAINER_BYTES)
         return tuple(items)
 
     def set_items(self, target: object, items: list[Any]) -> None:
@@ -127,35 +143,42 @@ class Rules:
 def interpret(data: bytes, rules: Rules) -> object:
     """Interpret a pickle of protocols 2 to 5 and return its object.
 
-    Raises UnsafePickleError for anything beyond plain data and the rules, and any of ILL_FORMED.
+    Takes memory and time in proportion to the pickle's size. Raises UnsafePickleError for anything beyond plain data
+    and the rules, and any of ILL_FORMED.
     """
+    rules.left_bytes = _BUDGET_BYTES + _BUDGET_FACTOR * len(data)
     combined, fill = _combining(rules), _filling(rules)
-    values, tuple_of = rules.values, rules.tuple_of
+    empty = _EMPTY | {0x8F: set} if rules.has_sets_and_storages else _EMPTY
+    values, tuple_of, spend = rules.values, rules.tuple_of, rules.spend
     stack: list[Any] = []
     marks: list[list[Any]] = []
-    memo: dict[int, Any] = {}
+    memo: list[Any] = []
     at = 0
     while True:  # the commonest come first
         code = data[at]
         at += 1
         if code == 0x94:  # MEMOIZE
-            memo[len(memo)] = stack[-1]
+            memo.append(stack[-1])
         elif code in (0x68, 0x6A):  # BINGET, LONG_BINGET
             index, at = _byte(data, at) if code == 0x68 else _unsigned(data, at)
             stack.append(memo[index])
         elif (read := values.get(code)) is not None:
             value, at = read(data, at)
             stack.append(value)
+        elif (make := empty.get(code)) is not None:
+            spend(CONTAINER_BYTES)
+            stack.append(make())
         elif (size := _TUPLE_SIZES.get(code)) is not None:  # TUPLE1, TUPLE2, TUPLE3
             stack.append(tuple_of(_pop(stack, size)))
         elif code in (0x71, 0x72):  # BINPUT, LONG_BINPUT
             index, at = _byte(data, at) if code == 0x71 else _unsigned(data, at)
-            memo[index] = stack[-1]
+            _remember(memo, index, stack[-1])
         elif (combine := combined.get(code)) is not None:
+            spend(CONTAINER_BYTES)
             argument = stack.pop()
             stack[-1] = combine(stack[-1], argument)
         elif code == 0x28:  # MARK
-            marks.append(stack)
+            _mark(marks, stack)
             stack = []
         elif code == 0x74:  # TUPLE
             items, stack = stack, marks.pop()
@@ -215,6 +238,18 @@ def _skip(code: int, data: bytes, at: int) -> int:
     if size > len(data) - at:
         refuse("it is cut short")
     return at
+
+
+def _remember(memo: list[Any], index: int, value: Any) -> None:
+    if index > len(memo):
+        refuse("it numbers its values in another order than any pickler does")
+    memo[index : index + 1] = [value]
+
+
+def _mark(marks: list[list[Any]], stack: list[Any]) -> None:
+    if len(marks) == _MAX_MARKS:
+        refuse("it nests far deeper than any pickler does")
+    marks.append(stack)
 
 
 def _pop(stack: list[Any], count: int) -> list[Any]:
@@ -281,8 +316,6 @@ def _names(data: bytes, at: int) -> tuple[list[str], int]:
 VALUES: dict[int, Value] = {
     0x4B: _byte,  # BININT1
     0x29: lambda _, at: ((), at),  # EMPTY_TUPLE
-    0x7D: lambda _, at: ({}, at),  # EMPTY_DICT
-    0x5D: lambda _, at: ([], at),  # EMPTY_LIST
     0x4D: partial(_number, "<H"),  # BININT2
     0x4A: partial(_number, "<i"),  # BININT
     0x8A: _long,  # LONG1
@@ -302,8 +335,8 @@ STATE_VALUES: dict[int, Value] = VALUES | {
     0x42: lambda data, at: _bytes(data, *_unsigned(data, at)),  # BINBYTES
     0x8E: lambda data, at: _bytes(data, *_length(data, at)),  # BINBYTES8
     0x96: _bytearray,  # BYTEARRAY8
-    0x8F: lambda _, at: (set(), at),  # EMPTY_SET
 }
+_EMPTY: dict[int, Callable[[], object]] = {0x7D: dict, 0x5D: list}  # EMPTY_DICT, EMPTY_LIST
 _TUPLE_SIZES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 Rules.values = VALUES

@@ -44,7 +44,7 @@ from ckpt_async.core.model import (
     Target,
     without_slash,
 )
-from ckpt_async.core.naming import check_component, check_publish_as, check_relative
+from ckpt_async.core.naming import check_publish_as, check_relative, checkpoint_name
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnknownVersionError
 
 FORMAT_VERSION = 1
@@ -422,6 +422,20 @@ def _encode(kind: str, fields: Json) -> bytes:
 
 
 def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
+    fields = parse(kind, data, max_size_bytes)
+    if fields.get("format") != f"ckpt_async/{kind}":
+        raise InvalidRecordError(f"{kind}: format is {_shown(fields.get('format'))}")
+    version = fields.get("version")
+    if version != FORMAT_VERSION or type(version) is not int:
+        raise UnknownVersionError(
+            f"{kind}: format version {_shown(version)}; this program reads only version {FORMAT_VERSION}",
+            hint="if a newer ckpt_async wrote it, upgrade",
+        )
+    return fields
+
+
+def parse(kind: str, data: bytes, max_size_bytes: int) -> Json:
+    """Return the JSON object in `data`, which takes at most fifty times as much memory. Raises InvalidRecordError."""
     if len(data) > max_size_bytes:
         raise InvalidRecordError(f"{kind}: {len(data)} bytes, more than {max_size_bytes}")
     # `[],[],…` takes twenty times as much memory as it has bytes; only a small record, the boundary, is as dense.
@@ -436,16 +450,7 @@ def _decode(kind: str, data: bytes, max_size_bytes: int) -> Json:
         )
     except (ValueError, RecursionError) as error:  # deep nesting ends in RecursionError, not in a crash
         raise InvalidRecordError(f"{kind}: not JSON that this package writes: {error}") from None
-    fields = _object(document, kind)
-    if fields.get("format") != f"ckpt_async/{kind}":
-        raise InvalidRecordError(f"{kind}: format is {_shown(fields.get('format'))}")
-    version = fields.get("version")
-    if version != FORMAT_VERSION or type(version) is not int:
-        raise UnknownVersionError(
-            f"{kind}: format version {_shown(version)}; this program reads only version {FORMAT_VERSION}",
-            hint="if a newer ckpt_async wrote it, upgrade",
-        )
-    return fields
+    return _object(document, kind)
 
 
 def _shown(value: object) -> str:
@@ -535,10 +540,14 @@ def _checkpoint(fields: Mapping[str, Any]) -> CheckpointId:
 
 
 def _name(fields: Mapping[str, Any]) -> str:
+    """Return the checkpoint's name, which ends in its step, as `checkpoint_name` makes every name."""
+    name, step = _str(fields, "name"), _checkpoint(fields).step
     try:
-        return check_component(_str(fields, "name"), "checkpoint name")
+        if checkpoint_name(name, step) == name:
+            return name
     except InvalidNameError as error:
         raise InvalidRecordError(str(error)) from None
+    raise InvalidRecordError(f"checkpoint name {name!r} does not end in its step, {step}")
 
 
 def _relative(fields: Mapping[str, Any], name: str) -> str:

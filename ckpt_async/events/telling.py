@@ -96,7 +96,8 @@ def refused(run: str, what: Refused, now: float, *, node: int) -> Event:
     """Return the event that the watcher of a node does not accept files that it found."""
     about = f"{node} {what.cause.value} {what.version} {what.path}"
     details = {"path": what.path, "cause": what.cause.value, "reason": what.reason, "node": node}
-    return events.of_found("refused", run, what.step, what.name, now, about=about, **details)
+    name = "" if what.name.startswith("-") else what.name  # a command would take it for an option
+    return events.of_found("refused", run, what.step, name, now, about=about, **details)
 
 
 class RunTeller(Teller):

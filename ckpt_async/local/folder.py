@@ -161,7 +161,7 @@ class Folder:
         if not text.startswith(os.sep) or "//" in text or "/." in text or text.endswith(os.sep):
             text = os.path.abspath(text)
         relative = self._within(text)
-        if relative == "." or relative.split(os.sep)[0] in {"..", keys.PRIVATE}:
+        if relative == "." or relative.split(os.sep)[0] == "..":
             raise InvalidShardError(
                 f"{text!r} is not a file or sub-folder of the folder {str(self.path)!r}",
                 hint="write checkpoints below the folder that the uploader was opened with",

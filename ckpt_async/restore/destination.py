@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 from ckpt_async.core.naming import check_relative
@@ -50,12 +52,23 @@ class Destination:
             )
         self._new = [each for each in (self.path, *self.path.parents) if not each.exists()]
         try:
-            self._partials.mkdir(parents=True, exist_ok=True)
-            if self._partials.is_symlink():
-                raise DestinationError(f"{str(self._partials)!r} is a symbolic link")
+            self._partials.mkdir(0o700, parents=True, exist_ok=True)
+            self._check_ours()
             self._unfinished.take_over()
         except OSError as error:
             raise DestinationError(f"cannot write to {str(self.path)!r}: {error.strerror}") from error
+
+    def _check_ours(self) -> None:
+        """Raise DestinationError if the folder of partial files is not our own: its records say what may be deleted."""
+        facts = self._partials.lstat()
+        if not stat.S_ISDIR(facts.st_mode):
+            raise DestinationError(f"{str(self._partials)!r} is a symbolic link")
+        with tempfile.TemporaryFile(dir=self.path) as mine:  # a server may map users to others
+            if facts.st_uid != os.fstat(mine.fileno()).st_uid:
+                raise DestinationError(
+                    f"{str(self._partials)!r} belongs to another user, number {facts.st_uid}",
+                    hint="use another destination, or remove that folder if no fetch of that user is running",
+                )
 
     def target(self, file: RemoteFile) -> Path:
         if (target := self._targets.get(file.name)) is None:

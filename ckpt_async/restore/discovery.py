@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# How many shards that a listing lacks are looked for at once.
+MOST_UNLISTED = 256
 # How many generations of a run are probed for a step, one by one, where decisions cannot be listed.
 MOST_GENERATIONS = 20
 
@@ -322,8 +324,10 @@ async def _check(opened: Session, decision: Decision) -> list[Receipt]:
         raise InvalidRecordError(f"{decision.checkpoint}: {reason}")
     wanted = {shard.key: shard.size_bytes for receipt in receipts for shard in receipt.shards}
     unlisted = [key for key in wanted if key not in sizes]
-    for info in _whole(await all_or_none(_head(opened, key) for key in unlisted)):
-        sizes[info.key] = info.size_bytes
+    for first in range(0, len(unlisted), MOST_UNLISTED):  # ends with the first that is gone
+        some = unlisted[first : first + MOST_UNLISTED]
+        for info in _whole(await all_or_none(_head(opened, key) for key in some)):
+            sizes[info.key] = info.size_bytes
     for key, size_bytes in wanted.items():
         if sizes[key] != size_bytes:
             raise InvalidRecordError(

@@ -32,7 +32,7 @@ from pathlib import PurePosixPath
 
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.naming import check_relative
+from ckpt_async.core.naming import check_component, check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnsafePickleError
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore import olmo_files
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 MAX_POINTER_BYTES = 4096
 MAX_POINTERS = 100
 MAX_YAML_BYTES = 64 << 10
+MAX_DEPTH = 32  # of folders: each costs memory with its whole path, and no tool nests as deep
+MAX_MARK_BYTES = 1 << 20  # as JSON in memory it takes thirty times as much
 
 _LAST_NUMBER = re.compile(r"([0-9]{1,12})[^0-9]*$")
 _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt")
@@ -114,7 +116,7 @@ def recognise(
     relative to the same root; `root` is that root's own name. `world_size` is the number of ranks of a set of one
     file per rank whose name does not give it. Pure.
     """
-    known = sorted(names)
+    known = sorted(name for name in names if name.count("/") <= MAX_DEPTH)
     folders: dict[str, set[str]] = {"": set()}  # folder: the names of the files directly in it
     parts: dict[str, set[str]] = {"": set()}  # folder: the names of the folders directly in it
     unfinished: set[str] = set()
@@ -283,6 +285,8 @@ async def find_foreign(
             rejected.append(Rejected(id_, name, reason))
             continue
         try:
+            if each.path:  # else it is the user's own word
+                check_component(name, "folder")
             files = _files(objects, each)
             await _check_promise(opened, each, files)
         except (InvalidNameError, InvalidRecordError, UnsafePickleError) as error:
@@ -361,7 +365,7 @@ async def _check_promise(opened: Session, found: Found, files: Mapping[str, Remo
         if name not in files:
             raise InvalidRecordError(f"it has no {name}, which every node of ML Flashpoint reads")
     if found.format == "orbax" and (mark := files.get(_ORBAX_METADATA)) is not None:
-        for item in _orbax_items(await _content(opened, mark)):
+        for item in _orbax_items(await _content(opened, mark, MAX_MARK_BYTES)):
             if not any(name.startswith(f"{item}/") for name in files):
                 raise InvalidRecordError(f"{_ORBAX_METADATA} names the item {item!r}, which has no files")
     for name, file in files.items():
@@ -402,9 +406,9 @@ async def _with_prefix(opened: Session, file: RemoteFile, size_bytes: int) -> in
     return size_bytes + (FLASHPOINT_PREFIX_BYTES if flashpoint_is_optimised(head) is not None else 0)
 
 
-async def _content(opened: Session, file: RemoteFile) -> bytes:
+async def _content(opened: Session, file: RemoteFile, max_size_bytes: int = MAX_METADATA_BYTES) -> bytes:
     """Return the whole content of a file that names other files."""
-    if file.size_bytes > MAX_METADATA_BYTES:
+    if file.size_bytes > max_size_bytes:
         raise InvalidRecordError(f"{file.name} has {file.size_bytes} bytes, too many for a list of files")
     data = bytearray()
 

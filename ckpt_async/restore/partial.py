@@ -48,8 +48,11 @@ class PartialFile:
         os.ftruncate(self._descriptor, self._size_bytes)
         if not self._is_recorded:
             return 0
-        with contextlib.suppress(FileNotFoundError):
-            for line in _record_of(self._path).read_text("ascii", "replace").splitlines():
+        with (
+            contextlib.suppress(FileNotFoundError),
+            open(_record_of(self._path), encoding="ascii", errors="replace", opener=_unlinked) as record,
+        ):
+            for line in record.read().splitlines():
                 offset, _, value = line.partition(" ")
                 if offset.isdecimal() and int(offset) in self._sizes:
                     recorded = Checksum(self.algorithm, value)
@@ -103,7 +106,7 @@ class PartialFile:
     def finished(self, offset: int, checksum: Checksum) -> None:
         """Record that the whole range is written."""
         if self._is_recorded:
-            with _record_of(self._path).open("a", encoding="ascii") as record:
+            with open(_record_of(self._path), "a", encoding="ascii", opener=_unlinked) as record:
                 record.write(f"{offset} {checksum.value}\n")
         self._whole[offset] = checksum
 
@@ -171,7 +174,7 @@ def _open(path: Path) -> int:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
             # The process that finished before us has removed the folder, and may do so again.
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(0o700, exist_ok=True)
 
 
 def discard(path: Path) -> None:
@@ -195,6 +198,11 @@ def discard_unlocked(path: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)
+
+
+def _unlinked(path: str, flags: int) -> int:
+    """Open a file, but none that a symbolic link leads to."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _record_of(path: Path) -> Path:

@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import CkptAsyncError
@@ -53,10 +53,10 @@ class Unfinished:
         own, and what is of another one is removed.
         """
         for path in sorted(self._folder.glob(f"{PREFIX}*")):
-            with _of_an_ended_fetch(path) as is_one:
-                if not is_one:
+            with _of_an_ended_fetch(path) as record:
+                if record is None:
                     continue
-                checkpoint, brought = _read(path)
+                checkpoint, brought = _read(record)
                 if checkpoint == self._checkpoint:
                     for each in brought:
                         self._add(each)
@@ -100,8 +100,8 @@ class Unfinished:
             self._brought.append(file)
 
     def _created(self) -> int:
-        self._folder.mkdir(exist_ok=True)  # the process that finished before us has removed it
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._folder.mkdir(0o700, exist_ok=True)  # the process that finished before us has removed it
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, f"{self._checkpoint}\n".encode())
         return descriptor
@@ -136,27 +136,26 @@ def _is_at(path: Path, file: _Brought) -> bool:
 
 
 @contextlib.contextmanager
-def _of_an_ended_fetch(path: Path) -> Iterator[bool]:
-    """Lock the record, unless its fetch is still running, has finished, or is another user's."""
+def _of_an_ended_fetch(path: Path) -> Iterator[IO[str] | None]:
+    """Lock the record, unless its fetch is still running or has finished."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except (FileNotFoundError, PermissionError):
-        yield False
+    except FileNotFoundError:
+        yield None
         return
-    try:
+    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as record:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
+            yield None
         else:
             facts = os.fstat(descriptor)
-            yield facts.st_nlink > 0 and facts.st_size > 0  # empty: it is about to be locked
-    finally:
-        os.close(descriptor)
+            is_one = facts.st_nlink > 0 and facts.st_size > 0  # empty: it is about to be locked
+            yield record if is_one else None
 
 
-def _read(path: Path) -> tuple[str, list[_Brought]]:
-    first, *lines = path.read_text("utf-8", "replace").splitlines()
+def _read(record: IO[str]) -> tuple[str, list[_Brought]]:
+    first, *lines = record.read().splitlines()
     brought = []
     for line in lines:
         with contextlib.suppress(ValueError, TypeError):  # the last one may be cut short

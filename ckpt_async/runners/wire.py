@@ -99,7 +99,7 @@ class Channel:
             data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_PACKET_BYTES, 1)
         except ConnectionResetError:  # the other side died before reading all our packets
             return None, []
-        return (json.loads(data) if data else None), descriptors
+        return (decode(data) if data else None), descriptors
 
     def shut(self) -> None:
         """Shut the connection down; this wakes up a thread that waits in `receive`."""
@@ -118,6 +118,17 @@ class Channel:
 def encode(*message: Any) -> bytes:
     text = json.dumps(message, separators=(",", ":"), default=_plain, ensure_ascii=False)
     return text.encode(errors="surrogatepass")  # as `json.loads` expects; of file names that are not UTF-8
+
+
+def decode(data: bytes) -> list[Any]:
+    """Return the message in a packet. Raises RunnerError if it is none."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RunnerError(f"a packet between trainer and runner cannot be read: {error}") from None
+    if not isinstance(message, list):
+        raise RunnerError("a packet between trainer and runner is not a message")
+    return message
 
 
 def shortened(text: str, most_bytes: int = MAX_TEXT_BYTES) -> str:

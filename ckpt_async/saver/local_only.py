@@ -68,7 +68,7 @@ class LocalOnly:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
         self.settings = load_settings(settings, os.environ, settings_file)
         self.kind = naming.check_kind(kind)
-        self._latest = naming.check_latest(self.settings.latest_filename, rank=self.rank)
+        self._latest = naming.fill(self.settings.latest_filename, rank=self.rank)
         if self.settings.num_checkpoints_to_keep == 0:
             raise SettingsError(
                 "num_checkpoints_to_keep=0 keeps checkpoints only in the store, and with remote=None there is none",

@@ -105,7 +105,7 @@ def _kind(value: Any) -> Any:
 def _refusal(value: Any) -> UnsafePickleError | None:
     file = io.BytesIO()
     _Pickler(file, _PROTOCOL).dump(value)
-    rules = _Rules(file.getvalue())
+    rules = _Rules()
     try:
         rules.check_data((interpret(file.getvalue(), rules),))
     except UnsafePickleError as error:
@@ -128,8 +128,8 @@ class _Pickler(pickle.Pickler):
 class _Rules(StateRules):
     """Those of `load`, with storages on the meta device."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data, cast(Records, {}), "meta", None, {})
+    def __init__(self) -> None:
+        super().__init__(cast(Records, {}), "meta", None, {})
 
     def persistent(self, told: Any) -> object:
         dtype = self._storage_dtypes[id(told[1])]

@@ -122,7 +122,7 @@ class OlmoCoreFiles:
 
     def _plain(self, whole: Whole) -> Any:
         data = self._content(whole)
-        rules = PlainRules(len(data), self._allow)
+        rules = PlainRules(self._allow)
         found = interpret(data, rules)
         rules.check_data((found,))
         return found

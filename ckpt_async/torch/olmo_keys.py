@@ -81,7 +81,7 @@ def _key(data: bytes, what: str) -> tuple[tuple[str | int, ...], bool]:
 
 
 def _plain(data: bytes, what: str, allow: Allow) -> Any:
-    rules = PlainRules(len(data), allow)
+    rules = PlainRules(allow)
     found = _interpreted(data, rules, what)
     rules.check_data((found,))
     return found

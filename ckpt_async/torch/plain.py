@@ -22,17 +22,16 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ckpt_async.core import naming
-from ckpt_async.core.pickled import STATE_VALUES, Class, Function, Rules, refuse
+from ckpt_async.core.pickled import CONTAINER_BYTES, STATE_VALUES, Class, Function, Rules, refuse
 from ckpt_async.errors import SettingsError, UnsafePickleError
 from ckpt_async.torch import arrays
 
 Allow = Sequence[type | str]
 Names = dict[tuple[str, str], object]
 
-# What a pickle makes may take this many bytes for each of its own bytes, plus a fixed amount.
-_BUDGET_FACTOR = 64
-_BUDGET_BYTES = 64 << 20
-_OBJECT_BYTES = 1024  # an empty deque, or a tensor without its elements
+_OBJECT_BYTES = 256
+_DEQUE_BYTES = 1024
+_ITEM_BYTES = 64
 _MAX_ARGUMENTS = 128
 _MAX_DIGITS = 4000
 _FRACTION = re.compile(rf"(-?[0-9]{{1,{_MAX_DIGITS}}})(?:/([0-9]{{1,{_MAX_DIGITS}}}))?")
@@ -110,7 +109,7 @@ def or_trusted(error: UnsafePickleError) -> UnsafePickleError:
 
 
 class PlainRules(Rules):
-    """The rules for one pickle of `size_bytes`."""
+    """The rules for one pickle."""
 
     what = "plain data"
     values = STATE_VALUES
@@ -120,8 +119,7 @@ class PlainRules(Rules):
     # Classes, with their subclasses, that are loaded in another way or not at all.
     never_allowed: tuple[type, ...] = ()
 
-    def __init__(self, size_bytes: int, allow: Mapping[tuple[str, str], type]) -> None:
-        self._left = _BUDGET_BYTES + _BUDGET_FACTOR * size_bytes
+    def __init__(self, allow: Mapping[tuple[str, str], type]) -> None:
         self._tuple_keys_left = _MAX_TUPLE_KEYS
         self._unbuilt: dict[int, object] = {}  # objects to which BUILD may give a state, once
         self._factories: dict[object, type] = {}
@@ -130,11 +128,6 @@ class PlainRules(Rules):
         self._names = self.names() | {name: Class(class_) for name, class_ in allow.items()}
 
     # --- for subclasses and `arrays` -------------------------------------------------------------------------
-
-    def spend(self, size_bytes: int) -> None:
-        self._left -= size_bytes
-        if self._left < 0:
-            refuse("it expands to far more data than its size allows")
 
     def new_object(self, made: Any) -> Any:
         """Register an object that may be given a state."""
@@ -170,6 +163,7 @@ class PlainRules(Rules):
         return isinstance(found, type) and not issubclass(found, self.never_allowed)
 
     def tuple_of(self, items: list[Any]) -> object:
+        self.spend(CONTAINER_BYTES)
         return tuple(items) if self.internal.isdisjoint(map(type, items)) else Arguments(items)
 
     def check_data(self, items: Iterable[Any]) -> None:
@@ -280,6 +274,7 @@ class PlainRules(Rules):
         target.update(items)
 
     def frozen(self, items: list[Any]) -> object:
+        self.spend(CONTAINER_BYTES)
         self.check_keys(items)
         return frozenset(items)
 
@@ -364,7 +359,7 @@ class PlainRules(Rules):
         (items,) = content
         if type(items) is not list:
             refuse("it makes a set from something that is not a list")
-        self.spend(_BUDGET_FACTOR * len(items))
+        self.spend(_ITEM_BYTES * len(items))
         self.check_keys(items)
         return items
 
@@ -395,12 +390,12 @@ class PlainRules(Rules):
         if content is not None:
             if type(content) is not dict:
                 refuse("it makes a Counter from something that is not a dict")
-            self.spend(_BUDGET_FACTOR * len(content))
+            self.spend(_ITEM_BYTES * len(content))
             dict.update(counter, content)
         return counter
 
     def _deque(self, content: object = (), max_length: object = None) -> object:
-        self.spend(_OBJECT_BYTES)
+        self.spend(_DEQUE_BYTES)
         is_empty = type(content) in (tuple, list) and not content
         if not is_empty or not (max_length is None or (type(max_length) is int and max_length >= 0)):
             refuse("it makes a deque from something else")
@@ -411,7 +406,7 @@ class PlainRules(Rules):
             if not all(type(each) is str for each in parts):
                 refuse("it makes a path from something other than text")
             texts = [str(each) for each in parts]
-            self.spend(_OBJECT_BYTES + _BUDGET_FACTOR * sum(map(len, texts)))
+            self.spend(2 * _OBJECT_BYTES + 4 * sum(map(len, texts)))
             return path(*texts)
 
         return make

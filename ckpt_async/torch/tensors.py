@@ -25,6 +25,7 @@ _TORCH_DTYPES = {
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
+_ENTRY_BYTES = 50  # what a header has of a tensor, besides its name
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -119,7 +120,34 @@ def flattened(state: Any, what: str, *, are_stand_ins: bool = False) -> dict[str
     Stand-ins are on the meta device. Raises FormatError, which names the key, for anything else.
     """
     tensors: dict[str, torch.Tensor] = {}
-    _flatten(state, "", tensors, what, are_stand_ins)
+    left_bytes = _MAX_HEADER_BYTES
+
+    def add(value: Any, name: str) -> None:
+        nonlocal left_bytes
+        left_bytes -= len(name) + _ENTRY_BYTES
+        if left_bytes < 0:  # a dict that is shared has as many names as there are ways to it
+            raise FormatError(
+                f"{what}: the names of its tensors take more than {_MAX_HEADER_BYTES} bytes, which no safetensors"
+                " library reads",
+                hint="write a .pt file, or leave keys out with ignore_keys",
+            )
+        if isinstance(value, Mapping):
+            for key, each in value.items():
+                add(each, f"{name}.{key}" if name else str(key))
+            return
+        if problem := _not_writable(value, are_stand_ins):
+            raise FormatError(
+                f"{what}: {name!r} is {problem}, which a safetensors file cannot hold",
+                hint="weights_only=True keeps only the model's tensors, ignore_keys leaves keys out, and a .pt"
+                " file can hold everything",
+            )
+        if name in tensors or name in ("", "__metadata__"):
+            raise FormatError(
+                f"{what}: {name!r} is not a valid tensor name in a safetensors file, or occurs twice"
+            )
+        tensors[name] = value
+
+    add(state, "")
     return tensors
 
 
@@ -140,24 +168,6 @@ def safetensors_head(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[s
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, order
-
-
-def _flatten(value: Any, name: str, tensors: dict[str, torch.Tensor], what: str, are_stand_ins: bool) -> None:
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            _flatten(each, f"{name}.{key}" if name else str(key), tensors, what, are_stand_ins)
-        return
-    if problem := _not_writable(value, are_stand_ins):
-        raise FormatError(
-            f"{what}: {name!r} is {problem}, which a safetensors file cannot hold",
-            hint="weights_only=True keeps only the model's tensors, ignore_keys leaves keys out, and a .pt"
-            " file can hold everything",
-        )
-    if name in tensors or name in ("", "__metadata__"):
-        raise FormatError(
-            f"{what}: {name!r} is not a valid tensor name in a safetensors file, or occurs twice"
-        )
-    tensors[name] = value
 
 
 def _not_writable(value: Any, is_stand_in: bool) -> str:

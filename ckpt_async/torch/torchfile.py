@@ -30,7 +30,7 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 
 MAX_PICKLE_BYTES = 1 << 30
 
-_OBJECT_BYTES = 1024
+_OBJECT_BYTES = 512
 _ALIGNMENT_BYTES = 16
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LOCATION = re.compile(r"[a-z][a-z0-9_]{0,30}(:[0-9]{1,4})?")
@@ -90,7 +90,7 @@ def _read(
     try:
         records = Records(file)
         data = records.pickle()
-        rules = make(data, records, map_location, mapped, allow)
+        rules = make(records, map_location, mapped, allow)
         found = interpret(data, rules)
         rules.check_data((found,))
         return found
@@ -302,13 +302,12 @@ class StateRules(PlainRules):
 
     def __init__(
         self,
-        data: bytes,
         records: Records,
         map_location: MapLocation,
         mapped: Path | None,
         allow: Mapping[tuple[str, str], type],
     ) -> None:
-        super().__init__(len(data), allow)
+        super().__init__(allow)
         self._records, self._map_location, self._mapped = records, map_location, mapped
         self._is_meta = isinstance(map_location, str | torch.device) and str(map_location) == "meta"
         self._whole: Any = None

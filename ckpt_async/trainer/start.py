@@ -53,7 +53,7 @@ def start_of(
     # That default belongs to the run itself.
     if kind and loaded.latest_filename == Settings().latest_filename:
         loaded = replace(loaded, latest_filename=f"latest-{kind}-rank{{rank}}")
-    naming.check_latest(loaded.latest_filename, rank=rank)
+    naming.fill(loaded.latest_filename, rank=rank)
     pointer = naming.check_pointer(loaded.composer_symlink, rank=rank)
     check_callable(on_event)
     wants = format_wants(wants_of(loaded, callback=Callback.of_trainer if on_event is not None else ""))

@@ -8,10 +8,11 @@ from dataclasses import astuple, dataclass
 
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.naming import check_component, check_relative
+from ckpt_async.core.records import MAX_RECEIPT_SIZE_BYTES, parse
 from ckpt_async.errors import InvalidNameError, InvalidRecordError
 
 _FORMAT = "ckpt_async/announcement"
-_ILL_FORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, InvalidNameError)
+_ILL_FORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, InvalidNameError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Announcement:
     def decode(cls, data: bytes, checkpoint: CheckpointId) -> Announcement:
         """Decode an announcement. Raises InvalidRecordError, because what another machine wrote is untrusted input."""
         try:
-            fields = json.loads(data)
+            fields = parse("announcement", data, MAX_RECEIPT_SIZE_BYTES)
             if fields["format"] != _FORMAT or fields["version"] != 3:
                 raise InvalidRecordError(
                     f"announcement of {checkpoint} has an unknown format: {fields['format']} {fields['version']}"

@@ -10,8 +10,8 @@ import pytest
 
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import looking
-from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Damage
 from ckpt_async.transfer.patient import PatientStore
 from tests.restore.runs import Run
 
@@ -245,6 +245,16 @@ def test_what_is_not_known_to_be_missing_is_never_reported_as_missing(
     assert (code, "not a fresh start" in told["error"]["message"]) == (1, True)
     run.delete(keys.LATEST)
     assert call("pull", remote, tmp_path / "there")[0] == 3
+
+
+def test_unmark_shows_a_mark_that_cannot_control_the_terminal(tmp_path: Path, remote: str, text: Any) -> None:
+    """Whoever can write to the bucket can mark a checkpoint with any words."""
+    save(tmp_path / "f", remote, 1, {"a.bin": b"a"})
+    damage = Damage(CheckpointId(1, 1), "\x1b[2Jall is well\nanother line", "me", 1.0)
+    Run(remote).put(keys.damage_key(damage.checkpoint), records.encode_damage(damage))
+    code, shown = text("unmark", remote, "1")[:2]
+    assert code == 0
+    assert shown.rstrip("\n").isprintable()
 
 
 def test_ls_and_du_tell_kinds_sizes_and_ages(tmp_path: Path, remote: str, call: Call, text: Any) -> None:

@@ -165,10 +165,10 @@ def test_template_is_filled() -> None:
 def test_a_symlink_among_our_own_files_is_refused(name: str) -> None:
     """It would replace a journal, or lead out of the folder."""
     with pytest.raises(InvalidNameError):
-        naming.check_latest(name, rank=0)
+        naming.fill(name, rank=0)
 
 
 def test_a_symlink_may_lie_in_a_subfolder() -> None:
-    assert naming.check_latest("links/latest-{rank}", rank=3) == "links/latest-3"
-    assert naming.check_latest("ckpt/latest", rank=3) == "ckpt/latest"
-    assert naming.check_latest("", rank=3) == ""
+    assert naming.fill("links/latest-{rank}", rank=3) == "links/latest-3"
+    assert naming.fill("ckpt/latest", rank=3) == "ckpt/latest"
+    assert naming.fill("", rank=3) == ""

@@ -34,11 +34,12 @@ from ckpt_async.core.model import (
     Shard,
     StoredShard,
 )
+from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.errors import InvalidRecordError
 from tests.core.hostile import BOMBS
 
 ids = st.builds(CheckpointId, st.integers(1, keys.MAX_GENERATION), st.integers(0, keys.MAX_STEP))
-components = st.from_regex(r"[A-Za-z0-9_=+@,-]{1,20}", fullmatch=True)
+components = st.from_regex(r"[A-Za-z0-9_=+@,][A-Za-z0-9_=+@,-]{0,19}", fullmatch=True)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 metrics = st.dictionaries(st.text(max_size=5), numbers, max_size=3).map(
     lambda each: tuple(sorted(each.items()))
@@ -50,7 +51,8 @@ exact_keys = st.just("") | st.lists(components, min_size=1, max_size=2).map("/x"
 
 @st.composite
 def receipts(draw: st.DrawFn) -> Receipt:
-    id_, name, world_size = draw(ids), draw(components), draw(st.integers(1, 100_000))
+    id_, world_size = draw(ids), draw(st.integers(1, 100_000))
+    name = checkpoint_name(draw(components), id_.step)
     names = draw(
         st.lists(st.lists(components, min_size=1, max_size=3).map("/".join), unique=True, max_size=4)
     )
@@ -68,9 +70,10 @@ def receipts(draw: st.DrawFn) -> Receipt:
 
 @st.composite
 def decisions(draw: st.DrawFn) -> Decision:
-    world_size = draw(st.integers(1, 4))
+    world_size, id_ = draw(st.integers(1, 4)), draw(ids)
+    name = checkpoint_name(draw(components), id_.step)
     return Decision(
-        draw(ids), draw(st.sampled_from(Outcome)), draw(components), world_size, draw(st.text(max_size=5)),
+        id_, draw(st.sampled_from(Outcome)), name, world_size, draw(st.text(max_size=5)),
         draw(numbers), draw(st.text(max_size=5)), tuple(draw(checksums) for _ in range(world_size)), draw(sizes) % 1000,
         draw(sizes), draw(metrics), draw(st.text(max_size=9)), draw(st.booleans()),
     )  # fmt: skip
@@ -109,7 +112,8 @@ def test_small_records_round_trip(id_: CheckpointId, name: str, number: float, c
     """This covers leases, `latest`, generations, members, claims and beats."""
     lease = Lease(id_, text, number)
     assert lease == records.decode_lease(records.encode_lease(lease))
-    latest = Latest(id_, name, keys.data_prefix(name, id_.generation), count, text)
+    full = checkpoint_name(name, id_.step)
+    latest = Latest(id_, full, keys.data_prefix(full, id_.generation), count, text)
     assert latest == records.decode_latest(records.encode_latest(latest))
     generation = Generation(id_.generation, text, count, name, text, number)
     assert generation == records.decode_generation(records.encode_generation(generation), id_.generation)
@@ -126,6 +130,7 @@ def test_manifest_round_trips(
     id_: CheckpointId, name: str, names: list[str], is_sealed: bool, values: tuple[tuple[str, float], ...]
 ) -> None:
     """The journal is rebuilt from the manifest (R10): a shard missing from it is not uploaded."""
+    name = checkpoint_name(name, id_.step)
     shards = [
         Shard(
             each,

@@ -37,6 +37,7 @@ from ckpt_async.errors import (
     SettingsError,
     UnsafePickleError,
 )
+from ckpt_async.restore.objects import look
 from ckpt_async.torch import unsharding
 from ckpt_async.torch.assembly import Block, Part, blocks, first_element, overlap
 from tests.torch_side import foreign_files
@@ -726,3 +727,16 @@ def test_ctrl_c_ends_what_is_read_ahead(tmp_path: Path, monkeypatch: pytest.Monk
         ckpt.unshard(checkpoint, tmp_path / "whole.pt")
     assert time.monotonic() - began < 2.5
     assert not (tmp_path / "whole.pt").exists()
+
+
+def test_shared_dicts_have_no_more_names_than_a_file_may_hold(tmp_path: Path) -> None:
+    """A pickle of 2 KB can share one dict in so many ways that its tensors have a million names."""
+    state: dict[str, Any] = {"w": torch.zeros(1)}
+    for _ in range(60):
+        state = {"a": state, "b": state}
+    torch.save({"model": state}, tmp_path / "small.pt")
+    looked = look(f"file://{tmp_path}/small.pt", None)
+    assert looked.checkpoint is not None
+    with pytest.raises(FormatError, match="names of its tensors"):
+        ckpt.unshard(looked.checkpoint, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
