@@ -152,7 +152,7 @@ class Simulation(World):
             collect_at_least=rng.choice([10**6, 1]),
         )
         self.is_patient = rng.random() < 0.5  # the sweeper gives up nothing during the schedule
-        age_s = NEVER_S if self.is_patient else rng.choice([1800.0, 6000.0])
+        age_s = NEVER_S if self.is_patient else rng.choice([60.0, 200.0])
         self.settings = Settings(
             num_checkpoints_to_keep=keep_local,
             num_concurrent_uploads=2,
@@ -160,9 +160,10 @@ class Simulation(World):
             remote_retention=f"last={self.keep_remote}",
             part_size_bytes=PART_BYTES,
             decision_poll_s=2.0,  # how often a waiting engine looks
-            abandon_after_s=age_s,
-            abandon_newest_after_s=min(NEVER_S, 5 * age_s),
         )
+        # Shorter than users may set, and than a live trainer would be quiet: the schedule lasts minutes.
+        for name, value in (("abandon_after_s", age_s), ("abandon_newest_after_s", min(NEVER_S, 5 * age_s))):
+            object.__setattr__(self.settings, name, value)
         self.root = Path(tempfile.mkdtemp(prefix="ckpt-async-", dir=SCRATCH))
         self.nodes: list[Node] = []
         self.others_running: list[Process] = []

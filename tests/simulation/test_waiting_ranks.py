@@ -102,7 +102,11 @@ def rank_of_launch(
     state = State(
         rank=rank,
         folder=mock.Mock(
-            path=Path("/"), private=Path("/"), is_disk_full=lambda: False, space=lambda: (1 << 50, 1 << 50)
+            path=Path("/"),
+            private=Path("/"),
+            is_disk_full=lambda: False,
+            space=lambda: (1 << 50, 1 << 50),
+            num_ranks=lambda: 1,
         ),
         journal=ListJournal(rank, events),  # type: ignore[arg-type]
         store=PatientStore(store, SETTINGS),
