@@ -7,9 +7,11 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.errors import InvalidShardError
+from ckpt_async.private import make_below
 
 
 def link_into(
@@ -54,12 +56,7 @@ def link_into(
 def _make_folder(folder: str, made: set[str]) -> None:
     if folder in made:
         return
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        os.makedirs(folder, exist_ok=True)
+    make_below(Path(folder))
     made.add(folder)
 
 

@@ -15,6 +15,7 @@ from ckpt_async.local.durable import fsync_path, write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.kept import manifests
 from ckpt_async.local.links import identity_of
+from ckpt_async.private import make_below, open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Note:
 def put(folder: Folder, run: str, rank: int, note: Note) -> None:
     """Note a checkpoint; durable on return."""
     path = folder.private / keys.sealed_manifest(run, note.id, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_below(path.parent)
     data = records.encode_manifest(note.id, note.name, note.shards, note.sealed, launch=note.launch)
     write_durably(path, data)
 
@@ -63,7 +64,7 @@ def read(private: Path, run: str, rank: int) -> list[Note]:
 
 def begin(folder: Folder, run: str, rank: int) -> None:
     """Leave a sign that a rank of the run may save here from now on. See `has_begun`."""
-    (folder.private / keys.sealed_rank(run, rank)).mkdir(parents=True, exist_ok=True)
+    make_below(folder.private / keys.sealed_rank(run, rank))
 
 
 def has_begun(private: Path, run: str, rank: int) -> bool:
@@ -91,7 +92,9 @@ def not_yet(private: Path, run: str, rank: int) -> frozenset[str]:
 
 def begin_file(folder: Folder, run: str, rank: int, source: str) -> None:
     """Note, before a file is written, that it is this run's, until `end_file`: a kill may come before `put`."""
-    (folder.private / keys.sealed_writing(run, rank)).write_text(source)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with open(open_file(folder.private / keys.sealed_writing(run, rank), flags), "w") as file:
+        file.write(source)
 
 
 def end_file(folder: Folder, run: str, rank: int) -> None:
@@ -109,7 +112,7 @@ def unfinished_file(private: Path, run: str, rank: int) -> str | None:
 def begin_with_remote(private: Path, run: str, rank: int) -> None:
     """Leave a sign that the journal has what this rank of the run saves here from now on."""
     sign = private / keys.sealed_with_remote(run, rank)
-    sign.parent.mkdir(parents=True, exist_ok=True)
+    make_below(sign.parent)
     sign.touch()
 
 

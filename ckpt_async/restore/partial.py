@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.local.durable import FsyncError, fsync_descriptor
+from ckpt_async.private import open_file
 from ckpt_async.restore.lanes import num_of_cores
 from ckpt_async.stores.checksums import Digest, combine
 from ckpt_async.stores.interface import Sink
@@ -103,7 +104,8 @@ class PartialFile:
     def finished(self, offset: int, checksum: Checksum) -> None:
         """Record that the whole range is written."""
         if self._is_recorded:
-            with _record_of(self._path).open("a", encoding="ascii") as record:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            with open(open_file(_record_of(self._path), flags, 0o666), "a", encoding="ascii") as record:
                 record.write(f"{offset} {checksum.value}\n")
         self._whole[offset] = checksum
 

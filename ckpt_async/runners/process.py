@@ -9,7 +9,6 @@ process group do not reach it. The only ties between the two are one socket and 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_async import private
 from ckpt_async.core import json_log
 from ckpt_async.core.observe import Observer
 from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
@@ -347,20 +347,19 @@ class ProcessRunner:
     def _meet(self) -> Channel:
         """Connect to the node's process. If there is none, the rank that gets its lock starts it."""
         meeting = Meeting(self._folder.common)
-        lock = os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + SPAWN_TIMEOUT_S
+        path = self._folder.common / "node.lock"
+        lock = private.open_lock(path)
+        waiting = private.Waiting(path, SPAWN_TIMEOUT_S, MEET_PAUSE_S)
         try:
-            while time.monotonic() < deadline and not self._is_ended.is_set():
+            while not (waiting.is_over() or self._is_ended.is_set()):
                 if (channel := meeting.connect()) is not None:
                     return channel
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:  # it is being started, or is just ending
-                    time.sleep(MEET_PAUSE_S)
+                if not private.try_lock(lock):  # it is being started, or is just ending
+                    waiting.pause(lock)
                     continue
                 with meeting.listen() as listener:
                     self._spawn("node", listener.fileno(), lock)  # the new process holds the lock from now on
-                ended, lock = lock, os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CLOEXEC)
+                ended, lock = lock, private.open_lock(path)
                 os.close(ended)
             raise RunnerError(
                 "the node's runner process can neither be reached nor started", hint=self._log_tail()
@@ -377,7 +376,8 @@ class ProcessRunner:
             )
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(descriptors[0]), kind, *sys.path]
         try:
-            with self.log_path.open("wb") as log:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with open(private.open_file(self.log_path, flags), "wb") as log:
                 # Not the trainer's own: readers of those would wait until the last writer is gone.
                 process = subprocess.Popen(
                     command,

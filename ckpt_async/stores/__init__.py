@@ -40,6 +40,7 @@ __all__ = [
     "Location",
     "StoreOptions",
     "address_of",
+    "check_allowed",
     "check_apart",
     "check_key_length",
     "folder_of",
@@ -112,6 +113,26 @@ def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOp
         addressing_style=address.addressing_style,
         put_args=address.put_args,
     )
+
+
+def check_allowed(address: RemoteAddress, only: str) -> None:
+    """Raise SettingsError if `only`, which lists remotes and endpoints, has entries but none for this address."""
+    allowed = only.split()
+    endpoints = [each.rstrip("/") for each in allowed if each.startswith(("http://", "https://"))]
+    hint = "if it may be touched, add it to --only-remote"
+    if allowed and not any(_is_below(address.url, each) for each in allowed if each not in endpoints):
+        raise SettingsError(f"{address.url} is not among the remotes that may be touched", hint=hint)
+    if allowed and address.endpoint_url and address.endpoint_url.rstrip("/") not in endpoints:
+        raise SettingsError(f"{address.endpoint_url} is not among the endpoints that may be used", hint=hint)
+
+
+def _is_below(url: str, top: str) -> bool:
+    here, there = parse_url(url), parse_url(top)
+    if (here.scheme, here.bucket) != (there.scheme, there.bucket):
+        return False
+    if here.scheme == "file":  # a link could lead elsewhere
+        return Path(here.prefix).resolve().is_relative_to(Path(there.prefix).resolve())
+    return f"{here.prefix}/".startswith(f"{there.prefix}/" if there.prefix else "")
 
 
 def makes_folder(url: str) -> bool:

@@ -101,12 +101,13 @@ def test_own_files_are_hidden_and_leftovers_are_harmless(store, tmp_path, run):
 
 def test_old_leftovers_are_removed_at_open(store, tmp_path, run):
     own = tmp_path / "run" / OWN
-    for name, age_s in (("old", 90_000), ("young", 60), ("lock", 90_000)):
+    old, young = "0" * 32, "1" * 32
+    for name, age_s in ((old, 90_000), (young, 60), ("lock", 90_000), ("notes.txt", 90_000)):
         (own / name).touch()
         then = (own / name).stat().st_mtime - age_s
         os.utime(own / name, (then, then))
     run(store.open())
-    assert {each.name for each in own.iterdir()} == {"young", "lock"}
+    assert {each.name for each in own.iterdir()} == {young, "lock", "notes.txt"}
 
 
 def test_no_temporary_file_is_left(store, tmp_path, run):
