@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import pwd
+import re
 import stat
 import time
 from collections.abc import Callable, Container, Iterator
@@ -21,6 +22,8 @@ from ckpt_async.errors import JournalError
 
 logger = logging.getLogger(__name__)
 
+# Below it are hard links to the files of one checkpoint.
+_SHARDS = re.compile(r"/spool/rank-[0-9]+/[^/]+/")
 # How long a lock is waited for before that is logged.
 SAY_AFTER_S = 0.5
 
@@ -41,19 +44,23 @@ def check(place: Path) -> None:
 def make(place: Path) -> os.stat_result:
     """Make a private folder, for this user alone, or check the one that is there. Return its status.
 
-    If it is this user's but its group may write to it (Kubernetes gives fsGroup that right whenever it mounts a
-    volume), only this user may use it from then on. Links in it are refused, and what others have put there.
+    Links in it are refused. If it is this user's but its group may write to it (Kubernetes gives fsGroup that right
+    whenever it mounts a volume), what others have put there is refused, and from then on only this user may use it.
 
     Raises JournalError; OSError if it cannot be made.
     """
     with contextlib.suppress(FileExistsError):
         place.mkdir(0o700)
     with _opened(place) as (path, facts):
-        if facts.st_mode & stat.S_IWGRP:
-            is_ours = facts.st_uid == os.geteuid()
-            if is_ours:
-                os.chmod(path, 0o700)
-            _refuse_planted(place, (facts.st_uid, 0) if is_ours else range(1 << 32))
+        if not (facts.st_mode & stat.S_IWGRP and facts.st_uid == os.geteuid()):
+            _refuse_planted(place, None)
+            return facts
+        os.chmod(path, 0o700)
+        try:
+            _refuse_planted(place, (facts.st_uid, 0))
+        except BaseException:
+            os.chmod(path, stat.S_IMODE(facts.st_mode))  # so that it is refused until somebody has looked
+            raise
         return facts
 
 
@@ -95,18 +102,23 @@ def _opened(place: Path) -> Iterator[tuple[str, os.stat_result]]:
         os.close(descriptor)
 
 
-def _refuse_planted(place: Path, owners: Container[int]) -> None:
+def _refuse_planted(place: Path, owners: Container[int] | None) -> None:
+    """Refuse links, and if `owners` are given, what is not theirs; links to the trainer's files may be anybody's."""
     for above, folders, files in os.walk(place):
+        is_of_shards = _SHARDS.search(f"{above}/") is not None
         for name in (*folders, *files):
-            path = f"{above}/{name}"
-            facts = os.lstat(path)
-            if stat.S_ISLNK(facts.st_mode) and not name.endswith(".tmp"):  # that is only ever replaced
-                raise JournalError(f"{path!r} is a symbolic link, which ckpt_async has not made: remove it")
-            # Other files are links to the trainer's, which may be anybody's.
-            is_obeyed = name in folders or ".sqlite" in name or name.endswith(".json")
-            if is_obeyed and facts.st_uid not in owners:
-                owner = _name_of(facts.st_uid)
-                raise JournalError(f"user {owner} has put {path!r} there: look at it, then remove it")
+            try:
+                facts = os.lstat(f"{above}/{name}")
+            except FileNotFoundError:
+                continue  # other ranks are at work
+            # `*.tmp` is only ever replaced.
+            is_link = stat.S_ISLNK(facts.st_mode) and not name.endswith(".tmp")
+            is_theirs = owners is not None and not is_of_shards and facts.st_uid not in owners
+            if is_link or is_theirs:
+                raise JournalError(
+                    f"'{above}/{name}' was put there by user {_name_of(facts.st_uid)}, not by ckpt_async",
+                    hint="look at it, then remove it",
+                )
 
 
 def _name_of(user: int) -> str:

@@ -112,7 +112,7 @@ def add_only_remote(parser: argparse.ArgumentParser) -> None:
         "--only-remote",
         metavar="URL",
         action="append",
-        help="of the remotes that journals name, touch only this one and what is below it; also an endpoint that may be"
+        help="of the remotes that journals name, touch only this one and what is below it; or an endpoint that may be"
         " used; repeatable (default: the setting only_remotes)",
     )
 

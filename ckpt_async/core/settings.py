@@ -168,8 +168,8 @@ class Settings:
     only_remotes: str = _setting(
         "",
         "`drain` and sweeper: of the remotes that journals name, only these and what is below them are touched, e.g."
-        " s3://bucket/team https://minio:9000; URLs separated by blanks, with every endpoint that may be used; empty"
-        " for all",
+        " s3://bucket/team https://minio:9000; URLs separated by blanks, with the endpoints that may be used besides"
+        " the environment's; empty for all",
     )
     allow_unknown_filesystem: bool = _setting(
         False,

@@ -115,15 +115,21 @@ def options_of(address: RemoteAddress, *, profile: str | None = None) -> StoreOp
     )
 
 
-def check_allowed(address: RemoteAddress, only: str) -> None:
-    """Raise SettingsError if `only`, which lists remotes and endpoints, has entries but none for this address."""
-    allowed = only.split()
-    endpoints = [each.rstrip("/") for each in allowed if each.startswith(("http://", "https://"))]
-    hint = "if it may be touched, add it to --only-remote"
-    if allowed and not any(_is_below(address.url, each) for each in allowed if each not in endpoints):
+def check_allowed(address: RemoteAddress, only: str, *, env: Mapping[str, str]) -> None:
+    """Raise SettingsError if `only`, URLs separated by blanks, is not empty and has none that this remote is at or
+    below; or if its endpoint is neither in `only` nor the environment's.
+    """
+    allowed = [each.rstrip("/") for each in only.split()]
+    endpoints = {each for each in allowed if each.startswith(("http://", "https://"))}
+    if not allowed:
+        return
+    hint = "if it may be, name it with --only-remote, too"
+    if not any(_is_below(address.url, each) for each in allowed if each not in endpoints):
         raise SettingsError(f"{address.url} is not among the remotes that may be touched", hint=hint)
-    if allowed and address.endpoint_url and address.endpoint_url.rstrip("/") not in endpoints:
-        raise SettingsError(f"{address.endpoint_url} is not among the endpoints that may be used", hint=hint)
+    used = address.endpoint_url and address.endpoint_url.rstrip("/")
+    own = address_of(address.url, None, env=env).endpoint_url
+    if used and used not in {*endpoints, own and own.rstrip("/")}:
+        raise SettingsError(f"{used} is not among the endpoints that may be used", hint=hint)
 
 
 def _is_below(url: str, top: str) -> bool:

@@ -209,7 +209,7 @@ def _by_remote(
     for each in adopted:
         with _refusing([each]):
             address = _remote_of(folder, each, change)
-            check_allowed(address, only_remotes)
+            check_allowed(address, only_remotes, env=os.environ)
             group = next((members for known, members in groups if known == address), None)
             if group is None:
                 groups.append((address, [each]))

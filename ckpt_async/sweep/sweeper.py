@@ -246,7 +246,7 @@ class Sweeper:
         settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
         try:
             if not target.is_given:
-                check_allowed(address, self._settings.only_remotes)
+                check_allowed(address, self._settings.only_remotes, env=os.environ)
             store = connect(address.url, options, settings, self.metrics.of(address.url))
             try:
                 is_there = await open_run(store, is_read_only=is_dry_run, timeout_s=OPEN_TIMEOUT_S)
