@@ -34,7 +34,6 @@ from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError
 from ckpt_async.local import kept
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.links import identity_of
-from ckpt_async.private import make_below
 from ckpt_async.protocol import generation as generations
 from ckpt_async.protocol import presence, steps
 from ckpt_async.threads import in_thread
@@ -233,7 +232,7 @@ def rebuild(state: State) -> None:
     """Replay the journal, and complete it with what only the spool's manifests know (rule R10)."""
     state.refresh()
     spool = state.folder.private / keys.spool_rank(state.rank)
-    make_below(spool)
+    spool.mkdir(parents=True, exist_ok=True)
     known = state.local.checkpoints
     for entry in sorted(os.listdir(spool)):
         tag, dot, suffix = entry.partition(".")

@@ -47,7 +47,6 @@ def connect(path: Path) -> sqlite3.Connection:
     """Return a connection that may write, in WAL mode; a new file has version 0. Waits for other processes that are
     opening it too. Raises sqlite3.Error, and OSError if the disk is full.
     """
-    _refuse_link(path)
     _check_room_for_index(path)
     connection = sqlite3.connect(
         path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=32
@@ -63,12 +62,6 @@ def connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
-
-
-def _refuse_link(path: Path) -> None:
-    """SQLite itself follows no link to the WAL and the index, but does to the database."""
-    if path.is_symlink():
-        raise JournalError(f"journal {str(path)!r} is a symbolic link: somebody else has put it there")
 
 
 def _check_room_for_index(path: Path) -> None:
@@ -235,7 +228,6 @@ def _connect_readonly(path: Path, *, is_immutable: bool) -> sqlite3.Connection:
     then opened as immutable, because SQLite would otherwise create a WAL and leave it behind
     (https://sqlite.org/wal.html, 5 "Read-Only Databases").
     """
-    _refuse_link(path)
     if not is_immutable:
         _check_room_for_index(path)
     mode = "mode=ro&immutable=1" if is_immutable else "mode=ro"

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ckpt_async.errors import InvalidNameError
-from ckpt_async.private import open_file
 
 
 class FsyncError(OSError):
@@ -57,8 +56,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.unlink(missing_ok=True)
-        with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             fsync_descriptor(file.fileno(), path)

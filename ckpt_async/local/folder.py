@@ -92,7 +92,7 @@ class Folder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._common_facts = private.make(self.common)
-            private.make_below(self.private / "spool")
+            (self.private / "spool").mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
         except OSError as error:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.errors import FolderInUseError
-from ckpt_async.private import open_file
 
 NAME = "host.json"
 # An engine renews the mark about once a second. A cached attribute of a network file system may be some
@@ -57,7 +56,7 @@ class HostMark:
         mark = {"boot_id": self._boot_id, "host": socket.gethostname(), "trusted": trusted}
         data = json.dumps(mark | {"renewed_at": time.time_ns()}).encode().ljust(SIZE_BYTES)
         with contextlib.suppress(OSError):
-            descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT)
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 # One write of constant size: the file is never truncated in between.
                 os.pwrite(descriptor, data, 0)
@@ -76,8 +75,7 @@ class HostMark:
     def _read(self) -> dict[str, Any]:
         """Return the mark; {} if there is none, or it is unreadable."""
         try:
-            with open(open_file(self._path, os.O_RDONLY), "rb") as file:
-                found = json.loads(file.read(4 * SIZE_BYTES))
+            found = json.loads(self._path.read_bytes()[: 4 * SIZE_BYTES])
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}

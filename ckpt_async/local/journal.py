@@ -447,12 +447,13 @@ class RankLock:
             raise
 
     def _wait_for(self, descriptor: int, wait_s: float, *, is_trainer: bool) -> None:
-        def want() -> None:
+        def want() -> bool:
             if is_trainer:
                 with contextlib.suppress(OSError):
                     self._wanted.touch()
+            return False
 
-        if private.lock(descriptor, self.path, timeout_s=wait_s, poll_s=0.05, meanwhile=want):
+        if private.lock(descriptor, self.path, timeout_s=wait_s, poll_s=0.05, is_over=want):
             return
         if is_trainer:
             self._wanted.unlink(missing_ok=True)

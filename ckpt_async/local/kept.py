@@ -25,7 +25,6 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import InvalidRecordError
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
-from ckpt_async.private import make_below
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 def put(folder: Folder, rank: int, checkpoint: LocalCheckpoint, remote: str) -> None:
     """Set a checkpoint of a remote aside; durable on return."""
     path = folder.private / keys.kept_manifest(checkpoint.id, rank)
-    make_below(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, records.manifest_of(checkpoint, remote))
 
 

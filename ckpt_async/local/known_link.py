@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_async.core.model import without_slash
-from ckpt_async.private import open_file
 
 # Networks change without notice, so anything older than this is ignored.
 GOOD_FOR_S = 30 * 86400.0
@@ -36,7 +35,7 @@ def file_name(direction: Literal["up", "down"]) -> str:
 def note(path: Path, remote: str, known: KnownLink, now_s: float) -> None:
     """Replace what the file at `path` says. Raises OSError."""
     data = json.dumps({"remote": without_slash(remote), **asdict(known), "noted_at": now_s}).encode()
-    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         os.pwrite(descriptor, data, 0)
         os.ftruncate(descriptor, len(data))

@@ -7,11 +7,9 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.errors import InvalidShardError
-from ckpt_async.private import make_below
 
 
 def link_into(
@@ -56,7 +54,12 @@ def link_into(
 def _make_folder(folder: str, made: set[str]) -> None:
     if folder in made:
         return
-    make_below(Path(folder))
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        os.makedirs(folder, exist_ok=True)
     made.add(folder)
 
 

@@ -224,9 +224,10 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_local(folder, filesystem_of(str(folder.resolve()), Path("/proc/self/mountinfo")))
-        descriptor = private.open_lock(folder / "events.lock")
+        path = folder / "events.lock"
+        descriptor = private.open_lock(path)
         held.callback(os.close, descriptor)
-        if private.try_lock(descriptor):
+        if private.lock(descriptor, path):
             return
     except OSError as error:
         raise JournalError(

@@ -16,8 +16,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_async.private import open_file
-
 logger = logging.getLogger(__name__)
 
 NAME = "reserve"
@@ -63,7 +61,7 @@ class Reserve:
         with contextlib.suppress(OSError):
             if self.is_disk_full():
                 size_bytes = self._path.stat().st_size
-                self._shrink(0)
+                os.truncate(self._path, 0)
         try:
             yield
         finally:
@@ -74,7 +72,7 @@ class Reserve:
         size_bytes = self._path.stat().st_size
         if size_bytes <= LAST_BYTES:
             return
-        self._shrink(size_bytes // 2)
+        os.truncate(self._path, size_bytes // 2)
         logger.warning(
             "disk_reserve_given_up size_bytes=%d left_bytes=%d folder=%s: the disk is full; commits continue with"
             " these reserved bytes",
@@ -88,20 +86,13 @@ class Reserve:
             try:
                 self._take(size_bytes)
             except OSError:
-                self._shrink(0)
+                os.truncate(self._path, 0)
                 size_bytes -= BLOCK_BYTES
             else:
                 return
 
-    def _shrink(self, size_bytes: int) -> None:
-        descriptor = open_file(self._path, os.O_WRONLY)
-        try:
-            os.ftruncate(descriptor, size_bytes)
-        finally:
-            os.close(descriptor)
-
     def _take(self, size_bytes: int = SIZE_BYTES) -> None:
-        descriptor = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(descriptor).st_size < size_bytes:
                 os.posix_fallocate(descriptor, 0, size_bytes)

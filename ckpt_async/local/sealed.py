@@ -15,7 +15,6 @@ from ckpt_async.local.durable import fsync_path, write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.kept import manifests
 from ckpt_async.local.links import identity_of
-from ckpt_async.private import make_below, open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Note:
 def put(folder: Folder, run: str, rank: int, note: Note) -> None:
     """Note a checkpoint; durable on return."""
     path = folder.private / keys.sealed_manifest(run, note.id, rank)
-    make_below(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     data = records.encode_manifest(note.id, note.name, note.shards, note.sealed, launch=note.launch)
     write_durably(path, data)
 
@@ -64,7 +63,7 @@ def read(private: Path, run: str, rank: int) -> list[Note]:
 
 def begin(folder: Folder, run: str, rank: int) -> None:
     """Leave a sign that a rank of the run may save here from now on. See `has_begun`."""
-    make_below(folder.private / keys.sealed_rank(run, rank))
+    (folder.private / keys.sealed_rank(run, rank)).mkdir(parents=True, exist_ok=True)
 
 
 def has_begun(private: Path, run: str, rank: int) -> bool:
@@ -92,9 +91,7 @@ def not_yet(private: Path, run: str, rank: int) -> frozenset[str]:
 
 def begin_file(folder: Folder, run: str, rank: int, source: str) -> None:
     """Note, before a file is written, that it is this run's, until `end_file`: a kill may come before `put`."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with open(open_file(folder.private / keys.sealed_writing(run, rank), flags), "w") as file:
-        file.write(source)
+    (folder.private / keys.sealed_writing(run, rank)).write_text(source)
 
 
 def end_file(folder: Folder, run: str, rank: int) -> None:
@@ -112,7 +109,7 @@ def unfinished_file(private: Path, run: str, rank: int) -> str | None:
 def begin_with_remote(private: Path, run: str, rank: int) -> None:
     """Leave a sign that the journal has what this rank of the run saves here from now on."""
     sign = private / keys.sealed_with_remote(run, rank)
-    make_below(sign.parent)
+    sign.parent.mkdir(parents=True, exist_ok=True)
     sign.touch()
 
 

@@ -259,6 +259,6 @@ def has_owner(folder: str | os.PathLike[str], rank: int, kind: str = "") -> bool
     except OSError:
         return False
     try:
-        return not private.try_lock(descriptor, fcntl.LOCK_SH)
+        return not private.lock(descriptor, path, how=fcntl.LOCK_SH)
     finally:
         os.close(descriptor)

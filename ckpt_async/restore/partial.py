@@ -105,7 +105,7 @@ class PartialFile:
         """Record that the whole range is written."""
         if self._is_recorded:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            with open(open_file(_record_of(self._path), flags, 0o666), "a", encoding="ascii") as record:
+            with open(open_file(_record_of(self._path), flags), "a", encoding="ascii") as record:
                 record.write(f"{offset} {checksum.value}\n")
         self._whole[offset] = checksum
 

@@ -347,20 +347,27 @@ class ProcessRunner:
     def _meet(self) -> Channel:
         """Connect to the node's process. If there is none, the rank that gets its lock starts it."""
         meeting = Meeting(self._folder.common)
-        path = self._folder.common / "node.lock"
+        path, deadline = self._folder.common / "node.lock", time.monotonic() + SPAWN_TIMEOUT_S
+        channel: Channel | None = None
+
+        def is_over() -> bool:
+            nonlocal channel
+            channel = meeting.connect()
+            return channel is not None or self._is_ended.is_set()
+
         lock = private.open_lock(path)
-        waiting = private.Waiting(path, SPAWN_TIMEOUT_S, MEET_PAUSE_S)
         try:
-            while not (waiting.is_over() or self._is_ended.is_set()):
-                if (channel := meeting.connect()) is not None:
-                    return channel
-                if not private.try_lock(lock):  # it is being started, or is just ending
-                    waiting.pause(lock)
-                    continue
-                with meeting.listen() as listener:
-                    self._spawn("node", listener.fileno(), lock)  # the new process holds the lock from now on
-                ended, lock = lock, private.open_lock(path)
-                os.close(ended)
+            while (left_s := deadline - time.monotonic()) > 0 and not is_over():
+                # Others hold it while the process is being started, or is just ending.
+                if private.lock(lock, path, timeout_s=left_s, poll_s=MEET_PAUSE_S, is_over=is_over):
+                    with meeting.listen() as listener:
+                        self._spawn("node", listener.fileno(), lock)  # which holds the lock from now on
+                    ended, lock = lock, private.open_lock(path)
+                    os.close(ended)
+                elif channel is not None:
+                    break
+            if channel is not None:
+                return channel
             raise RunnerError(
                 "the node's runner process can neither be reached nor started", hint=self._log_tail()
             )
@@ -376,8 +383,7 @@ class ProcessRunner:
             )
         command = [sys.executable, "-P", "-c", _BOOTSTRAP, str(descriptors[0]), kind, *sys.path]
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(private.open_file(self.log_path, flags), "wb") as log:
+            with self.log_path.open("wb") as log:
                 # Not the trainer's own: readers of those would wait until the last writer is gone.
                 process = subprocess.Popen(
                     command,

@@ -57,7 +57,7 @@ class FolderLock:
                 " that the folder is on",
             ) from error
         try:
-            if not private.try_lock(descriptor):
+            if not private.lock(descriptor, self.path):
                 os.close(descriptor)
                 return False
             self._sign(descriptor)
