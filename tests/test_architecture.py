@@ -35,6 +35,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("transfer",),
     ("stores", "local"),
     ("core",),
+    ("private",),
     ("errors", "threads", "niceness", "serving"),
 )
 DEPTH = {name: depth for depth, rooms in enumerate(ROOMS) for name in rooms}

@@ -547,7 +547,9 @@ def test_a_sidecar_needs_only_a_trainers_permissions(
         if path == "job" and "/checkpoints" in each[:2] and each[0] == "sweep"
     )
     assert arguments[1:4] == ["/checkpoints", "--interval", "60"]
-    once = ["sweep", str(folder), *arguments[4 : arguments.index("--metrics-port")]]
+    assert arguments[arguments.index("--only-remote") + 1] == "$(REMOTE)"
+    given = [each.replace("$(REMOTE)", "memory://test") for each in arguments]
+    once = ["sweep", str(folder), *given[4 : given.index("--metrics-port")]]
     assert cli.main(once) == 0
     assert store.keys(keys.DECISIONS) == [keys.decision_key(CheckpointId(1, step)) for step in (1, 2)]
     assert ("put", keys.receipt_key(CheckpointId(1, 1), 0)) in store.requests

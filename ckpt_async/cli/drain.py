@@ -11,7 +11,7 @@ from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_line, store_options
-from ckpt_async.cli.parsing import add_store_options, as_folder, as_seconds
+from ckpt_async.cli.parsing import add_only_remote, add_store_options, as_folder, as_seconds, only_remotes
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.core.units import in_units, named, one_line
 from ckpt_async.errors import SettingsError
@@ -32,6 +32,7 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remote", metavar="URL", help="remote URL (default: the one that the trainer recorded)"
     )
+    add_only_remote(parser)
     parser.add_argument(
         "--timeout",
         metavar="S",
@@ -56,7 +57,7 @@ def drain_arguments(parser: argparse.ArgumentParser) -> None:
 
 def drain(options: argparse.Namespace) -> Exit:
     """Finish what a trainer left in a folder."""
-    settings = event_settings(options, load_settings({}, os.environ))
+    settings = only_remotes(options, event_settings(options, load_settings({}, os.environ)))
     report = threads.run(
         work.drain(
             options.folder,

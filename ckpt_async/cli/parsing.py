@@ -9,10 +9,12 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ckpt_async.cli.output import Which
 from ckpt_async.core import keys
+from ckpt_async.core.settings import Settings
 
 WHERE = "s3://bucket/prefix/run or file:///path/run"
 
@@ -103,6 +105,21 @@ def add_store_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint-url", metavar="URL", help="endpoint of an S3-compatible store")
     parser.add_argument("--region", help="region of the bucket")
     parser.add_argument("--profile", help="profile in the AWS configuration files")
+
+
+def add_only_remote(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only-remote",
+        metavar="URL",
+        action="append",
+        help="of the remotes that journals name, touch only this one and what is below it;"
+        " repeatable (default: the setting only_remotes)",
+    )
+
+
+def only_remotes(options: argparse.Namespace, settings: Settings) -> Settings:
+    """Return the settings with what `--only-remote` says."""
+    return replace(settings, only_remotes=" ".join(options.only_remote)) if options.only_remote else settings
 
 
 def add_kind(parser: argparse.ArgumentParser) -> None:

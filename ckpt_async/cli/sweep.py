@@ -16,7 +16,16 @@ from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.metrics_file import Tally, add_metrics_file, tally_of
 from ckpt_async.cli.output import Exit, Json, id_json, print_line, store_options
-from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_path, as_seconds
+from ckpt_async.cli.parsing import (
+    WHERE,
+    add_kind,
+    add_only_remote,
+    add_store_options,
+    as_folder,
+    as_path,
+    as_seconds,
+    only_remotes,
+)
 from ckpt_async.cli.upkeep import finding_json, with_store
 from ckpt_async.core import keys, retention
 from ckpt_async.core.model import Outcome
@@ -53,6 +62,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remote", metavar="URL", action="append", default=[], help="also sweep this remote; repeatable"
     )
+    add_only_remote(parser)
     parser.add_argument(
         "--keep",
         metavar="[KIND:]POLICY",
@@ -103,7 +113,7 @@ def _add_sweep_events(parser: argparse.ArgumentParser) -> None:
 def sweep(options: argparse.Namespace) -> Exit:
     """Sweep once, or every `--interval` seconds until SIGTERM."""
     options.targets = [*options.folders, *options.remote]
-    return _sweep(options, load_settings({}, os.environ))
+    return _sweep(options, only_remotes(options, load_settings({}, os.environ)))
 
 
 def _sweep(options: argparse.Namespace, settings: Settings) -> Exit:

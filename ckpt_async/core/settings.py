@@ -168,6 +168,11 @@ class Settings:
         "",
         "checkpoints that a sweeper keeps remotely, e.g. last=3,every-steps=1000,best=2:loss:min; empty keeps all",
     )
+    only_remotes: str = _setting(
+        "",
+        "`drain` and sweeper: of the remotes that journals name, only these and what is below them are touched, e.g."
+        " s3://bucket/team gs://other; URLs separated by blanks; empty for all",
+    )
     allow_unknown_filesystem: bool = _setting(
         False,
         "accept a folder on a file system that is not known to be local; if another machine uses the folder"

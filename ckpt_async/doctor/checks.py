@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
+from ckpt_async import private
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, RemoteAddress, Superseded
 from ckpt_async.core.settings import ENVIRONMENT_PREFIX, Settings
@@ -229,6 +230,7 @@ def _other_mounts(path: Path) -> Iterator[str]:
 
 def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
     try:
+        private.check(path / keys.PRIVATE)
         found = load(path)
         recorded = list(_recorded(path))
     except NoJournalError:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ckpt_async import private
 from ckpt_async.core import arguments, keys
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.core.naming import check_relative
@@ -53,6 +54,7 @@ LEFT_OVER_AGE_S = 3600.0
 # A removal takes well under a millisecond. A lock that is held for longer than this was left to a forked
 # child by a process that was killed, and is ignored.
 REMOVAL_S = 5.0
+_REMOVAL_POLL_S = 0.001
 
 
 def place_of(folder: str | os.PathLike[str]) -> Path:
@@ -80,6 +82,7 @@ class Folder:
         self.kind = kind
         self.common = self.path / keys.PRIVATE
         self.private = self.common / keys.kind_place(kind)
+        private.check(self.common)
         filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
         self.keeps_inodes = keeps_inodes(filesystem)
         self._host_mark = HostMark(self.common, boot_id())
@@ -88,6 +91,7 @@ class Folder:
             check_local(self.path, filesystem)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._common_facts = private.make(self.common)
             (self.private / "spool").mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
@@ -104,8 +108,20 @@ class Folder:
         """Called once a second by the running engine: renew the mark that tells other machines about it, and
         release reserved space if the disk is full.
         """
+        self.check_same()
         self._host_mark.renew(self._trusted)
         self._reserve.adjust()
+
+    def check_same(self) -> None:
+        """Raise JournalError if something else is at the place of our private part now: whoever may write to the folder
+        can put it there.
+        """
+        with contextlib.suppress(FileNotFoundError):  # found by those who need it
+            if not os.path.samestat(os.lstat(self.common), self._common_facts):
+                raise JournalError(
+                    f"{str(self.common)!r} was replaced while this process was using it",
+                    hint="nothing in it was touched: find out by whom, and restart this process",
+                )
 
     def is_disk_full(self) -> bool:
         return self._reserve.is_disk_full()
@@ -219,7 +235,7 @@ class Folder:
         """
         descriptor = _open_lock(place)
         try:
-            _lock(descriptor, fcntl.LOCK_EX)
+            private.lock(descriptor, place, timeout_s=REMOVAL_S, poll_s=_REMOVAL_POLL_S)
             yield
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for the copy in a child forked in the meantime
@@ -229,7 +245,9 @@ class Folder:
         """Wait until nobody is removing files: those that `remove_source` moved away by mistake are back then."""
         descriptor = _open_lock(self.common)
         try:
-            _lock(descriptor, fcntl.LOCK_SH)
+            private.lock(
+                descriptor, self.common, timeout_s=REMOVAL_S, poll_s=_REMOVAL_POLL_S, how=fcntl.LOCK_SH
+            )
         finally:  # not in a function of its own, which Ctrl-C could keep from beginning
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
@@ -296,6 +314,7 @@ class Folder:
         (another mount inside the folder, no hard links) it is not, and then only the user's own file holds the
         bytes.
         """
+        self.check_same()
         done: list[tuple[FileIdentity, bool]] = []
         try:
             link_into(
@@ -337,6 +356,7 @@ class Folder:
 
     def remove_spool(self, spool: str) -> None:
         """Remove a spool folder with all its links; idempotent. The user's own files stay."""
+        self.check_same()
         with contextlib.suppress(FileNotFoundError):
             for folder, _, names, descriptor in os.fwalk(self.private / spool, topdown=False):
                 for name in names:
@@ -454,19 +474,6 @@ def _open_lock(place: Path) -> int:
         return os.open(place, _DIRECTORY)
     except OSError as error:
         raise _folder_error(place, error) from error
-
-
-def _lock(descriptor: int, how: int) -> None:
-    """Take the lock; after REMOVAL_S, continue without it."""
-    deadline = time.monotonic() + REMOVAL_S
-    while True:
-        try:
-            fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return
-        time.sleep(0.001)
 
 
 # --- facts of the machine ----------------------------------------------------------------------------------

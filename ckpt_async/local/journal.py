@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol, Self
 
+from ckpt_async import private
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import (
@@ -431,9 +431,9 @@ class RankLock:
 
         Raises FolderInUseError, which names the holder.
         """
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = private.open_lock(self.path)
         try:
-            self._wait_for(descriptor, time.monotonic() + wait_s, is_trainer=is_trainer)
+            self._wait_for(descriptor, wait_s, is_trainer=is_trainer)
             self._descriptor = descriptor
             self._sign(f"process {os.getpid()}")
             if is_trainer:
@@ -446,26 +446,23 @@ class RankLock:
             os.close(descriptor)
             raise
 
-    def _wait_for(self, descriptor: int, deadline: float, *, is_trainer: bool) -> None:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if is_trainer:
-                    with contextlib.suppress(OSError):
-                        self._wanted.touch()
-                if time.monotonic() >= deadline:
-                    if is_trainer:
-                        self._wanted.unlink(missing_ok=True)
-                    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
-                    raise FolderInUseError(
-                        f"rank {self.rank} of {self._place} is in use by {holder}",
-                        hint="only one process at a time may save there for a rank (and kind): stop the other one"
-                        " or use another folder",
-                    ) from None
-                time.sleep(0.05)
-            else:
-                return
+    def _wait_for(self, descriptor: int, wait_s: float, *, is_trainer: bool) -> None:
+        def want() -> bool:
+            if is_trainer:
+                with contextlib.suppress(OSError):
+                    self._wanted.touch()
+            return False
+
+        if private.lock(descriptor, self.path, timeout_s=wait_s, poll_s=0.05, is_over=want):
+            return
+        if is_trainer:
+            self._wanted.unlink(missing_ok=True)
+        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
+        raise FolderInUseError(
+            f"rank {self.rank} of {self._place} is in use by {holder}",
+            hint="only one process at a time may save there for a rank (and kind): stop the other one"
+            " or use another folder",
+        )
 
     def _sign(self, holder: str) -> None:
         with contextlib.suppress(OSError):  # only used in messages; the lock is held even if the disk is full

@@ -10,7 +10,6 @@ remembered for a while, so that a fact that is learned again is not reported aga
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import sqlite3
@@ -20,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_async import private
 from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
 from ckpt_async.local import database
@@ -224,19 +224,20 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_local(folder, filesystem_of(str(folder.resolve()), Path("/proc/self/mountinfo")))
-        descriptor = os.open(folder / "events.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = folder / "events.lock"
+        descriptor = private.open_lock(path)
         held.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise FolderInUseError(
-            f"the queue of events in {str(folder)!r} is in use by another process",
-            hint="give each process its own folder",
-        ) from None
+        if private.lock(descriptor, path):
+            return
     except OSError as error:
         raise JournalError(
             f"the queue of events cannot be stored in {str(folder)!r}: {error.strerror or error}",
             hint="use a writable folder on a local disk",
         ) from error
+    raise FolderInUseError(
+        f"the queue of events in {str(folder)!r} is in use by another process",
+        hint="give each process its own folder",
+    )
 
 
 def _open_or_replace(path: Path) -> sqlite3.Connection:

@@ -6,12 +6,14 @@ A pure view over replayed journals.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_async import private
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Outcome
@@ -249,13 +251,14 @@ def has_owner(folder: str | os.PathLike[str], rank: int, kind: str = "") -> bool
     """Return whether a live process holds this rank's lock, by trying to take it, shared, for a moment."""
     path = journals.private_of(folder, kind) / keys.lock_name(rank)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = private.open_file(path, os.O_RDONLY)
+    except PermissionError:  # another user may see that it is there, but not lock it
+        with contextlib.suppress(OSError):
+            return bool(private.holder(os.lstat(path)))
+        return False
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not private.lock(descriptor, path, how=fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-    return False

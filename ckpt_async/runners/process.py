@@ -9,7 +9,6 @@ process group do not reach it. The only ties between the two are one socket and 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_async import private
 from ckpt_async.core import json_log
 from ckpt_async.core.observe import Observer
 from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
@@ -347,21 +347,27 @@ class ProcessRunner:
     def _meet(self) -> Channel:
         """Connect to the node's process. If there is none, the rank that gets its lock starts it."""
         meeting = Meeting(self._folder.common)
-        lock = os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        deadline = time.monotonic() + SPAWN_TIMEOUT_S
+        path, deadline = self._folder.common / "node.lock", time.monotonic() + SPAWN_TIMEOUT_S
+        channel: Channel | None = None
+
+        def is_over() -> bool:
+            nonlocal channel
+            channel = meeting.connect()
+            return channel is not None or self._is_ended.is_set()
+
+        lock = private.open_lock(path)
         try:
-            while time.monotonic() < deadline and not self._is_ended.is_set():
-                if (channel := meeting.connect()) is not None:
-                    return channel
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:  # it is being started, or is just ending
-                    time.sleep(MEET_PAUSE_S)
-                    continue
-                with meeting.listen() as listener:
-                    self._spawn("node", listener.fileno(), lock)  # the new process holds the lock from now on
-                ended, lock = lock, os.open(self._folder.common / "node.lock", os.O_RDWR | os.O_CLOEXEC)
-                os.close(ended)
+            while (left_s := deadline - time.monotonic()) > 0 and not is_over():
+                # Others hold it while the process is being started, or is just ending.
+                if private.lock(lock, path, timeout_s=left_s, poll_s=MEET_PAUSE_S, is_over=is_over):
+                    with meeting.listen() as listener:
+                        self._spawn("node", listener.fileno(), lock)  # which holds the lock from now on
+                    ended, lock = lock, private.open_lock(path)
+                    os.close(ended)
+                elif channel is not None:
+                    break
+            if channel is not None:
+                return channel
             raise RunnerError(
                 "the node's runner process can neither be reached nor started", hint=self._log_tail()
             )

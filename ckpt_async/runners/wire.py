@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import socket
+import struct
 import threading
 from typing import Any, NamedTuple, Self
 
@@ -32,6 +33,8 @@ MAX_TEXT_BYTES = 2000
 # Of these messages. A runner process may be older than its trainer (a node's process that lingers) or newer (restarted
 # after an upgrade of the package).
 VERSION = 2
+# The kernel's `struct ucred`: process, user, group.
+_PEER = struct.Struct("iII")
 # A trainer sends no more `want` while so many are unread, so that every other message finds room: by far fewer than
 # the buffer holds.
 MAX_UNREAD = 100
@@ -203,14 +206,24 @@ class Meeting:
     """
 
     def __init__(self, private: os.PathLike[str]) -> None:
-        self._folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._address = f"/proc/self/fd/{self._folder}/node.sock"
 
     def connect(self) -> Channel | None:
-        """Return a connection to the listening process, or None if there is none."""
+        """Return a connection to the listening process, or None if there is none. Raises RunnerError if it is another
+        user's: it would be sent the settings and the rank's lock.
+        """
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connecting.connect(self._address)
+            pid, user, _ = _PEER.unpack(
+                connecting.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            )
+            if user not in (os.geteuid(), 0):
+                raise RunnerError(
+                    f"the node's runner process {pid} belongs to user {user}",
+                    hint="all ranks that share a folder must run as one user",
+                )
         except (FileNotFoundError, ConnectionRefusedError):
             connecting.close()
             return None

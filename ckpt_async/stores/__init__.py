@@ -41,6 +41,7 @@ __all__ = [
     "Location",
     "StoreOptions",
     "address_of",
+    "check_allowed",
     "check_apart",
     "check_key_length",
     "folder_of",
@@ -127,6 +128,26 @@ def options_of(address: RemoteAddress, given: StoreOptions, *, env: Mapping[str,
         addressing_style=address.addressing_style,
         put_args=address.put_args,
     )
+
+
+def check_allowed(url: str, only: str) -> None:
+    """Raise SettingsError if `only`, URLs separated by blanks, is not empty and has none that the remote is at or
+    below.
+    """
+    if only and not any(_is_below(url, each) for each in only.split()):
+        raise SettingsError(
+            f"{url} is not among the remotes that may be touched",
+            hint="if it may be, name it with --only-remote, too",
+        )
+
+
+def _is_below(url: str, top: str) -> bool:
+    here, there = parse_url(url), parse_url(top)
+    if (here.scheme, here.bucket) != (there.scheme, there.bucket):
+        return False
+    if here.scheme == "file":  # a link could lead elsewhere
+        return Path(here.prefix).resolve().is_relative_to(Path(there.prefix).resolve())
+    return f"{here.prefix}/".startswith(f"{there.prefix}/" if there.prefix else "")
 
 
 def makes_folder(url: str) -> bool:

@@ -117,7 +117,9 @@ class DirectoryStore(WholeObjects):
         with translating("put", key):
             held = contextlib.ExitStack()
             try:
-                temporary, file = await in_thread(self._tree.create_temporary, held)
+                # Of a file, the mode; a record may be read by all who may read the folder.
+                mode = getattr(body, "mode", 0o666)
+                temporary, file = await in_thread(self._tree.create_temporary, held, mode)
                 await send_in_thread(body, LocalWriter(partial(_write_all, file.fileno())))
                 stored = await in_thread(_sync_and_read_back, file, checksum.algorithm)
                 if stored != checksum:
@@ -238,7 +240,7 @@ class DirectoryStore(WholeObjects):
             self._publish(temporary, key, None)
 
     def _copy_bytes(self, source: int, held: contextlib.ExitStack) -> Path:
-        temporary, file = self._tree.create_temporary(held)
+        temporary, file = self._tree.create_temporary(held, os.fstat(source).st_mode)
         with file:
             offset = 0
             while data := os.pread(source, _SLICE_BYTES, offset):

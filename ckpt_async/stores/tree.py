@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
+from ckpt_async import private
 from ckpt_async.core.keys import DATA, PRIVATE
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 
 # Where temporary files and the lock are, below a name that no key may start with. Left-overs are harmless.
 OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
 _LOCK = "lock"
+_TEMPORARY = re.compile(r"[0-9a-f]{32}(\.link)?")
 
 # How often to retry when a parent folder vanishes before it is used, because a `delete` found it empty.
 _PARENT_ATTEMPTS = 10
@@ -77,7 +79,7 @@ class Tree:
 
     def open_to_write(self) -> bool:
         """Make the folder if it is missing and try one write and one lock in it; return whether hard links work."""
-        make_folders(self._own)
+        make_folders(self.path(OWN))
         self._has_own = True
         can_link = self._probe()
         self._may_write = True
@@ -118,21 +120,27 @@ class Tree:
             return _try_link(temporary, linked)
 
     def _remove_left_overs(self, now: float) -> None:
-        """Delete temporary files of writers that died, best effort."""
-        oldest = now - _LEFT_OVER_AGE_S
-        for entry in os.scandir(self._own):
-            with contextlib.suppress(OSError):
-                if entry.name != _LOCK and entry.stat(follow_symlinks=False).st_mtime < oldest:
-                    os.unlink(entry)
-
-    def create_temporary(self, held: contextlib.ExitStack) -> tuple[Path, FileIO]:
-        """Create and open a file under a temporary name. `held` closes it and removes the name: it owns both even if
-        nobody wants the result any more.
+        """Delete temporary files of writers that died, best effort. Others may write to a shared remote: no link is
+        followed, and only what has a name of ours is deleted.
         """
-        path = self._own / secrets.token_hex(16)
+        oldest = now - _LEFT_OVER_AGE_S
+        own = os.open(self.path(OWN), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in filter(_TEMPORARY.fullmatch, os.listdir(own)):
+                with contextlib.suppress(OSError):
+                    if os.stat(name, dir_fd=own, follow_symlinks=False).st_mtime < oldest:
+                        os.unlink(name, dir_fd=own)
+        finally:
+            os.close(own)
+
+    def create_temporary(self, held: contextlib.ExitStack, mode: int = 0o666) -> tuple[Path, FileIO]:
+        """Create and open a file under a temporary name. `held` closes it and removes the name: it owns both even if
+        nobody wants the result any more. Its group and others get no right that is not in `mode`.
+        """
+        path = self.path(f"{OWN}/{secrets.token_hex(16)}")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with self._in_place("put"):
-            descriptor = os.open(path, flags, 0o666)
+            descriptor = os.open(path, flags, 0o600 | mode & 0o066)
         held.callback(unlink_if_there, path)
         return path, held.enter_context(open(descriptor, "r+b", buffering=0))
 
@@ -140,7 +148,7 @@ class Tree:
         """Link a file under a temporary name, which `held` removes, and return that, or None if the file system cannot
         link it.
         """
-        path = self._own / secrets.token_hex(16)
+        path = self.path(f"{OWN}/{secrets.token_hex(16)}")
         held.callback(unlink_if_there, path)
         with self._in_place("copy"):
             return path if _try_link(self.path(key), path) else None
@@ -163,21 +171,18 @@ class Tree:
         The lock file is never removed, because everybody who waits for the lock must wait on the same inode. The wait
         is bounded, because the holder may be a stopped process.
         """
-        with self._in_place("lock"):
-            descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        path, descriptor = self._open_lock("lock")
         try:
-            deadline = time.monotonic() + _LOCK_TIMEOUT_S
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock") from None
-                    time.sleep(_LOCK_POLL_S)
+            if not private.lock(descriptor, path, timeout_s=_LOCK_TIMEOUT_S, poll_s=_LOCK_POLL_S):
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", str(path))
             yield
         finally:
             os.close(descriptor)
+
+    def _open_lock(self, operation: str) -> tuple[Path, int]:
+        path = self.path(f"{OWN}/{_LOCK}")
+        with self._in_place(operation):
+            return path, private.open_lock(path)
 
     def check_there(self, operation: str, key: str = "") -> None:
         """Raise StoreError if the folder is gone: missing is not empty. A mount point whose file system is not mounted
@@ -210,8 +215,7 @@ class Tree:
         """Return the time by the clock that sets file times, which is the server's on a network file system."""
         if not self._may_write:
             return time.time()
-        with self._in_place("list"):
-            descriptor = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        _, descriptor = self._open_lock("list")
         try:
             os.utime(descriptor)
             return os.fstat(descriptor).st_mtime

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckpt_async import private
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.model import Outcome, RemoteAddress
 from ckpt_async.core.observe import Observer
@@ -32,7 +33,7 @@ from ckpt_async.events.telling import Wants, parse_wants
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.stores import StoreOptions, address_of, options_of
+from ckpt_async.stores import StoreOptions, address_of, check_allowed, options_of
 from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, uncopied, why_left
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
@@ -80,9 +81,11 @@ async def drain(
     What keeps one rank or remote from being worked on is in the reports; the others are finished. It is raised (as a
     StoreError, say, or as a SettingsError if the remote is not known) if no rank's remote could be worked with.
 
-    Raises NoJournalError, JournalError if the folder is such a copy or a kind's folder cannot be read.
+    Raises NoJournalError, JournalError if the folder is such a copy or another user's, or a kind's folder cannot be
+    read.
     """
     path = place_of(folder)
+    private.check(path / keys.PRIVATE)
     if not (path / keys.PRIVATE).is_dir():
         raise journals.none_in(path)
     settings, given = settings or Settings(), store_options or StoreOptions()
@@ -99,7 +102,9 @@ async def drain(
             changed = _change_of_kind(change, kind)
             for each in () if adopts_copy else adopted:
                 await in_thread(recovery.refuse_copy, opened, each.before)
-            for address, members in await in_thread(_by_remote, opened, adopted, changed):
+            for address, members in await in_thread(
+                _by_remote, opened, adopted, changed, settings.only_remotes
+            ):
                 with _refusing(members):
                     budgets = shared[keys.run_remote(address.url, kind)]
                     adoptions.append(
@@ -196,15 +201,16 @@ def _owner(error: FolderInUseError) -> str:
 
 
 def _by_remote(
-    folder: Folder, adopted: Iterable[_Adopted], change: Change | None
+    folder: Folder, adopted: Iterable[_Adopted], change: Change | None, only_remotes: str
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
     """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Refuses those
-    whose remote is not known. Blocks.
+    whose remote is not known or not allowed. Blocks.
     """
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         with _refusing([each]):
             address = _remote_of(folder, each, change)
+            check_allowed(address.url, only_remotes)
             group = next((members for known, members in groups if known == address), None)
             if group is None:
                 groups.append((address, [each]))

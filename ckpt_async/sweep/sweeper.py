@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from ckpt_async import private
 from ckpt_async.core import keys, naming, retention
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Outcome, RemoteAddress
@@ -25,11 +26,12 @@ from ckpt_async.events.callback import check_callable
 from ckpt_async.events.event import Event
 from ckpt_async.events.sinks import check
 from ckpt_async.local import journals
+from ckpt_async.local.folder import place_of
 from ckpt_async.monitor.metrics import SweeperMetrics
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.kinds import kinds_below
 from ckpt_async.protocol.verify import verify
-from ckpt_async.stores import StoreOptions, address_of, options_of
+from ckpt_async.stores import StoreOptions, address_of, check_allowed, options_of
 from ckpt_async.sweep.drain import drain
 from ckpt_async.sweep.fates import DrainReport
 from ckpt_async.sweep.remote import Done, RemoteReport, RemoteSweep, open_run
@@ -242,6 +244,8 @@ class Sweeper:
         address, kinds = target.address, list[str]()
         settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
         try:
+            if not target.is_given:
+                check_allowed(address.url, self._settings.only_remotes)
             options = options_of(address, self._store_options, env=os.environ)
             store = connect(address.url, options, settings, self.metrics.of(address.url))
             try:
@@ -364,5 +368,6 @@ def _unfinished_ranks(folder: str) -> tuple[int, ...]:
 
 def _locals(folder: str) -> list[tuple[str, Local]]:
     """Return, for each kind and rank, what the folder's journals say."""
+    private.check(place_of(folder) / keys.PRIVATE)
     found = journals.read_all(folder)
     return [(kind, each.local()) for kind, readings in found.items() for each in readings.values()]

@@ -211,6 +211,11 @@ class FileBody:
     def size_bytes(self) -> int:
         return self._size_bytes
 
+    @property
+    def mode(self) -> int:
+        """The file's permission bits."""
+        return os.fstat(self._source.descriptor).st_mode
+
     def read(self, sink: Sink, check: Callable[[], None]) -> None:
         """Read the body, see `Body.read`. Only CHECKSUMS_AT_ONCE bodies of one shard are read at a time."""
         self._source.read_out(sink, self._offset, self._size_bytes, self._progress.moved_in_thread, check)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ckpt_async import private
 from ckpt_async.core.model import without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
@@ -166,6 +167,10 @@ class Entries:
 
     def load(self) -> None:
         """Read the entries, and finish or undo what a kill has interrupted."""
+        self.place.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.place.mkdir(0o700)
+        private.check(self.place)
         for place in (self._entries, self._staged):
             place.mkdir(parents=True, exist_ok=True)
         self._check_place()

@@ -5,13 +5,13 @@ holder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
 import socket
 from pathlib import Path
 
+from ckpt_async import private
 from ckpt_async.core.model import without_slash
 from ckpt_async.errors import JournalError
 
@@ -49,7 +49,7 @@ class FolderLock:
     def _try_take(self) -> bool:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = private.open_lock(self.path)
         except OSError as error:
             raise JournalError(
                 f"{str(self.path)!r} cannot be created: {error.strerror}",
@@ -57,11 +57,10 @@ class FolderLock:
                 " that the folder is on",
             ) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not private.lock(descriptor, self.path):
+                os.close(descriptor)
+                return False
             self._sign(descriptor)
-        except BlockingIOError:
-            os.close(descriptor)
-            return False
         except OSError as error:
             os.close(descriptor)
             raise JournalError(f"{str(self.path)!r} cannot be locked: {error.strerror}") from error

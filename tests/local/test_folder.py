@@ -425,8 +425,10 @@ def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
 
 def test_old_leftovers_of_killed_processes_are_removed(folder: Folder) -> None:
     """Every kill may leave a probe and a half-made symlink, which add up; a recent one may belong to another rank."""
+    for name in ("probe-1-a", "probe-1-a.link"):
+        (folder.private / name).touch()
+    (folder.private / "latest.1.tmp").symlink_to("gone")
     for name in ("probe-1-a", "probe-1-a.link", "latest.1.tmp"):
-        (folder.private / name).symlink_to("gone")
         os.utime(folder.private / name, (0, 0), follow_symlinks=False)
     young = folder.private / "latest.2.tmp"
     young.symlink_to("gone")

@@ -101,12 +101,31 @@ def test_own_files_are_hidden_and_leftovers_are_harmless(store, tmp_path, run):
 
 def test_old_leftovers_are_removed_at_open(store, tmp_path, run):
     own = tmp_path / "run" / OWN
-    for name, age_s in (("old", 90_000), ("young", 60), ("lock", 90_000)):
+    old, young = "0" * 32, "1" * 32
+    for name, age_s in ((old, 90_000), (young, 60), ("lock", 90_000), ("notes.txt", 90_000)):
         (own / name).touch()
         then = (own / name).stat().st_mtime - age_s
         os.utime(own / name, (then, then))
     run(store.open())
-    assert {each.name for each in own.iterdir()} == {"young", "lock"}
+    assert {each.name for each in own.iterdir()} == {young, "lock", "notes.txt"}
+
+
+@pytest.mark.parametrize("place", [".ckpt-async", OWN])
+def test_no_link_is_followed_to_temporary_files(tmp_path, run, place):
+    """Whoever may write to a shared folder could have old files of somebody else deleted."""
+    victim = tmp_path / "victim"
+    precious = [victim / "tmp" / ("0" * 32), victim / ("0" * 32)]
+    precious[0].parent.mkdir(parents=True)
+    for each in precious:
+        each.write_text("precious")
+        os.utime(each, (0, 0))
+    link = tmp_path / "shared" / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(victim)
+    with pytest.raises(StoreError, match="symbolic link"):
+        run(DirectoryStore(tmp_path / "shared").open())
+    assert all(each.exists() for each in precious)
+    assert len(list(victim.rglob("*"))) == 3
 
 
 def test_no_temporary_file_is_left(store, tmp_path, run):

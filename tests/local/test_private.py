@@ -1,0 +1,297 @@
+"""Folders that others may write to: what they put there is neither followed nor obeyed, and no lock is theirs."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import stat
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_async import Uploader, cli
+from ckpt_async.core.keys import PRIVATE
+from ckpt_async.errors import JournalError, RunnerError, SettingsError
+from ckpt_async.stores import check_allowed
+from ckpt_async.stores.directory import DirectoryStore
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act for another user")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "folder"
+
+
+@pytest.fixture
+def umask_0() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def remote_of(folder: Path) -> Path:
+    return folder.with_name(f"remote-of-{folder.name}")
+
+
+def opened(folder: Path, remote: object = None, **more: Any) -> Uploader:
+    return Uploader(folder, f"file://{remote or remote_of(folder)}", **{"rank": 0, "world_size": 1} | more)
+
+
+def save(uploader: Uploader, *steps: int, mode: int = 0o644) -> None:
+    for step in steps:
+        path = uploader.folder / f"step-{step}" / "model.pt"
+        path.parent.mkdir()
+        path.write_bytes(b"weights")
+        path.chmod(mode)
+        uploader.enqueue(path, step)
+        uploader.seal(step)
+
+
+def saved(folder: Path, *steps: int, **more: int) -> None:
+    with opened(folder) as uploader:
+        save(uploader, *steps, **more)
+
+
+def left(folder: Path, remote: object = None) -> None:
+    """Leave a checkpoint that waits for another rank."""
+    uploader = opened(folder, remote, world_size=2, generation=1, close_grace_s=0.1, on_error="warn")
+    save(uploader, 1)
+    uploader.close()
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def num_committed(folder: Path) -> int:
+    return len(list((remote_of(folder) / "ckpt").iterdir()))
+
+
+# --- the private folder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("umask_0")
+def test_a_private_folder_is_for_its_user_alone(folder: Path) -> None:
+    saved(folder, 1)
+    assert mode_of(folder / PRIVATE) == 0o700
+    assert mode_of(folder / PRIVATE / "rank-00000.lock") == 0o600
+
+
+@pytest.mark.parametrize(
+    "name", ["host.json", "rank-00000.lock", "rank-00000.log", "reserve", "journal-00000.sqlite", "spool"]
+)
+def test_a_planted_link_is_refused_and_not_followed(folder: Path, tmp_path: Path, name: str) -> None:
+    victim = tmp_path / "victim"
+    if name == "spool":
+        victim.mkdir()
+    else:
+        victim.write_text("precious")
+    (folder / PRIVATE).mkdir(parents=True)
+    (folder / PRIVATE / name).symlink_to(victim)
+    with pytest.raises(JournalError, match=re.escape(name)):
+        opened(folder, runner="process")
+    assert not list(victim.iterdir()) if name == "spool" else victim.read_text() == "precious"
+
+
+def test_a_link_in_place_of_the_private_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    folder.mkdir()
+    (tmp_path / "victim").mkdir()
+    (folder / PRIVATE).symlink_to(tmp_path / "victim")
+    with pytest.raises(JournalError, match="not a folder"):
+        opened(folder)
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_a_group_that_may_write_loses_that_right(folder: Path) -> None:
+    saved(folder, 1)
+    (folder / PRIVATE).chmod(0o2770)  # as Kubernetes does for fsGroup
+    saved(folder, 2)
+    assert mode_of(folder / PRIVATE) == 0o700
+    assert num_committed(folder) == 2
+
+
+def test_what_everybody_may_write_to_is_refused(folder: Path) -> None:
+    saved(folder, 1)
+    (folder / PRIVATE).chmod(0o777)
+    with pytest.raises(JournalError, match="everybody may write") as refused:
+        opened(folder)
+    assert "chmod go-w" in refused.value.hint
+    assert cli.main(["drain", str(folder)]) == 1
+
+
+def test_a_replaced_private_folder_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    uploader = opened(folder, on_error="warn")
+    (folder / PRIVATE).rename(tmp_path / "away")
+    (folder / PRIVATE).symlink_to(victim)
+    time.sleep(1.5)  # the engine renews its mark once a second
+    with pytest.raises(JournalError, match="replaced"):
+        save(uploader, 1)
+    assert not list(victim.iterdir())
+    (folder / PRIVATE).unlink()
+    (tmp_path / "away").rename(folder / PRIVATE)
+    uploader.close()
+
+
+# --- another user's --------------------------------------------------------------------------------------------
+
+
+@as_root
+def test_another_users_folder_is_shown_but_not_obeyed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(folder, 1, 2, 3)
+    saved(tmp_path / "own", 1, 2, 3)
+    os.chown(folder / PRIVATE, NOBODY, NOBODY)
+    assert cli.main(["status", str(folder)]) == 0
+    assert cli.main(["drain", str(folder)]) == 1
+    assert f"sudo -u nobody ckpt-async drain {folder}" in capsys.readouterr().err
+    with pytest.raises(JournalError, match="belongs to user nobody"):
+        opened(folder)
+    assert cli.main(["sweep", str(folder), str(tmp_path / "own"), "--keep", "last=1"]) == 1
+    assert num_committed(folder) == 3
+    assert num_committed(tmp_path / "own") == 1
+
+
+@as_root
+def test_another_users_node_process_is_not_talked_to(folder: Path) -> None:
+    saved(folder, 1)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(folder / PRIVATE / "node.sock"))
+    os.seteuid(NOBODY)
+    try:
+        listener.listen()
+    finally:
+        os.seteuid(0)
+    with listener, pytest.raises(RunnerError, match=f"belongs to user {NOBODY}"):
+        opened(folder, runner="process", node_shared=True)
+
+
+# --- remotes that may be touched -------------------------------------------------------------------------------
+
+
+def test_drain_touches_only_the_remotes_that_it_may(folder: Path, tmp_path: Path) -> None:
+    left(folder)
+    before = sorted(remote_of(folder).rglob("*"))
+    others = ["--only-remote", f"file://{remote_of(folder)}-2", "--only-remote", "s3://bucket"]
+    assert cli.main(["drain", str(folder), "--grace", "0", *others]) == 2
+    assert sorted(remote_of(folder).rglob("*")) == before
+    ours = ["--only-remote", f"file://{tmp_path}"]
+    assert cli.main(["drain", str(folder), "--grace", "0", *others, *ours]) == 4
+
+
+def test_a_link_does_not_widen_what_may_be_touched(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "allowed").mkdir()
+    (tmp_path / "allowed" / "way").symlink_to(tmp_path)
+    remote_of(folder).mkdir()
+    left(folder, f"{tmp_path}/allowed/way/{remote_of(folder).name}")
+    allowed = ["--only-remote", f"file://{tmp_path}/allowed"]
+    assert cli.main(["drain", str(folder), "--grace", "0", *allowed]) == 2
+    assert "may be touched" in capsys.readouterr().err
+
+
+def test_a_sweep_leaves_other_remotes_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(folder, 1, 2, 3)
+    saved(tmp_path / "own", 1, 2, 3)
+    monkeypatch.setenv("CKPT_ASYNC_ONLY_REMOTES", f"s3://bucket file://{remote_of(tmp_path / 'own')}")
+    assert cli.main(["sweep", str(folder), str(tmp_path / "own"), "--keep", "last=1"]) == 1
+    assert num_committed(folder) == 3
+    assert num_committed(tmp_path / "own") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "is_allowed"),
+    [
+        ("s3://bucket/team/run", True),
+        ("s3://bucket/team", True),
+        ("s3://bucket/team-2/run", False),
+        ("gs://bucket/team/run", False),
+    ],
+)
+def test_remotes_must_be_named(url: str, is_allowed: bool) -> None:
+    check_allowed(url, "")
+    with contextlib.nullcontext() if is_allowed else pytest.raises(SettingsError, match="may be"):
+        check_allowed(url, "file:///elsewhere s3://bucket/team")
+
+
+# --- locks -----------------------------------------------------------------------------------------------------
+
+
+@as_root
+def test_readers_of_a_remote_cannot_lock_it() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o755)
+        folder = Path(place) / "folder"
+        saved(folder, 1)
+        own = remote_of(folder) / PRIVATE / "tmp"
+        (own / "readable").touch()
+        if locked_by_nobody(own / "readable"):
+            pytest.skip("another user cannot read files of this one here")
+        assert locked_by_nobody(own / "lock") == 66  # cannot be opened
+
+
+def locked_by_nobody(path: Path) -> int:
+    command = ["flock", "-n", str(path), "true"]
+    return subprocess.run(command, user=NOBODY, group=NOBODY, extra_groups=[], check=False).returncode
+
+
+def test_whoever_may_write_to_a_remote_may_lock_it(folder: Path) -> None:
+    saved(folder, 1)
+    own = remote_of(folder) / PRIVATE / "tmp"
+    own.chmod(0o2775)
+    saved(folder, 2)
+    assert mode_of(own / "lock") == 0o660
+
+
+def test_a_wait_for_a_ranks_lock_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(folder, 1)
+    _assert_logged(folder / PRIVATE / "rank-00000.lock", lambda: saved(folder, 2), caplog)
+
+
+def test_a_wait_for_a_remotes_lock_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(folder, 1)
+    lock = remote_of(folder) / PRIVATE / "tmp" / "lock"
+    _assert_logged(lock, lambda: asyncio.run(DirectoryStore(remote_of(folder)).open()), caplog)
+
+
+def _assert_logged(lock: Path, work: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
+    holder = subprocess.Popen(["flock", str(lock), "sleep", "60"], start_new_session=True)
+    try:
+        while not subprocess.run(["flock", "-n", str(lock), "true"]).returncode:
+            time.sleep(0.01)
+        working = threading.Thread(target=work)
+        working.start()
+        time.sleep(1)
+        [told] = [each for each in caplog.records if str(lock) in each.getMessage()]
+        assert told.levelno == logging.WARNING
+        assert f"={holder.pid}" in told.getMessage()
+    finally:
+        os.killpg(holder.pid, 9)
+        holder.wait()
+        working.join()
+
+
+# --- rights of what is uploaded --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("umask_0")
+def test_a_copy_in_a_folder_has_no_wider_rights(folder: Path) -> None:
+    saved(folder, 1, mode=0o600)
+    saved(folder, 2, mode=0o640)
+    shards = sorted((remote_of(folder) / "ckpt").rglob("model.pt"))
+    assert [mode_of(each) for each in shards] == [0o600, 0o640]
