@@ -180,7 +180,9 @@ def test_waiting_ranks_read_only_decisions_that_are_there(num_open: int) -> None
     async def decide(store: MemoryStore, ids: list[CheckpointId]) -> None:
         patient = PatientStore(store, SETTINGS)
         for id_ in ids[:50]:
-            new = steps.new_decision(id_, Outcome.ABORT, name="x", world_size=3, by="", now=0.0)
+            new = steps.new_decision(
+                id_, Outcome.ABORT, name=f"step-{id_.step}", world_size=3, by="", now=0.0
+            )
             await patient.put(keys.decision_key(id_), records.encode_decision(new))
 
     store, engines = play(3, num_open, 100.0, decide)
