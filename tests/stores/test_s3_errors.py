@@ -194,6 +194,23 @@ def test_an_ignored_condition_deletes_nothing_else(run, etag, is_deleted):
     run(body())
 
 
+@pytest.mark.parametrize(("version", "is_kept"), [("3HL4kqtJlcpXroDTDm", True), ("null", False)])
+def test_a_bucket_that_keeps_versions_is_told(run, caplog, version, is_kept):
+    """What is deleted there stays, and is paid for."""
+
+    async def body():
+        headers = {"ETag": '"e"', "x-amz-version-id": version}
+        async with Peer(lambda _: answer(200, headers=headers)).serve() as url:
+            store = open_store("s3://versioned/run", StoreOptions(endpoint_url=url))
+            await store.open()
+            found = store.capabilities
+            await store.close()
+        assert any("keeps versions" in remark for remark in found.remarks) is is_kept
+        assert caplog.text.count("keeps versions") == is_kept
+
+    run(body())
+
+
 @pytest.mark.parametrize("code", ["QuotaExceeded", "XMinioStorageFull"])
 def test_a_full_store_is_not_blamed_on_the_credentials(run, code):
     async def body():

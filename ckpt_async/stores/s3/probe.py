@@ -18,7 +18,7 @@ from ckpt_async.stores.opening import in_time
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS
 from ckpt_async.stores.s3.errors import is_reachable_hint
 from ckpt_async.stores.s3.sending import Put, Sender
-from ckpt_async.stores.s3.session import S3Session
+from ckpt_async.stores.s3.session import KEEPS_VERSIONS, S3Session
 from ckpt_async.stores.s3.signing import RequestTemplate
 
 T = TypeVar("T")
@@ -72,6 +72,7 @@ class Probe:
             multipart=True,
             checksum_algorithm=algorithm,
             reads_back=not is_enforced and info.checksum is None,
+            remarks=(KEEPS_VERSIONS,) * self._session.keeps_versions,
         )
 
     async def _conditions(self, algorithm: str, created: ObjectInfo) -> tuple[bool, ObjectInfo]:

@@ -6,6 +6,7 @@ import contextlib
 import datetime as dt
 import functools
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -41,10 +42,18 @@ from ckpt_async.stores.s3.payload import SdkBody
 from ckpt_async.stores.s3.signing import Credentials
 from ckpt_async.stores.s3.standing import AddStanding
 
+logger = logging.getLogger(__name__)
+
 # A bucket name that can be part of a host name, even under a certificate for a single level.
 _HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 # A time as S3 writes it in XML.
 _ISO_UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{3}|\.\d{6})?Z")
+
+
+KEEPS_VERSIONS = (
+    "the bucket keeps versions: what is pruned takes space until a lifecycle rule expires noncurrent versions, and no"
+    " listing shows it"
+)
 
 
 class S3Session:
@@ -57,6 +66,7 @@ class S3Session:
         self.client: Any = None
         # Whether the store compares an ETag in `If-Match` as it has sent it. Ceph compares what is between the quotes.
         self.is_etag_quoted = True
+        self.keeps_versions = False  # as far as answers have shown
         self.signer = Signer(options.profile)
         self._exit_stack = contextlib.AsyncExitStack()
         # Called with the URL and headers of each GetObject that the SDK makes.
@@ -142,7 +152,16 @@ class S3Session:
             request = getattr(self.client, operation)
             response: SdkResponse = await request(Bucket=self.location.bucket, **parameters)
             answers.check_needed(operation, response)
+        if response.get("VersionId", "null") != "null" and not self.keeps_versions:
+            self.keeps_versions = True
+            _say_versions(self.location.bucket)
         return response
+
+
+@functools.cache
+def _say_versions(bucket: str) -> None:
+    """Warn once in this process."""
+    logger.warning("bucket_keeps_versions bucket=%s; %s", bucket, KEEPS_VERSIONS)
 
 
 async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
