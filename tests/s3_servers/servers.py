@@ -228,7 +228,10 @@ FAULTS: Mapping[str, Mapping[str, str]] = {
         "test_a_part_of_another_object_that_has_changed_is_refused": _COPIES,
         "test_aborting_an_upload": "completing an aborted upload answers 500, not 404",
     },
-    "localstack": {},
+    "localstack": {
+        "test_wrong_checksum_is_refused": "after an overwrite that it has refused, reading the object hangs",
+        "test_listing_is_in_key_order": "a listing from the middle leaves out keys beyond ASCII",
+    },
     "moto": {
         "test_a_copy_has_the_bytes_and_the_checksum_of_its_source": _MOTO_COPIES,
         "test_a_copy_replaces_what_is_there_and_nothing_else": _MOTO_COPIES,

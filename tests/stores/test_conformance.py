@@ -919,6 +919,7 @@ class TestAzureOverTls:
     """Runs against Azurite with the tests' own certificate: the same bytes pass through the other kind of socket."""
 
     algorithm, crc, odd_key = "crc64nvme", StoreTests.crc, ODD_KEY
+    kept, needs_comparing = StoreTests.kept, StoreTests.needs_comparing
     BIG, SMALL = MultipartTests.BIG, MultipartTests.SMALL
     put_parts, whole = MultipartTests.put_parts, MultipartTests.whole
     test_objects_read_back_as_written = StoreTests.test_objects_read_back_as_written
