@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.azurite import AzuriteServer
 from tests.file_servers import FileServer
-from tests.seaweed import SeaweedServer
+from tests.s3_servers.servers import SERVERS, S3Server, chosen
 from tests.stores.gcs_peer import GcsPeer
 from tests.sweep.trainers import Trainers
 
@@ -118,14 +118,16 @@ def run() -> Run[Any]:
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedServer]:
-    """One SeaweedFS for the whole session. A test that kills a server starts one of its own."""
-    with SeaweedServer(tmp_path_factory.mktemp("seaweed")) as server:
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One S3 server for the whole session: SeaweedFS, unless `./dev stores` runs another. A test that kills a server
+    starts one of its own.
+    """
+    with SERVERS[chosen()](tmp_path_factory.mktemp("s3-server")) as server:
         yield server
 
 
 @pytest.fixture
-def s3_url(s3_server: SeaweedServer, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix in the session's S3 server that no other test uses. The environment points to the server."""
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)

@@ -100,13 +100,15 @@ class JournalState:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Something that was tried in the store. `is_needed` if a trainer cannot do without it."""
+    """Something that was tried in the store. `otherwise`: what follows if it fails, or "" if a trainer cannot do
+    without it.
+    """
 
     check: str
     what: str
     error: str = ""
     hint: str = ""
-    is_needed: bool = True
+    otherwise: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +302,8 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
         if not each.error:
             yield Finding(each.check, Level.OK, each.what)
         else:
-            hint = each.hint if each.is_needed else "a sweeper needs this permission, a trainer does not"
-            yield Finding(each.check, Level.FAIL if each.is_needed else Level.WARN, each.error, hint)
+            level = Level.WARN if each.otherwise else Level.FAIL
+            yield Finding(each.check, level, each.error, each.otherwise or each.hint)
     if remote.has_proxy:
         yield Finding(
             "proxy",

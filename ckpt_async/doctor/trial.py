@@ -27,6 +27,8 @@ ANSWER_S = 15.0
 # The time limit for all records of a long run, which has a decision for each checkpoint.
 RECORDS_S = 60.0
 NUM_SAMPLES = 5
+_SWEEPERS = "a sweeper needs this permission, a trainer does not"
+_SENT_AGAIN = "a shard whose upload is killed is sent again from its beginning: allow ListParts"
 
 
 def in_one_line(error: CkptAsyncError) -> str:
@@ -73,17 +75,17 @@ class Trial:
         what: str,
         act: Callable[[], Awaitable[None]],
         *,
-        is_needed: bool = True,
+        otherwise: str = "",
         timeout_s: float = ANSWER_S,
     ) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 await act()
         except TimeoutError:
-            self._tried.append(Tried(check, what, f"no answer within {timeout_s:.0f} s", "", is_needed))
+            self._tried.append(Tried(check, what, f"no answer within {timeout_s:.0f} s", "", otherwise))
             return False
         except StoreError as error:
-            self._tried.append(Tried(check, what, in_one_line(error), error.hint, is_needed))
+            self._tried.append(Tried(check, what, in_one_line(error), error.hint, otherwise))
             return False
         self._tried.append(Tried(check, what))
         return True
@@ -127,20 +129,20 @@ class Trial:
     async def _try_the_rest(self) -> None:
         if await self._try("read", "objects can be read", self._read):
             what, timeout_s = "the run's records can be read", RECORDS_S
-            await self._try("records", what, self._read_records, is_needed=False, timeout_s=timeout_s)
+            await self._try("records", what, self._read_records, otherwise=_SWEEPERS, timeout_s=timeout_s)
         if self._store.capabilities.multipart:
             await self._try("multipart", "multipart uploads can be completed", self._complete_multipart)
-            await self._try(
-                "abort", "multipart uploads can be aborted", self._abort_multipart, is_needed=False
-            )
-            await self._try(
-                "list multiparts", "multipart uploads can be listed", self._list_multiparts, is_needed=False
-            )
+            what = "the parts of a multipart upload can be listed"
+            await self._try("list parts", what, self._list_parts, otherwise=_SENT_AGAIN)
+            what = "multipart uploads can be aborted"
+            await self._try("abort", what, self._abort_multipart, otherwise=_SWEEPERS)
+            what = "multipart uploads can be listed"
+            await self._try("list multiparts", what, self._list_multiparts, otherwise=_SWEEPERS)
         if self._settings.publish_copies:
             await self._try("copy", "objects can be copied within the store", self._copy)
         if self._workplace is not None:
             self.speed = await self._measure_speed(self._workplace)
-        await self._try("delete", "objects can be deleted again", self._delete, is_needed=False)
+        await self._try("delete", "objects can be deleted again", self._delete, otherwise=_SWEEPERS)
 
     async def _read(self) -> None:
         took_s = []
@@ -169,6 +171,10 @@ class Trial:
     async def _complete_multipart(self) -> None:
         await self._complete(await self._begin_multipart("c"))
 
+    async def _list_parts(self) -> None:
+        key = await self._begin_multipart("d")
+        await self._store.list_parts(key, self._uploads[key])
+
     async def _abort_multipart(self) -> None:
         key = await self._begin_multipart("d")
         try:
@@ -179,8 +185,9 @@ class Trial:
 
     async def _begin_multipart(self, which: str) -> str:
         key = f"{self._name}-{which}"
-        self._uploads[key] = await self._store.create_multipart(key)
-        self._written.append(key)
+        if key not in self._uploads:
+            self._uploads[key] = await self._store.create_multipart(key)
+            self._written.append(key)
         return key
 
     async def _complete(self, key: str) -> None:

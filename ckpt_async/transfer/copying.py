@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import IntegrityError, ObjectNotFoundError, StoreError
 from ckpt_async.stores.interface import ObjectInfo, Store, StoredPart
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
-from ckpt_async.transfer.upload import PlannedPart, part_size, plan_parts, verify_stored
+from ckpt_async.transfer.upload import PlannedPart, drop, part_size, plan_parts, read_back, verify_stored
 
 # Larger objects are copied in parts of this size, although S3 copies up to 5 GiB at once: parts are copied in parallel,
 # and no request is silent for minutes, which a proxy may take for a dead connection.
 COPY_PART_BYTES = 1 << 30
 _PARTS_AT_ONCE = 8
-_ABORT_S = 10.0
 
 
 async def copy(store: PatientStore, source: str, key: str, size_bytes: int, checksum: Checksum) -> None:
@@ -45,9 +43,13 @@ async def copy(store: PatientStore, source: str, key: str, size_bytes: int, chec
 
 
 async def find(store: PatientStore, key: str, size_bytes: int, checksum: Checksum) -> ObjectInfo | None:
-    """Return the object under the key if, according to the store, it has this size and checksum, else None."""
+    """Return the object under the key if it has this size and checksum, else None. A store that reports no checksum is
+    asked for the bytes.
+    """
     try:
         there = await _head(store, key, size_bytes)
+        if there.size_bytes == size_bytes and there.checksum is None:
+            there = await read_back(store, key, size_bytes, checksum.algorithm)
     except ObjectNotFoundError:
         return None
     return there if (there.size_bytes, there.checksum) == (size_bytes, checksum) else None
@@ -76,8 +78,7 @@ async def _in_parts(store: PatientStore, source: ObjectInfo, key: str, checksum:
         parts = await all_or_none(copy_part(part) for part in plan_parts(source.size_bytes, size))
         await store.complete_multipart(key, upload_id, parts, checksum, source.size_bytes)
     except StoreError:
-        with contextlib.suppress(StoreError):  # a trainer's credentials may not allow it
-            await store.answering_within(_ABORT_S).abort_multipart(key, upload_id)
+        await drop(store, key, upload_id)
         raise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -47,6 +48,7 @@ PART_S = 5.0
 MAX_PART_BYTES = 64 * MIB
 # How many connections are expected to need a part, before anything is known about the link.
 LIKELY_CONCURRENCY = 32
+_ABORT_S = 10.0
 
 
 def part_size(
@@ -107,8 +109,14 @@ async def upload(
     else:
         try:
             info, checksum = await _multipart(store, source, key, smallest_part_bytes, resume, opened, sent)
-        except ObjectNotFoundError as error:  # somebody, or a lifecycle rule, has aborted the upload
+        except (ObjectNotFoundError, IntegrityError) as error:
+            # Somebody, or a lifecycle rule, has aborted the upload; or it has parts that the file does not have any
+            # more, with which Ceph completes nothing.
+            if resume is None and isinstance(error, IntegrityError):
+                raise
             logger.warning("upload_gone key=%s error=%s; sending it again", key, error)
+            if resume is not None:
+                await drop(store, key, resume.upload_id)
             info, checksum = await _multipart(store, source, key, smallest_part_bytes, None, opened, sent)
     await asyncio.to_thread(source.check)
     await verify_stored(store, info, key, source.size_bytes, checksum)
@@ -169,18 +177,22 @@ async def _multipart(
     algorithm = store.capabilities.checksum_algorithm
     there: dict[int, StoredPart] = {}
     if resume is not None and resume.part_size_bytes * store.capabilities.max_parts < source.size_bytes:
-        upload_id = resume.upload_id
-        await store.abort_multipart(key, upload_id)
+        await drop(store, key, resume.upload_id)
         resume = None  # it was begun before the shard's size was known
     if resume is not None:
         try:
             upload_id = resume.upload_id
             listed: Iterable[StoredPart] = resume.parts
             if not listed:
-                listed = await store.list_parts(key, upload_id)
+                # Waiting for other credentials could last until the upload is given up.
+                listed = await store.answering_within(math.inf).list_parts(key, upload_id)
             there = {part.number: part for part in listed}
-        except ObjectNotFoundError:
-            resume = None  # completed or aborted since; sending again is always right
+        except StoreError as error:
+            # It was completed or aborted since, or parts may not be listed here: sending again is always right.
+            if error.reason.is_retryable and error.reason is not FailureReason.AUTH:
+                raise
+            await drop(store, key, resume.upload_id)
+            resume = None
     if resume is None:
         upload_id = await store.create_multipart(key)
         size = part_size(source.size_bytes, smallest_part_bytes, store.capabilities, store.link)
@@ -207,6 +219,12 @@ async def _multipart(
     await asyncio.to_thread(source.check)
     info = await store.complete_multipart(key, resume.upload_id, parts, whole, source.size_bytes)
     return info if info.checksum is not None else await store.head(key), whole
+
+
+async def drop(store: PatientStore, key: str, upload_id: str) -> None:
+    """Drop an upload that cannot be finished. A trainer's credentials may not allow it; then the sweeper does."""
+    with contextlib.suppress(StoreError):
+        await store.answering_within(_ABORT_S).abort_multipart(key, upload_id)
 
 
 async def send_part(

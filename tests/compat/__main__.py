@@ -6,20 +6,16 @@ to pytest, and the page is then left as it is.
 """
 
 import ast
-import contextlib
 import datetime as dt
-import fcntl
-import hashlib
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.compat.page import Row, page, summary
+from tests.environments import environment
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -41,7 +37,7 @@ def main(argv: list[str]) -> int:
         return 2
     failed = []
     for name in names:
-        python = environment(name)
+        python = environment("compat", name, HERE / name / "requirements.txt", [HERE / "common.txt"])
         say(f"playing {name}")
         result = play(name, python, options)
         if not options:
@@ -51,35 +47,6 @@ def main(argv: list[str]) -> int:
             failed.append(name)
     say(f"FAILED: {', '.join(failed)}" if failed else f"all good: {', '.join(names)}")
     return 1 if failed else 0
-
-
-def environment(name: str) -> Path:
-    """Return the interpreter of a framework's environment, after building the
-    environment if its requirements are new.
-    """
-    requirements = HERE / name / "requirements.txt"
-    pins = [path.read_text() for path in (requirements, HERE / "common.txt")]
-    text = json.dumps([*pins, sys.version_info[:2]])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckpt-async" / "compat"
-    folder = cache / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    python, stamp = folder / "bin" / "python", folder / "ready"
-    with exclusive(cache / f"{name}.lock"):
-        if not stamp.exists():
-            say(f"building {folder}, which may take minutes")
-            base = getattr(sys, "_base_executable", sys.executable)
-            subprocess.run([base, "-m", "venv", "--clear", folder], check=True)
-            uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", python]
-            subprocess.run([*uv, "-r", requirements], check=True)
-            stamp.touch()
-    return python
-
-
-@contextlib.contextmanager
-def exclusive(lock: Path) -> Iterator[None]:
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def play(name: str, python: Path, options: list[str]) -> str:

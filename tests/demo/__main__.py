@@ -29,7 +29,7 @@ from tests.azurite import AzuriteServer
 from tests.demo.check import Verdict, check
 from tests.demo.config import Config, read_log
 from tests.file_servers import FileServer
-from tests.seaweed import SeaweedServer
+from tests.s3_servers.servers import SERVERS
 from tests.stores.gcs_peer import GcsPeer
 
 WORLD_SIZE = 2
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev demo", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--store",
-        choices=("s3", "azure", "gcs", "sftp", "webdav", "file"),
+        choices=("s3", *SERVERS, "azure", "gcs", "sftp", "webdav", "file"),
         default="s3",
         help="a server, or a folder",
     )
@@ -136,10 +136,11 @@ def _store(kind: str, work: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
         with FileServer(kind, work / kind) as files:
             yield f"{files.url}/demo-run", files.environment()
         return
-    data = work / "seaweedfs"
+    name = "seaweedfs" if kind == "s3" else kind
+    data = work / name
     data.mkdir(exist_ok=True)
-    say("starting SeaweedFS, a real S3 server, on loopback …")
-    with SeaweedServer(data) as server:
+    say(f"starting {name}, an S3 server, on loopback …")
+    with SERVERS[name](data) as server:
         yield f"s3://{server.bucket}/demo-run", server.environment()
 
 

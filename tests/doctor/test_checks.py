@@ -34,7 +34,7 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.bodies import collected
-from ckpt_async.stores.interface import Body, Condition, Listing, MultipartInfo, ObjectInfo
+from ckpt_async.stores.interface import Body, Condition, Listing, MultipartInfo, ObjectInfo, StoredPart
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 
@@ -128,7 +128,8 @@ def test_a_sound_environment_passes_every_check_and_nothing_is_left(folder: Path
     assert checks == [
         *("versions", "open files", "settings"),
         *("folder", "file system", "hard links", "free space", "fsync", "journal"),
-        *("list", "write", "read", "records", "multipart", "abort", "list multiparts", "delete"),
+        *("list", "write", "read", "records", "multipart", "list parts"),
+        *("abort", "list multiparts", "delete"),
         *("conditional writes", "checksums", "clock", "round trip"),
         *("upload", "download", "checkpoint"),
     ]
@@ -230,6 +231,10 @@ class Weak(MemoryStore):
         self._check("abort_multipart")
         await super().abort_multipart(key, upload_id)
 
+    async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
+        self._check("list_parts")
+        return await super().list_parts(key, upload_id)
+
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         self._check("list_multiparts")
         return await super().list_multiparts(prefix)
@@ -246,6 +251,7 @@ def unfinished(store: MemoryStore) -> list[str]:
         (("put",), {"write": "fail"}, 0),
         (("get",), {"read": "fail"}, 0),
         (("abort_multipart", "list_multiparts"), {"abort": "warn", "list multiparts": "warn"}, 0),
+        (("list_parts",), {"list parts": "warn"}, 0),
         (("delete",), {"delete": "warn", "clean-up": "warn"}, 3),
     ],
 )

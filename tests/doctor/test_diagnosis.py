@@ -87,7 +87,7 @@ def test_unchecked_facts_give_no_findings() -> None:
             "s3://b/x, not",
         ),
         ("remote", {"tried": (Tried("write", "", "403", "x"),)}, "write", Level.FAIL, "403"),
-        ("remote", {"tried": (Tried("abort", "", "403", "x", False),)}, "abort", Level.WARN, "403"),
+        ("remote", {"tried": (Tried("abort", "", "403", "x", "y"),)}, "abort", Level.WARN, "403"),
         ("remote", {"has_proxy": True}, "proxy", Level.WARN, "proxy"),
         ("remote", {"is_checksum_compared": False}, "checksums", Level.WARN, "without comparing"),
         ("remote", {"clock_ahead_s": 31.0}, "clock", Level.WARN, "31 s behind"),

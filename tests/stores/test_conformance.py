@@ -27,6 +27,7 @@ from ckpt_async.stores.interface import BytesBody, Create, Match, SmallGet, Smal
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.azurite import AzuriteServer
 from tests.faults.proxy import FaultProxy
+from tests.s3_servers.servers import FAULTS, chosen
 from tests.stores.azure_peer import AzurePeer
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, put
 from tests.stores.s3_peer import S3Peer
@@ -81,6 +82,17 @@ class StoreTests:
     def crc(self, data: bytes) -> Checksum:
         return checksum_of(data, self.algorithm)
 
+    def kept(self, store, data: bytes) -> tuple[Checksum | None, ...]:
+        """Return the checksums that the store may report of an object with these bytes."""
+        return (self.crc(data), None) if store.capabilities.reads_back else (self.crc(data),)
+
+    def needs_comparing(self, store) -> None:
+        """Skip the rest where the store reports no checksums: what arrived is compared by whoever sent it
+        (tests/transfer/test_read_back.py). Other stores without checksums read back themselves.
+        """
+        if store.capabilities.reads_back and store.capabilities.multipart:
+            pytest.skip("the store compares no checksums: what arrived is read back")
+
     # --- objects -------------------------------------------------------------------------------------------
 
     @with_store
@@ -91,18 +103,21 @@ class StoreTests:
         headed = await store.head("a/b")
         listing = await store.list("a/")
         assert data == b"hello"
-        assert headed.checksum == self.crc(b"hello")
+        assert headed.checksum in self.kept(store, b"hello")
         assert stored.checksum in (None, self.crc(b"hello"))
         assert {stored.etag, got.etag, headed.etag, listing.objects[0].etag} == {headed.etag}
         assert {stored.size_bytes, got.size_bytes, headed.size_bytes, listing.objects[0].size_bytes} == {5}
         assert {each.key for each in (stored, got, headed, listing.objects[0])} == {"a/b"}
         assert abs(listing.server_time - headed.last_modified) < 10
-        assert headed.last_modified == listing.objects[0].last_modified
+        assert int(headed.last_modified) == int(
+            listing.objects[0].last_modified
+        )  # HTTP's times have no fractions
 
     @with_store
     async def test_crc32c_is_stored_and_compared(self, store):
         stored = await store.put("a", BytesBody(b"hello"), checksum_of(b"hello", "crc32c"))
         assert stored.checksum in (None, checksum_of(b"hello", "crc32c"))
+        self.needs_comparing(store)
         with pytest.raises(IntegrityError):
             await store.put("b", BytesBody(b"hello"), checksum_of(b"other", "crc32c"))
 
@@ -173,7 +188,7 @@ class StoreTests:
         source = await put(store, self.odd_key, b"hello")
         await store.copy(self.odd_key, source.etag, "to/a+b=c")
         assert await store.get("to/a+b=c", max_size_bytes=5) == (b"hello", await store.head("to/a+b=c"))
-        assert (await store.head("to/a+b=c")).checksum == self.crc(b"hello")
+        assert (await store.head("to/a+b=c")).checksum in self.kept(store, b"hello")
         assert await keys(store) == sorted(["to/a+b=c", self.odd_key])
 
     @with_store
@@ -285,7 +300,8 @@ class StoreTests:
         ]
         for each in stored:
             headed = await store.head(each.key)
-            assert (headed.etag, headed.checksum) == (each.etag, self.crc(many[each.key]))
+            assert headed.etag == each.etag
+            assert headed.checksum in self.kept(store, many[each.key])
             assert each.checksum in (None, headed.checksum)
             assert (await store.get(each.key, max_size_bytes=MIB))[0] == many[each.key]
 
@@ -293,6 +309,7 @@ class StoreTests:
     async def test_put_many_stops_at_the_first_failure(self, store):
         """What was stored before the failure is reported, and what follows it is never started."""
         good = [SmallPut(f"good/{number}", b"%d" % number, self.crc(b"%d" % number)) for number in range(4)]
+        self.needs_comparing(store)
         for error, bad in (
             (IntegrityError, SmallPut("bad", b"hello", self.crc(b"other"))),
             (StoreError, SmallPut("../bad", b"hello", self.crc(b"hello"))),
@@ -402,6 +419,7 @@ class StoreTests:
     @with_store
     async def test_wrong_checksum_is_refused(self, store):
         """Nothing becomes visible, and an existing object stays untouched."""
+        self.needs_comparing(store)
         await put(store, "old", b"old")
         for key in ("new", "old"):
             with pytest.raises(IntegrityError):
@@ -478,6 +496,9 @@ class StoreTests:
                     done += 1
                 except PreconditionFailedError:
                     continue
+                except StoreError as error:  # Ceph answers 500 to whoever was overtaken
+                    if error.reason is not FailureReason.TRANSIENT:
+                        raise
 
         await asyncio.gather(*(add(stores[i % 4]) for i in range(8)))
         assert (await stores[0].get("counter", max_size_bytes=9))[0] == b"40"
@@ -606,12 +627,9 @@ class MultipartTests(StoreTests):
         )
         headed = await store.head("a/b")
         assert stored.checksum in (None, self.crc(self.whole))
-        assert headed.checksum == self.crc(self.whole)
-        assert (
-            (stored.etag, stored.size_bytes)
-            == (headed.etag, headed.size_bytes)
-            == (stored.etag, len(self.whole))
-        )
+        assert headed.checksum in self.kept(store, self.whole)
+        assert stored.size_bytes == headed.size_bytes == len(self.whole)
+        assert stored.etag in ("", headed.etag)  # Ceph tells it only afterwards
         assert await read(store, "a/b", 0, len(self.whole)) == self.whole
         assert not await store.list_multiparts("")
 
@@ -626,6 +644,7 @@ class MultipartTests(StoreTests):
 
     @with_store
     async def test_a_part_with_a_wrong_checksum_is_rejected(self, store):
+        self.needs_comparing(store)
         upload_id = await store.create_multipart("a")
         with pytest.raises(IntegrityError):
             await store.put_part("a", upload_id, 1, BytesBody(b"hello"), self.crc(b"other"))
@@ -638,6 +657,7 @@ class MultipartTests(StoreTests):
     @with_store
     async def test_a_wrong_full_object_checksum_is_rejected(self, store):
         """The checksum of the whole detects correct parts in a wrong order, and parts of another file."""
+        self.needs_comparing(store)
         upload_id, parts = await self.put_parts(store, "a")
         with pytest.raises(IntegrityError):
             await store.complete_multipart("a", upload_id, parts, self.crc(b"other"), len(self.whole))
@@ -649,7 +669,8 @@ class MultipartTests(StoreTests):
         upload_id, parts = await self.put_parts(store, "a")
         first = await store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole))
         second = await store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole))
-        assert (first.etag, first.size_bytes) == (second.etag, second.size_bytes)
+        assert first.size_bytes == second.size_bytes
+        assert first.etag in ("", second.etag)
         with pytest.raises(ObjectNotFoundError):
             await store.list_parts("a", upload_id)
         await store.abort_multipart("a", upload_id)
@@ -661,12 +682,12 @@ class MultipartTests(StoreTests):
         await store.abort_multipart("a", upload_id)
         await store.abort_multipart("a", upload_id)
         for request in (
-            store.list_parts("a", upload_id),
-            store.put_part("a", upload_id, 1, BytesBody(b"1"), self.crc(b"1")),
-            store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole)),
+            lambda: store.list_parts("a", upload_id),
+            lambda: store.put_part("a", upload_id, 1, BytesBody(b"1"), self.crc(b"1")),
+            lambda: store.complete_multipart("a", upload_id, parts, self.crc(self.whole), len(self.whole)),
         ):
             with pytest.raises(ObjectNotFoundError):
-                await request
+                await request()
         assert await keys(store) == []
         assert not await store.list_multiparts("")
 
@@ -705,11 +726,12 @@ class MultipartTests(StoreTests):
             for number, range_ in enumerate(ranges, 1)
         ]
         assert [part.size_bytes for part in parts] == [6 * MIB, 5 * MIB + 5]
-        with pytest.raises(IntegrityError):
-            await store.complete_multipart("to", upload_id, parts, self.crc(b"other"), len(whole))
+        if not store.capabilities.reads_back:
+            with pytest.raises(IntegrityError):
+                await store.complete_multipart("to", upload_id, parts, self.crc(b"other"), len(whole))
         await store.complete_multipart("to", upload_id, parts, self.crc(whole), len(whole))
         assert await read(store, "to", 0, len(whole)) == whole
-        assert (await store.head("to")).checksum == self.crc(whole)
+        assert (await store.head("to")).checksum in self.kept(store, whole)
 
     @with_store
     async def test_a_part_of_another_object_that_has_changed_is_refused(self, store):
@@ -791,8 +813,12 @@ class TestWebdavStore(FsspecTests):
 
 
 class TestS3Store(MultipartTests):
+    """Runs against SeaweedFS, or against what `./dev stores` has chosen."""
+
     @pytest.fixture
-    def make_store(self, s3_url):
+    def make_store(self, s3_url, request):
+        if (why := FAULTS[chosen()].get(request.node.originalname)) is not None:
+            request.applymarker(pytest.mark.xfail(reason=why, strict=True))
         return functools.partial(open_store, f"{s3_url}/run")
 
 
@@ -893,6 +919,7 @@ class TestAzureOverTls:
     """Runs against Azurite with the tests' own certificate: the same bytes pass through the other kind of socket."""
 
     algorithm, crc, odd_key = "crc64nvme", StoreTests.crc, ODD_KEY
+    kept, needs_comparing = StoreTests.kept, StoreTests.needs_comparing
     BIG, SMALL = MultipartTests.BIG, MultipartTests.SMALL
     put_parts, whole = MultipartTests.put_parts, MultipartTests.whole
     test_objects_read_back_as_written = StoreTests.test_objects_read_back_as_written

@@ -55,7 +55,7 @@ class Slow(MemoryStore):
 
 
 def by_s3(store: Slow, timeout_s: float) -> Any:
-    session = SimpleNamespace(location=S3Location("bucket", "", None))
+    session = SimpleNamespace(location=S3Location("bucket", "", None), keeps_versions=False)
     return S3Probe(store, session, SimpleNamespace(templates={}), timeout_s).capabilities()  # type: ignore[arg-type]
 
 

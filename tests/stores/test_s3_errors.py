@@ -174,6 +174,54 @@ def test_a_failed_condition_is_a_result_not_an_error(run, condition, status, cod
     run(body())
 
 
+@pytest.mark.parametrize(("etag", "is_deleted"), [('"e"', True), ('"f"', False)])
+def test_an_ignored_condition_deletes_nothing_else(run, etag, is_deleted):
+    """Ceph and LocalStack delete whatever is there."""
+
+    async def body():
+        peer = Peer(
+            lambda request: answer(204 if request.method == "DELETE" else 200, headers={"ETag": etag})
+        )
+        async with connected(peer) as store:
+            if is_deleted:
+                await store.delete_if("a", '"e"')
+            else:
+                with pytest.raises(PreconditionFailedError):
+                    await store.delete_if("a", '"e"')
+        assert any(each.method == "DELETE" for each in peer.requests) is is_deleted
+
+    run(body())
+
+
+@pytest.mark.parametrize(("version", "is_kept"), [("3HL4kqtJlcpXroDTDm", True), ("null", False)])
+def test_a_bucket_that_keeps_versions_is_told(run, caplog, version, is_kept):
+    """What is deleted there stays, and is paid for."""
+
+    async def body():
+        headers = {"ETag": '"e"', "x-amz-version-id": version}
+        async with Peer(lambda _: answer(200, headers=headers)).serve() as url:
+            store = open_store("s3://versioned/run", StoreOptions(endpoint_url=url))
+            await store.open()
+            found = store.capabilities
+            await store.close()
+        assert any("keeps versions" in remark for remark in found.remarks) is is_kept
+        assert caplog.text.count("keeps versions") == is_kept
+
+    run(body())
+
+
+@pytest.mark.parametrize("code", ["QuotaExceeded", "XMinioStorageFull"])
+def test_a_full_store_is_not_blamed_on_the_credentials(run, code):
+    async def body():
+        async with connected(Peer(lambda _: answer(403, code))) as store:
+            with pytest.raises(StoreError) as raised:
+                await put(store, "a", b"1")
+        assert raised.value.reason is FailureReason.DISK
+        assert "quota" in raised.value.hint
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("call", "status", "code", "error", "reason"),
     [
@@ -684,23 +732,26 @@ def test_a_silent_endpoint_is_reported_at_open(run):
 
 
 @pytest.mark.parametrize(
-    ("kept", "conditional", "checked", "expected"),
+    ("kept", "current", "checked", "expected"),
     [
-        ("crc64nvme", False, (), (False, "crc64nvme")),
-        ("crc32c", False, (), (False, "crc32c")),
-        ("crc32c", True, ("crc32c",), (True, "crc32c")),
-        ("crc64nvme", True, ("crc64nvme", "crc32c"), (True, "crc64nvme")),
+        ("crc64nvme", None, (), (False, "crc64nvme", False)),
+        ("crc32c", None, (), (False, "crc32c", False)),
+        ("crc32c", '"e"', ("crc32c",), (True, "crc32c", False)),
+        ("crc64nvme", '"e"', ("crc64nvme", "crc32c"), (True, "crc64nvme", False)),
+        ("sha1", "e", (), (True, "crc64nvme", True)),  # Ceph
+        ("sha1", "no ETag is ever right", (), (False, "crc64nvme", True)),
     ],
 )
-def test_the_probe_detects_what_the_store_enforces(run, kept, conditional, checked, expected):
-    """A store that accepts every PUT must not be trusted with create-once."""
+def test_the_probe_detects_what_the_store_enforces(run, kept, current, checked, expected):
+    """A store that accepts every PUT must not be trusted with create-once; `current` is the If-Match that it takes."""
 
     def respond(request):
         if request.method != "PUT":
-            return answer(200, headers={"ETag": '"e"', f"x-amz-checksum-{kept}": "AAAAAA=="})
-        if conditional and request.headers.get("if-none-match") == "*":
+            checksum = "AAAAAAAAAAA=" if kept == "crc64nvme" else "AAAAAA=="
+            return answer(200, headers={"ETag": '"e"', f"x-amz-checksum-{kept}": checksum})
+        if current and request.headers.get("if-none-match") == "*":
             return answer(412, "PreconditionFailed")
-        if conditional and request.headers.get("if-match", '"e"') != '"e"':
+        if current and request.headers.get("if-match", current) != current:
             return answer(412, "PreconditionFailed")
         for name in checked:
             value = request.headers.get(f"x-amz-checksum-{name}")
@@ -717,7 +768,7 @@ def test_the_probe_detects_what_the_store_enforces(run, kept, conditional, check
             await store.open()
             found = store.capabilities
             await store.close()
-        assert (found.conditional_put, found.checksum_algorithm) == expected
+        assert (found.conditional_put, found.checksum_algorithm, found.reads_back) == expected
         assert all("/run/.ckpt-async/probe/" in each.path for each in peer.requests if each.method != "POST")
         # The answer does not say what was deleted. Nothing depends on it, so it is asked once.
         [deleting] = [each for each in peer.requests if each.method == "POST"]

@@ -1,12 +1,15 @@
 """Copies within the store, and what a failed one leaves there."""
 
+from dataclasses import replace
+
 import pytest
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, IntegrityError, StoreError
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.interface import Capabilities
+from ckpt_async.stores.interface import Capabilities, ObjectInfo
+from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import copying
 from ckpt_async.transfer.patient import PatientStore
 from tests.stores.misbehaving import Meddled, trouble
@@ -50,6 +53,27 @@ def test_a_copy_in_parts_that_fails_leaves_none_of_them() -> None:
     with pytest.raises(StoreError):
         run(copied(raw))
     assert (raw.keys(), raw.bucket.uploads) == (["source"], {})
+
+
+def test_a_copy_is_found_where_no_checksum_is_reported() -> None:
+    """Otherwise it would be taken for somebody else's when its checkpoint is pruned, and stay."""
+
+    class KeepsNoChecksum(MemoryStore):
+        async def head(self, key: str) -> ObjectInfo:
+            return replace(await super().head(key), checksum=None)
+
+    async def main() -> list[bool]:
+        store = PatientStore(KeepsNoChecksum(MemoryBucket()), Settings())
+        await store.open()
+        await store.put("exact/a", DATA)
+        others = DATA, DATA[::-1], DATA[1:]
+        found = [
+            await copying.find(store, "exact/a", len(other), checksum_of(other, "crc64nvme"))
+            for other in others
+        ]
+        return [each is not None for each in found]
+
+    assert run(main()) == [True, False, False]
 
 
 def test_only_the_parts_of_exactly_this_key_are_dropped() -> None:

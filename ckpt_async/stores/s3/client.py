@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.errors import FailureReason, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.stores.checks import check_prefix
 from ckpt_async.stores.checksums import Digest
 from ckpt_async.stores.http.messages import MalformedResponseError
@@ -43,7 +43,7 @@ from ckpt_async.stores.one_by_one import put_one_by_one
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import Pages, SdkResponse
-from ckpt_async.stores.s3.errors import S3Location, hint_for, reason_of, translating
+from ckpt_async.stores.s3.errors import S3Location, meaning_of, translating
 from ckpt_async.stores.s3.listing import are_first, listed_prefix, server_start
 from ckpt_async.stores.s3.probe import Probe
 from ckpt_async.stores.s3.reading import Reader
@@ -114,7 +114,14 @@ class S3Store:
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
-        put = Put("put_object", key, {**_condition_parameters(condition), **self._options.put_args})
+        match condition:
+            case Create():
+                asked = {"IfNoneMatch": "*"}
+            case Match(etag):
+                asked = self._session.match(etag)
+            case None:
+                asked = {}
+        put = Put("put_object", key, {**asked, **self._options.put_args})
         response = await self._sender.put(put, body, checksum)
         return ObjectInfo(key, body.size_bytes, response["ETag"], answers.checksum(response))
 
@@ -182,24 +189,28 @@ class S3Store:
                 error = answers.check_deleted(response, batch)
             if error is not None:
                 code = error.get("Code", "")
+                reason, hint = meaning_of(code, 0, "delete_objects", self._location)
                 raise self._location.error(
                     f"{code}: {error.get('Message', '')}",
-                    reason=reason_of(code, 0),
+                    reason=reason,
                     operation="delete_objects",
                     key=error.get("Key", "").removeprefix(self._root),
-                    hint=hint_for(code, "delete_objects", self._location),
+                    hint=hint,
                 )
 
     async def delete_if(self, key: str, etag: str) -> None:
+        """As specified. Some stores ignore the condition (Ceph, LocalStack), so the ETag is always compared first."""
+        there = ""
+        with contextlib.suppress(ObjectNotFoundError):
+            there = (await self.head(key)).etag
+        if there != etag:
+            raise self._location.unmet("it is gone or has changed", operation="delete_object", key=key)
         try:
-            await self._session.call("delete_object", key, IfMatch=etag)
+            await self._session.call("delete_object", key, **self._session.match(etag))
         except StoreError as error:
             if error.reason is not FailureReason.OTHER:
                 raise
-            # The store may not support the condition: compare here instead.
-            if (await self.head(key)).etag != etag:
-                raise PreconditionFailedError(operation="delete_object", key=key) from None
-            await self.delete([key])
+            await self.delete([key])  # the store does not know the condition
 
     async def copy(self, source: str, etag: str, key: str) -> None:
         """Copy the object with its metadata and tags; storage class and encryption are specified anew."""
@@ -327,16 +338,6 @@ class S3Store:
 
     def _reading(self, pages: Pages, key: str) -> contextlib.AbstractContextManager[None]:
         return translating(pages.operation, key, self._location)
-
-
-def _condition_parameters(condition: Condition) -> dict[str, str]:
-    match condition:
-        case None:
-            return {}
-        case Create():
-            return {"IfNoneMatch": "*"}
-        case Match(etag):
-            return {"IfMatch": etag}
 
 
 def _part_parameters(part: StoredPart) -> dict[str, Any]:

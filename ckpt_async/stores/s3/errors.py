@@ -88,7 +88,7 @@ def refusal(
         return location.error(
             message, reason=FailureReason.OTHER, operation=operation, key=key, hint=_NEEDS_KEY
         )
-    reason = reason_of(code, status)
+    reason, hint = meaning_of(code, status, operation, location)
     has_no_code = operation != "head_object" and (not code or code.isdecimal())
     if status == 407 or (is_of_somebody_else(status) and has_no_code):
         return location.error(
@@ -104,7 +104,6 @@ def refusal(
         return location.spoilt(message, operation=operation, key=key)
     if reason is FailureReason.NOT_FOUND and code != "NoSuchBucket":
         return location.not_found(message, operation=operation, key=key)
-    hint = hint_for(code, operation, location)
     if code == "InvalidObjectState":
         return location.archived(message, operation=operation, key=key, hint=hint)
     if code == "RequestTimeTooSkewed":
@@ -114,65 +113,75 @@ def refusal(
     return location.error(message, reason=reason, operation=operation, key=key, hint=hint)
 
 
-def hint_for(code: str, operation: str, location: S3Location) -> str:
-    """Return what to do about an error code, or ""."""
-    match code:
-        case "NoSuchBucket":
-            return f"there is no bucket {location.bucket} at {location.endpoint_url or 'AWS'}: create it"
-        case "AccessDenied":
-            return f"the credentials lack permission for {operation} in {location}"
-        case "PermanentRedirect" | "AuthorizationHeaderMalformed" | "IllegalLocationConstraintException":
-            return f"is {location.bucket} in another region? If so, set that region"
-        case _:
-            return _HINTS.get(code, "")
-
-
-# From the S3 API reference, "List of error codes", followed by the codes of other stores.
-_REASONS = {
-    "SlowDown": FailureReason.THROTTLED,
-    "ServiceUnavailable": FailureReason.THROTTLED,
-    "Throttling": FailureReason.THROTTLED,
-    "ThrottlingException": FailureReason.THROTTLED,
-    "RequestLimitExceeded": FailureReason.THROTTLED,
-    "TooManyRequests": FailureReason.THROTTLED,
-    "RequestTimeout": FailureReason.TIMEOUT,
-    "InternalError": FailureReason.TRANSIENT,
-    "IncompleteBody": FailureReason.TRANSIENT,
-    "OperationAborted": FailureReason.TRANSIENT,
-    "TemporaryRedirect": FailureReason.TRANSIENT,
-    "ConditionalRequestConflict": FailureReason.TRANSIENT,
-    "AccessDenied": FailureReason.AUTH,
-    "ExpiredToken": FailureReason.AUTH,
-    "ExpiredTokenException": FailureReason.AUTH,
-    "InvalidAccessKeyId": FailureReason.AUTH,
-    "InvalidToken": FailureReason.AUTH,
-    "RequestTimeTooSkewed": FailureReason.AUTH,
-    "SignatureDoesNotMatch": FailureReason.AUTH,
-    "TokenRefreshRequired": FailureReason.AUTH,
-    "NoSuchBucket": FailureReason.NOT_FOUND,
-    "NoSuchKey": FailureReason.NOT_FOUND,
-    "NoSuchUpload": FailureReason.NOT_FOUND,
-    "PreconditionFailed": FailureReason.PRECONDITION,
-    "BadDigest": FailureReason.CHECKSUM,
-    "InvalidDigest": FailureReason.CHECKSUM,
-    "InvalidPart": FailureReason.CHECKSUM,
-    "XAmzContentChecksumMismatch": FailureReason.CHECKSUM,
-    "XAmzContentSHA256Mismatch": FailureReason.CHECKSUM,
-    "InvalidObjectState": FailureReason.OTHER,  # with 403, but it is about the storage class
-}
-
 _AWS = "https://s3.amazonaws.com"
 _AWS_REACHABLE = "is AWS reachable from here, and is the region (AWS_REGION) that of the bucket?"
 _NEEDS_KEY = f"if it was stored with a customer's key (SSE-C), set {KEY} or {KEY_FILE}"
-_HINTS = {
-    "ExpiredToken": "the session token has expired: renew the credentials",
-    "ExpiredTokenException": "the session token has expired: renew the credentials",
-    "TokenRefreshRequired": "the session token has expired: renew the credentials",
-    "InvalidToken": "the session token is invalid: renew the credentials",
-    "InvalidAccessKeyId": "the store does not know this access key: is the endpoint correct?",
-    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
-    "InvalidObjectState": "the object is in an archive class: restore it first",
+_RENEW = "the session token has expired: renew the credentials"
+_ELSEWHERE = "is {bucket} in another region? If so, set that region"
+_FULL = "the bucket's or the user's quota is used up, or the store is full: free space or raise the quota"
+
+# What each error code means, and what to do about it; a code that is not here means what its status does. From the S3
+# API reference, "List of error codes", and from other stores, which are named.
+_MEANINGS: dict[str, tuple[FailureReason | None, str]] = {
+    # Away, or too busy: the same request may succeed later.
+    "SlowDown": (FailureReason.THROTTLED, ""),
+    "ServiceUnavailable": (FailureReason.THROTTLED, ""),
+    "Throttling": (FailureReason.THROTTLED, ""),
+    "ThrottlingException": (FailureReason.THROTTLED, ""),
+    "RequestLimitExceeded": (FailureReason.THROTTLED, ""),
+    "TooManyRequests": (FailureReason.THROTTLED, ""),
+    "RequestTimeout": (FailureReason.TIMEOUT, ""),
+    "InternalError": (FailureReason.TRANSIENT, ""),
+    "IncompleteBody": (FailureReason.TRANSIENT, ""),
+    "OperationAborted": (FailureReason.TRANSIENT, ""),
+    "TemporaryRedirect": (FailureReason.TRANSIENT, ""),
+    "ConditionalRequestConflict": (FailureReason.TRANSIENT, ""),
+    # Full: somebody may free space.
+    "QuotaExceeded": (FailureReason.DISK, _FULL),  # Ceph
+    "XMinioStorageFull": (FailureReason.DISK, _FULL),  # MinIO
+    # Refused: other credentials may arrive.
+    "AccessDenied": (FailureReason.AUTH, "the credentials lack permission for {operation} in {location}"),
+    "ExpiredToken": (FailureReason.AUTH, _RENEW),
+    "ExpiredTokenException": (FailureReason.AUTH, _RENEW),
+    "TokenRefreshRequired": (FailureReason.AUTH, _RENEW),
+    "InvalidToken": (FailureReason.AUTH, "the session token is invalid: renew the credentials"),
+    "InvalidAccessKeyId": (
+        FailureReason.AUTH,
+        "the store does not know this access key: is the endpoint correct?",
+    ),
+    "SignatureDoesNotMatch": (FailureReason.AUTH, "the secret key does not belong to the access key"),
+    "RequestTimeTooSkewed": (FailureReason.AUTH, ""),
+    # Refused for ever, or by this place.
+    "InvalidObjectState": (FailureReason.OTHER, "the object is in an archive class: restore it first"),
+    "PermanentRedirect": (None, _ELSEWHERE),
+    "AuthorizationHeaderMalformed": (None, _ELSEWHERE),
+    "IllegalLocationConstraintException": (None, _ELSEWHERE),
+    # Exists, or is another than the condition says.
+    "PreconditionFailed": (FailureReason.PRECONDITION, ""),
+    # Gone.
+    "NoSuchBucket": (FailureReason.NOT_FOUND, "there is no bucket {bucket} at {endpoint}: create it"),
+    "NoSuchKey": (FailureReason.NOT_FOUND, ""),
+    "NoSuchUpload": (FailureReason.NOT_FOUND, ""),
+    # Damaged on the way.
+    "BadDigest": (FailureReason.CHECKSUM, ""),
+    "InvalidDigest": (FailureReason.CHECKSUM, ""),
+    "InvalidPart": (FailureReason.CHECKSUM, ""),
+    "XAmzContentChecksumMismatch": (FailureReason.CHECKSUM, ""),
+    "XAmzContentSHA256Mismatch": (FailureReason.CHECKSUM, ""),
 }
+# The statuses that refuse a condition: S3 answers 409 to concurrent requests, and 404 to an If-Match if there is no
+# object (S3 user guide, "Conditional writes").
+_UNMET = {
+    "IfNoneMatch": frozenset({409, 412}),
+    "IfMatch": frozenset({404, 409, 412}),
+    "CopySourceIfMatch": frozenset({412}),
+}
+
+
+def unmet(parameters: Mapping[str, Any]) -> frozenset[int]:
+    """Return the statuses that refuse the condition of a request with these parameters."""
+    return next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset())
+
 
 _MISSING_CREDENTIALS = (
     botocore.exceptions.NoCredentialsError,
@@ -189,11 +198,14 @@ _BROKEN_CONNECTIONS = (
 )
 
 
-def reason_of(code: str, status: int) -> FailureReason:
-    """Classify by error code, else by HTTP status (HEAD answers have no code)."""
-    if code in _REASONS:
-        return _REASONS[code]
-    return reason_of_status(status)
+def meaning_of(code: str, status: int, operation: str, location: S3Location) -> tuple[FailureReason, str]:
+    """Return what an error code, else an HTTP status (HEAD answers have no code), means, and what to do about it or
+    "".
+    """
+    reason, hint = _MEANINGS.get(code, (None, ""))
+    endpoint = location.endpoint_url or "AWS"
+    told = hint.format(operation=operation, location=location, bucket=location.bucket, endpoint=endpoint)
+    return reason or reason_of_status(status), told
 
 
 def is_reachable_hint(location: S3Location) -> str:

@@ -18,11 +18,12 @@ from ckpt_async.stores.opening import in_time
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS
 from ckpt_async.stores.s3.errors import is_reachable_hint
 from ckpt_async.stores.s3.sending import Put, Sender
-from ckpt_async.stores.s3.session import S3Session
+from ckpt_async.stores.s3.session import KEEPS_VERSIONS, S3Session
 from ckpt_async.stores.s3.signing import RequestTemplate
 
 T = TypeVar("T")
 
+_OTHER_ETAG = '"0123456789abcdef0123456789abcdef"'
 _NO_CHECKSUMS = (
     "this store accepts neither CRC64NVME nor CRC32C: nothing would verify what arrives, so it is not used"
 )
@@ -66,16 +67,26 @@ class Probe:
                 self._sender.trailers_from = -math.inf
         if not is_enforced and info.checksum is not None:
             algorithm = info.checksum.algorithm
-        return Capabilities(conditional_put=is_conditional, multipart=True, checksum_algorithm=algorithm)
+        return Capabilities(
+            conditional_put=is_conditional,
+            multipart=True,
+            checksum_algorithm=algorithm,
+            reads_back=not is_enforced and info.checksum is None,
+            remarks=(KEEPS_VERSIONS,) * self._session.keeps_versions,
+        )
 
     async def _conditions(self, algorithm: str, created: ObjectInfo) -> tuple[bool, ObjectInfo]:
         is_refused, is_stale_refused, info = await _gather(
             self._is_refused(algorithm, Create()),
-            self._is_refused(algorithm, Match('"0123456789abcdef0123456789abcdef"')),
+            self._is_refused(algorithm, Match(_OTHER_ETAG)),
             self._in_time(lambda: self._store.head(self._key)),
         )
-        # If the store refuses every If-Match, it does not enforce conditions either.
+        # If the store refuses every If-Match, it does not enforce conditions either, unless it wants the ETag bare.
         is_swapped = not await self._is_refused(algorithm, Match(created.etag))
+        if is_refused and is_stale_refused and not is_swapped:
+            self._session.is_etag_quoted = False
+            is_swapped = not await self._is_refused(algorithm, Match(created.etag))
+            is_stale_refused = await self._is_refused(algorithm, Match(_OTHER_ETAG))
         return is_refused and is_stale_refused and is_swapped, info
 
     async def _heeds_trailers(self, algorithm: str) -> bool:

@@ -17,9 +17,9 @@ from ckpt_async.stores.http.small_uploads import SmallRequest
 from ckpt_async.stores.interface import Body, BytesBody, ObjectInfo, PartBody, SmallPut
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse
-from ckpt_async.stores.s3.errors import refusal, translating
+from ckpt_async.stores.s3.errors import refusal, translating, unmet
 from ckpt_async.stores.s3.payload import SdkBody
-from ckpt_async.stores.s3.session import S3Session, unmet
+from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import NO_QUERY, RequestTemplate
 from ckpt_async.stores.s3.trailer import AwsChunkedBody
 

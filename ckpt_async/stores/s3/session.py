@@ -7,6 +7,7 @@ import copy
 import datetime as dt
 import functools
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -41,28 +42,23 @@ from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import SdkResponse
 from ckpt_async.stores.s3.credentials import Signer
-from ckpt_async.stores.s3.errors import S3Location, translating
+from ckpt_async.stores.s3.errors import S3Location, translating, unmet
 from ckpt_async.stores.s3.payload import Content, SdkBody
 from ckpt_async.stores.s3.signing import Credentials
 from ckpt_async.stores.s3.standing import AddStanding
+
+logger = logging.getLogger(__name__)
 
 # A bucket name that can be part of a host name, even under a certificate for a single level.
 _HOST_NAME = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]")
 # A time as S3 writes it in XML.
 _ISO_UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d{3}|\.\d{6})?Z")
 
-# The statuses that refuse a condition: S3 answers 409 to concurrent requests, and 404 to an If-Match if there is no
-# object (S3 user guide, "Conditional writes").
-_UNMET = {
-    "IfNoneMatch": frozenset({409, 412}),
-    "IfMatch": frozenset({404, 409, 412}),
-    "CopySourceIfMatch": frozenset({412}),
-}
 
-
-def unmet(parameters: Mapping[str, Any]) -> frozenset[int]:
-    """Return the statuses that refuse the condition of a request with these parameters."""
-    return next((statuses for name, statuses in _UNMET.items() if name in parameters), frozenset())
+KEEPS_VERSIONS = (
+    "the bucket keeps versions: what is pruned takes space until a lifecycle rule expires noncurrent versions, and no"
+    " listing shows it"
+)
 
 
 class S3Session:
@@ -73,6 +69,9 @@ class S3Session:
     def __init__(self, location: S3Location, options: StoreOptions, standing: Mapping[str, str]) -> None:
         self.location, self.options, self.standing = location, options, standing
         self.client: Any = None
+        # Whether the store compares an ETag in `If-Match` as it has sent it. Ceph compares what is between the quotes.
+        self.is_etag_quoted = True
+        self.keeps_versions = False  # as far as answers have shown
         self.signer = Signer(options.profile)
         self._exit_stack = contextlib.AsyncExitStack()
         # Called with the URL and headers of each GetObject that the SDK makes.
@@ -104,6 +103,10 @@ class S3Session:
         self.signer.close()
         await self._exit_stack.aclose()
         self.client = None
+
+    def match(self, etag: str) -> dict[str, str]:
+        """Return the parameter by which a request is refused unless the object still has this ETag."""
+        return {"IfMatch": etag if self.is_etag_quoted else etag.strip('"')}
 
     async def credentials(self) -> Credentials:
         """Return the credentials for requests that bypass the SDK."""
@@ -159,7 +162,16 @@ class S3Session:
                 if "Body" in response:
                     response["Body"].close()
                 raise
+        if response.get("VersionId", "null") != "null" and not self.keeps_versions:
+            self.keeps_versions = True
+            _say_versions(self.location.bucket)
         return response
+
+
+@functools.cache
+def _say_versions(bucket: str) -> None:
+    """Warn once in this process."""
+    logger.warning("bucket_keeps_versions bucket=%s; %s", bucket, KEEPS_VERSIONS)
 
 
 async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
