@@ -377,10 +377,7 @@ class Engine:
     def _keep_house(self) -> None:
         state = self.state
         try:
-            if state.folder.is_disk_full():
-                state.journal.compact_on_full_disk(state.folder.reserve_lent())
-            else:
-                state.journal.compact()
+            state.journal.compact()
         finally:
             state.folder.tend()
         state.note_link()  # last, because it may lack space

@@ -95,8 +95,7 @@ class Folder:
             raise _folder_error(self.path, error) from error
         self._reserve = Reserve(self.common)
         self._reserve.adjust()
-        with self._reserve.lent():
-            self.can_link = self._probe()
+        self.can_link = self._probe()
         self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
 
@@ -106,12 +105,6 @@ class Folder:
         """
         self._host_mark.renew(self._trusted)
         self._reserve.adjust()
-
-    def is_disk_full(self) -> bool:
-        return self._reserve.is_disk_full()
-
-    def reserve_lent(self) -> contextlib.AbstractContextManager[None]:
-        return self._reserve.lent()
 
     def _probe(self) -> bool:
         """Write, link and remove one small file, so that problems are reported clearly now and not during the first
