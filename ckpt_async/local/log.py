@@ -208,7 +208,7 @@ class Log:
             try:
                 self._take()
                 self._id = self._recover()
-                self._free()
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
                 check(self.read())
             except BaseException:
                 self.close()
@@ -234,11 +234,12 @@ class Log:
         line = _record(written_at, parts)
         self._check_usable()  # first: in a fork, nobody frees the lock
         with _translated(self._path), self._lock:
+            self._check_usable()
             try:
                 self._take()
                 self._write(line, self._end())
-            finally:
-                self._free()
+            finally:  # not by a function of ours, before which Ctrl-C may come
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def read(self, *, after: int = 0) -> Content:
         """Return what was appended after a position; all, if it was compacted since."""
@@ -269,16 +270,11 @@ class Log:
     # --- the file ------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """Lock the file that has the name now, until `_free`."""
-        self._check_usable()
+        """Lock the file that has the name now. The caller holds `_lock`, and unlocks."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         while not self._is_current():
             self._reopen()
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-
-    def _free(self) -> None:
-        if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def _is_current(self) -> bool:
         try:
@@ -291,7 +287,7 @@ class Log:
         """Turn to the file that compaction has put in place of ours. The descriptor keeps its number, because `sync`
         may be using it.
         """
-        self._free()
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         with io.FileIO(
             self._path, opener=lambda path, _: os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
         ) as new:
@@ -409,6 +405,7 @@ class Log:
         for num_left in range(CATCH_UPS, -1, -1):
             fsync_descriptor(new, temporary)
             with self._lock:
+                self._check_usable()
                 try:
                     self._take()
                     if not os.path.sameopenfile(self._descriptor, old):
@@ -422,7 +419,7 @@ class Log:
                         self._reopen()
                         break
                 finally:
-                    self._free()
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             _write_all(new, data)
             end += len(data)
         fsync_path(self._path.parent)
