@@ -78,7 +78,7 @@ def test_a_file_torn_at_any_byte_keeps_whole_records(path: Path, log: Log) -> No
 def test_an_append_after_another_process_s_torn_one_is_whole(path: Path, log: Log) -> None:
     put(log, "first")
     with path.open("ab") as file:
-        file.write(b"0123abcd x [1.5,\"of a process that was ki")
+        file.write(b'0123abcd x [1.5,"of a process that was ki')
     put(log, "second")
     assert values(path) == ["first", "second"]
 
