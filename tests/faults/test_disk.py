@@ -6,6 +6,8 @@ import errno
 import hashlib
 import os
 import re
+import shutil
+import subprocess
 import textwrap
 import threading
 from collections.abc import Iterable
@@ -112,6 +114,47 @@ def test_a_full_disk_raises_and_recovers_when_there_is_space(tmp_path: Path) -> 
     assert done.stdout == "refused 3\n"
     assert "Traceback" not in done.stderr
     assert Oracle(f"file://{tmp_path}/remote", 1).look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
+
+
+@pytest.mark.parametrize("make", ["mkfs.btrfs -q -f", "mkfs.ext4 -q -b 1024"])
+def test_no_full_disk_kills_a_trainer_with_a_journal(tmp_path: Path, make: str) -> None:
+    """A page of a mapping needs space when it is written, always (btrfs) or at first (small blocks): a SIGBUS."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(150 << 20)
+    name, *options = make.split()
+    made = shutil.which(name) and not subprocess.run([name, *options, str(image)]).returncode
+    if os.geteuid() or not made or subprocess.run(["losetup", "--find"], capture_output=True).returncode:
+        pytest.skip(f"needs root, {name} and loop devices")
+    done = on_small_disk(
+        tmp_path,
+        """
+        from ckpt_async.core.model import CheckpointId, Sealed
+        from ckpt_async.local import log
+        from ckpt_async.local.folder import Folder
+        from ckpt_async.local.journal import Journal
+        from ckpt_async.local import journals
+        log.COMPACT_BYTES = 0
+        journal, num_kept, num_refused = Journal(Folder(disk / "folder"), 0), 0, 0
+        for number in range(2000):
+            if number % 500 == 100:
+                fill(disk)
+            try:
+                journal.append([Sealed(CheckpointId(1, number), "x" * 200, 1)])
+                num_kept += 1
+                if number % 100 == 0:
+                    journal.sync()
+                    journal.compact()
+            except (NoSpaceError, OSError):
+                num_refused += 1
+        assert num_refused > 100, num_refused
+        assert len(journals.read(disk / "folder")[0].rows) in (num_kept, num_kept + 1)  # that of compaction
+        os.unlink(disk / "ballast")
+        journal.append([Sealed(CheckpointId(1, 9999), "after", 1)])
+        """,
+        image=image,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_upload_waits_for_space_when_the_disk_runs_full(tmp_path: Path) -> None:
