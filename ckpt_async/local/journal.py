@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import Self
 
 from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, compacted, fold
@@ -27,19 +27,16 @@ from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError
 from ckpt_async.local import journal_rows, outbox
 from ckpt_async.local.folder import Folder
-from ckpt_async.local.log import Content, Log, Parts, Record, open_or_replace
+from ckpt_async.local.forks import after_fork
+from ckpt_async.local.log import Log, Parts, Record
 
 # How long a `.wanted` mark counts. A trainer that waits for a lock renews its mark twenty times a second.
 WANTED_S = 5.0
 PROGRESS = "p"  # the letter of the records' part with the progress of unfinished shards
 
 
-class Journal:
+class Journal(Log):
     """One process's handle on the journal of one rank, whose lock it holds.
-
-    All methods may be called from any thread and block for well under a millisecond, except `sync` and `compact`,
-    which wait for the disk without blocking any other method. They raise JournalError, NoSpaceError if the disk is
-    full. In a forked child the handle cannot be used; the child may open its own.
 
     A damaged journal is moved aside, loudly, and started anew, unless somebody else may have it open
     (`may_replace=False`); then JournalDamagedError is raised.
@@ -49,17 +46,10 @@ class Journal:
         self, folder: Folder, rank: int, *, may_replace: bool = True, clock: Callable[[], float] = time.time
     ) -> None:
         self.rank, self._clock = rank, clock
-        path, letters = (
-            folder.private / keys.journal_name(rank),
-            journal_rows.LETTER + outbox.LETTER + PROGRESS,
-        )
-        if may_replace:
-            loss = "rebuilding it from the spool's manifests"
-            self._log = open_or_replace(path, letters, self._needed, self._check, "journal", loss)
-        else:
-            self._log = Log(path, letters, self._needed, self._check)
-        self._outbox = outbox.Outbox(self._log)
-        after_fork.add(self)
+        letters = journal_rows.LETTER + outbox.LETTER + PROGRESS
+        loss = f"journal_damaged rank={rank}: rebuilding it from the spool's manifests" if may_replace else ""
+        super().__init__(folder.private / keys.journal_name(rank), letters, self._kept, loss=loss)
+        self._outbox = outbox.Outbox(self)
 
     def append(self, events: Iterable[Event], notices: Sequence[Notice] = ()) -> None:
         """Write events, and the notices about them, in one record: all or none. On return they survive SIGKILL."""
@@ -67,12 +57,12 @@ class Journal:
         parts = {journal_rows.LETTER: journal_rows.encode(events)}
         if notices:
             parts[outbox.LETTER] = outbox.put(notices, now)
-        self._log.append(now, parts)
+        self.write(now, parts)
 
     def note_progress(self, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:
         """Note how many bytes of unfinished shards were sent. It is for `status`, not for rules."""
         noted = [[each.generation, each.step, shard, size] for each, shard, size in sent]
-        self._log.append(self._clock(), {PROGRESS: json.dumps(noted, separators=(",", ":"))})
+        self.write(self._clock(), {PROGRESS: json.dumps(noted, separators=(",", ":"))})
 
     def outbox(self) -> outbox.Outbox:
         """Return the outbox of the notices that were written here."""
@@ -80,7 +70,7 @@ class Journal:
 
     def rows(self) -> list[JournalRow]:
         """Return what is in the journal, in order."""
-        return journal_rows.decode(self._log.read().records(journal_rows.LETTER), self.rank)
+        return journal_rows.decode(self.read().records(journal_rows.LETTER), self.rank)
 
     def local(self) -> Local:
         """Return this rank's state, replayed from the beginning."""
@@ -88,45 +78,20 @@ class Journal:
 
     def follow(self, local: Local) -> Local:
         """Return a state with everything that was appended since."""
-        found = self._log.read(after=local.sequence)
+        found = self.read(after=local.sequence)
         rows = journal_rows.decode(found.records(journal_rows.LETTER), self.rank)
         # If it was compacted since, these are all rows, and the first of them starts over.
         return replace(fold(rows, local), sequence=found.place.position)
 
-    def sync(self) -> None:
-        """See `Log.sync`."""
-        self._log.sync()
-
-    def compact(self) -> None:
-        """See `Log.compact`."""
-        self._log.compact()
-
-    def check_there(self) -> None:
-        """See `Log.check_there`."""
-        self._log.check_there()
-
-    def _check(self, found: Content) -> None:
-        journal_rows.decode(found.records(journal_rows.LETTER), self.rank)
-        outbox.apply({}, found.records(outbox.LETTER))
-
-    def _needed(self, records: list[Record]) -> Iterator[tuple[float, Parts]]:
+    def _kept(self, records: list[Record]) -> Iterator[tuple[float, Parts]]:
         rows = compacted(journal_rows.decode(records, self.rank), self.rank)
-        for at, some in itertools.groupby(rows, lambda row: row.written_at):
-            yield at, {journal_rows.LETTER: journal_rows.encode(row.event for row in some)}
         table: outbox.Table = {}
         outbox.apply(table, records)
         yield self._clock(), {outbox.LETTER: outbox.kept(table)}
-        if noted := [each for each in records if PROGRESS in each.parts]:
-            yield noted[-1].written_at, {PROGRESS: json.dumps(noted[-1].parts[PROGRESS])}
-
-    def close(self) -> None:
-        """Close the handle. Idempotent. The journal itself stays."""
-        after_fork.discard(self)
-        self._log.close()
-
-    def abandon(self) -> None:
-        """In a forked child: see `Log.abandon`."""
-        self._log.abandon()
+        for at, some in itertools.groupby(rows, lambda row: row.written_at):
+            yield at, {journal_rows.LETTER: journal_rows.encode(row.event for row in some)}
+        for each in [each for each in records if PROGRESS in each.parts][-1:]:
+            yield each.written_at, {PROGRESS: json.dumps(each.parts[PROGRESS])}
 
 
 # --- ownership ---------------------------------------------------------------------------------------------
@@ -251,35 +216,3 @@ class RankLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-class Abandoned(Protocol):
-    """A handle of the parent that a forked child must let go of."""
-
-    def abandon(self) -> None: ...
-
-
-class _AfterFork:
-    """Handles that a forked child must let go of. One `register_at_fork` for the life of the process."""
-
-    _is_registered: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self._handles: set[Abandoned] = set()
-
-    def add(self, handle: Abandoned) -> None:
-        if not _AfterFork._is_registered:
-            os.register_at_fork(after_in_child=self._abandon_all)
-            _AfterFork._is_registered = True
-        self._handles.add(handle)
-
-    def discard(self, handle: Abandoned) -> None:
-        self._handles.discard(handle)
-
-    def _abandon_all(self) -> None:
-        for handle in self._handles:
-            handle.abandon()
-        self._handles.clear()
-
-
-after_fork = _AfterFork()

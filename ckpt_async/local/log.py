@@ -33,6 +33,7 @@ from ckpt_async.core import keys
 from ckpt_async.errors import CkptAsyncError, JournalDamagedError, JournalError
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
 from ckpt_async.local.folder import is_disk_full, no_space
+from ckpt_async.local.forks import after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,6 @@ class Record:
     parts: Mapping[str, Any]  # by letter
 
 
-# Returns what compaction keeps of all records.
 Needed = Callable[[list[Record]], Iterable[tuple[float, Parts]]]
 
 
@@ -164,39 +164,20 @@ def look(path: Path, after: Place | None = None) -> Content | None:
                 return Content.read(file.fileno(), path, after)
 
 
-def open_or_replace(
-    path: Path, letters: str, needed: Needed, check: Callable[[Content], object], name: str, loss: str
-) -> Log:
-    """Open a log that nobody else has open. A damaged one is moved aside, loudly, and begun anew; nothing is deleted
-    but what killed compactions have left. `name` and `loss` are for the message.
-    """
-    for each in path.parent.glob(f"{path.name}.*.new"):
-        each.unlink(missing_ok=True)
-    try:
-        return Log(path, letters, needed, check)
-    except JournalDamagedError as error:
-        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        aside = path.with_name(f"{path.name}.damaged-{when}-{os.urandom(2).hex()}")
-        path.rename(aside)
-        told = error.without_hint
-        logger.error("%s_damaged moved_to=%s error=%s; %s", name, aside, told, loss)  # noqa: TRY400  no bug of ours
-        return Log(path, letters, needed, check)
-
-
 class Log:
     """One process's handle on a log, which is created if it is missing.
 
     All methods may be called from any thread and block for well under a millisecond, except `sync` and `compact`, which
     wait for the disk without blocking any other method. All raise NoSpaceError if the disk is full, JournalError for
-    other problems; nothing was written then.
+    other problems; nothing was written then. In a forked child the handle cannot be used; the child may open its own.
 
-    A tail that is not whole, because its writer was killed, is cut off; JournalDamagedError is raised for what is wrong
-    before the last right record.
+    `needed` returns what compaction keeps of the records with these letters; it raises JournalDamagedError for what it
+    cannot read. A tail that is not whole, because its writer was killed, is cut off; JournalDamagedError is raised for
+    what is wrong before the last right record. If nobody else has the log open, which `loss` tells, a damaged one is
+    moved aside and begun anew instead, and the log message says what that means.
     """
 
-    def __init__(
-        self, path: Path, letters: str, needed: Needed, check: Callable[[Content], object] = lambda _: None
-    ) -> None:
+    def __init__(self, path: Path, letters: str, needed: Needed, *, loss: str = "") -> None:
         self._path, self._letters, self._needed = path, letters, needed
         self._lock = threading.Lock()  # guards the descriptor; never held while waiting for the disk
         self._disk_lock = threading.Lock()
@@ -204,15 +185,32 @@ class Log:
         self._id = ""
         self._entry = 0  # the inode whose entry in the folder is durable
         with _translated(path):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            for each in path.parent.glob(f"{path.name}.*.new") if loss else ():
+                each.unlink(missing_ok=True)  # what a killed compaction has left
             try:
-                self._take()
-                self._id = self._recover()
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-                check(self.read())
-            except BaseException:
-                self.close()
-                raise
+                self._open()
+            except JournalDamagedError as error:
+                if not loss:
+                    raise
+                when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+                aside = path.with_name(f"{path.name}.damaged-{when}-{os.urandom(2).hex()}")
+                path.rename(aside)
+                told = error.without_hint
+                logger.error("%s moved_to=%s error=%s", loss, aside, told)  # noqa: TRY400  no bug of ours
+                self._open()
+        after_fork.add(self)
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take()
+            self._id = self._recover()
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            next(iter(self._needed(self.read().records(self._letters))), None)
+        except BaseException:
+            self.close()
+            self._id = ""
+            raise
 
     def _recover(self) -> str:
         """Cut off what a killed process has left, and return the log's id."""
@@ -229,7 +227,7 @@ class Log:
 
     # --- records -------------------------------------------------------------------------------------------
 
-    def append(self, written_at: float, parts: Parts) -> None:
+    def write(self, written_at: float, parts: Parts) -> None:
         """Append one record. On return it survives SIGKILL, and with the next `sync` power loss."""
         line = _record(written_at, parts)
         self._check_usable()  # first: in a fork, nobody frees the lock
@@ -253,9 +251,8 @@ class Log:
         try:
             _write_all(self._descriptor, data)
         except BaseException:  # Ctrl-C, too
-            with contextlib.suppress(
-                OSError
-            ):  # what is left then has no end, and the next append cuts it off
+            # What is left if this fails has no end, and the next append cuts it off.
+            with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, end)
             raise
 
@@ -324,14 +321,13 @@ class Log:
 
     def close(self) -> None:
         """Close the handle. Idempotent. The file stays."""
+        after_fork.discard(self)
         if self._is_abandoned:
             return
         with self._disk_lock, self._lock:
             if self._descriptor >= 0:
-                descriptor, self._descriptor = (
-                    self._descriptor,
-                    -1,
-                )  # first: Ctrl-C may come when it is closed
+                # Marked as closed first: Ctrl-C may come when it is.
+                descriptor, self._descriptor = self._descriptor, -1
                 os.close(descriptor)
 
     def abandon(self) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError, JournalError
 from ckpt_async.local.filesystems import check_local, filesystem_of
-from ckpt_async.local.log import Content, Log, Parts, Record, open_or_replace, unreadable
+from ckpt_async.local.log import Log, Parts, Record, unreadable
 
 LETTER = "n"  # of the records' part with notices
 # Limits per sink. A receiver that is away for days must not fill the disk: the oldest notices are dropped
@@ -192,7 +192,7 @@ class Outbox:
         return len(waiting)
 
     def _append(self, rows: str) -> None:
-        self._log.append(time.time(), {LETTER: rows})
+        self._log.write(time.time(), {LETTER: rows})
 
     def _now(self) -> Table:
         """Return the table with all that was appended by now, by whatever process. The caller does not change it."""
@@ -218,7 +218,7 @@ class OwnOutbox(Outbox):
         with contextlib.ExitStack() as held:
             _lock(folder, held)
             path = folder / "events.log"
-            log = open_or_replace(path, LETTER, _needed, _check, "events", "what waited there is lost")
+            log = Log(path, LETTER, _kept, loss="events_damaged: what waited there is lost")
             super().__init__(held.enter_context(contextlib.closing(log)))
             self._held = held.pop_all()
 
@@ -252,11 +252,7 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
         ) from error
 
 
-def _check(found: Content) -> None:
-    apply({}, found.records(LETTER))
-
-
-def _needed(records: list[Record]) -> Iterator[tuple[float, Parts]]:
+def _kept(records: list[Record]) -> Iterator[tuple[float, Parts]]:
     table: Table = {}
     apply(table, records)
     yield time.time(), {LETTER: kept(table)}

@@ -177,7 +177,7 @@ def test_each_rank_has_its_own_journal(folder: Folder) -> None:
 def written(folder: Folder, row: str) -> None:
     """Write a record as a program with a fault might have."""
     with contextlib.closing(Log(folder.private / keys.journal_name(0), "e", lambda _: ())) as raw:
-        raw.append(0.0, {"e": f"[{row}]"})
+        raw.write(0.0, {"e": f"[{row}]"})
 
 
 @pytest.mark.parametrize("body", ["[]", '[1,1,"x","a","b",1,2,3,4]', '[1,1,"x",["a"]]', "1"])

@@ -17,7 +17,7 @@ import pytest
 from ckpt_async.errors import JournalDamagedError, JournalError, NoSpaceError
 from ckpt_async.local import log as logs
 from ckpt_async.local.durable import FsyncError
-from ckpt_async.local.log import Log, Parts, Place, Record, look, open_or_replace
+from ckpt_async.local.log import Log, Parts, Place, Record, look
 from tests.ctrl_c import interrupted
 
 
@@ -34,7 +34,7 @@ def opened(path: Path) -> Log:
 
 def put(log: Log, *values: object) -> None:
     for value in values:
-        log.append(1.5, {"x": json.dumps(value)})
+        log.write(1.5, {"x": json.dumps(value)})
 
 
 def values(path: Path, after: Place | None = None) -> list[Any]:
@@ -106,7 +106,7 @@ def test_a_damaged_file_is_moved_aside_with_its_bytes(path: Path, caplog: pytest
     path.write_bytes(b"garbage\n" * 100)
     left = path.with_name(f"{path.name}.0123.new")
     left.write_bytes(b"of a killed compaction")
-    with contextlib.closing(open_or_replace(path, "x", needed, lambda _: None, "journal", "a pity")) as log:
+    with contextlib.closing(Log(path, "x", needed, loss="a pity")) as log:
         put(log, "anew")
     [aside] = path.parent.glob("*.damaged-*")
     assert aside.read_bytes() == b"garbage\n" * 100
@@ -310,7 +310,7 @@ def test_a_compaction_killed_anywhere_loses_nothing(tmp_path: Path) -> None:
             kept = [each for each in values(path) if each != "of no use"]
             assert kept in (["first", "second", "last"], ["first", "second", "third", "last"])
             assert values(path, place)[-1] == "last"
-        with contextlib.closing(open_or_replace(path, "x", needed, lambda _: None, "journal", "")) as log:
+        with contextlib.closing(Log(path, "x", needed, loss="a pity")) as log:
             assert [each.parts["x"] for each in log.read().records("x")][-len(kept) :] == kept
         assert [each.name for each in tmp_path.iterdir()] == [path.name]
         path.unlink()
@@ -448,7 +448,7 @@ def test_a_fork_does_not_keep_the_lock_of_a_killed_parent(path: Path, tmp_path: 
 
     def parent() -> None:
         journal = Journal(folder, 0)
-        journal._log._take()
+        journal._take()
         worker = os.fork()
         if worker == 0:
             time.sleep(60)
