@@ -345,7 +345,7 @@ class Engine:
         try:
             await in_thread(self._keep_house)
             self._note_shortage()
-            if state.is_progress_new:
+            if state.is_progress_new and not state.folder.is_disk_full():  # the space is for commits
                 state.is_progress_new = False
                 state.journal.note_progress(
                     [(each.checkpoint, each.shard, sent) for each, sent in state.sent_bytes.items()]

@@ -106,6 +106,9 @@ class Folder:
         self._host_mark.renew(self._trusted)
         self._reserve.adjust()
 
+    def is_disk_full(self) -> bool:
+        return self._reserve.is_disk_full()
+
     def _probe(self) -> bool:
         """Write, link and remove one small file, so that problems are reported clearly now and not during the first
         save.

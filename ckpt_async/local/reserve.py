@@ -41,6 +41,12 @@ class Reserve:
             elif free_bytes >= ROOMY_BYTES:
                 self._take()
 
+    def is_disk_full(self) -> bool:
+        """Return whether what is left should be used for nothing but commits."""
+        with contextlib.suppress(OSError):
+            return self._free_bytes() < FULL_BYTES
+        return False
+
     def _free_bytes(self) -> int:
         facts = os.statvfs(self._path.parent)
         return facts.f_bavail * facts.f_frsize

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -378,6 +379,21 @@ def test_processes_that_append_and_compact_at_once_lose_nothing(path: Path) -> N
     assert len(seen) == (num_writers + 1) * num_values
     assert [each for each in values(path) if each != "of no use"] == seen
     assert os.listdir(path.parent) == [path.name]
+
+
+def test_an_append_waits_for_another_process_that_appends(path: Path, log: Log) -> None:
+    """Otherwise it would take for torn, and cut off, what the other one is writing."""
+    with path.open("ab", buffering=0) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        whole = logs._record(1.5, {"x": '"first"'})
+        other.write(whole[:20])
+        appending = threading.Thread(target=put, args=(log, "second"))
+        appending.start()
+        appending.join(0.2)
+        other.write(whole[20:])
+        fcntl.flock(other, fcntl.LOCK_UN)
+        appending.join(30)
+    assert values(path) == ["first", "second"]
 
 
 @pytest.mark.usefixtures("always_compacts")

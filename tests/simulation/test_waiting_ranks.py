@@ -101,7 +101,9 @@ def rank_of_launch(
         events += done
     state = State(
         rank=rank,
-        folder=mock.Mock(path=Path("/"), private=Path("/"), space=lambda: (1 << 50, 1 << 50)),
+        folder=mock.Mock(
+            path=Path("/"), private=Path("/"), is_disk_full=lambda: False, space=lambda: (1 << 50, 1 << 50)
+        ),
         journal=ListJournal(rank, events),  # type: ignore[arg-type]
         store=PatientStore(store, SETTINGS),
         settings=SETTINGS,
