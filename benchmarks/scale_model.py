@@ -32,6 +32,7 @@ from typing import Any
 from _compare import parser_of, report
 
 from ckpt_async.core import decide, keys, waiting
+from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import (
     CheckpointId,
     Enqueued,
@@ -313,10 +314,9 @@ class ListJournal:
         for event in events:
             self._rows.append(JournalRow(len(self._rows) + 1, self._rank, 0.0, event))
 
-    def rows(self, *, after: int) -> list[JournalRow]:
-        return self._rows[after:]
+    def follow(self, local: Local) -> Local:
+        return fold(self._rows[local.sequence :], local)
 
-    def forget(self, event: Event) -> None: ...
     def check_there(self) -> None: ...
     def compact(self) -> None: ...
 

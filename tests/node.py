@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpt_async.core.model import Event, Forgotten, Opened
+from ckpt_async.core.model import Event
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 
@@ -23,12 +23,6 @@ class Node:
 
     def append(self, rank: int, events: Iterable[Event]) -> None:
         self[rank].append(events)
-
-    def open_rank(self, rank: int, event: Opened) -> None:
-        self[rank].open_rank(event)
-
-    def forget(self, rank: int, event: Forgotten) -> None:
-        self[rank].forget(event)
 
     def note_progress(self, rank: int, sent: Any) -> None:
         self[rank].note_progress(sent)

@@ -47,7 +47,7 @@ PURE = (
     *("saver.timestamp", "saver.schedule", "saver.auto", "saver.names"),
 )
 IMPURE_IMPORTS = {
-    *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "sqlite3", "subprocess"),
+    *("asyncio", "multiprocessing", "os", "random", "secrets", "shutil", "socket", "subprocess"),
     *("tempfile", "threading", "time"),
     *("aiobotocore", "aiofiles", "aiohttp", "awscrt", "botocore", "prometheus_client", "tenacity", "torch"),
 }

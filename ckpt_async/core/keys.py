@@ -24,8 +24,9 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
 
 Local, relative to the folder:
 
-    .ckpt-async/journal-<rank:05d>.sqlite                    the rank's rows; SQLite keeps -wal and -shm beside it
-    .ckpt-async/journal-<rank:05d>.sqlite.damaged-<when>     moved aside; never read again
+    .ckpt-async/journal-<rank:05d>.log                       the rank's events
+    .ckpt-async/journal-<rank:05d>.log.<random>.new          what compaction is writing
+    .ckpt-async/journal-<rank:05d>.log.damaged-<when>        moved aside; never read again
     .ckpt-async/rank-<rank:05d>.lock                         flock; never replaced
     .ckpt-async/link-<up or down>.json                       what was found out about the link to the store
     .ckpt-async/kept/rank-<rank:05d>/<g:06d>-<step:012d>.json           committed and kept for good
@@ -86,7 +87,7 @@ _ANNOUNCED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/announced-([0-9]{12})\
 _ENDED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/ended-([0-9]{5})\.json")
 _TOLD_ALL = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/told-all-([0-9]{5})\.json")
 _DATA = re.compile(re.escape(DATA) + rf"({COMPONENT})\.g([0-9]{{1,6}})/.+")
-_JOURNAL = re.compile(r"journal-([0-9]{5})\.sqlite")
+_JOURNAL = re.compile(r"journal-([0-9]{5})\.log")
 _KIND = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 
@@ -276,7 +277,7 @@ def parse_decision_key(key: str) -> CheckpointId | None:
 
 
 def journal_name(rank: int) -> str:
-    return f"journal-{rank:05d}.sqlite"
+    return f"journal-{rank:05d}.log"
 
 
 def parse_journal_name(name: str) -> int | None:

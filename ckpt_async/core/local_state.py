@@ -5,7 +5,7 @@ This state is built only by `fold`, so that replay after a crash and everyday op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -29,8 +29,10 @@ from ckpt_async.core.model import (
     Retried,
     Sealed,
     Shard,
+    StartedOver,
     StoredShard,
     Superseded,
+    Unproven,
     Verified,
 )
 
@@ -159,6 +161,12 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
                 if event.committed_at is not None and (committed is None or event.checkpoint > committed):
                     committed, committed_at = event.checkpoint, event.committed_at
                 continue
+            case StartedOver():
+                owned.clear()
+                checkpoints, generation, opened = {}, event.generation, None
+                committed, committed_at = event.committed, event.committed_at
+                enqueued, enqueued_at = event.enqueued, event.enqueued_at
+                continue
             case Growing() | Enqueued() | Sealed():
                 before = checkpoints.get(event.checkpoint) or LocalCheckpoint(event.checkpoint, event.name)
                 if enqueued is None or event.checkpoint >= enqueued:
@@ -180,8 +188,40 @@ def fold(rows: Iterable[JournalRow], start: Local) -> Local:
     )
 
 
+def compacted(rows: Sequence[JournalRow], rank: int) -> list[JournalRow]:
+    """Return rows from which `fold` builds the same state as from all rows of a rank: without those of checkpoints that
+    it has forgotten, and without launches that changed nothing.
+    """
+    if not rows:
+        return []
+    local = fold(rows, Local(rank))
+    started = max((n for n, row in enumerate(rows) if isinstance(row.event, StartedOver)), default=-1)
+    forgotten = {row.event.checkpoint: n for n, row in enumerate(rows) if isinstance(row.event, Forgotten)}
+    summary = StartedOver(
+        local.generation,
+        local.newest_committed,
+        local.newest_committed_at,
+        local.newest_enqueued,
+        local.newest_enqueued_at,
+    )
+    kept = [replace(rows[0], event=summary)]
+    for number, row in enumerate(rows[started + 1 :], started + 1):
+        match row.event:
+            case Opened():
+                if isinstance(kept[-1].event, Opened):
+                    kept.pop()
+                kept.append(row)
+            case StartedOver() | Forgotten():
+                pass
+            case event if event.checkpoint in local.checkpoints and number > forgotten.get(
+                event.checkpoint, -1
+            ):
+                kept.append(row)
+    return kept
+
+
 _ShardEvent = Enqueued | MadeDurable | MultipartOpened | Verified | Failed | Retried | Copied
-_CheckpointEvent = Growing | Sealed | Superseded | ReceiptStored | Decided | Released | Removed
+_CheckpointEvent = Growing | Sealed | Superseded | ReceiptStored | Decided | Released | Removed | Unproven
 
 
 def _apply(
@@ -213,6 +253,9 @@ def _apply(
             return replace(checkpoint, is_released=True)
         case Removed():
             return replace(checkpoint, is_removed=True)
+        case Unproven():
+            shards |= {name: replace(each, multipart=None, stored=None) for name, each in shards.items()}
+            return replace(checkpoint, has_receipt=False, receipt_at=0.0)
         case _:
             return _apply_to_shards(checkpoint, shards, event, written_at)
 

@@ -425,11 +425,29 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Unproven:
+    """The store may lack what it had confirmed of this rank's part of the checkpoint: none of that counts any more."""
+
+    checkpoint: CheckpointId
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
-    """This rank has nothing more to do with the checkpoint; its other rows are gone from the journal."""
+    """This rank has nothing more to do with the checkpoint."""
 
     checkpoint: CheckpointId
     committed_at: float | None  # local time; None if it was never committed
+
+
+@dataclass(frozen=True, slots=True)
+class StartedOver:
+    """Of all rows before this one, only what it says counts: they were compacted, or were those of another remote."""
+
+    generation: int = 0
+    committed: CheckpointId | None = None
+    committed_at: float = 0.0
+    enqueued: CheckpointId | None = None
+    enqueued_at: float = 0.0
 
 
 Event = (
@@ -448,13 +466,17 @@ Event = (
     | Released
     | Copied
     | Removed
+    | Unproven
     | Forgotten
+    | StartedOver
 )
 
 
 @dataclass(frozen=True, slots=True)
 class JournalRow:
-    """One event with its place in the journal and the local time at which it was written (for people, not rules)."""
+    """One event with its position in the journal, which it shares with those appended at once, and the local time at
+    which it was written (for people, not rules).
+    """
 
     sequence: int
     rank: int

@@ -240,7 +240,7 @@ def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
     except OSError as error:
         return JournalState(error=str(error), hint="run as the user whose trainer created it"), None
     privates = [journals.private_of(path, kind) for kind in found]
-    needed = [each for private in privates for each in (private, *private.glob("journal*.sqlite"))]
+    needed = [each for private in privates for each in (private, *private.glob("journal*.log"))]
     running = {rank for kind, each in found.items() for rank in each.ranks if has_owner(path, rank, kind)}
     state = JournalState(
         summary="; ".join(

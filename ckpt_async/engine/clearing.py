@@ -6,8 +6,8 @@ import logging
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, naming
-from ckpt_async.core.local_state import LocalCheckpoint, fold
-from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow, Released, Removed
+from ckpt_async.core.local_state import LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Forgotten, Released, Removed
 from ckpt_async.engine.state import State
 from ckpt_async.errors import InvalidNameError
 from ckpt_async.local import claims, kept
@@ -58,8 +58,6 @@ async def remove(state: State, action: decide.Remove) -> None:
     is_ahead = state.is_trainer and decide.is_still_to_come(state.local, action.checkpoint)
     shared = {(shard.shard.source, shard.shard.identity) for each in others for shard in each.shards.values()}
 
-    event = _forgotten(checkpoint)
-
     def remove() -> None:
         with state.folder.letting_go():
             kept_by_others = shared | claims.of_other_kinds(state.folder)
@@ -74,13 +72,11 @@ async def remove(state: State, action: decide.Remove) -> None:
             if checkpoint.to_copy:  # copies are made within the store, and need none of these files
                 state.record(Removed(action.checkpoint))
             else:
-                _drop(state, event)
+                _drop(state, checkpoint)
 
     await in_thread(remove)
     state.observer.checkpoint_pruned("local")
     logger.info("local_checkpoint_removed %s reason=%s", action.checkpoint, action.reason)
-    if not checkpoint.to_copy:
-        _note(state, event)
 
 
 async def keep(state: State, id_: CheckpointId) -> None:
@@ -90,23 +86,12 @@ async def keep(state: State, id_: CheckpointId) -> None:
 
 
 async def forget(state: State, id_: CheckpointId) -> None:
-    event = _forgotten(state.checkpoint(id_))
-    await in_thread(_drop, state, event)
-    _note(state, event)
+    await in_thread(_drop, state, state.checkpoint(id_))
 
 
-def _forgotten(checkpoint: LocalCheckpoint) -> Forgotten:
-    return Forgotten(checkpoint.id, checkpoint.decided_at if checkpoint.was_committed else None)
-
-
-def _drop(state: State, event: Forgotten) -> None:
-    state.folder.unlink(keys.spool_manifest(event.checkpoint, state.rank))
-    state.journal.forget(event)
-
-
-def _note(state: State, event: Forgotten) -> None:
-    row = JournalRow(state.local.sequence, state.rank, state.clock(), event)
-    state.local = fold([row], state.local)
+def _drop(state: State, checkpoint: LocalCheckpoint) -> None:
+    state.folder.unlink(keys.spool_manifest(checkpoint.id, state.rank))
+    state.record(Forgotten(checkpoint.id, checkpoint.decided_at if checkpoint.was_committed else None))
 
 
 def local_target(shards: list[tuple[str, str]]) -> str | None:

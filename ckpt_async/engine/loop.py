@@ -357,7 +357,7 @@ class Engine:
         try:
             await in_thread(self._keep_house)
             self._note_shortage()
-            if state.is_progress_new:
+            if state.is_progress_new and not state.folder.is_disk_full():  # the space is for commits
                 state.is_progress_new = False
                 state.journal.note_progress(
                     [(each.checkpoint, each.shard, sent) for each, sent in state.sent_bytes.items()]
@@ -390,10 +390,7 @@ class Engine:
     def _keep_house(self) -> None:
         state = self.state
         try:
-            if state.folder.is_disk_full():
-                state.journal.compact_on_full_disk(state.folder.reserve_lent())
-            else:
-                state.journal.compact()
+            state.journal.compact()
         finally:
             state.folder.tend()
         state.note_link()  # last, because it may lack space

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckpt_async.core import decide, keys, retention
 from ckpt_async.core.failures import Failing, Failure
-from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard, fold
+from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId, Event, Failed
 from ckpt_async.core.notices import Notice, Teller
 from ckpt_async.core.observe import Observer
@@ -118,9 +118,8 @@ class State:
     # --- the journal ---------------------------------------------------------------------------------------
 
     def fresh_local(self) -> Local:
-        """Return the state with everything that is in the journal by now. Costs one query. Any thread."""
-        local = self.local
-        return fold(self.journal.rows(after=local.sequence), local)
+        """Return the state with everything that is in the journal by now. Costs one short read. Any thread."""
+        return self.journal.follow(self.local)
 
     def refresh(self) -> None:
         self.local = self.fresh_local()

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.events.event import Event
-from ckpt_async.local.outbox import Outbox, Waiting
+from ckpt_async.local.outbox import Outbox, Posted
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,11 @@ class Courier:
     def __init__(self, outbox: Outbox, sink: Sink, kinds: Collection[str] | None = None) -> None:
         self._outbox, self._sink, self._kinds = outbox, sink, kinds
         self._bell, self._lock = threading.Event(), threading.Lock()
-        self._busy: set[int] = set()
+        self._busy: set[str] = set()  # by id
         self._ends_at: float | None = None  # set by `close`; what is due only later is left in the outbox
         self._is_closed = False
         self._over = threading.Event()
-        self._failing: dict[int, float] = {}  # since when, by sequence
+        self._failing: dict[str, float] = {}  # since when, by id
         self._stuck: set[int] = set()  # threads that wait for the journal
         self._num_taken = 0
         self.num_delivered = self.num_dropped = 0  # so far, without those that nobody wants any more
@@ -149,7 +149,7 @@ class Courier:
                     self._deliver(taken)
                 finally:
                     with self._lock:
-                        self._busy.discard(taken.sequence)
+                        self._busy.discard(taken.id)
         except CkptAsyncError as error:  # raised by the journal at the end: the next launch delivers it again
             logger.debug("events_unwritten sink=%s error=%s", self._sink.name, error)
         except Exception:
@@ -184,7 +184,7 @@ class Courier:
         elif before and not after:
             logger.warning("events_go_on sink=%s", self._sink.name)
 
-    def _take(self) -> Waiting | None:
+    def _take(self) -> Posted | None:
         """Return the next notice that is due, or None at the end."""
         while not self._over.is_set():
             self._bell.clear()  # clear before looking, so that what is added after the look rings again
@@ -197,19 +197,19 @@ class Courier:
             self._bell.wait(min(POLL_S, max(0.0, next_at - clock())))
         return None
 
-    def _look(self) -> tuple[Waiting | None, float]:
+    def _look(self) -> tuple[Posted | None, float]:
         """Claim a notice that is due and return it, with the time at which the next unclaimed one is due.
 
         The time is the earliest among the notices that no other thread has claimed.
         """
         with self._lock:
             waiting = self._outbox.waiting(self._sink.name)
-            free = [each for each in waiting if each.sequence not in self._busy]
+            free = [each for each in waiting if each.id not in self._busy]
             now = clock()
             # No pause is longer than RETRY_MAX_S: what an earlier process has put off for longer had another time.
             due = next((each for each in free if not now < each.next_at <= now + RETRY_MAX_S), None)
             if due is not None:
-                self._busy.add(due.sequence)
+                self._busy.add(due.id)
                 if len(free) > 1:
                     self._bell.set()
             return due, min((each.next_at for each in free), default=float("inf"))
@@ -225,17 +225,17 @@ class Courier:
                 "events_dropped sink=%s num=%d: too many were waiting to be delivered", self._sink.name, num
             )
 
-    def _deliver(self, waiting: Waiting) -> None:
+    def _deliver(self, waiting: Posted) -> None:
         try:
             event = Event.from_json(waiting.body)
         except ValueError:
             logger.exception("event_unreadable sink=%s", self._sink.name)
-            self._patiently(lambda: self._outbox.dropped(waiting.sequence))
+            self._patiently(lambda: self._outbox.dropped(waiting))
             return self._count(num_dropped=1)
         told = f"sink={self._sink.name} kind={event.kind} id={event.id}"
         if self._kinds is not None and event.kind not in self._kinds:
             logger.info("event_not_wanted %s", told)
-            return self._patiently(lambda: self._outbox.dropped(waiting.sequence))
+            return self._patiently(lambda: self._outbox.dropped(waiting))
         try:
             self._sink.deliver(event)
         except DeliveryError as error:
@@ -245,8 +245,8 @@ class Courier:
         except Exception as error:
             logger.exception("event_sink_failed %s", told)
             return self._failed(waiting, told, repr(error))
-        self._patiently(lambda: self._outbox.delivered(waiting.sequence))
-        self._failing.pop(waiting.sequence, None)
+        self._patiently(lambda: self._outbox.delivered(waiting))
+        self._failing.pop(waiting.id, None)
         logger.info("event_delivered %s", told)
         return self._count(num_delivered=1)
 
@@ -255,18 +255,18 @@ class Courier:
             self.num_delivered += num_delivered
             self.num_dropped += num_dropped
 
-    def _failed(self, waiting: Waiting, told: str, why: str) -> None:
+    def _failed(self, waiting: Posted, told: str, why: str) -> None:
         num_attempts, now = waiting.num_attempts + 1, clock()
         # Only of what an earlier process has tried already, the age is that by the wall clock.
-        since = self._failing.setdefault(waiting.sequence, waiting.made_at if waiting.num_attempts else now)
+        since = self._failing.setdefault(waiting.id, waiting.made_at if waiting.num_attempts else now)
         is_last = self._sink.max_attempts is not None and num_attempts >= self._sink.max_attempts
         if is_last or now - since > MAX_AGE_S:
-            self._patiently(lambda: self._outbox.dropped(waiting.sequence))
-            self._failing.pop(waiting.sequence, None)
+            self._patiently(lambda: self._outbox.dropped(waiting))
+            self._failing.pop(waiting.id, None)
             logger.error("event_dropped %s attempts=%d error=%s", told, num_attempts, why)
             return self._count(num_dropped=1)
         pause_s = min(RETRY_MAX_S, 2.0 ** min(waiting.num_attempts, 20)) * random.uniform(0.5, 1.0)
-        self._patiently(lambda: self._outbox.failed(waiting.sequence, now + pause_s))
+        self._patiently(lambda: self._outbox.failed(waiting, now + pause_s))
         log = logger.warning if num_attempts in (1, 5) or num_attempts % 25 == 0 else logger.info
         log("event_not_delivered %s attempts=%d retry_in_s=%.1f error=%s", told, num_attempts, pause_s, why)
         return None

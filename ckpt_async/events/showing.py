@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from ckpt_async.core.units import in_units, named
 from ckpt_async.events.event import Event
-from ckpt_async.local.outbox import Told
+from ckpt_async.local.outbox import Posted
 from ckpt_async.monitor.recent import Happening
 
 _BACKLOG = {
@@ -17,7 +17,7 @@ _BACKLOG = {
 }
 
 
-def happenings(told: Iterable[Told]) -> Iterator[Happening]:
+def happenings(told: Iterable[Posted]) -> Iterator[Happening]:
     """Return what was pruned on this node, and the backlog. The engine's metrics cover commits and everything else."""
     known: set[str] = set()
     for each in told:

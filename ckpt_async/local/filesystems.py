@@ -9,10 +9,9 @@ from pathlib import Path
 
 from ckpt_async.errors import JournalError
 
-# SQLite's WAL needs shared memory and POSIX locks of a single kernel, and flock must work as specified
-# (https://sqlite.org/wal.html: "does not work over a network filesystem"). Nobody can list all file systems
-# that several machines may share, so this lists those that belong to one machine; '' stands for systems
-# without mountinfo (not Linux).
+# Two processes must never write for one rank, and an flock may keep out only those of the same machine. Nobody can list
+# all file systems that several machines may share, so this lists those that belong to one machine; '' stands for
+# systems without mountinfo (not Linux).
 LOCAL_FILESYSTEMS = frozenset(
     "ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs nilfs2 tmpfs ramfs overlay".split()
 ) | {""}
@@ -26,7 +25,7 @@ def check_local(path: Path, filesystem: str) -> None:
     if filesystem not in LOCAL_FILESYSTEMS:
         raise JournalError(
             f"folder {str(path)!r} is on a file system ({filesystem}) that is not known to be local: if another"
-            " machine uses it too, the journal is destroyed",
+            " machine uses it too, nothing may keep both from writing one journal",
             hint="use a folder on a local disk of each node; if this is a local disk, set"
             " allow_unknown_filesystem=True",
         )

@@ -99,8 +99,7 @@ class Folder:
             raise _folder_error(self.path, error) from error
         self._reserve = Reserve(self.common)
         self._reserve.adjust()
-        with self._reserve.lent():
-            self.can_link = self._probe()
+        self.can_link = self._probe()
         self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
 
@@ -125,9 +124,6 @@ class Folder:
 
     def is_disk_full(self) -> bool:
         return self._reserve.is_disk_full()
-
-    def reserve_lent(self) -> contextlib.AbstractContextManager[None]:
-        return self._reserve.lent()
 
     def _probe(self) -> bool:
         """Write, link and remove one small file, so that problems are reported clearly now and not during the first

@@ -1,9 +1,8 @@
-"""The journal: one rank's local append-only event log in SQLite (WAL). It *is* the queue.
+"""The journal: one rank's append-only log of events. It *is* the queue.
 
 It is written by the holder of the rank's lock: a trainer and its own runner process, else `drain` or the sweeper.
 Anybody may read it (`journals`). An append survives SIGKILL once it has returned, and power loss after the engine's
-`sync`. The trainer never waits for an fsync: as measured, `synchronous=FULL` costs 17 ms at p99 and up to 1.6 s
-under load.
+`sync`: the trainer never waits for an fsync.
 
 The journal is a cache (rule R10): the spool's manifests and the store can rebuild it.
 """
@@ -11,355 +10,88 @@ The journal is a cache (rule R10): the spool's manifests and the store can rebui
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import itertools
 import json
-import logging
 import os
-import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import Self
 
 from ckpt_async import private
 from ckpt_async.core import keys
-from ckpt_async.core.local_state import Local, fold
-from ckpt_async.core.model import (
-    CheckpointId,
-    Event,
-    Forgotten,
-    JournalRow,
-    MultipartOpened,
-    Opened,
-    ReceiptStored,
-    Verified,
-)
+from ckpt_async.core.local_state import Local, compacted, fold
+from ckpt_async.core.model import CheckpointId, Event, JournalRow
 from ckpt_async.core.notices import Notice
-from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
-from ckpt_async.local import database, journal_rows, outbox
-from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
+from ckpt_async.errors import FolderInUseError
+from ckpt_async.local import journal_rows, outbox
 from ckpt_async.local.folder import Folder
-from ckpt_async.local.journal_rows import FORMAT_VERSION
+from ckpt_async.local.forks import after_fork
+from ckpt_async.local.log import Log, Parts, Record
 
-logger = logging.getLogger(__name__)
-
-# What a launch at another server of the same URL must not take for granted.
-_OF_STORE = (MultipartOpened, Verified, ReceiptStored)
 # How long a `.wanted` mark counts. A trainer that waits for a lock renews its mark twenty times a second.
 WANTED_S = 5.0
-# Number of frames in the WAL from which the engine moves them into the main file, off the trainer's path.
-CHECKPOINT_PAGES = 1000
-
-_SCHEMA = (
-    """
-    CREATE TABLE events (
-        sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-        generation INTEGER NOT NULL,
-        step INTEGER NOT NULL,
-        written_at REAL NOT NULL,
-        kind TEXT NOT NULL,
-        body TEXT NOT NULL
-    )
-    """,
-    "CREATE TABLE progress (body TEXT NOT NULL)",
-)
-_INSERT = "INSERT INTO events (generation, step, written_at, kind, body) VALUES (?, ?, ?, ?, ?)"
+PROGRESS = "p"  # the letter of the records' part with the progress of unfinished shards
 
 
-class Journal:
+class Journal(Log):
     """One process's handle on the journal of one rank, whose lock it holds.
-
-    All methods may be called from any thread and block for well under a millisecond, except `sync` and `compact`,
-    which wait for the disk without blocking any other method. (On a full disk, `compact_on_full_disk` does block them.)
 
     A damaged journal is moved aside, loudly, and started anew, unless somebody else may have it open
     (`may_replace=False`); then JournalDamagedError is raised.
     """
 
-    # Journals of which this process, a fork, has inherited a connection.
-    _of_parents: ClassVar[set[Path]] = set()
-
     def __init__(
         self, folder: Folder, rank: int, *, may_replace: bool = True, clock: Callable[[], float] = time.time
     ) -> None:
-        self.rank = rank
-        self._path = folder.private / keys.journal_name(rank)
-        if self._path in self._of_parents:
-            raise JournalError(
-                f"journal {str(self._path)!r} was open in the parent process when this one was forked: SQLite"
-                " mistakes the parent's locks and index for this process's",
-                hint="open it in a process started by subprocess or multiprocessing's spawn",
-            )
-        self._clock = clock
-        self._lock = threading.Lock()  # guards the connection; never held while waiting for the disk
-        self._disk_lock = threading.Lock()
-        self._is_abandoned = False
-        self._is_synced = self._is_suspect = False
-        self._compacting: sqlite3.Connection | None = None
-        try:
-            self._connection = self._open()
-        except JournalDamagedError as error:
-            if not may_replace:
-                raise
-            aside = database.move_aside(self._path)
-            logger.error(  # noqa: TRY400  no bug of ours
-                "journal_damaged rank=%d moved_to=%s error=%s; rebuilding it from the spool's manifests",
-                rank,
-                aside,
-                error,
-            )
-            self._connection = self._open()
-        # Used by `sync`, and open as long as the connection. SQLite holds no locks on the WAL, and a
-        # descriptor reports every write that has failed since it was opened, even if others were told of it
-        # too.
-        try:
-            self._wal = os.open(f"{self._path}-wal", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            self._connection.close()
-            raise JournalError(f"journal {str(self._path)!r}: its WAL: {error.strerror}") from error
-        after_fork.add(self)
-
-    def _open(self) -> sqlite3.Connection:
-        with database.translated(self._path):
-            connection = database.connect(self._path)
-            try:
-                if database.version(connection) == 0:
-                    self._create(connection)
-                journal_rows.check_format(database.version(connection), self._path)
-                self._check(connection)
-            except BaseException:
-                connection.close()
-                raise
-        return connection
-
-    def _create(self, connection: sqlite3.Connection) -> None:
-        with connection:
-            database.begin(connection)
-            if database.version(connection):
-                return  # another process was faster
-            for statement in _SCHEMA:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
-
-    def _check(self, connection: sqlite3.Connection) -> None:
-        database.check(connection, self._path)
-        journal_rows.read(connection, self.rank)
-
-    # --- writing -------------------------------------------------------------------------------------------
+        self.rank, self._clock = rank, clock
+        letters = journal_rows.LETTER + outbox.LETTER + PROGRESS
+        loss = f"journal_damaged rank={rank}: rebuilding it from the spool's manifests" if may_replace else ""
+        super().__init__(folder.private / keys.journal_name(rank), letters, self._kept, loss=loss)
+        self._outbox = outbox.Outbox(self)
 
     def append(self, events: Iterable[Event], notices: Sequence[Notice] = ()) -> None:
-        """Write events, and the notices about them, in one transaction: all or none. On return they survive
-        SIGKILL.
+        """Write events, and the notices about them, in one record: all or none. On return they survive SIGKILL."""
+        now = self._clock()
+        parts = {journal_rows.LETTER: journal_rows.encode(events)}
+        if notices:
+            parts[outbox.LETTER] = outbox.put(notices, now)
+        self.write(now, parts)
 
-        Raises NoSpaceError if the disk is full, JournalError for other problems; nothing was written then.
-        """
-        rows = self._rows_of(events)
-        with self._checked(), self._lock:
-            # A single statement is its own transaction, and the trainer waits for it.
-            if len(rows) == 1 and not notices:
-                database.patiently(self._connection, _INSERT, rows[0])
-                return
-            with self._connection:
-                database.begin(self._connection)
-                self._connection.executemany(_INSERT, rows)
-                if notices:
-                    outbox.put(self._connection, notices, self._clock())
+    def note_progress(self, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:
+        """Note how many bytes of unfinished shards were sent. It is for `status`, not for rules."""
+        noted = [[each.generation, each.step, shard, size] for each, shard, size in sent]
+        self.write(self._clock(), {PROGRESS: json.dumps(noted, separators=(",", ":"))})
 
     def outbox(self) -> outbox.Outbox:
         """Return the outbox of the notices that were written here."""
-        return outbox.Outbox(self._connection, self._lock, self._checked)
+        return self._outbox
 
-    def _rows_of(self, events: Iterable[Event]) -> list[tuple[int, int, float, str, str]]:
-        now = self._clock()
-        return [(*place, now, kind, body) for place, kind, body in journal_rows.encode(events)]
-
-    def forget(self, event: Forgotten) -> None:
-        """Drop a checkpoint's rows. One `Forgotten` row is kept: that of the newest committed checkpoint."""
-        mark = (event.checkpoint.generation, event.checkpoint.step)
-        with self._checked(), self._lock, self._connection:
-            database.begin(self._connection)
-            self._connection.execute("DELETE FROM events WHERE generation = ? AND step = ?", mark)
-            if event.committed_at is None:
-                return
-            newest = self._connection.execute(
-                "SELECT generation, step FROM events WHERE kind = 'Forgotten'"
-                " ORDER BY generation DESC, step DESC LIMIT 1"
-            ).fetchone()
-            if newest is not None and tuple(newest) >= mark:
-                return
-            self._connection.execute("DELETE FROM events WHERE kind = 'Forgotten'")
-            self._connection.executemany(_INSERT, self._rows_of([event]))
-
-    def forget_marks(self) -> None:
-        """Drop the row that `forget` keeps, because the rank continues with another remote."""
-        with self._checked(), self._lock, self._connection:
-            database.begin(self._connection)
-            self._connection.execute("DELETE FROM events WHERE kind = 'Forgotten'")
-
-    def open_rank(self, event: Opened, unproven: Iterable[CheckpointId] = ()) -> None:
-        """Record a new launch; the rows of earlier launches are no longer needed, nor what they say about the store's
-        part of `unproven` checkpoints.
-        """
-        with self._checked(), self._lock, self._connection:
-            database.begin(self._connection)
-            self._connection.execute("DELETE FROM events WHERE kind = 'Opened'")
-            self._connection.executemany(
-                "DELETE FROM events WHERE kind = ? AND generation = ? AND step = ?",
-                [(kind.__name__, each.generation, each.step) for each in unproven for kind in _OF_STORE],
-            )
-            self._connection.executemany(_INSERT, self._rows_of([event]))
-
-    def note_progress(self, sent: Iterable[tuple[CheckpointId, str, int]]) -> None:
-        """Replace the note of how many bytes of unfinished shards were sent. It is for `status`, not for rules."""
-        body = json.dumps([[each.generation, each.step, shard, size] for each, shard, size in sent])
-        with self._checked(), self._lock, self._connection:
-            database.begin(self._connection)
-            self._connection.execute("DELETE FROM progress")
-            self._connection.execute("INSERT INTO progress VALUES (?)", (body,))
-
-    # --- the disk ------------------------------------------------------------------------------------------
-
-    def sync(self) -> None:
-        """fsync everything appended before the call, so that it survives power loss. Waits for the disk.
-
-        Raises FsyncError if the disk refuses it. The WAL is then rewritten into the main file; until that has
-        succeeded, no later call succeeds either.
-        """
-        self._refuse_fork()
-        with self._disk_lock:
-            self._check_open()
-            if self._is_suspect:
-                self._renew()
-            try:
-                fsync_descriptor(self._wal, f"{self._path}-wal")
-                if not self._is_synced:  # once is enough: nobody replaces the WAL while it is open
-                    fsync_path(self._path.parent)
-            except FsyncError:
-                self._is_suspect = True
-                with contextlib.suppress(JournalError):
-                    self._renew()
-                raise
-            self._is_synced = True
-
-    def compact(self) -> None:
-        """Move the WAL into the main file if it has grown, so that replay time and disk use stay flat. Waits for
-        the disk.
-        """
-        self._refuse_fork()
-        with self._disk_lock:
-            self._check_open()
-            if os.fstat(self._wal).st_size >= CHECKPOINT_PAGES * 4096:
-                self._checkpoint("PASSIVE")
-
-    def compact_on_full_disk(self, room: contextlib.AbstractContextManager[None]) -> None:
-        """Move all of the WAL into the main file, whose pages it repeats many times, and truncate it. `room` frees the
-        space for this; appends wait, because they would take that.
-        """
-        self._refuse_fork()
-        with self._disk_lock, self._lock, room:
-            self._check_open()
-            self._checkpoint("TRUNCATE")
-
-    def _renew(self) -> None:
-        """Move all of the WAL, which memory still has, into the main file and start it anew, because the disk has
-        refused some unknown part of it. Appends wait.
-        """
-        for attempt in range(2):
-            try:
-                is_busy = self._checkpoint("TRUNCATE")
-                break
-            except JournalError as error:
-                # Every descriptor reports the failure once; SQLite's own reports it here.
-                if attempt or "SQLITE_IOERR_FSYNC" not in str(error):
-                    raise
-        if is_busy:
-            raise JournalError(
-                f"journal {str(self._path)!r} cannot be rewritten while another process reads it"
-            )
-        logger.warning("journal_renewed rank=%d: its WAL could not be synced", self.rank)
-        self._is_suspect = False
-
-    def _checkpoint(self, how: str) -> bool:
-        """Checkpoint through a separate connection, so that no append waits. Returns whether others were in the
-        way.
-        """
-        with database.translated(self._path):
-            if self._compacting is None:
-                self._compacting = database.connect(self._path)
-            [(is_busy, _, _)] = database.patiently(
-                self._compacting, f"PRAGMA wal_checkpoint({how})"
-            ).fetchall()
-        return bool(is_busy)
-
-    # --- reading -------------------------------------------------------------------------------------------
-
-    def rows(self, *, after: int = 0) -> list[JournalRow]:
-        """Return the rows after a sequence number, in order. Events that were appended together may share a
-        sequence number.
-        """
-        with self._checked(), self._lock:
-            return journal_rows.read(self._connection, self.rank, after)
+    def rows(self) -> list[JournalRow]:
+        """Return what is in the journal, in order."""
+        return journal_rows.decode(self.read().records(journal_rows.LETTER), self.rank)
 
     def local(self) -> Local:
         """Return this rank's state, replayed from the beginning."""
-        return fold(self.rows(), Local(self.rank))
+        return self.follow(Local(self.rank))
 
-    # --- the handle ----------------------------------------------------------------------------------------
+    def follow(self, local: Local) -> Local:
+        """Return a state with everything that was appended since."""
+        found = self.read(after=local.sequence)
+        rows = journal_rows.decode(found.records(journal_rows.LETTER), self.rank)
+        # If it was compacted since, these are all rows, and the first of them starts over.
+        return replace(fold(rows, local), sequence=found.place.position)
 
-    def close(self) -> None:
-        """Close the handle. Idempotent. The journal itself stays."""
-        after_fork.discard(self)
-        if self._is_abandoned:
-            return
-        with self._disk_lock, self._lock:
-            if self._wal >= 0:
-                wal, self._wal = self._wal, -1  # first: Ctrl-C may come when it is closed
-                os.close(wal)
-            if self._compacting is not None:
-                self._compacting.close()
-            self._connection.close()
-
-    def abandon(self) -> None:
-        """In a forked child: keep the connections, but never use or close them. Closing one here could remove the
-        parent's WAL (https://sqlite.org/howtocorrupt.html, 2.6 "Carrying an open database connection across a
-        fork").
-        """
-        self._is_abandoned = True
-        self._of_parents.add(self._path)
-        for connection in (self._connection, self._compacting):
-            if connection is not None:
-                # Never closed, not even at interpreter exit.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
-        """Refuse use by a fork, and translate errors. It must not take a lock: Ctrl-C may leave a generator suspended
-        for as long as somebody holds the traceback.
-        """
-        self._refuse_fork()
-        with database.translated(self._path):
-            yield
-
-    def _check_open(self) -> None:
-        if self._wal < 0:
-            raise JournalError(f"journal {str(self._path)!r} is closed")
-        self.check_there()
-
-    def check_there(self) -> None:
-        """Raise JournalError if somebody has deleted the journal underneath us, so that nothing appended from then on
-        would survive; or has moved its folder, so that the files in it are not where we look for them.
-        """
-        if self._wal < 0 or (os.fstat(self._wal).st_nlink and os.path.exists(f"{self._path}-wal")):
-            return
-        raise JournalError(
-            f"journal {str(self._path)!r} was deleted, or its folder moved, while this process was using it",
-            hint="restart this process; it will continue with what is left in the journal and in the store",
-        )
-
-    def _refuse_fork(self) -> None:
-        if self._is_abandoned:
-            raise JournalError("this journal was opened by the process that this one was forked from")
+    def _kept(self, records: list[Record]) -> Iterator[tuple[float, Parts]]:
+        rows = compacted(journal_rows.decode(records, self.rank), self.rank)
+        table: outbox.Table = {}
+        outbox.apply(table, records)
+        yield self._clock(), {outbox.LETTER: outbox.kept(table)}
+        for at, some in itertools.groupby(rows, lambda row: row.written_at):
+            yield at, {journal_rows.LETTER: journal_rows.encode(row.event for row in some)}
+        for each in [each for each in records if PROGRESS in each.parts][-1:]:
+            yield each.written_at, {PROGRESS: json.dumps(each.parts[PROGRESS])}
 
 
 # --- ownership ---------------------------------------------------------------------------------------------
@@ -481,35 +213,3 @@ class RankLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-class Abandoned(Protocol):
-    """A handle of the parent that a forked child must let go of."""
-
-    def abandon(self) -> None: ...
-
-
-class _AfterFork:
-    """Handles that a forked child must let go of. One `register_at_fork` for the life of the process."""
-
-    _is_registered: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self._handles: set[Abandoned] = set()
-
-    def add(self, handle: Abandoned) -> None:
-        if not _AfterFork._is_registered:
-            os.register_at_fork(after_in_child=self._abandon_all)
-            _AfterFork._is_registered = True
-        self._handles.add(handle)
-
-    def discard(self, handle: Abandoned) -> None:
-        self._handles.discard(handle)
-
-    def _abandon_all(self) -> None:
-        for handle in self._handles:
-            handle.abandon()
-        self._handles.clear()
-
-
-after_fork = _AfterFork()

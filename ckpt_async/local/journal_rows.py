@@ -1,6 +1,6 @@
-"""Conversion between events and journal rows: kind and body as text.
+"""Conversion between events and the journal's JSON: a list of pairs of kind and body.
 
-Events that come by the thousand share rows; every other event has its own row.
+Events that come by the thousand share a pair.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import enum
 import itertools
 import json
-import sqlite3
 from collections.abc import Iterable, Iterator
 from json.encoder import encode_basestring_ascii as _quoted
-from pathlib import Path
 from typing import Any, get_args
 
 from ckpt_async.core.model import (
@@ -21,81 +19,54 @@ from ckpt_async.core.model import (
     Event,
     FileIdentity,
     JournalRow,
-    Opened,
     Outcome,
     RemoteAddress,
     Shard,
     StoredShard,
     Verified,
 )
-from ckpt_async.errors import FailureReason, JournalDamagedError, JournalError
-from ckpt_async.local import database
-
-FORMAT_VERSION = 1
-# Maximum number of shards in one row: a row is encoded and decoded as a whole.
-ROW_SHARDS = 1000
+from ckpt_async.errors import FailureReason
+from ckpt_async.local.log import Record, unreadable
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
+LETTER = "e"  # of the records' part with events
 
 
-def check_format(version: int, path: Path) -> None:
-    if version != FORMAT_VERSION:
-        raise JournalError(
-            f"journal {str(path)!r} has format {version}; this program writes {FORMAT_VERSION}",
-            hint="finish its uploads with the version of ckpt_async that wrote it: run `ckpt-async drain` of"
-            " that version",
-        )
-
-
-def read(connection: sqlite3.Connection, rank: int, after: int = 0) -> list[JournalRow]:
-    """Return the rows of a rank's journal after a sequence number. Raises JournalDamagedError."""
-    found = database.patiently(
-        connection,
-        "SELECT sequence, generation, step, written_at, kind, body FROM events WHERE sequence > ?"
-        " ORDER BY sequence",
-        (after,),
-    ).fetchall()
+def decode(records: Iterable[Record], rank: int) -> list[JournalRow]:
+    """Return the events of a rank's journal. Raises JournalDamagedError."""
     rows: list[JournalRow] = []
-    for sequence, generation, step, written_at, kind, body in found:
-        events = _decoded(kind, CheckpointId(generation, step), body)
-        rows += [JournalRow(sequence, rank, written_at, event) for event in events]
+    for record in records:
+        for pair in record.parts.get(LETTER, ()):
+            rows += [JournalRow(record.position, rank, record.written_at, each) for each in _decoded(pair)]
     return rows
 
 
-def progress(bodies: Iterable[tuple[str]]) -> dict[tuple[CheckpointId, str], int]:
-    """Return what `Journal.note_progress` noted: bytes sent by (checkpoint, shard)."""
-    return {
-        (CheckpointId(generation, step), shard): size
-        for (body,) in bodies
-        for generation, step, shard, size in json.loads(body)
-    }
+def encode(events: Iterable[Event]) -> str:
+    """Return events as JSON.
 
-
-def encode(events: Iterable[Event]) -> Iterator[tuple[tuple[int, int], str, str]]:
-    """Yield rows for events: generation and step, kind, body.
-
-    Events that come by the thousand share rows. The body of such a row is one flat list, encoded by hand: the
-    trainer waits for it, and it is decoded without an object per event. Every other event has its own row, with a
-    JSON object.
+    Those that come by the thousand are one flat list, encoded by hand: the trainer waits for it, and it is decoded
+    without an object per event. Every other event is a JSON object.
     """
+    return f"[{','.join(_encoded(events))}]"
+
+
+def _encoded(events: Iterable[Event]) -> Iterator[str]:
     for _, series in itertools.groupby(events, _series):
         many = list(series)
-        for start in range(0, len(many), ROW_SHARDS):
-            some = many[start : start + ROW_SHARDS]
-            first = some[0]
-            if isinstance(first, Enqueued) and not first.shard.publish_as:
-                shards = [_shard_items(each.shard) for each in some if isinstance(each, Enqueued)]
-                body = f"[{_quoted(first.name)},{','.join(shards)}]"
-            elif isinstance(first, Verified):
-                stored = [_stored_items(each.stored) for each in some if isinstance(each, Verified)]
-                body = f"[{','.join(stored)}]"
-            else:
-                body = _ENCODER.encode(first)
-            yield _place(first), type(first).__name__, body
+        first = many[0]
+        if isinstance(first, Enqueued) and not first.shard.publish_as:
+            shards = [_shard_items(each.shard) for each in many if isinstance(each, Enqueued)]
+            body = f"[{_place(first.checkpoint)},{_quoted(first.name)},{','.join(shards)}]"
+        elif isinstance(first, Verified):
+            stored = [_stored_items(each.stored) for each in many if isinstance(each, Verified)]
+            body = f"[{_place(first.checkpoint)},{','.join(stored)}]"
+        else:
+            body = _ENCODER.encode(first)
+        yield f'["{type(first).__name__}",{body}]'
 
 
 def _series(event: Event) -> object:
-    """Return a key that is equal for neighbouring events that share a row."""
+    """Return a key that is equal for neighbouring events that share a list."""
     if isinstance(event, Enqueued) and not event.shard.publish_as:
         return Enqueued, event.checkpoint, event.name
     if isinstance(event, Verified):
@@ -103,8 +74,8 @@ def _series(event: Event) -> object:
     return object()
 
 
-def _place(event: Event) -> tuple[int, int]:
-    return (0, 0) if isinstance(event, Opened) else (event.checkpoint.generation, event.checkpoint.step)
+def _place(checkpoint: CheckpointId) -> str:
+    return f"{checkpoint.generation},{checkpoint.step}"
 
 
 def _shard_items(shard: Shard) -> str:
@@ -130,15 +101,14 @@ def _fields(value: Any) -> Any:
 _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
 
 
-def _decoded(kind: str, checkpoint: CheckpointId, body: str) -> list[Event]:
-    """Rebuild the events of a row. The journal is our own file, but another version of the program may have written
-    it.
-    """
+def _decoded(pair: Any) -> list[Event]:
+    """Rebuild events. The journal is our own file, but another version of the program may have written it."""
     try:
-        fields = json.loads(body)
-        if isinstance(fields, dict):
-            return [_event(kind, fields)]
-        items = iter(fields)
+        kind, body = pair
+        if isinstance(body, dict):
+            return [_event(kind, body)]
+        items = iter(body)
+        checkpoint = CheckpointId(next(items), next(items))
         if kind == "Enqueued":
             name = next(items)
             return [
@@ -158,14 +128,12 @@ def _decoded(kind: str, checkpoint: CheckpointId, body: str) -> list[Event]:
             ]
         raise ValueError("a list")
     except (KeyError, StopIteration, TypeError, ValueError) as error:
-        raise JournalDamagedError(
-            f"journal: row of kind {kind!r} cannot be read: {error}", hint=database.DAMAGE_HINT
-        ) from error
+        raise unreadable(str(pair), error) from error
 
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:
-    if "checkpoint" in fields:
-        fields["checkpoint"] = CheckpointId(**fields["checkpoint"])
+    for name in {"checkpoint", "committed", "enqueued"} & fields.keys():
+        fields[name] = fields[name] and CheckpointId(**fields[name])
     match kind:
         case "Opened":
             fields["remote"] = RemoteAddress(**fields["remote"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,17 @@ from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, LocalCheckpoint, fold
 from ckpt_async.core.model import CheckpointId, JournalRow
 from ckpt_async.errors import NoJournalError
-from ckpt_async.local import database, journal_rows
+from ckpt_async.local import journal_rows, log
 from ckpt_async.local.folder import place_of, spooled_ranks
+from ckpt_async.local.journal import PROGRESS
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far a journal was read, and which file that was: its successor counts from 1 again."""
+    """How far a journal was read, and the progress that was noted last by then."""
 
-    inode: int
-    sequence: int
+    log: log.Place
+    progress: Mapping[tuple[CheckpointId, str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Reading:
 
     rank: int
     rows: list[JournalRow]
-    progress: dict[tuple[CheckpointId, str], int]
+    progress: Mapping[tuple[CheckpointId, str], int]
     place: Place
     is_whole: bool = True  # read from the beginning, not only the new rows
 
@@ -47,7 +47,7 @@ def read(
     folder: str | os.PathLike[str], *, kind: str = "", after: Mapping[int, Place] | None = None
 ) -> dict[int, Reading]:
     """Return all journals of a folder (of one kind of checkpoints), by rank. For a rank with a place in `after`,
-    only later rows are read, provided that the file is still the same.
+    only later rows are read, unless it is another journal now, or was compacted since.
 
     Raises NoJournalError if there is none, JournalError if one cannot be read.
     """
@@ -144,13 +144,12 @@ def _there(private: Path) -> dict[int, Path]:
 
 
 def _read(rank: int, path: Path, after: Place | None) -> Reading | None:
-    def ask(connection: sqlite3.Connection, inode: int) -> Reading:
-        journal_rows.check_format(database.version(connection), path)
-        is_whole = after is None or after.inode != inode
-        begin = 0 if after is None or is_whole else after.sequence
-        rows = journal_rows.read(connection, rank, begin)
-        noted = database.patiently(connection, "SELECT body FROM progress").fetchall()
-        place = Place(inode, rows[-1].sequence if rows else begin)
-        return Reading(rank, rows, journal_rows.progress(noted), place, is_whole)
-
-    return database.look(path, ask)
+    found = log.look(path, after.log if after else None)
+    if found is None:
+        return None
+    rows = journal_rows.decode(found.records(journal_rows.LETTER), rank)
+    progress = {} if after is None or found.is_whole else after.progress
+    for record in found.records(PROGRESS)[-1:]:
+        noted = record.parts[PROGRESS]
+        progress = {(CheckpointId(generation, step), shard): size for generation, step, shard, size in noted}
+    return Reading(rank, rows, progress, Place(found.place, progress), found.is_whole)

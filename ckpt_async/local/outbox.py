@@ -1,7 +1,6 @@
 """Notices that wait to be delivered, and those that were delivered.
 
-They are a table in the same database file as the facts that they report, so that a fact and its notice are one
-transaction.
+They are in the same log as the facts that they report, so that a fact and its notice are one record.
 
 A notice leaves only by `delivered`, `dropped`, or because the box is full. The id of a delivered notice is
 remembered for a while, so that a fact that is learned again is not reported again.
@@ -10,75 +9,41 @@ remembered for a while, so that a fact that is learned again is not reported aga
 from __future__ import annotations
 
 import contextlib
-import logging
+import heapq
+import json
 import os
-import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ckpt_async import private
 from ckpt_async.core.notices import Notice
-from ckpt_async.errors import FolderInUseError, JournalDamagedError, JournalError
-from ckpt_async.local import database
+from ckpt_async.errors import FolderInUseError, JournalError
 from ckpt_async.local.filesystems import check_local, filesystem_of
+from ckpt_async.local.log import Log, Parts, Record, unreadable
 
-logger = logging.getLogger(__name__)
-
+LETTER = "n"  # of the records' part with notices
 # Limits per sink. A receiver that is away for days must not fill the disk: the oldest notices are dropped
 # first, and that is logged.
 MAX_WAITING = 10_000
 MAX_REMEMBERED = 2_000
 
-_DAMAGE_HINT = (
-    "the next process that keeps its events there moves the damaged file aside and starts a new one"
-)
-
-_TABLE = """
-CREATE TABLE IF NOT EXISTS outbox (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL,
-    sink TEXT NOT NULL,
-    body TEXT NOT NULL,
-    made_at REAL NOT NULL,
-    num_attempts INTEGER NOT NULL DEFAULT 0,
-    next_at REAL NOT NULL DEFAULT 0,
-    is_done INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (id, sink)
-)
-"""
-
-
-def put(connection: sqlite3.Connection, notices: Iterable[Notice], now: float) -> None:
-    """Add notices within the caller's transaction. Notices whose id is already known change nothing."""
-    connection.execute(_TABLE)
-    connection.executemany(
-        "INSERT INTO outbox (id, sink, body, made_at) VALUES (?, ?, ?, ?)"
-        # A delivered notice is remembered for as long as it keeps being reported.
-        " ON CONFLICT (id, sink) DO UPDATE SET made_at = excluded.made_at WHERE is_done",
-        [(each.id, each.sink, each.body, now) for each in notices],
-    )
-
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """A notice to be delivered, after `num_attempts` failed attempts."""
+class Posted:
+    """A notice in the box, after `num_attempts` failed attempts to deliver it."""
 
-    sequence: int
-    body: str
-    made_at: float
-    num_attempts: int
-    next_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A notice, delivered or not."""
-
+    id: str
     sink: str
     body: str
+    made_at: float
+    num_attempts: int = 0
+    next_at: float = 0.0
+    is_done: bool = False  # delivered or dropped: it waits no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,110 +56,154 @@ class Untold:
     attempts: int
 
 
-def look(path: Path, most: int) -> tuple[list[Told], list[Untold]]:
-    """Return the newest notices of a database, newest first, and the waiting ones, even while others write to it.
-    Creates no file and takes no lock. Raises JournalError.
-    """
+# --- the table, as a fold of the log -----------------------------------------------------------------------
 
-    def ask(connection: sqlite3.Connection, _: int) -> tuple[list[Told], list[Untold]]:
-        if not database.patiently(connection, "SELECT 1 FROM sqlite_master WHERE name = 'outbox'").fetchall():
-            return [], []
-        newest = "SELECT sink, body FROM outbox ORDER BY sequence DESC LIMIT ?"
-        waiting = "SELECT sink, count(*), min(made_at), max(num_attempts) FROM outbox WHERE NOT is_done GROUP BY sink"
-        told = database.patiently(connection, newest, (most,)).fetchall()
-        untold = database.patiently(connection, waiting).fetchall()
-        return [Told(*row) for row in told], [Untold(*row) for row in untold]
+Table = dict[tuple[str, str], Posted]  # by id and sink, the oldest first
 
-    return database.look(path, ask) or ([], [])
+
+def put(notices: Iterable[Notice], now: float) -> str:
+    """Return the part of a record that adds notices. Those whose id is already known change nothing."""
+    return _rows(["put", now, [[each.id, each.sink, each.body] for each in notices]])
+
+
+def apply(table: Table, records: Iterable[Record]) -> None:
+    """Apply what was appended to a table. What is applied twice changes nothing. Raises JournalDamagedError."""
+    for record in records:
+        try:
+            for row in record.parts.get(LETTER, ()):
+                _apply(table, *row)
+        except (TypeError, ValueError) as error:
+            raise unreadable(str(record.parts[LETTER]), error) from error
+
+
+def kept(table: Table) -> str:
+    """Return the part of a record that has all that a table has."""
+    return _rows(["all", [astuple(each) for each in table.values()]])
+
+
+def _rows(*rows: Sequence[object]) -> str:
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def _apply(table: Table, what: str, *values: Any) -> None:
+    match what, *values:
+        case "all", waiting:
+            table.clear()
+            table.update({(each[0], each[1]): Posted(*each) for each in waiting})
+        case "put", made_at, notices:
+            for id_, sink, body in notices:
+                known = table.setdefault((id_, sink), Posted(id_, sink, body, made_at))
+                if known.is_done:  # it is remembered for as long as it keeps being reported
+                    table[id_, sink] = replace(known, made_at=made_at)
+        case "done", id_, sink:
+            _change(table, id_, sink, is_done=True)
+        case "failed", id_, sink, num_attempts, next_at:
+            _change(table, id_, sink, num_attempts=num_attempts, next_at=next_at)
+        case "retry", sink:
+            for each in list(_of(table, sink)):
+                _change(table, each.id, sink, next_at=0.0)
+        case "forget", sink, ids:
+            for id_ in ids:
+                table.pop((id_, sink), None)
+        case _:
+            raise ValueError(what)
+
+
+def _change(table: Table, id_: str, sink: str, **changes: Any) -> None:
+    if (known := table.get((id_, sink))) is not None:
+        table[id_, sink] = replace(known, **changes)
+
+
+def _of(table: Table, *sinks: str, is_done: bool = False) -> Iterator[Posted]:
+    return (each for each in table.values() if each.sink in sinks and each.is_done == is_done)
+
+
+def _excess(notices: Iterable[Posted], most: int) -> list[str]:
+    """Return the ids of the oldest beyond a number."""
+    return [each.id for each in sorted(notices, key=lambda each: each.made_at)[:-most]]
+
+
+# --- the box -----------------------------------------------------------------------------------------------
 
 
 class Outbox:
-    """The notices in one database. Safe from any thread; every call takes well under a millisecond.
+    """The notices in one log. Safe from any thread; every call takes well under a millisecond. Raises JournalError."""
 
-    `lock` guards the connection. `checked` is a context manager around every use of it, which translates errors and
-    holds nothing. Raises JournalError.
-    """
-
-    def __init__(
-        self,
-        connection: sqlite3.Connection,
-        lock: threading.Lock,
-        checked: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._connection, self._lock, self._checked = connection, lock, checked
-        with self._checked(), self._lock:
-            database.patiently(connection, _TABLE)
+    def __init__(self, log: Log) -> None:
+        self._log, self._lock = log, threading.Lock()
+        self._table: Table = {}
+        self._position = 0
 
     def put(self, notices: Iterable[Notice], now: float) -> None:
         """Add notices. On return they survive SIGKILL."""
-        with self._checked(), self._lock, self._connection:
-            database.begin(self._connection)
-            put(self._connection, notices, now)
+        self._append(put(notices, now))
 
-    def waiting(self, sink: str) -> list[Waiting]:
+    def waiting(self, sink: str) -> list[Posted]:
         """Return the first notices that wait for one sink, in the order in which they are due."""
-        with self._checked(), self._lock:
-            rows = self._connection.execute(
-                "SELECT sequence, body, made_at, num_attempts, next_at FROM outbox"
-                " WHERE sink = ? AND NOT is_done ORDER BY next_at, sequence LIMIT 100",
-                (sink,),
-            ).fetchall()
-        return [Waiting(*row) for row in rows]
+        return heapq.nsmallest(100, _of(self._now(), sink), key=lambda each: each.next_at)
 
     def num_due(self, sinks: Iterable[str], before: float) -> int:
         """Return how many notices for these sinks are due for a first or further attempt before that time."""
-        names = list(sinks)
-        marks = ",".join("?" * len(names))
-        with self._checked(), self._lock:
-            [(found,)] = self._connection.execute(
-                f"SELECT count(*) FROM outbox WHERE NOT is_done AND next_at < ? AND sink IN ({marks})",  # noqa: S608 - question marks
-                [before, *names],
-            ).fetchall()
-        return int(found)
+        return sum(each.next_at < before for each in _of(self._now(), *sinks))
 
     def num_waiting(self, but: Sequence[str]) -> int:
         """Return how many notices wait for all sinks except these."""
-        marks = ",".join("?" * len(but))
-        with self._checked(), self._lock:
-            [(found,)] = self._connection.execute(
-                f"SELECT count(*) FROM outbox WHERE NOT is_done AND sink NOT IN ({marks})",  # noqa: S608 - question marks
-                tuple(but),
-            ).fetchall()
-        return int(found)
+        return sum(not each.is_done and each.sink not in but for each in self._now().values())
 
-    def delivered(self, sequence: int) -> None:
+    def newest(self, most: int) -> list[Posted]:
+        """Return the newest notices, delivered or not, newest first."""
+        return list(self._now().values())[: -most - 1 : -1]
+
+    def untold(self) -> list[Untold]:
+        """Return what waits, by sink."""
+        waiting = [each for each in self._now().values() if not each.is_done]
+        return [
+            Untold(
+                sink,
+                num,
+                min(each.made_at for each in waiting if each.sink == sink),
+                max(each.num_attempts for each in waiting if each.sink == sink),
+            )
+            for sink, num in Counter(each.sink for each in waiting).items()
+        ]
+
+    def delivered(self, notice: Posted) -> None:
         """Mark a notice as delivered: its id is remembered, and it is never delivered again."""
-        self._write("UPDATE outbox SET is_done = 1 WHERE sequence = ?", sequence)
+        self._append(_rows(["done", notice.id, notice.sink]))
 
     dropped = delivered  # dropped for good: it must not come back either
 
-    def failed(self, sequence: int, next_at: float) -> None:
+    def failed(self, notice: Posted, next_at: float) -> None:
         """Note that an attempt failed; the next one is made no earlier than `next_at`."""
-        self._write(
-            "UPDATE outbox SET num_attempts = num_attempts + 1, next_at = ? WHERE sequence = ?",
-            next_at,
-            sequence,
-        )
+        self._append(_rows(["failed", notice.id, notice.sink, notice.num_attempts + 1, next_at]))
 
     def retry_now(self, sink: str) -> None:
         """Make all waiting notices due: a new process does not sit out the pause of its predecessor."""
-        self._write("UPDATE outbox SET next_at = 0 WHERE sink = ? AND NOT is_done", sink)
+        if any(each.next_at for each in _of(self._now(), sink)):
+            self._append(_rows(["retry", sink]))
 
     def tidy(self, sink: str) -> int:
         """Forget the oldest notices beyond the limits. Returns how many of them had not been delivered."""
-        excess = (
-            "DELETE FROM outbox WHERE sequence IN (SELECT sequence FROM outbox WHERE sink = ? AND is_done = ?"
-            " ORDER BY made_at DESC, sequence DESC LIMIT -1 OFFSET ?)"
-        )
-        with self._checked(), self._lock, self._connection:
-            database.begin(self._connection)
-            self._connection.execute(_TABLE)
-            self._connection.execute(excess, (sink, 1, MAX_REMEMBERED))
-            return self._connection.execute(excess, (sink, 0, MAX_WAITING)).rowcount
+        table = self._now()
+        waiting = _excess(_of(table, sink), MAX_WAITING)
+        done = _excess(_of(table, sink, is_done=True), MAX_REMEMBERED)
+        if waiting or done:
+            self._append(_rows(["forget", sink, waiting + done]))
+        return len(waiting)
 
-    def _write(self, statement: str, *values: object) -> None:
-        with self._checked(), self._lock:
-            database.patiently(self._connection, statement, values)
+    def _append(self, rows: str) -> None:
+        self._log.write(time.time(), {LETTER: rows})
+
+    def _now(self) -> Table:
+        """Return the table with all that was appended by now, by whatever process. The caller does not change it."""
+        with self._lock:
+            found = self._log.read(after=self._position)
+            if records := found.records(LETTER):
+                table = self._table.copy()  # others may be reading the present one
+                apply(table, records)
+                self._table = table
+            self._position = found.place.position
+            return self._table
 
 
 class OwnOutbox(Outbox):
@@ -206,17 +215,21 @@ class OwnOutbox(Outbox):
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "events.sqlite"
         with contextlib.ExitStack() as held:
             _lock(folder, held)
-            connection = held.enter_context(contextlib.closing(_open_or_replace(path)))
-            super().__init__(connection, threading.Lock(), lambda: _translated(path))
+            path = folder / "events.log"
+            log = Log(path, LETTER, _kept, loss="events_damaged: what waited there is lost")
+            super().__init__(held.enter_context(contextlib.closing(log)))
             self._held = held.pop_all()
+
+    def tidy(self, sink: str) -> int:
+        num_dropped = super().tidy(sink)
+        self._log.compact()
+        return num_dropped
 
     def close(self) -> None:
         """Close it. Idempotent."""
-        with self._lock:
-            self._held.close()
+        self._held.close()
 
 
 def _lock(folder: Path, held: contextlib.ExitStack) -> None:
@@ -240,27 +253,7 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     )
 
 
-def _open_or_replace(path: Path) -> sqlite3.Connection:
-    """Open the database of a folder whose lock is held. A damaged one is moved aside, with the events in it."""
-    try:
-        return _open(path)
-    except JournalDamagedError as error:
-        aside = database.move_aside(path)
-        logger.error(  # noqa: TRY400  no bug of ours
-            "events_damaged moved_to=%s error=%s; the events that waited there are lost",
-            aside,
-            error.without_hint,
-        )
-        return _open(path)
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    with _translated(path), contextlib.ExitStack() as held:
-        connection = held.enter_context(contextlib.closing(database.connect(path)))
-        database.check(connection, path, damage_hint=_DAMAGE_HINT)
-        held.pop_all()
-    return connection
-
-
-def _translated(path: Path) -> AbstractContextManager[None]:
-    return database.translated(path, damage_hint=_DAMAGE_HINT)
+def _kept(records: list[Record]) -> Iterator[tuple[float, Parts]]:
+    table: Table = {}
+    apply(table, records)
+    yield time.time(), {LETTER: kept(table)}

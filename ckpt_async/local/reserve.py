@@ -1,11 +1,11 @@
 """Space in a folder that is reserved for a full disk.
 
-Only a commit frees space, and a commit itself needs some: for journal rows, manifests and the symlink. Without the
+Only a commit frees space, and a commit itself needs some: for the journal, manifests and the symlink. Without the
 reserve, a disk full of checkpoints that are waiting for upload would stay full, and no restart could help (table
 row F5).
 
 Whoever writes next gets the space that is released, often the trainer, to whose checkpoint it is nothing. So only half
-of what is left is released at a time, and only when hardly anything is free. The last part is only lent.
+of what is left is released at a time, and only when hardly anything is free.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 NAME = "reserve"
-SIZE_BYTES = 1 << 20  # a few thousand journal rows
+SIZE_BYTES = 1 << 20  # a few thousand events of the journal
 FULL_BYTES = SIZE_BYTES // 8  # with less free space, the disk counts as full
-LAST_BYTES = SIZE_BYTES // 8  # this much is only lent
 BLOCK_BYTES = 4096
 ROOMY_BYTES = 64 * SIZE_BYTES  # with less free space, taking the reserve would itself fill the disk
 
@@ -44,6 +42,7 @@ class Reserve:
                 self._take()
 
     def is_disk_full(self) -> bool:
+        """Return whether what is left should be used for nothing but commits."""
         with contextlib.suppress(OSError):
             return self._free_bytes() < FULL_BYTES
         return False
@@ -52,25 +51,9 @@ class Reserve:
         facts = os.statvfs(self._path.parent)
         return facts.f_bavail * facts.f_frsize
 
-    @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
-        """If the disk is full, release everything for the duration of the block, and take again what it has left. Best
-        effort, never raises.
-        """
-        size_bytes = 0
-        with contextlib.suppress(OSError):
-            if self.is_disk_full():
-                size_bytes = self._path.stat().st_size
-                os.truncate(self._path, 0)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                self._take_most(size_bytes)
-
     def _give_up_half(self) -> None:
         size_bytes = self._path.stat().st_size
-        if size_bytes <= LAST_BYTES:
+        if size_bytes < BLOCK_BYTES:
             return
         os.truncate(self._path, size_bytes // 2)
         logger.warning(
@@ -81,20 +64,10 @@ class Reserve:
             self._path.parent.parent,
         )
 
-    def _take_most(self, size_bytes: int) -> None:
-        while size_bytes > 0:
-            try:
-                self._take(size_bytes)
-            except OSError:
-                os.truncate(self._path, 0)
-                size_bytes -= BLOCK_BYTES
-            else:
-                return
-
-    def _take(self, size_bytes: int = SIZE_BYTES) -> None:
+    def _take(self) -> None:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            if os.fstat(descriptor).st_size < size_bytes:
-                os.posix_fallocate(descriptor, 0, size_bytes)
+            if os.fstat(descriptor).st_size < SIZE_BYTES:
+                os.posix_fallocate(descriptor, 0, SIZE_BYTES)
         finally:
             os.close(descriptor)

@@ -17,7 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from ckpt_async.core import launch
-from ckpt_async.local.journal import after_fork
+from ckpt_async.local.forks import after_fork
 from ckpt_async.page.board import Board
 from ckpt_async.serving import BoundedServer
 

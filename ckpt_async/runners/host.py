@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import Forgotten, Opened
+from ckpt_async.core.model import Opened, StartedOver, Unproven
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import EVENTS, RECORDED
 from ckpt_async.engine import recovery
@@ -251,7 +251,7 @@ class Host:
         if not is_of_another and generation < before + (not start.is_again):
             raise self._wiped(before, generation - 1)
         if is_of_another:  # only once this remote could be opened: its URL may have been a mistake
-            await in_thread(self._forget_all, local)
+            await in_thread(self._let_go_of_all, local)
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
         if start.wants:
             recorded += ((EVENTS, start.wants),)
@@ -260,7 +260,10 @@ class Host:
         opened = Opened(
             generation, start.world_size, start.address, recorded, boot_id(), claim.nonce, earlier
         )
-        self._journal.open_rank(opened, await recovery.unproven(store, local, start.address))
+        unproven = await recovery.unproven(store, local, start.address)
+        # Another remote's generations would be mistaken for this one's.
+        over = [StartedOver()] if is_of_another else []
+        self._journal.append([*over, opened, *map(Unproven, unproven)])
         return generation
 
     def _wiped(self, before: int, newest: int) -> JournalError:
@@ -274,9 +277,9 @@ class Host:
             " with a new remote URL, or with another folder, on all ranks",
         )
 
-    def _forget_all(self, local: Local) -> None:
-        """Forget another remote's checkpoints, whose generations would be mistaken for this remote's. All of them
-        are decided; their local files belong to the user from now on.
+    def _let_go_of_all(self, local: Local) -> None:
+        """Let go of another remote's checkpoints. All of them are decided; their local files belong to the user from
+        now on.
         """
         if left := backlog.undecided(local):
             raise JournalError(
@@ -286,8 +289,6 @@ class Host:
         for id_ in local.checkpoints:
             self._folder.remove_spool(keys.spool_checkpoint(id_, rank))
             self._folder.unlink(keys.spool_manifest(id_, rank))
-            self._journal.forget(Forgotten(id_, None))
-        self._journal.forget_marks()
         self._folder.remove_spool(keys.kept_rank(rank))
 
     def _new_engine(self, store: PatientStore) -> Engine:

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core import backlog
-from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Decided
 from ckpt_async.core.observe import Observer
 from ckpt_async.engine.loop import Engine
@@ -20,7 +20,7 @@ from ckpt_async.runners import wire
 # Facts that nobody waits for are collected for this long and sent together.
 REPORT_S = 0.25
 # Limits of one packet. If all of them are reached at once, they are halved until the report fits.
-MAX_FACTS, MAX_DECIDED, MAX_FAILURES, MAX_FORGOTTEN = 200, 50, 20, 500
+MAX_FACTS, MAX_DECIDED, MAX_FAILURES = 200, 50, 20
 MAX_MISSING = 100
 MAX_FAILING = 100
 MAX_REASON_BYTES, MAX_DECISION_BYTES, MAX_ERROR_BYTES = 120, 500, 500
@@ -43,10 +43,9 @@ class Reports:
         self._tell, self._engine, self._loop = tell, engine, loop
         self.facts = _Facts(self._send_soon)
         self.is_hurried = False
-        self._before = Local(0)
+        self._known: AbstractSet[CheckpointId] = frozenset()
         self._decided: deque[Decided] = deque()
         self._failures: deque[dict[str, Any]] = deque()
-        self._forgotten: deque[tuple[int, int, float | None]] = deque()
         self._told_outcomes: set[CheckpointId] = set()
         self._told_state: tuple[object, ...] = (None, None, frozenset())
         self._wakes: deque[tuple[int, int]] = deque()  # (the trainer's number, the engine's)
@@ -63,19 +62,15 @@ class Reports:
 
     def note_round(self, engine: Engine) -> None:
         """Collect the news of a round of the engine."""
-        now, before = engine.local, self._before
-        self._before = now
-        for id_ in before.checkpoints.keys() - now.checkpoints.keys():
-            forgotten = before.checkpoints[id_]
-            committed_at = forgotten.decided_at if forgotten.was_committed else None
-            self._forgotten.append((id_.generation, id_.step, committed_at))
+        has_forgotten = bool(self._known - engine.local.checkpoints.keys())
+        self._known = engine.local.checkpoints.keys()
         outcomes = engine.outcomes.newest()
         self._decided.extend(told(each) for each in outcomes if each.checkpoint not in self._told_outcomes)
         self._told_outcomes = {each.checkpoint for each in outcomes}
         while engine.failures:
             self._failures.append(wire.failure_fields(engine.failures.popleft()))
         state = engine.fenced_by, engine.absent_ranks, engine.failing
-        has_news = self._forgotten or self._decided or self._failures or state != self._told_state
+        has_news = has_forgotten or self._decided or self._failures or state != self._told_state
         self._told_state = state
         is_wake_seen = self._wakes and self._wakes[0][1] <= engine.last_seen_wake
         if has_news or is_wake_seen or self.is_hurried:
@@ -98,7 +93,6 @@ class Reports:
             ("observed", self.facts.observed, MAX_FACTS),
             ("decided", self._decided, MAX_DECIDED),
             ("failures", self._failures, MAX_FAILURES),
-            ("forgotten", self._forgotten, MAX_FORGOTTEN),
         )
         if engine is None:
             for _, queue, _ in queues:

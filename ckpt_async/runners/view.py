@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from ckpt_async.core.failures import Failing, Failure
-from ckpt_async.core.local_state import Local, fold
-from ckpt_async.core.model import CheckpointId, Forgotten, JournalRow
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.engine.state import MAX_FAILURES
@@ -60,7 +59,7 @@ class ReportedEngine:
             return self._local
 
     def _refresh(self) -> None:
-        self._local = fold(self._journal.rows(after=self._local.sequence), self._local)
+        self._local = self._journal.follow(self._local)
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
         return self._missing.get(id_, [])
@@ -103,9 +102,6 @@ class ReportedEngine:
 
     def attach(self, channel: Channel) -> None:
         """Use a new process from now on."""
-        with self._lock:
-            # An earlier process may have forgotten checkpoints without reporting it.
-            self._local = self._journal.local()
         self._reported_failing = frozenset()  # what failed in an earlier process may not have healed
         with self._telling:
             self._channel, self._told, self._num_unread = channel, Wants(), 0
@@ -134,11 +130,6 @@ class ReportedEngine:
         self.failing = (self.failing - self._reported_failing) | failing
         self._reported_failing = failing
         self.failures.extend(map(wire.failure_from, report["failures"]))
-        with self._lock:
-            for generation, step, committed_at in report["forgotten"]:
-                event = Forgotten(CheckpointId(generation, step), committed_at)
-                row = JournalRow(self._local.sequence, self._local.rank, time.time(), event)
-                self._local = fold([row], self._local)
         self._missing = {CheckpointId(**id_): ranks for id_, ranks in report["missing"]}
         self.fenced_by, self.absent_ranks = report["fenced_by"], report["absent_ranks"]
         self.store_error, self.num_due = report["store_error"], report["num_due"]

@@ -22,7 +22,7 @@ from ckpt_async.core.failures import Failure
 from ckpt_async.core.model import CheckpointId, Decided, Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FailureReason, RunnerError, StoreError
-from ckpt_async.local.journal import after_fork
+from ckpt_async.local.forks import after_fork
 from ckpt_async.runners import Start
 from ckpt_async.stores import StoreOptions
 

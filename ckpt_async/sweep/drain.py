@@ -18,7 +18,7 @@ from typing import Any
 
 from ckpt_async import private
 from ckpt_async.core import backlog, keys
-from ckpt_async.core.model import Outcome, RemoteAddress
+from ckpt_async.core.model import Outcome, RemoteAddress, Unproven
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
@@ -410,7 +410,7 @@ class _Adoption:
         opened = await in_thread(recovery.opened_at, self.address, self._folder, each.before)
         unproven = await recovery.unproven(self._store, each.before, self.address)
         if unproven or opened != before:  # so that the next launch can tell whose this is
-            await in_thread(each.journal.open_rank, opened, unproven)
+            await in_thread(each.journal.append, [opened, *map(Unproven, unproven)])
         events = await in_thread(each.begin_to_tell, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in opened.settings if name in INHERITED}
         state = State(

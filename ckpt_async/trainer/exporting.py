@@ -9,15 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpt_async.core.failures import fenced
-from ckpt_async.core.keys import journal_name
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import JournalError, UploaderClosedError
 from ckpt_async.events.of_run import SPEAKER
 from ckpt_async.events.showing import happenings
-from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder
-from ckpt_async.local.outbox import Told, Untold, look
+from ckpt_async.local.outbox import Posted, Untold
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.monitor.recent import MOST
 from ckpt_async.monitor.report import FolderWatch, id_json
@@ -147,12 +145,13 @@ class Exporter:
                     return ()
         return ()
 
-    def outbox(self) -> tuple[list[Told], list[Untold]]:
+    def outbox(self) -> tuple[list[Posted], list[Untold]]:
         """Return the events of this rank; empty unless it is the rank that reports events."""
         if self.rank != SPEAKER:
             return [], []
         try:
-            return look(journals.private_of(self._watch.folder, self.kind) / journal_name(self.rank), MOST)
+            outbox = self.engine.journal.outbox()
+            return outbox.newest(MOST), outbox.untold()
         except JournalError as error:  # the folder's own part of the page shows this too
             logger.debug("page_without_events error=%s", error)
             return [], []

@@ -346,7 +346,7 @@ def test_an_unreadable_journal_does_not_stop_other_folders(
     trainers.die(folder / "b", f"{remote}-b", 1)
     for left in (folder / "a/.ckpt-async").glob("journal-*"):
         left.unlink()
-    (folder / "a/.ckpt-async" / keys.journal_name(0)).write_bytes(b"no database" * 1000)
+    (folder / "a/.ckpt-async" / keys.journal_name(0)).write_bytes(b"no journal" * 1000)
     for each in (folder / "a/.ckpt-async/spool").rglob("*.json"):
         each.unlink()
     code, told = call("sweep", folder / "a", folder / "b")

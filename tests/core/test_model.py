@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_async.core.local_state import Local, LocalShard, fold
+from ckpt_async.core.local_state import Local, LocalShard, compacted, fold
 from ckpt_async.core.model import (
     CheckpointId,
     Checksum,
@@ -23,9 +23,12 @@ from ckpt_async.core.model import (
     ReceiptStored,
     Released,
     RemoteAddress,
+    Retried,
     Sealed,
     Shard,
+    StartedOver,
     StoredShard,
+    Unproven,
     Verified,
 )
 from ckpt_async.errors import FailureReason
@@ -82,6 +85,42 @@ def test_folding_a_prefix_twice_changes_nothing(rows: list[JournalRow], data: st
     once = fold(prefix, Local(0))
     assert fold(prefix, once) == once
     assert fold(rows, once) == fold(rows, Local(0))
+
+
+ANY_ID = st.builds(CheckpointId, st.just(1), st.integers(1, 2))
+ANY_EVENT = st.one_of(
+    st.builds(lambda generation: Opened(generation, 2, REMOTE), st.integers(1, 3)),
+    st.builds(Forgotten, ANY_ID, st.sampled_from([None, 7.5])),
+    st.builds(Unproven, ANY_ID),
+    st.builds(lambda id_, name: Enqueued(id_, "x", shard(name)), ANY_ID, st.sampled_from(NAMES)),
+    st.builds(lambda id_, name: Verified(id_, stored(name)), ANY_ID, st.sampled_from(NAMES)),
+    st.builds(
+        lambda id_, name, reason: Failed(id_, name, reason, "why"),
+        ANY_ID,
+        st.sampled_from(["", *NAMES]),
+        st.sampled_from([FailureReason.TIMEOUT, FailureReason.SOURCE_MISSING]),
+    ),
+    st.builds(lambda id_, outcome: Decided(id_, outcome, "x"), ANY_ID, st.sampled_from(Outcome)),
+    st.builds(lambda id_: Sealed(id_, "x", 2), ANY_ID),
+    st.builds(StartedOver, st.just(0)),
+    *(st.builds(kind, ANY_ID) for kind in (Retried, ReceiptStored, Released)),
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(st.lists(ANY_EVENT, max_size=25), min_size=1, max_size=3))
+def test_a_compacted_journal_folds_to_the_same_state(parts: list[list[Event]]) -> None:
+    """Whatever happened, in whatever order, and after any number of compactions."""
+    every: list[JournalRow] = []
+    kept: list[JournalRow] = []
+    for events in parts:
+        first = len(every) + 1
+        new = [JournalRow(number, 0, 100.0 + number, event) for number, event in enumerate(events, first)]
+        every, kept = every + new, compacted(kept + new, 0)
+    whole, again = fold(every, Local(0)), fold(kept, Local(0))
+    assert replace(again, sequence=0) == replace(whole, sequence=0)
+    assert compacted(kept, 0) == kept
+    assert fold(kept, whole).checkpoints == whole.checkpoints, "and for whoever has seen some of it"
 
 
 @given(journals(), st.lists(st.integers(1, 5)))

@@ -442,7 +442,7 @@ def test_a_network_file_system_fails_with_the_uploaders_message(
 def test_a_damaged_or_newer_journal_is_reported(folder: Path, call: Examine) -> None:
     path = folder / ".ckpt-async" / keys.journal_name(0)
     path.parent.mkdir(parents=True)
-    path.write_bytes(b"no database" * 1000)
+    path.write_bytes(b"no journal" * 1000)
     code, found = call(folder)
     assert (code, levels(found)) == (1, {"journal": "fail"})
     assert "rebuilds it from the manifests" in found["journal"]["hint"]

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ from ckpt_async.core import keys
 from ckpt_async.errors import SettingsError
 from ckpt_async.events import couriers, is_signed
 from ckpt_async.events.command import Command
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
 from ckpt_async.stores.http import tls
 from tests.events.receiver import free_port, receiving, wait_until
 from tests.events.saves import QUICK, save
@@ -171,9 +172,9 @@ def test_a_new_start_does_not_wait_for_the_pause_that_the_last_one_had_come_to(t
     with opened(tmp_path, event_webhook=url, event_grace_s=0.0) as uploader:
         save(uploader, 1)
         uploader.wait(1)
-    journal = tmp_path / "folder" / keys.PRIVATE / keys.journal_name(0)
-    with contextlib.closing(sqlite3.connect(journal)) as connection, connection:
-        assert connection.execute("UPDATE outbox SET next_at = ?", (time.time() + 3600,)).rowcount == 1
+    with contextlib.closing(Journal(Folder(tmp_path / "folder"), 0)) as journal:
+        [waiting] = journal.outbox().waiting("webhook")
+        journal.outbox().failed(waiting, time.time() + 3600)
     with receiving() as receiver, opened(tmp_path, event_webhook=receiver.url):
         receiver.wait_for(1)
 
@@ -258,7 +259,7 @@ uploader.seal(1)
 uploader.wait(1)
 if told["when"] == "after":
     from ckpt_async.local.outbox import Outbox
-    Outbox.delivered = lambda self, sequence: os.kill(os.getpid(), signal.SIGKILL)
+    Outbox.delivered = lambda self, notice: os.kill(os.getpid(), signal.SIGKILL)
 uploader.close()
 """
 

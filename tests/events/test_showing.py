@@ -6,7 +6,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.events import event as events
 from ckpt_async.events.event import Event
 from ckpt_async.events.showing import happenings
-from ckpt_async.local.outbox import Told
+from ckpt_async.local.outbox import Posted
 
 
 def backlog(state: str, **details: object) -> Event:
@@ -16,6 +16,10 @@ def backlog(state: str, **details: object) -> Event:
 PRUNED = events.of_checkpoint(
     "pruned", "s3://b/run", CheckpointId(1, 5), "step-5", 7.0, location="local", reason="last=1"
 )
+
+
+def told_to(sink: str, body: str) -> Posted:
+    return Posted("id", sink, body, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ PRUNED = events.of_checkpoint(
     ],
 )
 def test_each_is_shown_once_in_words(event: Event, shown: tuple[str, str, str, int | None]) -> None:
-    told = [Told("webhook", event.to_json()), Told("exec", "{}"), Told("callback", event.to_json())]
+    told = [told_to("webhook", event.to_json()), told_to("exec", "{}"), told_to("callback", event.to_json())]
     [found] = happenings(told)
     assert (found.level, found.what, found.text, found.step) == shown
     assert found.at == 7.0
@@ -47,4 +51,4 @@ def test_each_is_shown_once_in_words(event: Event, shown: tuple[str, str, str, i
 
 def test_what_metrics_tell_is_not_shown_twice() -> None:
     committed = events.of_checkpoint("committed", "s3://b/run", CheckpointId(1, 5), "step-5", 7.0)
-    assert [*happenings([Told("exec", committed.to_json())])] == []
+    assert [*happenings([told_to("exec", committed.to_json())])] == []

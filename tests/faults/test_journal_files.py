@@ -1,4 +1,4 @@
-"""Only SQLite opens a database file, and no process deletes another's WAL."""
+"""Many processes on the journals of one folder; what is on the disk when."""
 
 import asyncio
 import contextlib
@@ -8,8 +8,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,113 +27,14 @@ from ckpt_async.core.model import (
     Sealed,
 )
 from ckpt_async.errors import SourceError
-from ckpt_async.local import journals
+from ckpt_async.local import journals, log
 from ckpt_async.local.durable import point_symlink, write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.monitor.status import load
 from ckpt_async.sweep import drain as drains
 from ckpt_async.sweep.sweeper import Sweeper
-from tests.faults.processes import ROOT, SOAK
-
-# Python's audit hooks see every open that Python makes, but not SQLite's own.
-HOOK = """
-import os, re, sys
-log = os.open(os.environ["OPENED"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-def hook(event, arguments):
-    if event in ("open", "sqlite3.connect") and isinstance(arguments[0], (str, bytes)):
-        path = os.fsdecode(arguments[0]).partition("?")[0]
-        if "journal" in path and ".sqlite" in path:
-            os.write(log, f"{event} {path}\\n".encode())
-sys.addaudithook(hook)
-"""
-TRAINER = """
-import os, sys
-from ckpt_async import Uploader
-folder, remote, runner = sys.argv[1:]
-with Uploader(folder, remote, rank=0, world_size=1, launch_id="a", runner=runner, metrics_port=0,
-              num_checkpoints_to_keep=1) as uploader:
-    import urllib.request
-    for step in range(1, 4):
-        path = f"{folder}/step-{step}"
-        os.makedirs(path)
-        open(f"{path}/a.pt", "wb").write(os.urandom(1000))
-        uploader.enqueue(path, step)
-        uploader.seal(step)
-        uploader.wait(step, 30)
-    urllib.request.urlopen(uploader.metrics_url).read()
-    sys.stdout.write("trained\\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("runner", ["thread", "process"])
-def test_nothing_but_sqlite_opens_a_database_or_its_shm(tmp_path: Path, runner: str) -> None:
-    """Closing any descriptor of a database file drops the locks of the whole process. This covers a trainer with its
-    runner, and everything that looks at the journal, drains it or sweeps it.
-    """
-    (tmp_path / "sitecustomize.py").write_text(HOOK)
-    log, folder, remote = tmp_path / "opened", tmp_path / "folder", f"file://{tmp_path}/remote"
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OPENED": str(log)}
-
-    def command(*arguments: str) -> None:
-        whole = [sys.executable, "-m", "ckpt_async", *arguments]
-        done = subprocess.run(whole, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-
-    with subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(folder), remote, runner],
-        env=environment,
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as trainer:
-        assert trainer.stdout is not None
-        assert trainer.stdin is not None
-        assert trainer.stdout.readline() == "trained\n"
-        for arguments in (["status"], ["doctor"], ["sweep", "--once"]):
-            command(arguments[0], str(folder), *arguments[1:])
-        assert deleted(trainer.pid, Folder(folder)) == []
-        trainer.stdin.close()
-    assert trainer.returncode == 0
-    command("drain", str(folder))
-    opened = [line.split(" ", 1) for line in log.read_text().splitlines()]
-    by_python = {os.path.basename(path) for event, path in opened if event == "open"}
-    assert by_python == {f"{keys.journal_name(0)}-wal"}, "only the WAL, on which SQLite holds no locks"
-    assert sum(event == "sqlite3.connect" for event, _ in opened) > 3
-
-
-def deleted(pid: int, folder: Folder) -> list[str]:
-    """Return the files of this folder's journals that the process has open although they have been deleted. A fork of
-    pytest also holds files of other tests, whose folders are gone.
-    """
-    found = []
-    for each in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/{pid}/fd/{each}"))
-    return [
-        each for each in found if each.startswith(f"{folder.private}/journal") and each.endswith("(deleted)")
-    ]
-
-
-def test_only_a_deleted_journal_of_this_folder_is_detected(tmp_path: Path) -> None:
-    folder, other = Folder(tmp_path / "folder"), Folder(tmp_path / "other")
-    with contextlib.closing(Journal(folder, 0)), contextlib.closing(Journal(other, 0)):
-        actor = Actor(folder.path)  # a fork that has inherited both
-        try:
-            actor.tell("open", 1)
-            actor.answer()
-            for each in (other, folder):
-                assert deleted(actor.pid, folder) == []
-                for path in each.private.glob("journal-*-wal"):
-                    path.unlink()
-            ours = {f"{folder.private}/{keys.journal_name(rank)}-wal (deleted)" for rank in (0, 1)}
-            assert set(deleted(actor.pid, folder)) == ours
-        finally:
-            actor.kill()
-
+from tests.faults.processes import SOAK
 
 # --- many processes on one folder --------------------------------------------------------------------------
 
@@ -173,6 +72,7 @@ class Actor:
 def _act(told: socket.socket, path: Path) -> None:
     journal: Any = None
     drains.LOCK_WAIT_S, drains.WANTED_POLL_S = 0.0, 0.01  # waiting for a second would test nothing here
+    log.COMPACT_BYTES = 0
     while data := told.recv(1 << 16):
         name, *arguments = json.loads(data)
         match name:
@@ -209,7 +109,7 @@ class Crowd:
         for rank in range(num_ranks):
             with contextlib.closing(Journal(self.folder, rank)) as journal:
                 # One rank never comes, so everything stays undecided.
-                journal.open_rank(Opened(1, num_ranks + 1, remote))
+                journal.append([Opened(1, num_ranks + 1, remote)])
                 journal.append([Sealed(CheckpointId(1, 1), "step-1", num_ranks + 1)])
 
     def play(self, num_commands: int) -> None:
@@ -231,8 +131,6 @@ class Crowd:
             for other in self.others:
                 other.answer()
             self.num_done += len(told) + len(self.others)
-            for actors in self.actors.values():
-                assert [each for actor in actors for each in deleted(actor.pid, self.folder)] == []
         self.check()
 
     def _join(self) -> None:
@@ -288,7 +186,7 @@ def test_processes_on_one_folder_lose_nothing(
     tmp_path: Path, seed: int, num_ranks: int, num_commands: int
 ) -> None:
     """Appends, syncs, closes and kills come in any order, beside `status`, `drain` and sweeps. No acknowledged row may
-    be lost or go to another rank, and no live process may be left with a deleted WAL.
+    be lost or go to another rank.
     """
     crowd = Crowd(tmp_path, random.Random(seed), num_ranks)
     try:
@@ -357,21 +255,34 @@ def test_durable_data_is_fsynced_in_order(tmp_path: Path, monkeypatch: pytest.Mo
     manifest = disk.first(rf"{spool}/\.{tag}\.json\..*\.tmp")
     entry = disk.first(spool, holding=f"{tag}.json")
     journal = max(
-        number for number, (each, _) in enumerate(disk.synced[: durable_at[0]]) if each.endswith("-wal")
+        number
+        for number, (each, _) in enumerate(disk.synced[: durable_at[0]])
+        if each.endswith(keys.journal_name(0))
     )
     assert max(before) < manifest < entry < journal < durable_at[0]
 
 
-def test_a_journal_sync_fsyncs_the_wal_and_once_its_directory_entry(
+def test_a_journal_sync_fsyncs_it_and_once_its_directory_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, disk = Folder(tmp_path), Disk(monkeypatch)
-    wal = f"{keys.journal_name(0)}-wal"
-    with contextlib.closing(Journal(folder, 0)) as journal:
+    """Once for each file: after another process has compacted it, the entry is a new one."""
+    folder, disk, name = Folder(tmp_path), Disk(monkeypatch), keys.journal_name(0)
+    with (
+        contextlib.closing(Journal(folder, 0)) as journal,
+        contextlib.closing(Journal(folder, 0, may_replace=False)) as other,
+    ):
         for _ in range(2):
             journal.sync()
-    assert [Path(path).name for path, _ in disk.synced] == [wal, keys.PRIVATE, wal]
-    assert wal in disk.synced[1][1]
+        assert [Path(path).name for path, _ in disk.synced] == [name, keys.PRIVATE, name]
+        assert name in disk.synced[1][1]
+        monkeypatch.setattr(log, "COMPACT_BYTES", 0)
+        other.append([Released(CheckpointId(1, 1))] * 9)
+        other.compact()
+        written = disk.synced[3:]
+        assert [Path(path).suffix for path, _ in written] == [".new", ""]
+        assert Path(written[1][0]).name == keys.PRIVATE
+        journal.sync()
+    assert [Path(path).name for path, _ in disk.synced[5:]] == [name, keys.PRIVATE]
 
 
 def test_replacing_a_file_or_symlink_fsyncs_its_directory_entry(
@@ -384,17 +295,6 @@ def test_replacing_a_file_or_symlink_fsyncs_its_directory_entry(
     assert disk.first(rf"{private}/\.record\..*\.tmp") < disk.first(private, holding="record")
     point_symlink(tmp_path / "latest", tmp_path / "step-1", private)
     disk.first(tmp_path, holding="latest")
-
-
-def test_the_journal_checkpoints_with_fsync(tmp_path: Path) -> None:
-    """`synchronous=OFF` would copy the WAL into the main file and then overwrite it,
-    without either being on the disk.
-    """
-    with contextlib.closing(Journal(Folder(tmp_path), 0)) as journal:
-        journal.append([Released(CheckpointId(1, 1))])
-        journal._checkpoint("PASSIVE")
-        connections = (journal._connection, journal._compacting)
-        assert [each.execute("PRAGMA synchronous").fetchone() for each in connections if each] == [(1,), (1,)]
 
 
 def test_a_fifo_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:

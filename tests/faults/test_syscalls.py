@@ -124,9 +124,8 @@ class Place:
         manifests = {self.folder / keys.PRIVATE / keys.spool_manifest(id_, 0) for id_ in known}
         private = {each for each in (self.folder / keys.PRIVATE).rglob("*") if not each.is_dir()}
         names = {each.name for each in private - manifests}
-        journal = keys.journal_name(0)
         ours = {keys.lock_name(0), host_mark.NAME, reserve.NAME}
-        assert names <= {journal, f"{journal}-wal", f"{journal}-shm"} | ours
+        assert names <= {keys.journal_name(0)} | ours
         own = {each.name for each in self.folder.iterdir()} - {f"step-{step}" for step in range(9)}
         assert own <= {keys.PRIVATE, "latest", "writing-0"}
 

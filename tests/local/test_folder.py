@@ -100,7 +100,7 @@ def test_symlink_on_the_way_is_not_followed(folder: Folder, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["..", ".", "../x", "sub/../../x", "/etc/passwd", ".ckpt-async/journal.sqlite", ""]
+    "path", ["..", ".", "../x", "sub/../../x", "/etc/passwd", ".ckpt-async/journal.log", ""]
 )
 def test_path_outside_the_folder_is_refused(
     folder: Folder, path: str, monkeypatch: pytest.MonkeyPatch

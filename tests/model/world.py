@@ -21,6 +21,7 @@ from unittest import mock
 
 from ckpt_async.core import decide, keys, records
 from ckpt_async.core.boundary import Boundary
+from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import (
     CheckpointId,
     Decided,
@@ -28,7 +29,6 @@ from ckpt_async.core.model import (
     Enqueued,
     Event,
     FileIdentity,
-    Forgotten,
     Generation,
     JournalRow,
     Latest,
@@ -399,37 +399,19 @@ class Journal:
     def __init__(self, world: "World", rank: int) -> None:
         self.world, self.rank = world, rank
         self.states: list[tuple[JournalRow, ...]] = [()]
-        self.sequence = 0
-
-    def _change(self, keep: Callable[[JournalRow], bool], events: Iterable[Event]) -> None:
-        rows = [row for row in self.states[-1] if keep(row)]
-        for event in events:
-            self.sequence += 1
-            rows.append(JournalRow(self.sequence, self.rank, self.world.now, event))
-        self.states.append(tuple(rows))
 
     def append(self, events: Iterable[Event], _notices: object = ()) -> None:
         events = list(events)
         for event in events:
             self.world.on_event(self.rank, event)
-        self._change(lambda _: True, events)
+        first = len(self.states[-1]) + 1
+        rows = (
+            JournalRow(number, self.rank, self.world.now, event) for number, event in enumerate(events, first)
+        )
+        self.states.append((*self.states[-1], *rows))
 
-    def open_rank(self, event: Opened) -> None:
-        self._change(lambda row: not isinstance(row.event, Opened), [event])
-
-    def forget(self, event: Forgotten) -> None:
-        marks = [row.event.checkpoint for row in self.states[-1] if isinstance(row.event, Forgotten)]
-        is_mark = event.committed_at is not None and all(event.checkpoint > each for each in marks)
-
-        def keep(row: JournalRow) -> bool:
-            if is_mark and isinstance(row.event, Forgotten):
-                return False
-            return getattr(row.event, "checkpoint", None) != event.checkpoint
-
-        self._change(keep, [event] if is_mark else [])
-
-    def rows(self, *, after: int = 0) -> list[JournalRow]:
-        return [row for row in self.states[-1] if row.sequence > after]
+    def follow(self, local: Local) -> Local:
+        return fold(self.states[-1][local.sequence :], local)
 
     def sync(self) -> None:
         self.states = self.states[-1:]
@@ -587,7 +569,7 @@ class World:
         for host in hosts:
             self.stop(host)
             host.generation, host.next_step = generation, first_step
-            host.journal.open_rank(Opened(generation, len(hosts), RemoteAddress("file:///run")))
+            host.journal.append([Opened(generation, len(hosts), RemoteAddress("file:///run"))])
             self.start_engine(host, is_trainer=True)
         return generation
 

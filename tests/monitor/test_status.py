@@ -208,7 +208,7 @@ def test_status_without_a_journal_creates_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_live", [True, False])
 def test_status_leaves_the_folder_unchanged(tmp_path: Path, is_live: bool) -> None:
     journal = Journal(Folder(tmp_path), 0)
-    journal.open_rank(Opened(1, 1, REMOTE))
+    journal.append([Opened(1, 1, REMOTE)])
     journal.append([*enqueued(1, 10), sealed(1)])
     journal.note_progress([(id_(1), "f0", 5)])
     if not is_live:
@@ -241,8 +241,8 @@ def test_the_recorded_remote_is_read_back(tmp_path: Path) -> None:
     )
     opened = Opened(2, 4, address, (("num_checkpoints_to_keep", 3), ("latest_filename", "")))
     journal = Journal(Folder(tmp_path), 0)
-    journal.open_rank(Opened(1, 4, REMOTE))
-    journal.open_rank(opened)
+    journal.append([Opened(1, 4, REMOTE)])
+    journal.append([opened])
     assert (journal.local().opened, journal.local().remote) == (opened, address)
     journal.close()
 

@@ -18,7 +18,7 @@ def test_a_run_is_known_by_its_records() -> None:
     assert run_of("a/kinds/w/.ckpt-async/members/000001/00000.json") == "a"
     assert run_of(".ckpt-async/decisions/000001-000000000001.json") == ""
     assert run_of("kinds/w/.ckpt-async/members/x") == ""
-    for other in ("a/.ckpt-async/journal-00000.sqlite", "a/ckpt/step-1.g1/x", "generations/1"):
+    for other in ("a/.ckpt-async/journal-00000.log", "a/ckpt/step-1.g1/x", "generations/1"):
         assert run_of(other) is None
 
 

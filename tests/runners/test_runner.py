@@ -115,7 +115,7 @@ def runners(below: Path) -> list[int]:
             for each in (process / "fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):  # closed in the meantime
                     opened.add(os.readlink(each))
-            if any(re.match(rf"{below}.*/(journal\.sqlite|rank-\d+\.lock)", each) for each in opened):
+            if any(re.match(rf"{below}.*/(journal-\d+\.log|rank-\d+\.lock)", each) for each in opened):
                 found.append(int(process.name))
     return sorted(found)
 
@@ -1307,7 +1307,6 @@ def test_a_report_that_does_not_fit_into_a_packet_is_sent_as_several() -> None:
         told._decided.extend([decided] * reports.MAX_DECIDED)
         failure = Failure(UploadFailedError("e" * 2000), id_, "s" * MAX_SHARD_NAME_LENGTH, "LookForSuccessor")
         told._failures.extend([wire.failure_fields(failure)] * reports.MAX_FAILURES)
-        told._forgotten.extend((1, step, 1e10 / 7) for step in range(reports.MAX_FORGOTTEN))
         told.note_wake(10_000, 10_000)
         told.send()
     assert [sum(len(each[name]) for each in received) for name in ("observed", "decided", "failures")] == [
@@ -1315,9 +1314,6 @@ def test_a_report_that_does_not_fit_into_a_packet_is_sent_as_several() -> None:
         reports.MAX_DECIDED,
         reports.MAX_FAILURES,
     ]
-    assert [step for each in received for _, step, _ in each["forgotten"]] == list(
-        range(reports.MAX_FORGOTTEN)
-    )
     assert [each["num_read"] for each in received] == [1] + [0] * (len(received) - 1)
 
 
@@ -1342,7 +1338,6 @@ def test_the_largest_report_fits_into_a_packet(letter: str) -> None:
             )
         ]
         * reports.MAX_FAILURES,
-        "forgotten": [(id_.generation, id_.step, 1e10 / 7)] * reports.MAX_FORGOTTEN,
         "store_error": wire.shortened(letter * 2000, reports.MAX_ERROR_BYTES),
         "failing": [(id_, "LookForSuccessor")] * reports.MAX_FAILING,
         "missing": [(id_, list(range(1000, 1000 + reports.MAX_MISSING)))] * reports.MAX_MISSING,

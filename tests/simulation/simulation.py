@@ -1,6 +1,6 @@
 """One schedule from one number: trainers, sweepers and readers on one virtual clock, and the faults that hit them.
 
-What is real: `Engine`, `Journal` and `Folder` (files, hard links, SQLite), `PatientStore` with its deadlines and
+What is real: `Engine`, `Journal` and `Folder` (files, hard links, a journal), `PatientStore` with its deadlines and
 back-off, `protocol`, `generation.agree`, `Sweeper` with `drain` and `RemoteSweep`, `MemoryStore`. What is not:
 `Uploader` itself, which owns a thread; instead, `Simulation._train` makes the same calls to folder, journal and
 engine, in the same order. Power loss is not simulated here but in `tests/model/world.py`, whose invariants are
@@ -47,7 +47,6 @@ from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, FolderInUseError, InvalidRecordError
-from ckpt_async.local import database
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.protocol import generation as generations
@@ -199,7 +198,6 @@ class Simulation(World):
             ),
             *((module, "time", clock) for module in (drain, sweeper, patient, progress)),
             (patient, "open_store", lambda *_: self.store_of(current())),
-            (database, "TICK_S", 0.0),  # there are no concurrent writers during a read
             (drain, "LOCK_WAIT_S", 0.0),
             (drain, "WANTED_POLL_S", 5.0),
             (engine, "POLL_S", 30.0),  # a safety net: every append wakes the engine
@@ -346,7 +344,7 @@ class Simulation(World):
             nonces = recovery.nonces_of_left(folder, local) | (local.opened.nonces if local.opened else {})
             earlier = tuple(sorted(nonces.items()))
             opened = Opened(generation, world_size, address, inherited, boot_id(), claim.nonce, earlier)
-            journal.open_rank(opened)
+            journal.append([opened])
             known = State(
                 rank=rank,
                 folder=folder,

@@ -12,6 +12,7 @@ import pytest
 from ckpt_async.core import keys, records
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.decide import SUCCESSOR_LOOKS_PER_S
+from ckpt_async.core.local_state import Local, fold
 from ckpt_async.core.model import (
     CheckpointId,
     Event,
@@ -75,10 +76,9 @@ class ListJournal:
         for event in events:
             self._rows.append(JournalRow(len(self._rows) + 1, self._rank, 0.0, event))
 
-    def rows(self, *, after: int) -> list[JournalRow]:
-        return self._rows[after:]
+    def follow(self, local: Local) -> Local:
+        return fold(self._rows[local.sequence :], local)
 
-    def forget(self, _: Event) -> None: ...
     def check_there(self) -> None: ...
     def compact(self) -> None: ...
 

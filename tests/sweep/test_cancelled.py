@@ -94,7 +94,7 @@ def left(tmp_path: Path) -> Path:
     folder = Folder(tmp_path / "left")
     remote = RemoteAddress(f"file://{tmp_path}/run")
     journal = Journal(folder, 0)
-    journal.open_rank(Opened(1, 1, remote, (("num_checkpoints_to_keep", 1),)))
+    journal.append([Opened(1, 1, remote, (("num_checkpoints_to_keep", 1),))])
     for step in (1, 2):
         id_, name = CheckpointId(1, step), f"step-{step}"
         (folder.path / f"{step}.pt").write_text(name)

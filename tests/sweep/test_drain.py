@@ -1020,7 +1020,7 @@ def test_an_older_generation_is_looked_up_before_it_counts_as_idle(
         "import sys; from dataclasses import replace; from ckpt_async.local.folder import Folder\n"
         "from ckpt_async.local.journal import Journal\n"
         "journal = Journal(Folder(sys.argv[1]), 0); opened = journal.local().opened\n"
-        "journal.open_rank(replace(opened, generation=2, nonce='')); journal.close()"
+        "journal.append([replace(opened, generation=2, nonce='')]); journal.close()"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True, timeout=60)
     report = asyncio.run(drain(folder, timeout_s=60, grace_s=0))

@@ -104,8 +104,8 @@ def verified(remote: str) -> Verification:
 
 
 def tree(root: Path) -> dict[str, bytes]:
-    """Return every file with its bytes, except SQLite's shared memory, which every reader locks and none relies on."""
-    files = (each for each in root.rglob("*") if each.is_file() and not each.name.endswith("-shm"))
+    """Return every file with its bytes."""
+    files = (each for each in root.rglob("*") if each.is_file())
     return {str(each.relative_to(root)): each.read_bytes() for each in files}
 
 

@@ -1,5 +1,6 @@
 """`Uploader.open`: a shard that is uploaded while it is written. Real SeaweedFS, with a proxy that watches the wire."""
 
+import fcntl
 import gc
 import os
 import random
@@ -16,7 +17,6 @@ import pytest
 from ckpt_async import Uploader, restore
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import InvalidNameError, InvalidShardError, SealedError
-from ckpt_async.local import database
 from ckpt_async.transfer import ahead
 from tests.faults.proxy import Fault, FaultProxy
 
@@ -164,12 +164,12 @@ def test_a_file_that_is_never_closed_is_not_enqueued(uploader: Uploader) -> None
     assert list(checkpoint.files) == ["b.bin"]
 
 
-@pytest.mark.parametrize("where", ["link", "patiently"])
+@pytest.mark.parametrize("where", ["link", "flock"])
 def test_a_file_may_be_dropped_while_the_uploader_or_its_journal_is_locked(
     where: str, uploader: Uploader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The garbage collector runs at any moment, and what it calls must wait for no lock of the thread it runs in."""
-    place: Any = uploader._folder if where == "link" else database
+    place: Any = uploader._folder if where == "link" else fcntl
     call = getattr(place, where)
 
     def collect_and_call(*values: Any) -> Any:
@@ -181,7 +181,7 @@ def test_a_file_may_be_dropped_while_the_uploader_or_its_journal_is_locked(
         if where == "link":
             uploader.enqueue(whole, 1)
         else:
-            uploader._engine.journal.forget_marks()
+            uploader._engine.journal.append([])
 
     whole = uploader.folder / "b.bin"
     whole.write_bytes(b"whole")

@@ -3,14 +3,17 @@
 import contextlib
 import os
 import re
-import sqlite3
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
 from ckpt_async import Uploader
+from ckpt_async.core.notices import Notice
+from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,9 +48,10 @@ def test_each_checkpoint_becomes_one_version_with_its_metrics(
     found = sorted(client.search_model_versions("name = 'model'"), key=lambda each: int(each.version))
     assert [(each.tags["step"], each.tags["loss"]) for each in found] == [("1", "0.5"), ("2", "1.0")]
     assert found[0].source == f"file://{tmp_path}/run/ckpt/step-1.g1/"
-    with contextlib.closing(sqlite3.connect(tmp_path / "folder/.ckpt-async/journal-00000.sqlite")) as journal:
-        assert journal.execute("UPDATE outbox SET is_done = 0").rowcount == 2
-        journal.commit()
+    with contextlib.closing(Journal(Folder(tmp_path / "folder"), 0)) as journal:  # as if nobody had noted it
+        told = [Notice(f"again-{each.id}", each.sink, each.body) for each in journal.outbox().newest(10)]
+        assert len(told) == 2
+        journal.outbox().put(told, time.time())
     with Uploader(
         tmp_path / "folder",
         f"file://{tmp_path}/run",
