@@ -375,6 +375,7 @@ async def simulate(num_writers: int, latency_s: float, spread_s: float, seed: in
         unlink=lambda _: None,
         tend=lambda: None,
         is_disk_full=lambda: False,
+        num_ranks=lambda: 1,
         space=lambda: (1 << 50, 1 << 50),
     )
     ModelEngine.committed = 0

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 # A wake-up is only a hint; polling is the safety net. Another process may have appended to the journal (DCP's PROCESS
 # mode), or a second thread's wake-up may have been lost at shutdown.
 POLL_S = 1.0
-# So long after an upload has begun, its first bytes are on their way; and so long after its last ones, it is complete.
-BEGINNING_S = 2.0
-# A free rank asks for the target before it turns to anything. It sends nothing new meanwhile, but not longer than this.
-ASKING_S = 5.0
 # Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
 # checkpoints.
 _OF_NO_CHECKPOINT = (
@@ -63,13 +59,8 @@ class Engine:
         self._book = Book()
         self._queue = UploadQueue(state, self._book)
         state.store.set_urgency(self._queue.place_of)
-        self._num_uploading: Counter[CheckpointId] = Counter()  # upload tasks; one task may send many shards
         self._is_retry_asked = False
         self._housekeep_at = 0.0
-        # When the last of a checkpoint's upload tasks began, or its bytes were last seen moving.
-        self._moved_at: dict[CheckpointId, float] = {}
-        self._asks_since: float | None = None  # when it became due to ask for the target
-        self._is_resting = False
         self._behind_since = 0.0
         self._tell_at = 3  # log that uploads fall behind when so many checkpoints wait
         self._wakes, self._last_wake = itertools.count(1), 0
@@ -244,10 +235,6 @@ class Engine:
                 num_due += not self._is_by_the_way(action)
                 if action not in book.running and not book.is_in_use(action):
                     self._start((action,), self._perform(action))
-        is_open = order.is_open(state.local, state.remote.turn.target)
-        self._is_resting = order.is_resting(state.remote.turn, now, is_open=is_open)
-        is_asking = decide.NameTarget() in due and now >= book.held_until(decide.NameTarget())
-        self._asks_since = (self._asks_since or now) if is_asking else None
         book.forget_all_but(due)
         if state.failing:
             state.failing &= {
@@ -279,29 +266,10 @@ class Engine:
 
     def _start_uploads(self) -> None:
         """Fill the free places with uploads. A checkpoint of 10,000 shards is 10,000 actions but few tasks."""
-        while self._queue and self._has_place(self._queue.next_checkpoint):
+        while self._queue.may_begin():
             series = self._queue.next_series()
-            work = self._perform_series(series) if len(series) > 1 else self._perform(series[0])
-            self._num_uploading[series[0].checkpoint] += 1
-            self._moved_at[series[0].checkpoint] = self.state.now()
-            self._start(series, work)
+            self._start(series, self._perform_series(series) if len(series) > 1 else self._perform(series[0]))
         self.state.store.has_more(self._start_uploads if self._queue else None)
-
-    def _has_place(self, id_: CheckpointId) -> bool:
-        """Return whether another upload of this checkpoint may begin: not while this rank asks what it is to send or
-        rests, and not beside a more urgent one whose bytes move, did a moment ago, or will in a moment. One that the
-        store refuses, or whose file cannot be read, holds up no other.
-        """
-        store, now, place_of = self.state.store, self.state.now(), self._queue.place_of
-        if self._is_resting or (self._asks_since is not None and now - self._asks_since < ASKING_S):
-            return False
-        self._moved_at |= {each: now for each in self._num_uploading if store.is_moving(each)}
-        places = {each: place_of(each) - place_of(id_) for each in self._num_uploading}
-        num_beside = sum(num for each, num in self._num_uploading.items() if places[each] == 0)
-        is_held_up = any(
-            place < 0 and now - self._moved_at[each] < BEGINNING_S for each, place in places.items()
-        )
-        return not is_held_up and num_beside < store.concurrency
 
     def _start(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
         task = self.state.loop.create_task(work, name=type(actions[0]).__name__)
@@ -314,18 +282,13 @@ class Engine:
         for each in uploads:
             self.state.sent_bytes.pop(each, None)
         if uploads:
-            self._num_uploading[uploads[0].checkpoint] -= 1
-            self._num_uploading += Counter()  # drops those that are done
-            self._moved_at = {id_: self._moved_at[id_] for id_ in self._num_uploading}
+            self._queue.ended(uploads)
         if not task.cancelled() and (error := task.exception()) is not None:
             if not self._crash.done():
                 self._crash.set_exception(error)
-        elif uploads:
-            if len(uploads) > 1:
-                self._queue.put_back(uploads)
-            if self._queue and self._queue.next_checkpoint == uploads[0].checkpoint:
-                self._start_uploads()  # without asking `decide` after each of many small shards
-                return
+        elif uploads and self._queue.may_begin(after=uploads[0].checkpoint):
+            self._start_uploads()  # without asking `decide` after each of many small shards
+            return
         self._woken.set()
 
     async def _sleep(self, pause_s: float) -> None:

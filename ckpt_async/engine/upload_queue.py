@@ -1,9 +1,9 @@
-"""The queue of uploads: which one is next, and which small ones are sent with it."""
+"""The queue of uploads: which one is next, whether it may begin, and which small ones are sent with it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from ckpt_async.core import decide, order
@@ -16,6 +16,10 @@ from ckpt_async.transfer.upload import SERIES_BYTES, SMALL_BYTES
 # Up to this many waiting uploads get a connection each, if there are enough. With more, no small one is sent alone,
 # because two cost as much as one.
 FEW = 8
+# So long after an upload has begun, its first bytes are on their way; and so long after its last ones, it is complete.
+BEGINNING_S = 2.0
+# A free rank asks for the target before it turns to anything. It sends nothing new meanwhile, but not longer than this.
+ASKING_S = 5.0
 
 
 class UploadQueue:
@@ -26,6 +30,11 @@ class UploadQueue:
         self._waiting: deque[decide.Upload] = deque()
         self._alone: set[decide.Upload] = set()  # those that could not be sent in a series
         self._places: dict[CheckpointId, int] = {}
+        self._num_uploading: Counter[CheckpointId] = Counter()  # series under way
+        # When the last of a checkpoint's series began, or its bytes were last seen moving.
+        self._moved_at: dict[CheckpointId, float] = {}
+        self._asks_since: float | None = None  # when it became due to ask for the target
+        self._is_resting = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -51,7 +60,11 @@ class UploadQueue:
             # If a shard is still being sent ahead, its parts would be sent twice.
             if each not in running and (not ahead or (each.checkpoint, each.shard) not in ahead)
         ]
-        turn, owed = self._state.remote.turn, decide.owed(self._state.local, self._state.policy)
+        now, local, turn = self._state.now(), self._state.local, self._state.remote.turn
+        owed = decide.owed(local, self._state.policy)
+        self._is_resting = order.is_resting(turn, now, is_open=order.is_open(local, turn.target))
+        is_asking = decide.NameTarget() in due and now >= self._book.held_until(decide.NameTarget())
+        self._asks_since = (self._asks_since or now) if is_asking else None
         ordered = {id_: number for number, id_ in enumerate(order.in_order(turn, owed))}
         self._places = self._shared_places(ordered)
         # A stable order: what is not sealed comes last, oldest first.
@@ -71,9 +84,23 @@ class UploadQueue:
     def _running(self) -> list[tuple[decide.Upload, asyncio.Task[None]]]:
         return [(each, task) for each, task in self._book.running.items() if isinstance(each, decide.Upload)]
 
-    @property
-    def next_checkpoint(self) -> CheckpointId:
-        return self._waiting[0].checkpoint
+    def may_begin(self, *, after: CheckpointId | None = None) -> bool:
+        """Return whether the next upload may begin: not while this rank asks what it is to send or rests, and not
+        beside a more urgent one whose bytes move, did a moment ago, or will in a moment. One that the store refuses, or
+        whose file cannot be read, holds up no other. `after`: only if it is of this checkpoint, too.
+        """
+        if not self._waiting or after not in (None, self._waiting[0].checkpoint):
+            return False
+        store, now, own = self._state.store, self._state.now(), self.place_of(self._waiting[0].checkpoint)
+        if self._is_resting or (self._asks_since is not None and now - self._asks_since < ASKING_S):
+            return False
+        self._moved_at |= {each: now for each in self._num_uploading if store.is_moving(each)}
+        places = {each: self.place_of(each) for each in self._num_uploading}
+        num_beside = sum(num for each, num in self._num_uploading.items() if places[each] == own)
+        is_held_up = any(
+            place < own and now - self._moved_at[each] < BEGINNING_S for each, place in places.items()
+        )
+        return not is_held_up and num_beside < store.concurrency
 
     def place_of(self, checkpoint: CheckpointId) -> int:
         """Return the checkpoint's place in the order of uploads; those with the same place share the link.
@@ -92,7 +119,7 @@ class UploadQueue:
     # --- series --------------------------------------------------------------------------------------------
 
     def next_series(self) -> tuple[decide.Upload, ...]:
-        """Return the next upload, with the following ones that are sent in one series with it.
+        """Return the next upload, with the following ones that are sent in one series with it; `ended` when it is.
 
         They are of the same checkpoint and small. A series is no longer than one place's share of the queue, so that
         the last uploads do not wait behind each other while other places are free.
@@ -107,7 +134,16 @@ class UploadQueue:
             if size_bytes > SERIES_BYTES or self._waiting[0].checkpoint != series[0].checkpoint:
                 break
             series.append(self._waiting.popleft())
+        self._num_uploading[series[0].checkpoint] += 1
+        self._moved_at[series[0].checkpoint] = self._state.now()
         return tuple(series)
+
+    def ended(self, series: Sequence[decide.Upload]) -> None:
+        self._num_uploading[series[0].checkpoint] -= 1
+        self._num_uploading += Counter()  # drops those that are done
+        self._moved_at = {id_: self._moved_at[id_] for id_ in self._num_uploading}
+        if len(series) > 1:
+            self._put_back(series)
 
     def _small_bytes(self, upload: decide.Upload) -> int:
         """Return the size of a small shard that is sent from its beginning; for others, more than a series may have."""
@@ -124,7 +160,7 @@ class UploadQueue:
         """Send these alone from now on: they could not be sent in a series."""
         self._alone.update(uploads)
 
-    def put_back(self, series: Sequence[decide.Upload]) -> None:
+    def _put_back(self, series: Sequence[decide.Upload]) -> None:
         """Put what must be sent alone back to the front of the queue.
 
         So in an outage a few uploads wait, instead of every series running into it.

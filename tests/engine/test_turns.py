@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from ckpt_async.core import order
+from ckpt_async.core.decide import NameTarget, Upload
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.order import Turn
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine.loop import ASKING_S, BEGINNING_S, Engine
+from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
+from ckpt_async.engine.upload_queue import ASKING_S, BEGINNING_S, UploadQueue
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
@@ -24,61 +26,65 @@ FIRST, SECOND = CheckpointId(1, 1), CheckpointId(1, 2)
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def queue(tmp_path: Path) -> Iterator[UploadQueue]:
     settings = Settings()
     with contextlib.closing(Journal(Folder(tmp_path), 0)) as journal:
 
-        async def build() -> Engine:
-            return Engine(
-                State(
-                    rank=0,
-                    folder=Folder(tmp_path),
-                    journal=journal,
-                    store=PatientStore(MemoryStore(MemoryBucket()), settings),
-                    settings=settings,
-                    observer=Observer(),
-                    clock=lambda: 1.0,
-                )
+        async def build() -> UploadQueue:
+            state = State(
+                rank=0,
+                folder=Folder(tmp_path),
+                journal=journal,
+                store=PatientStore(MemoryStore(MemoryBucket()), settings),
+                settings=settings,
+                observer=Observer(),
+                clock=lambda: 1.0,
             )
+            return UploadQueue(state, Book())
 
         yield asyncio.run(build())
 
 
 def test_nothing_is_begun_while_a_rank_asks_for_the_target(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    queue: UploadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(engine.state, "now", lambda: now)
-    engine._asks_since = now
-    assert not engine._has_place(FIRST)
+    monkeypatch.setattr(queue._state, "now", lambda: now)
+    ready = [Upload(FIRST, "a")]
+    queue.refill(ready, {*ready, NameTarget()})
+    assert not queue.may_begin()
     now += ASKING_S  # a store that does not say is no reason to send nothing
-    assert engine._has_place(FIRST)
+    queue.refill(ready, {*ready, NameTarget()})
+    assert queue.may_begin()
 
 
 def test_nothing_is_begun_while_a_more_urgent_checkpoint_is_completed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    queue: UploadQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last bytes are sent, and the store assembles it: what begins now would share the link with the next."""
     now = 100.0
-    monkeypatch.setattr(engine.state, "now", lambda: now)
+    monkeypatch.setattr(queue._state, "now", lambda: now)
+    monkeypatch.setattr(queue, "_small_bytes", lambda _: 1 << 30)
     moving = {SECOND}
-    monkeypatch.setattr(engine.state.store, "is_moving", lambda id_: id_ in moving)
-    engine._queue._places = {SECOND: 0, FIRST: 1}
-    engine._num_uploading[SECOND], engine._moved_at[SECOND] = 1, now
+    monkeypatch.setattr(queue._state.store, "is_moving", lambda id_: id_ in moving)
+    ready = [Upload(SECOND, "a"), Upload(FIRST, "a")]
+    queue.refill(ready, set(ready))
+    queue._places = {SECOND: 0, FIRST: 1}
+    assert [each.checkpoint for each in queue.next_series()] == [SECOND]
     now += 60
-    assert not engine._has_place(FIRST)
+    assert not queue.may_begin()
     moving.clear()
     now += BEGINNING_S / 2
-    assert not engine._has_place(FIRST)
+    assert not queue.may_begin()
     now += BEGINNING_S
-    assert engine._has_place(FIRST), "what the store refuses holds up no other"
+    assert queue.may_begin(), "what the store refuses holds up no other"
 
 
-def test_an_unsealed_checkpoint_does_not_share_the_link_with_the_only_sealed_one(engine: Engine) -> None:
-    engine._queue._places = {FIRST: 0}
-    assert engine._queue.place_of(SECOND) > engine._queue.place_of(FIRST)
-    engine._queue._places = {}
-    assert engine._queue.place_of(SECOND) == 0
+def test_an_unsealed_checkpoint_does_not_share_the_link_with_the_only_sealed_one(queue: UploadQueue) -> None:
+    queue._places = {FIRST: 0}
+    assert queue.place_of(SECOND) > queue.place_of(FIRST)
+    queue._places = {}
+    assert queue.place_of(SECOND) == 0
 
 
 def test_a_rank_that_waits_for_the_others_rests_at_first() -> None:

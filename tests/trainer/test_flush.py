@@ -128,7 +128,7 @@ def test_no_older_upload_begins_during_a_flush(opened: Open, monkeypatch: pytest
         flushing.start()
         wait_until(lambda: engine.state.remote.turn.sending == CheckpointId(uploader.generation, 4), uploader)
         store.go.set()
-        wait_until(lambda: not engine._num_uploading or len(store.came) > 1, uploader)
+        wait_until(lambda: not engine._queue._num_uploading or len(store.came) > 1, uploader)
         is_stuck.clear()
         flushing.join(20)
         assert store.came == [1, 4, 3, 2, 1]
