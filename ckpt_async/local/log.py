@@ -157,11 +157,15 @@ def look(path: Path, after: Place | None = None) -> Content | None:
         except (FileNotFoundError, NotADirectoryError):
             return None
         with file:
-            try:
-                return Content.read(file.fileno(), path, after)
-            except JournalDamagedError:
-                # Somebody may just have cut off what a killed process had left, and appended.
-                return Content.read(file.fileno(), path, after)
+            return _content(file.fileno(), path, after)
+
+
+def _content(descriptor: int, path: Path, after: Place | None) -> Content | None:
+    try:
+        return Content.read(descriptor, path, after)
+    except JournalDamagedError:
+        # Somebody may just have cut off what a killed process had left, and appended.
+        return Content.read(descriptor, path, after)
 
 
 class Log:
@@ -240,10 +244,16 @@ class Log:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def read(self, *, after: int = 0) -> Content:
-        """Return what was appended after a position; all, if it was compacted since."""
+        """Return what was appended after a position; all, if it was compacted since. If the file was deleted, what it
+        had.
+        """
         self._check_usable()
-        found = look(self._path, Place(self._id, after) if after else None)
-        if found is None or found.place.id != self._id:
+        with _translated(self._path), self._lock:
+            self._check_usable()
+            if os.path.exists(self._path) and not self._is_current():
+                self._reopen()
+            found = _content(self._descriptor, self._path, Place(self._id, after) if after else None)
+        if found is None:
             raise self._deleted()
         return found
 

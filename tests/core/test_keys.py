@@ -45,7 +45,9 @@ def test_decision_keys_sort_in_checkpoint_order(one: CheckpointId, two: Checkpoi
     assert (one == two) == (keys.receipts_prefix(one) == keys.receipts_prefix(two))
 
 
-names = st.from_regex(r"[a-z0-9.=-]{1,10}", fullmatch=True).filter(lambda name: name not in {".", ".."})
+names = st.from_regex(r"[a-z0-9.=][a-z0-9.=-]{0,9}", fullmatch=True).filter(
+    lambda name: name not in {".", ".."}
+)
 
 
 @given(names, st.integers(0, 200), st.integers(1, 20), names, st.integers(0, 200), st.integers(1, 20))

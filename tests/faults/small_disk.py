@@ -28,7 +28,7 @@ def on_small_disk(
     if unshare is None or subprocess.run([unshare, flags, "true"], capture_output=True).returncode:
         pytest.skip("no user and mount namespaces here")
     preamble = """
-        import os, sys, threading, time
+        import fcntl, os, sys, threading, time, zlib
         from pathlib import Path
         from ckpt_async import *
         from ckpt_async.engine import book
@@ -44,6 +44,13 @@ def on_small_disk(
                         file.write(bytes(4096))
                 except OSError:
                     pass
+            for journal in folder.rglob("journal-*.log"):  # what is left of its last page would take more records
+                with open(journal, "ab", buffering=0) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    left = -os.fstat(file.fileno()).st_size % 4096
+                    if left > 20:
+                        rest = b'z [0.0,"' + bytes(left - 20).replace(b"\\0", b"x") + b'"]'
+                        file.write(b"%08x %b\\n" % (zlib.crc32(rest), rest))
     """
     text = textwrap.dedent(preamble) + textwrap.dedent(script)
     return subprocess.run(

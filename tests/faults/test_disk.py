@@ -263,7 +263,8 @@ def test_a_disk_that_only_checkpoints_fill_is_emptied_by_committing_them(
         size="80m",
     )
     assert done.returncode == 0, done.stderr
-    assert "the disk is full" in done.stderr or "folder' is full" in done.stderr
+    if is_killed:
+        assert "the disk is full" in done.stderr or "folder' is full" in done.stderr
     sealed = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("sealed ")]
     assert len(sealed) > 5
     there = {
