@@ -154,14 +154,15 @@ class Settings:
     )
     abandon_after_s: float = _setting(
         86_400.0,
-        "sweeper: age at which unfinished checkpoints of a superseded generation are given up",
-        1800,  # what a live trainer still has to send is in the store by then
+        "sweeper: age at which unfinished checkpoints of a superseded generation are given up; with less than half an"
+        " hour also those that a live trainer still has to send",
+        60,
         1e9,
     )
     abandon_newest_after_s: float = _setting(
         604_800.0,
         "sweeper: the same for the newest generation, whose trainer may merely be paused",
-        1800,
+        60,
         1e9,
     )
     remote_retention: str = _setting(

@@ -277,16 +277,19 @@ class Log:
     # --- the file ------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """Lock the file that has the name now. The caller holds `_lock`, and unlocks."""
+        """Lock the file that has the name now, or ours if its folder was moved. The caller has `_lock`, and unlocks."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        while not self._is_current():
+        while not self._is_current(may_be_moved=True):
             self._reopen()
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
-    def _is_current(self) -> bool:
+    def _is_current(self, *, may_be_moved: bool = False) -> bool:
+        ours = os.fstat(self._descriptor)
         try:
-            there, ours = os.stat(self._path), os.fstat(self._descriptor)
+            there = os.stat(self._path)
         except FileNotFoundError:
+            if may_be_moved and ours.st_nlink:
+                return True  # what is appended will be found where it is now
             raise self._deleted() from None
         return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
 

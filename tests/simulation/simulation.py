@@ -159,10 +159,9 @@ class Simulation(World):
             remote_retention=f"last={self.keep_remote}",
             part_size_bytes=PART_BYTES,
             decision_poll_s=2.0,  # how often a waiting engine looks
+            abandon_after_s=age_s,
+            abandon_newest_after_s=min(NEVER_S, 5 * age_s),
         )
-        # Shorter than users may set, and than a live trainer would be quiet: the schedule lasts minutes.
-        for name, value in (("abandon_after_s", age_s), ("abandon_newest_after_s", min(NEVER_S, 5 * age_s))):
-            object.__setattr__(self.settings, name, value)
         self.root = Path(tempfile.mkdtemp(prefix="ckpt-async-", dir=SCRATCH))
         self.nodes: list[Node] = []
         self.others_running: list[Process] = []

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -53,17 +54,29 @@ def held(uploader: Uploader, other: ThreadPoolExecutor) -> list[str]:
         return True
 
     found = [name for name, lock in locks.items() if other.submit(is_held, lock).result()]
-    if "journal" not in found:
-        with engine.journal._lock:
-            found += ["transaction"] * engine.journal._connection.in_transaction
-    removals = os.open(uploader.folder / keys.PRIVATE, os.O_RDONLY)
-    try:
-        fcntl.flock(removals, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        found.append("removals")
-    finally:
-        os.close(removals)
+    private = uploader.folder / keys.PRIVATE
+    for name, path in (("append", private / keys.journal_name(0)), ("removals", private)):
+        if not is_free(path):
+            found.append(name)
     return found
+
+
+def is_free(path: Path) -> bool:
+    """Return whether nobody holds the flock for long: the engine appends, too."""
+    deadline = time.monotonic() + PATIENCE_S
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+            else:
+                return True
+    finally:
+        os.close(descriptor)
 
 
 def interrupt_everywhere(

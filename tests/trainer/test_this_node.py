@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,8 +33,8 @@ def test_a_shard_that_the_disk_does_not_return_is_no_outage_of_the_store(
 
         return broken
 
-    monkeypatch.setattr("ckpt_async.transfer.source.os.pread", fails(os.pread))
-    monkeypatch.setattr("ckpt_async.transfer.source.os.preadv", fails(os.preadv))
+    broken = {"pread": fails(os.pread), "preadv": fails(os.preadv)}
+    monkeypatch.setattr("ckpt_async.transfer.source.os", SimpleNamespace(**vars(os) | broken))
     store = Meddled()
     with opened(store) as uploader:
         save(uploader, 1, "a.pt")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
+from ckpt_async.core import keys
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
@@ -191,12 +192,14 @@ def test_what_was_handed_in_and_given_up_is_told_by_the_run_itself(place: Place)
         watching = place.watch("--max-bytes-per-s", "5e6", "-v", "--webhook", receiver.url)
         save(place, 10, size_bytes=20_000_000)
         watching.until_logged("complete path=checkpoint-10")
-        save(place, 20)
-        watching.until("committed", 20)  # so 10 is being uploaded
+        begun = Path(place.remote.removeprefix("file://")) / keys.PRIVATE / "tmp"
+        wait_until(lambda: any(begun.glob("[0-9a-f]*")))
         with (place.out / "checkpoint-10/model.safetensors").open("r+b") as file:
             file.seek(10_000_000)
             file.write(b"other bytes")
         watching.until("refused", 10)
+        save(place, 20)
+        watching.until("committed", 20)
         assert watching.end() == 1
     assert sorted(receiver.kinds()) == [("committed", 20), ("given_up", 10)]
 
