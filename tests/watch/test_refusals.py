@@ -1,5 +1,6 @@
 """What a watcher refuses is told to those who do not read its output: events, metrics, the live page."""
 
+import contextlib
 import errno
 import json
 import os
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
-from ckpt_async.core import keys
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
@@ -186,14 +186,21 @@ def test_refusals_are_counted_from_0_over_all_starts_of_the_run_and_are_on_the_p
     assert watching.end() == 1
 
 
+def size_bytes_of(folder: Path) -> int:
+    found = 0
+    for each in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            found += each.stat().st_size
+    return found
+
+
 def test_what_was_handed_in_and_given_up_is_told_by_the_run_itself(place: Place) -> None:
     """Once for all nodes, though each of them counts it."""
     with receiving() as receiver:
         watching = place.watch("--max-bytes-per-s", "5e6", "-v", "--webhook", receiver.url)
         save(place, 10, size_bytes=20_000_000)
         watching.until_logged("complete path=checkpoint-10")
-        begun = Path(place.remote.removeprefix("file://")) / keys.PRIVATE / "tmp"
-        wait_until(lambda: any(begun.glob("[0-9a-f]*")))
+        wait_until(lambda: size_bytes_of(Path(place.remote.removeprefix("file://"))) > 1_000_000)
         with (place.out / "checkpoint-10/model.safetensors").open("r+b") as file:
             file.seek(10_000_000)
             file.write(b"other bytes")
