@@ -21,6 +21,7 @@ from ckpt_async import Uploader, cli
 from ckpt_async.core.keys import PRIVATE
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import JournalError, RunnerError, SettingsError
+from ckpt_async.local import journals
 from ckpt_async.stores import StoreOptions, check_allowed
 from ckpt_async.stores.directory import DirectoryStore
 
@@ -246,6 +247,15 @@ def test_remotes_must_be_named(url: str, endpoint: str | None, is_allowed: bool)
     with contextlib.nullcontext() if is_allowed else pytest.raises(SettingsError, match="touched"):
         check_allowed(address, only, StoreOptions(), env=env)
     check_allowed(address, url, StoreOptions(endpoint_url=endpoint), env={})
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/proc/self/environ")])
+def test_a_journal_that_is_no_file_is_not_waited_for(folder: Path, put: Callable[[Path], None]) -> None:
+    """Another user's folder beside the others kept a sweeper's metrics and page from ever answering."""
+    (folder / PRIVATE).mkdir(parents=True)
+    put(folder / PRIVATE / "journal-00000.log")
+    with pytest.raises(JournalError, match="journal-00000"):
+        journals.read(folder)
 
 
 # --- locks -----------------------------------------------------------------------------------------------------
