@@ -25,7 +25,8 @@ from ckpt_async.core.model import (
     StoredShard,
     Verified,
 )
-from ckpt_async.errors import FailureReason
+from ckpt_async.core.naming import check_publish_as, check_relative
+from ckpt_async.errors import FailureReason, InvalidNameError
 from ckpt_async.local.log import Record, unreadable
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Event)}
@@ -102,7 +103,9 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"), default=_fields)
 
 
 def _decoded(pair: Any) -> list[Event]:
-    """Rebuild events. The journal is our own file, but another version of the program may have written it."""
+    """Rebuild events. The journal is our own file, but another version of the program, or a group that may write to the
+    folder, may have written it.
+    """
     try:
         kind, body = pair
         if isinstance(body, dict):
@@ -115,7 +118,9 @@ def _decoded(pair: Any) -> list[Event]:
                 Enqueued(
                     checkpoint,
                     name,
-                    Shard(shard, source, FileIdentity(device, inode, size_bytes, mtime_ns), is_linked),
+                    _checked(
+                        Shard(shard, source, FileIdentity(device, inode, size_bytes, mtime_ns), is_linked)
+                    ),
                 )
                 for shard, source, device, inode, size_bytes, mtime_ns, is_linked in zip(
                     *[items] * 7, strict=True
@@ -127,8 +132,17 @@ def _decoded(pair: Any) -> list[Event]:
                 for name, key, size_bytes, algorithm, value in zip(*[items] * 5, strict=True)
             ]
         raise ValueError("a list")
-    except (KeyError, StopIteration, TypeError, ValueError) as error:
+    except (InvalidNameError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise unreadable(str(pair), error) from error
+
+
+def _checked(shard: Shard) -> Shard:
+    """Return the shard if its names cannot lead out of the folder. Raises InvalidNameError."""
+    check_relative(shard.name, "shard")
+    check_relative(shard.source, "source")
+    if shard.publish_as:
+        check_publish_as(shard.publish_as)
+    return shard
 
 
 def _event(kind: str, fields: dict[str, Any]) -> Event:
@@ -142,7 +156,11 @@ def _event(kind: str, fields: dict[str, Any]) -> Event:
         case "Enqueued":  # with an exact key
             shard = fields["shard"]
             shard["identity"] = FileIdentity(**shard["identity"])
-            fields["shard"] = Shard(**shard)
+            fields["shard"] = _checked(Shard(**shard))
+        case "Growing":
+            check_relative(fields["shard"], "shard")
+            if fields["source"] is not None:
+                check_relative(fields["source"], "source")
         case "Sealed":
             fields["metrics"] = tuple((name, value) for name, value in fields["metrics"])
             fields["expected"] = tuple(fields["expected"])

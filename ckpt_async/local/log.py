@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from ckpt_async import private
 from ckpt_async.core import keys
 from ckpt_async.errors import CkptAsyncError, JournalDamagedError, JournalError
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
@@ -153,7 +154,8 @@ def look(path: Path, after: Place | None = None) -> Content | None:
     """
     with _translated(path):
         try:
-            file = io.FileIO(path)
+            # The folder may be another user's, who may have put a FIFO or a link there.
+            file = io.FileIO(private.open_file(path, os.O_RDONLY))
         except (FileNotFoundError, NotADirectoryError):
             return None
         with file:

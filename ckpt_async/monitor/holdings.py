@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ckpt_async import private
 from ckpt_async.core.backlog import queue_state, waits_for_ranks
 from ckpt_async.core.local_state import Local, LocalShard
 from ckpt_async.core.model import CheckpointId
@@ -84,8 +85,9 @@ def _of_ranks(readings: Iterable[journals.Reading]) -> tuple[list[Local], Progre
 
 def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> None:
     """Add what a folder holds to `runs`, whose keys are the URLs of the runs' remotes. Raises the same errors as
-    `read`.
+    `read`, and JournalError for another user's folder.
     """
+    private.check(journals.private_of(folder))
     for locals_, progress in read(folder).values():
         for local in locals_:
             run = local.remote.url if local.remote else ""

@@ -111,16 +111,12 @@ def options_of(address: RemoteAddress, given: StoreOptions, *, env: Mapping[str,
     `given` is what the operator says, of which the profile is added. Raises SettingsError if credentials would go to an
     endpoint that neither `given` nor `env` names: whoever may write the journal could have put it there.
     """
-    backend, endpoint_url = backend_of(address.url), address.endpoint_url
-    if endpoint_url not in (None, given.endpoint_url) and not backend.is_safe_at(endpoint_url, env):
-        named = None
-        with contextlib.suppress(SettingsError):  # the environment names no endpoint, or none that is valid
-            named = backend.address(address.url, StoreOptions(), env).endpoint_url
-        if endpoint_url != named:
-            raise SettingsError(
-                f"only the journal names the endpoint {endpoint_url}, so no credentials for {address.url} go there",
-                hint=f"if it is yours, pass --endpoint-url {endpoint_url}, or name it in the environment",
-            )
+    is_named = _is_named(address, given, env)
+    if not is_named and not backend_of(address.url).is_safe_at(address.endpoint_url or "", env):
+        raise SettingsError(
+            f"only the journal names the endpoint {address.endpoint_url}, so no credentials for {address.url} go there",
+            hint=f"if it is yours, pass --endpoint-url {address.endpoint_url}, or name it in the environment",
+        )
     return StoreOptions(
         endpoint_url=address.endpoint_url,
         region=address.region,
@@ -130,24 +126,46 @@ def options_of(address: RemoteAddress, given: StoreOptions, *, env: Mapping[str,
     )
 
 
-def check_allowed(url: str, only: str) -> None:
+def check_allowed(address: RemoteAddress, only: str, given: StoreOptions, *, env: Mapping[str, str]) -> None:
     """Raise SettingsError if `only`, URLs separated by blanks, is not empty and has none that the remote is at or
-    below.
+    below, or if the remote is at an endpoint that neither `given` nor `env` names.
     """
-    if only and not any(_is_below(url, each) for each in only.split()):
+    if not only:
+        return
+    if not any(_is_below(address.url, each) for each in only.split()):
         raise SettingsError(
-            f"{url} is not among the remotes that may be touched",
+            f"{address.url} is not among the remotes that may be touched",
             hint="if it may be, name it with --only-remote, too",
         )
+    if not _is_named(address, given, env):
+        raise SettingsError(
+            f"only the journal names the endpoint {address.endpoint_url} of {address.url}, so it is not touched",
+            hint=f"if it is yours, pass --endpoint-url {address.endpoint_url}, or name it in the environment",
+        )
+
+
+def _is_named(address: RemoteAddress, given: StoreOptions, env: Mapping[str, str]) -> bool:
+    """Return whether somebody else than a journal says that the remote is at this endpoint."""
+    if address.endpoint_url in (None, given.endpoint_url):
+        return True
+    with contextlib.suppress(SettingsError):  # the environment names no endpoint, or none that is valid
+        named = backend_of(address.url).address(address.url, StoreOptions(), env)
+        return named.endpoint_url == address.endpoint_url
+    return False
 
 
 def _is_below(url: str, top: str) -> bool:
     here, there = parse_url(url), parse_url(top)
-    if (here.scheme, here.bucket) != (there.scheme, there.bucket):
+    if (here.scheme, here.bucket, _host_in(url)) != (there.scheme, there.bucket, _host_in(top)):
         return False
     if here.scheme == "file":  # a link could lead elsewhere
         return Path(here.prefix).resolve().is_relative_to(Path(there.prefix).resolve())
     return f"{here.prefix}/".startswith(f"{there.prefix}/" if there.prefix else "")
+
+
+def _host_in(url: str) -> str:
+    """Return what is between the scheme and the path: for Azure it has the account, which the bucket has not."""
+    return url.partition("://")[2].partition("/")[0]
 
 
 def makes_folder(url: str) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "ckpt_async.stores"  # maps a scheme to a Backend
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_MAY_BE_SECRET = re.compile(r":.*@|\?")  # not repeated in an error: a password, a signature
 _EXAMPLES = "s3://bucket/prefix or file:///folder"
 
 
@@ -88,6 +89,10 @@ def backend_of(url: str) -> Backend:
     schemes = [scheme for backend in BACKENDS for scheme in backend.schemes]
     scheme, separator, _ = url.partition("://")
     if not separator or not _SCHEME.fullmatch(scheme):
+        if _MAY_BE_SECRET.search(url):
+            raise SettingsError(
+                "what was given is not a store URL, and must not hold credentials", hint=_EXAMPLES
+            )
         here = ""
         with contextlib.suppress(OSError):  # the working directory may have been deleted
             here = os.getcwd()

@@ -53,11 +53,17 @@ class StoreOptions:
 
 
 def check_endpoint(endpoint_url: str) -> None:
-    """Raise SettingsError unless this is `http(s)://host[:port]`, perhaps with a path."""
-    parts = urlsplit(endpoint_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError(f"endpoint {endpoint_url!r} is not a URL", hint="https://host:port")
-    if parts.username or parts.password:
+    """Raise SettingsError unless this is `http(s)://host[:port]`, perhaps with a path. What may hold a secret is not
+    repeated: anything before an `@`, however it is written, and a query.
+    """
+    if "@" in endpoint_url:
         raise SettingsError("an endpoint URL must not hold credentials", hint="use AWS_* variables")
-    if parts.query or parts.fragment:
-        raise SettingsError(f"endpoint {endpoint_url!r} has a query or fragment")
+    if "?" in endpoint_url or "#" in endpoint_url:
+        raise SettingsError("an endpoint URL has no query or fragment", hint="https://host:port")
+    try:
+        parts = urlsplit(endpoint_url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and "\\" not in endpoint_url
+    except ValueError:  # a bracket that is not closed
+        is_url = False
+    if not is_url:
+        raise SettingsError(f"endpoint {endpoint_url!r} is not a URL", hint="https://host:port")

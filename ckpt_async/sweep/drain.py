@@ -103,7 +103,7 @@ async def drain(
             for each in () if adopts_copy else adopted:
                 await in_thread(recovery.refuse_copy, opened, each.before)
             for address, members in await in_thread(
-                _by_remote, opened, adopted, changed, settings.only_remotes
+                _by_remote, opened, adopted, changed, settings.only_remotes, given
             ):
                 with _refusing(members):
                     budgets = shared[keys.run_remote(address.url, kind)]
@@ -201,7 +201,11 @@ def _owner(error: FolderInUseError) -> str:
 
 
 def _by_remote(
-    folder: Folder, adopted: Iterable[_Adopted], change: Change | None, only_remotes: str
+    folder: Folder,
+    adopted: Iterable[_Adopted],
+    change: Change | None,
+    only_remotes: str,
+    given: StoreOptions,
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
     """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Refuses those
     whose remote is not known or not allowed. Blocks.
@@ -210,7 +214,7 @@ def _by_remote(
     for each in adopted:
         with _refusing([each]):
             address = _remote_of(folder, each, change)
-            check_allowed(address.url, only_remotes)
+            check_allowed(address, only_remotes, given, env=os.environ)
             group = next((members for known, members in groups if known == address), None)
             if group is None:
                 groups.append((address, [each]))

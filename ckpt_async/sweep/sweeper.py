@@ -245,7 +245,7 @@ class Sweeper:
         settings = replace(self._settings, upload_timeout_s=REQUEST_PATIENCE_S)
         try:
             if not target.is_given:
-                check_allowed(address.url, self._settings.only_remotes)
+                check_allowed(address, self._settings.only_remotes, self._store_options, env=os.environ)
             options = options_of(address, self._store_options, env=os.environ)
             store = connect(address.url, options, settings, self.metrics.of(address.url))
             try:

@@ -180,6 +180,30 @@ def written(folder: Folder, row: str) -> None:
         raw.write(0.0, {"e": f"[{row}]"})
 
 
+@pytest.mark.parametrize("is_linked", [True, False])
+@pytest.mark.parametrize("publish_as", ["", "a"])
+@pytest.mark.parametrize(
+    "shard", [("../../../secret", "a"), ("a", "../secret"), ("a", "/secret"), ("a", "b/../../secret")]
+)
+def test_a_planted_row_leads_to_no_file_outside_the_folder(
+    folder: Folder, journal: Journal, shard: tuple[str, str], publish_as: str, is_linked: bool
+) -> None:
+    """Whoever could write to the journal could have any file of its reader uploaded, or deleted after the upload."""
+    planted = Enqueued(ID, "step-300", Shard(*shard, FileIdentity(1, 2, 3, 4), is_linked, publish_as))
+    journal.append([planted])
+    with pytest.raises(JournalDamagedError, match="secret"):
+        journal.local()
+
+
+@pytest.mark.parametrize("names", [("../secret", "a"), ("a", "../secret")])
+def test_a_planted_row_names_no_growing_file_outside_the_folder(
+    journal: Journal, names: tuple[str, str]
+) -> None:
+    journal.append([Growing(ID, "step-300", *names)])
+    with pytest.raises(JournalDamagedError, match="secret"):
+        journal.local()
+
+
 @pytest.mark.parametrize("body", ["[]", '[1,1,"x","a","b",1,2,3,4]', '[1,1,"x",["a"]]', "1"])
 @pytest.mark.parametrize("kind", ["Enqueued", "Verified", "Sealed"])
 def test_truncated_row_is_rejected(folder: Folder, journal: Journal, kind: str, body: str) -> None:

@@ -19,8 +19,10 @@ import pytest
 
 from ckpt_async import Uploader, cli
 from ckpt_async.core.keys import PRIVATE
+from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import JournalError, RunnerError, SettingsError
-from ckpt_async.stores import check_allowed
+from ckpt_async.local import journals
+from ckpt_async.stores import StoreOptions, check_allowed
 from ckpt_async.stores.directory import DirectoryStore
 
 NOBODY = 65534
@@ -214,19 +216,46 @@ def test_a_sweep_leaves_other_remotes_alone(
     assert num_committed(tmp_path / "own") == 1
 
 
+_MINE = "https://mine.blob.core.windows.net"
+_OTHER = "https://other.blob.core.windows.net"
+
+
 @pytest.mark.parametrize(
-    ("url", "is_allowed"),
+    ("url", "endpoint", "is_allowed"),
     [
-        ("s3://bucket/team/run", True),
-        ("s3://bucket/team", True),
-        ("s3://bucket/team-2/run", False),
-        ("gs://bucket/team/run", False),
+        ("s3://bucket/team/run", None, True),
+        ("s3://bucket/team", "http://minio:9000", True),
+        ("s3://bucket/team", "http://elsewhere:9000", False),
+        ("s3://bucket/team-2/run", None, False),
+        ("gs://bucket/team/run", None, False),
+        ("gs://weights/run", "http://elsewhere", False),
+        ("abfss://weights@mine.dfs.core.windows.net/run", _MINE, True),
+        ("abfss://weights@other.dfs.core.windows.net/run", _OTHER, False),
+        ("https://other.blob.core.windows.net/weights/run", _OTHER, False),
+        ("az://weights/run", _MINE, True),
+        ("az://weights/run", _OTHER, False),
     ],
 )
-def test_remotes_must_be_named(url: str, is_allowed: bool) -> None:
-    check_allowed(url, "")
-    with contextlib.nullcontext() if is_allowed else pytest.raises(SettingsError, match="may be"):
-        check_allowed(url, "file:///elsewhere s3://bucket/team")
+def test_remotes_must_be_named(url: str, endpoint: str | None, is_allowed: bool) -> None:
+    env = {"AWS_ENDPOINT_URL": "http://minio:9000", "AZURE_STORAGE_ACCOUNT": "mine"}
+    only = (
+        "file:///elsewhere s3://bucket/team gs://weights az://weights"
+        f" abfss://weights@mine.dfs.core.windows.net {_MINE}/weights"
+    )
+    address = RemoteAddress(url, endpoint)
+    check_allowed(address, "", StoreOptions(), env=env)
+    with contextlib.nullcontext() if is_allowed else pytest.raises(SettingsError, match="touched"):
+        check_allowed(address, only, StoreOptions(), env=env)
+    check_allowed(address, url, StoreOptions(endpoint_url=endpoint), env={})
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/proc/self/environ")])
+def test_a_journal_that_is_no_file_is_not_waited_for(folder: Path, put: Callable[[Path], None]) -> None:
+    """Another user's folder beside the others kept a sweeper's metrics and page from ever answering."""
+    (folder / PRIVATE).mkdir(parents=True)
+    put(folder / PRIVATE / "journal-00000.log")
+    with pytest.raises(JournalError, match="journal-00000"):
+        journals.read(folder)
 
 
 # --- locks -----------------------------------------------------------------------------------------------------

@@ -171,12 +171,37 @@ def test_alias_without_an_endpoint_does_not_go_to_aws():
         open_store("r2://bucket/run", env={})
 
 
-@pytest.mark.parametrize("endpoint", ["host:80", "ftp://host", "http://", "http://a:b@host", "http://h/?x=1"])
-def test_invalid_endpoints_are_rejected(endpoint):
-    with pytest.raises(SettingsError):
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *(
+            "host:80",
+            "ftp://host",
+            "http://",
+            "http://a:b@host",
+            "http://h/?x=1",
+            "http://[",
+            "https://h\\.b.com",
+        ),
+        *("ftp://a:b@host", "a:b@host", "http://a:b/b:b@host", "http://h/#b"),
+    ],
+)
+def test_invalid_endpoints_are_rejected_without_their_passwords(endpoint):
+    with pytest.raises(SettingsError, match="endpoint") as caught:
         StoreOptions(endpoint_url=endpoint)
+    assert "a:b" not in str(caught.value)
+    assert "x=1" not in str(caught.value)
     with pytest.raises(SettingsError):
         find_endpoint("s3", StoreOptions(), {"AWS_ENDPOINT_URL": endpoint})
+
+
+@pytest.mark.parametrize(
+    "url", ["S3://a:b@bucket/p", "s3//a:b@bucket/p", "a:b@bucket/p", "HTTPS://h/c?sig=a:b"]
+)
+def test_a_mistyped_url_is_rejected_without_its_password(url):
+    with pytest.raises(SettingsError, match="not a store URL") as caught:
+        parse_url(url)
+    assert "a:b" not in f"{caught.value} {caught.value.hint}"
 
 
 @pytest.mark.parametrize(
