@@ -172,7 +172,8 @@ class Settings:
     only_remotes: str = _setting(
         "",
         "`drain` and sweeper: of the remotes that journals name, only these and what is below them are touched, at the"
-        " endpoint that an option or the environment names, e.g. s3://bucket/team gs://other; URLs separated by blanks; empty for all",
+        " endpoint that an option or the environment names, e.g. s3://bucket/team gs://other; URLs separated by blanks;"
+        " empty for all",
     )
     allow_unknown_filesystem: bool = _setting(
         False,
