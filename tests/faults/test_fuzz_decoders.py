@@ -30,6 +30,7 @@ from ckpt_async.core.boundary import Boundary, Checkpoints
 from ckpt_async.core.model import Beat, CheckpointId, Checksum, Claim, Damage, Generation, Lease, Target
 from ckpt_async.core.pickled import Rules
 from ckpt_async.errors import CkptAsyncError
+from ckpt_async.local import journals
 from ckpt_async.restore.dcp_files import named_files, named_tensors
 from ckpt_async.restore.foreign import recognise
 from ckpt_async.restore.objects import pointed
@@ -111,6 +112,15 @@ def _of_a_run(tmp_path: Path) -> Iterator[tuple[str, Decoder]]:
         (keys.LATEST, records.encode_latest, records.decode_latest),
     ):
         yield key, Decoder(decode, (tmp_path / "remote" / key).read_bytes(), encode)  # type: ignore[operator]
+    journal = tmp_path / "other" / keys.PRIVATE / keys.journal_name(0)
+    journal.parent.mkdir(parents=True)
+
+    def of_a_folder(data: bytes) -> object:
+        journal.write_bytes(data)
+        return journals.read(tmp_path / "other")[0].rows
+
+    name = journal.relative_to(tmp_path / "other")
+    yield "journal", Decoder(of_a_folder, (tmp_path / "folder" / name).read_bytes())
     listed = "\n".join(
         str(each.relative_to(tmp_path / "remote")) for each in (tmp_path / "remote").rglob("*")
     )
