@@ -54,7 +54,7 @@ class Undecided(Meddled):
 
 def _killed_before_the_decision(opened: Open, store: Undecided, *names: str) -> None:
     def die() -> None:
-        with opened(store) as uploader:
+        with opened(store, on_error="warn") as uploader:  # the store refuses to commit it
             save(uploader, 1, *names)
             wait_until(lambda: bool(store.keys(RECEIPTS)), uploader)
             raise _StopError
