@@ -105,9 +105,8 @@ def open_lock(path: Path) -> int:
     may_write = above.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     mode = 0o600 | may_write | may_write << 1
     if facts.st_uid == os.geteuid() and stat.S_IMODE(facts.st_mode) != mode:
-        with contextlib.suppress(
-            OSError
-        ):  # of a group that this user is not in, or on a file system without modes
+        # Fails for a group that this user is not in, and on a file system without modes.
+        with contextlib.suppress(OSError):
             if may_write:
                 os.fchown(descriptor, -1, above.st_gid)
             os.fchmod(descriptor, mode)

@@ -549,7 +549,7 @@ def test_an_overlay_counts_as_its_upper_layer(path: str, kind: str) -> None:
 def test_an_unknown_file_system_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """WAL needs memory shared within one kernel, and a clear error is better than a corrupt journal."""
+    """An flock may not keep out other machines, and a clear error is better than a corrupt journal."""
     monkeypatch.setattr(files, "filesystem_of", lambda *_: kind)
     folder = tmp_path / "x"
     with pytest.raises(

@@ -90,7 +90,7 @@ def test_a_private_folder_is_for_its_user_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["host.json", "rank-00000.lock", "rank-00000.log", "reserve", "journal-00000.sqlite", "spool"]
+    "name", ["host.json", "rank-00000.lock", "rank-00000.log", "reserve", "journal-00000.log", "spool"]
 )
 def test_a_planted_link_is_refused_and_not_followed(folder: Path, tmp_path: Path, name: str) -> None:
     victim = tmp_path / "victim"

@@ -221,7 +221,7 @@ def test_status_leaves_the_folder_unchanged(tmp_path: Path, is_live: bool) -> No
 
 
 def test_the_last_row_of_a_killed_trainers_journal_is_read(tmp_path: Path) -> None:
-    """Its rows are still in the WAL: reading the main file alone would show none of them."""
+    """They were appended, and nobody has closed the file."""
     code = (
         "import os, signal, sys\n"
         "from ckpt_async.local.folder import Folder\nfrom ckpt_async.local.journal import Journal\n"

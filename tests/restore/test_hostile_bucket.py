@@ -26,10 +26,10 @@ from tests.restore.runs import ALGORITHM, Run, content, left_in
 MIB = 1 << 20
 # No name that a user needs begins like these. Some file systems do not tell capitals from small letters.
 PRIVATE_NAMES = (
-    ".ckpt-async/journal-00000.sqlite",
-    ".CKPT-Async/journal-00000.sqlite",
+    ".ckpt-async/journal-00000.log",
+    ".CKPT-Async/journal-00000.log",
     f"{PARTIAL_FOLDER}/fetch-0",
-    "optim/.ckpt-async/journal-00000.sqlite",
+    "optim/.ckpt-async/journal-00000.log",
     "optim/.ckpt-async./x",
     ".ckpt-async",
 )
@@ -69,13 +69,13 @@ def test_a_bucket_writes_nothing_into_a_private_folder(run_: Run, tmp_path: Path
 @pytest.mark.parametrize("name", [".ckpt-async", ".Ckpt-Async-10", "step-1", "step-", "-10", "--delete=10"])
 def test_a_checkpoint_from_a_bucket_is_named_as_we_name(run_: Run, tmp_path: Path, name: str) -> None:
     """The README's `fetch(…, f"shards/{checkpoint.name}")`, and commands that are given the name, rely on it."""
-    forged(run_, {"journal-00000.sqlite": b"planted"}, name)
+    forged(run_, {"journal-00000.log": b"planted"}, name)
     with pytest.raises(NoUsableCheckpointError, match="name"):
         restore.fetch_latest(run_.url, lambda checkpoint: tmp_path / "shards" / checkpoint.name)
     assert not (tmp_path / "shards").exists()
 
 
-@pytest.mark.parametrize("planted", ["step-20/.ckpt-async/journal-00000.sqlite", ".ckpt-async-20/.metadata"])
+@pytest.mark.parametrize("planted", ["step-20/.ckpt-async/journal-00000.log", ".ckpt-async-20/.metadata"])
 def test_another_tools_checkpoint_has_no_private_names(run_: Run, tmp_path: Path, planted: str) -> None:
     from tests.dcp_metadata import metadata_of
 

@@ -1,8 +1,8 @@
 """Files published on a web server, `https://host/folder`: read-only, and nothing can be listed.
 
-Small objects are read through aiohttp, which handles proxies. Ranges are read by our own threads, which are twice as
-fast, from the address that the server's redirects led to. No request has credentials or cookies, so any host may be
-redirected to. The answer's own status and headers tell a server that serves ranges
+Small objects are read through aiohttp, which handles proxies. Ranges are read by our own threads, as those of
+every store, from the address that the server's redirects lead to. No request has credentials or cookies, so any host
+may be redirected to. The answer's own status and headers tell a server that serves ranges
 from one that answers with the whole file, whose bytes are never taken for the range.
 """
 
