@@ -23,11 +23,11 @@ from ckpt_async.core import launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units, one_line
 from ckpt_async.errors import SettingsError
+from ckpt_async.formats import FORMATS, Rules
 from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.local.journals import watcher_state
 from ckpt_async.stores import folder_of, parse_url
 from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
-from ckpt_async.watch.formats import FORMATS, Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import Incomplete, Report, Told
@@ -101,14 +101,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         default="",
         help="paths that match GLOB; the trainer must rename them into place when they are complete",
-    )
-    how.add_argument(
-        "--quiet-s",
-        metavar="S",
-        type=as_seconds,
-        default=0.0,
-        help="folders without writes for S seconds (unsafe: uploads a partial checkpoint if the writer merely"
-        " paused)",
     )
     how.add_argument(
         "--ranks",
@@ -298,6 +290,13 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
             "--once works only for one node; the others would not know when it is over",
             hint="watch on all nodes without --once, or use --node 0/1",
         )
+    if num_nodes > 1 and (options.done or options.pattern):
+        raise SettingsError(
+            f"{'--done' if options.done else '--pattern'} works only for one node: it does not name the files of the"
+            " others",
+            hint="let all nodes save to a shared folder and watch it with --node 0/1, or use `ckpt_async.Uploader` in"
+            " the trainer",
+        )
     state = Path(os.path.realpath(options.state)) if options.state else watcher_state(folder)
     if state == folder or folder in state.parents:
         raise SettingsError(
@@ -329,7 +328,6 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
             tuple(options.format),
             options.done or "",
             options.pattern,
-            options.quiet_s,
             options.ignore_times,
             options.ranks,
             num_nodes,
@@ -391,6 +389,8 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
             _say_at_the_end(options, f"{path}: {why.text}")
         for path in report.unfinished:
             _say_at_the_end(options, f"{path}: is not committed yet; the next launch will finish it")
+        for reason in report.unknown.values():
+            _say_at_the_end(options, reason)
         there = f", {report.num_there} already in the store" if report.num_there else ""
         _say_at_the_end(options, f"{counted(report.num_committed, 'checkpoint')} committed{there}")
     return code
@@ -407,7 +407,9 @@ def _say_at_the_end(options: argparse.Namespace, text: str) -> None:
 def _code(report: Report) -> Exit:
     if report.refused:
         return Exit.ERROR
-    return Exit.NOT_DRAINED if report.unfinished or report.is_cut_short else Exit.OK
+    if report.unfinished or report.is_cut_short:
+        return Exit.NOT_DRAINED
+    return Exit.NOT_FOUND if report.took_none else Exit.OK
 
 
 def _json(report: Report, code: Exit) -> Json:
@@ -420,6 +422,7 @@ def _json(report: Report, code: Exit) -> Json:
         "incomplete": {path: why.reason for path, why in report.incomplete.items()},
         "changed_since": [path for path, why in report.incomplete.items() if why.has_changed_since],
         "unfinished": list(report.unfinished),
+        "not_taken": dict(report.unknown),
         "stood_by": report.stood_by,
         "cut_short": report.is_cut_short,
     }

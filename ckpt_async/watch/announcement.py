@@ -28,7 +28,7 @@ class Version:
 class Announcement:
     """States that a checkpoint is complete: every node sends what it has of it and `node` has not.
 
-    `here` names the files that `node` has, with their versions where other nodes must not have different ones.
+    `here` names the files that `node` has, with their versions, since other nodes must not have different ones.
     `expected` names all that the mark names. `marked_ns` is when the mark was written, by the clock of `node`; 0 if
     times tell nothing (`Rules.ignores_times`).
     """
@@ -38,7 +38,7 @@ class Announcement:
     format: str
     path: str  # in the watched folder; "": the folder itself
     name: str
-    here: Mapping[str, Version | None]
+    here: Mapping[str, Version]
     expected: tuple[str, ...]
     marked_ns: int = 0
 
@@ -48,7 +48,7 @@ class Announcement:
 
     def encode(self) -> bytes:
         fields = {"format": _FORMAT, "version": 3, "node": self.node, "of": self.format, "path": self.path}
-        here = {name: None if each is None else astuple(each) for name, each in self.here.items()}
+        here = {name: astuple(each) for name, each in self.here.items()}
         names = {"name": self.name, "here": here, "expected": self.expected}
         return json.dumps({**fields, **names, "marked_ns": self.marked_ns}, sort_keys=True).encode() + b"\n"
 
@@ -82,9 +82,7 @@ def _path(told: object) -> str:
     return told
 
 
-def _version(told: list[int | None] | None) -> Version | None:
-    if told is None:
-        return None
+def _version(told: list[int | None]) -> Version:
     size_bytes, mtime_ns, sample = told
     if size_bytes is None or mtime_ns is None:
         raise ValueError("a file's version is incomplete")

@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.core.units import named
 from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
 from ckpt_async.monitor.status import CheckpointStatus
 from ckpt_async.watch import plan
-from ckpt_async.watch.entries import Entries, Entry, State
-from ckpt_async.watch.lookout import Lookout
+from ckpt_async.watch.entries import Entries, State
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
 
@@ -66,47 +65,26 @@ class Earlier:
         return is_ours and now is not None and now.state in ("uploading", "waiting") and not now.is_delivered
 
 
-def forget_lost(entries: Entries, lookout: Lookout, remote: Remote) -> None:
-    """Let go of what the store has lost since it was committed, so that what the folder still has is taken anew.
-
-    A watcher that was running when the remote was wiped has gone on with what was not committed yet. What would then
-    wrongly become the newest is refused.
-    """
-
-    def id_of(entry: Entry) -> CheckpointId | None:
-        is_known = entry.state is State.COMMITTED and entry.generation > 0
-        return CheckpointId(entry.generation, entry.step) if is_known else None
-
-    known = {id_ for each in entries.all.values() if (id_ := id_of(each)) is not None}
-    lost = remote.lost(known) if known else []
-    for entry in [each for each in entries.all.values() if id_of(each) in lost]:
+def tell_of_lost(entries: Entries, remote: Remote) -> None:
+    """Log what the store has lost since it was committed. It is not sent again: somebody may have deleted it."""
+    committed = [each for each in entries.all.values() if each.state is State.COMMITTED and each.generation]
+    lost = {*remote.lost({CheckpointId(each.generation, each.step) for each in committed})} if committed else ()
+    if gone := sorted(each.step for each in committed if CheckpointId(each.generation, each.step) in lost):
         logger.error(
-            "commit_lost %s name=%s path=%s; the store was wiped or put back: what the folder still has of it is taken"
-            " anew",
-            *(id_of(entry), entry.name, entry.path),
+            "commit_lost: the store has lost %s: it was wiped or put back, or a rule of the bucket deletes objects; to"
+            " upload what the folder still has, delete %s",
+            *(named("step", gone), entries.place),
         )
-        lookout.forget(entry)
 
 
-def release_followed(
-    entries: Entries, lookout: Lookout, refuse: Callable[[Entry, Refusal, str], None]
-) -> None:
+def release_followed(entries: Entries) -> None:
     """Let go of what other nodes have announced, on a node that is alone now: nobody will announce it again.
 
-    It is taken anew if the folder has it whole.
+    It is taken anew if the folder has it whole, and reported as incomplete if not.
     """
-    followed = [each for each in entries.open() if plan.awaits_others(each)]
-    for entry in followed:
-        if reason := plan.lost_part(entry, (), 1):
-            entries.settle(entry, State.REFUSED, reason, Refusal.GIVEN_UP)
-            refuse(entry, Refusal.GIVEN_UP, reason)
-        else:
-            lookout.forget(entry)
-    if not followed:
-        return
-    lookout.take()
-    for entry in followed:
-        versions = entries.of_path(entry.path)
-        if not any(each.step == entry.step and each.number >= entry.number for each in versions):
-            reason = f"it was saved by {entry.num_nodes} nodes, another one had its marker, and this node is alone now"
-            refuse(entry, Refusal.INCOMPLETE, reason)
+    for entry in [each for each in entries.open() if plan.awaits_others(each)]:
+        logger.warning(
+            "not_announced_again path=%s step=%d: it was saved by %d nodes, and this node is alone now",
+            *(entry.path, entry.step, entry.num_nodes),
+        )
+        entries.drop(entry)

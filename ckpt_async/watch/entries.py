@@ -5,6 +5,7 @@ One small file records each version of a checkpoint that was seen complete. The 
     <place>/of.json                   which folder and remote this belongs to
     <place>/entries/<number>.json     what was found, and what became of it
     <place>/staged/<number>/<shard>   hard links (copies if on another disk)
+    <place>/first.json                the tensor files that were there before the first launch
 """
 
 from __future__ import annotations
@@ -24,14 +25,10 @@ from ckpt_async.core.model import without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
 from ckpt_async.local.durable import write_durably
-from ckpt_async.local.zip_records import wrong_record
+from ckpt_async.formats import Found, Identity, Tree
 from ckpt_async.watch.disk import identity_of
-from ckpt_async.watch.formats import Found
 from ckpt_async.watch.room import Room
-from ckpt_async.watch.tree import Identity, Tree
 
-# A file that was added to a checkpoint and is no larger than this may still be written to, so it is copied.
-MAX_LOG_BYTES = 16 << 20
 # This many of the settled entries whose files are gone are kept.
 MAX_GONE = 1000
 
@@ -85,6 +82,7 @@ class Entry:
     samples: Mapping[str, int] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1  # how many there were when it was found
+    is_plain: bool = False  # a file that was taken only because its name has a number
 
     @property
     def says_sums(self) -> bool:
@@ -146,11 +144,11 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
 
 
 class VanishedError(Exception):
-    """A file disappeared or changed while it was being linked; the next look decides."""
+    """A file disappeared or changed while it was being linked; the next look decides. `gone`: the path of a removed one."""
 
-
-class UnwholeError(Exception):
-    """A file's bytes do not match the checksums that it records."""
+    def __init__(self, message: str, gone: str = "") -> None:
+        super().__init__(message)
+        self.gone = gone
 
 
 @dataclass(slots=True)
@@ -250,17 +248,10 @@ class Entries:
         committed = (each for each in self.all.values() if each.state is State.COMMITTED)
         return sum(any(tree.files.get(path) == was for path, was in each.files.items()) for each in committed)
 
-    def stage(
-        self, entry: Entry, source: Path, smaller: Entry | None = None, *, is_in_place: bool = False
-    ) -> Entry:
+    def stage(self, entry: Entry, source: Path) -> Entry:
         """Link every file of an entry from below `source`, so that the trainer may delete its own.
 
-        Files of a staged `smaller` version are linked from there, and files added to it are copied if they are no
-        larger than a log may be. With `is_in_place` the file is copied and compared with the checksums that it
-        records: what is there may be incomplete, and the next save will overwrite it.
-
-        Raises VanishedError or UnwholeError, or OSError if the disk is full or has no room for a copy. Nothing is
-        left behind then.
+        Raises VanishedError, or OSError if the disk is full or has no room for a copy. Nothing is left behind then.
         """
         place = self._staged / f"{entry.number:08d}.tmp"
         shutil.rmtree(place, ignore_errors=True)
@@ -274,21 +265,12 @@ class Entries:
             for path, shard in entry.shards.items():
                 target = place / shard
                 target.parent.mkdir(parents=True, exist_ok=True)
-                if is_in_place:
-                    may_copy()
-                    _copy(source / path, target, entry.files[path])
-                    if wrong := wrong_record(target):
-                        raise UnwholeError(f"{path} is not intact: {wrong}")
-                    is_copied = True
-                elif smaller is not None and path in smaller.shards:
-                    os.link(self.staged(smaller) / smaller.shards[path], target)
-                    is_copied |= smaller.is_copied
-                elif smaller is not None and entry.files[path].size_bytes <= MAX_LOG_BYTES:
-                    _copy(source / path, target, entry.files[path])
-                else:
+                try:
                     is_copied |= _link_or_copy(source / path, target, entry.files[path], may_copy)
+                except FileNotFoundError as error:
+                    raise VanishedError(f"{source / path} is gone", path) from error
             place.mkdir(exist_ok=True)
-            entry = replace(entry, is_copied=is_copied, is_checked=is_in_place, num_nodes=self.num_nodes)
+            entry = replace(entry, is_copied=is_copied, num_nodes=self.num_nodes)
             self.put(entry)
             place.rename(self.staged(entry))
         except BaseException:
@@ -296,6 +278,17 @@ class Entries:
             self.drop(entry)
             raise
         return entry
+
+    def there_before(self, paths: Iterable[str], tree: Tree, began_ns: int) -> Mapping[str, Identity]:
+        """Return those of the paths that were there before the first watcher of this folder was started, at `began_ns`.
+
+        The first call, at the first look, decides; later launches read what it found.
+        """
+        path = self.place / "first.json"
+        if not path.exists():
+            first = {each: tree.files[each] for each in paths if tree.ctime_ns.get(each, 0) < began_ns}
+            write_durably(path, json.dumps(first).encode())
+        return {each: Identity(*was) for each, was in json.loads(path.read_bytes()).items()}
 
     def put(self, entry: Entry) -> None:
         """Record an entry. It is durable on return."""
@@ -358,12 +351,10 @@ class Entries:
 def _link_or_copy(source: Path, target: Path, wanted: Identity, may_copy: Callable[[], None]) -> bool:
     """Link a file, or copy it if it cannot be linked. Return whether it was copied.
 
-    `may_copy` raises if a copy is not allowed.
+    `may_copy` raises if a copy is not allowed. Raises FileNotFoundError or VanishedError.
     """
     try:
         os.link(source, target, follow_symlinks=False)
-    except FileNotFoundError as error:
-        raise VanishedError(f"{source} is gone") from error
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
             raise
@@ -376,12 +367,8 @@ def _link_or_copy(source: Path, target: Path, wanted: Identity, may_copy: Callab
 
 
 def _copy(source: Path, target: Path, wanted: Identity) -> None:
-    try:
-        shutil.copyfile(source, target, follow_symlinks=False)
-        facts = source.lstat()
-    except FileNotFoundError as error:
-        raise VanishedError(f"{source} is gone") from error
-    if identity_of(facts) != wanted:
+    shutil.copyfile(source, target, follow_symlinks=False)
+    if identity_of(source.lstat()) != wanted:
         raise VanishedError(f"{source} has changed")
 
 

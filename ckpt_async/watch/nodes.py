@@ -1,16 +1,14 @@
 """Coordinates several nodes with a folder each: the node that sees a mark announces it, the others send their files.
 
-The commit needs every file that the mark names (`Uploader.seal(expected=…)`), whichever node has it. A node sends
-what it saw at or after the time of the mark: from its folder, or from links if its trainer has rotated the checkpoint
-away or written it anew.
+The commit needs every file that the mark names (`Uploader.seal(expected=…)`), whichever node has it.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_async import Uploader
@@ -18,27 +16,14 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import FencedError, InvalidRecordError
+from ckpt_async.formats import Identity, Tree, is_late
+from ckpt_async.formats.table import LATE_RANK_S
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError
-from ckpt_async.watch.formats.checks import (
-    LATE_RANK_S,
-    are_added,
-    is_free,
-    is_of_all_nodes,
-    is_of_one_node,
-    may_be_left_over,
-    misses_what_is_gone,
-    numberless,
-    removed_from,
-)
-from ckpt_async.watch.formats.found import last
-from ckpt_async.watch.formats.ranks import DISTCP, is_beyond, is_unnamed, left_out_of, num_ranks_in
-from ckpt_async.watch.holds import Holds, is_same_version
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
-from ckpt_async.watch.tree import Identity, Tree, files_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +32,7 @@ LOOKS_PER_S = 100
 # An announcement of a step lower than the newest NUM_LATE steps is only found by listing all of them, which
 # may be many; that happens every ALL_S seconds.
 NUM_LATE, ALL_S = 16, 600.0
-# How long a file of an announced checkpoint may be without its end here before the checkpoint is given up.
+# How long a file of an announced checkpoint may be unfinished here before the checkpoint is given up.
 WHOLE_S = 60.0
 # How long we wait at the end for the other nodes to say that they announce nothing more.
 FAREWELL_S = 60.0
@@ -62,13 +47,10 @@ class Nodes:
     With a single node, it does nothing.
     """
 
-    def __init__(
-        self, options: Options, entries: Entries, holds: Holds, uploader: Uploader, remote: Remote
-    ) -> None:
+    def __init__(self, options: Options, entries: Entries, uploader: Uploader, remote: Remote) -> None:
         self._node, self._num_nodes = options.node, options.num_nodes
-        self._entries, self._holds, self._uploader, self._remote = entries, holds, uploader, remote
+        self._entries, self._uploader, self._remote = entries, uploader, remote
         self._rules = options.rules
-        self._has_times = not options.rules.ignores_times
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step, with when; not handed in yet
         self._known: set[int] = set()  # every announced step
         self._next_look_at = self._next_look_at_all = self._next_roll_at = 0.0
@@ -133,7 +115,7 @@ class Nodes:
             entry.name,
             {shard: self._told(entry, path) for path, shard in sorted(entry.shards.items())},
             entry.expected,
-            _marked_ns(entry) if self._has_times else 0,
+            0 if self._rules.ignores_times else entry.marked_ns,
         )
         there = self._remote.announce(ours)
         logger.info("announced path=%s step=%d by_node=%d", entry.path, entry.step, there.node)
@@ -144,12 +126,11 @@ class Nodes:
             )
         return entry if there.node == self._node else self._rest(entry, there)
 
-    def _told(self, entry: Entry, path: str) -> Version | None:
-        shard = entry.shards[path]
-        if path == entry.mark or not is_of_one_node(entry.format, shard, entry.expected):
-            return None
+    def _told(self, entry: Entry, path: str) -> Version:
         was = entry.files[path]
-        return Version(was.size_bytes, was.mtime_ns, sample(self._entries.staged(entry) / shard))
+        return Version(
+            was.size_bytes, was.mtime_ns, sample(self._entries.staged(entry) / entry.shards[path])
+        )
 
     def _rest(self, entry: Entry, announced: Announcement) -> Entry:
         """Return the entry without the files that the announcing node sends."""
@@ -166,10 +147,8 @@ class Nodes:
     ) -> None:
         """Hand in what this node has of the checkpoints that others have announced, once it has settled."""
         for step, (announced, heard_at) in sorted(self._heard.items()):
-            if any(
-                each.generation == self.generation and each.step == step
-                for each in self._entries.all.values()
-            ):
+            ours = (each for each in self._entries.all.values() if each.generation == self.generation)
+            if any(each.step == step for each in ours):
                 del self._heard[step]
                 continue
             waited_s = time.monotonic() - heard_at
@@ -177,19 +156,18 @@ class Nodes:
                 continue
             entry = self._staged(announced)
             if entry is None:
-                version = self._version(announced, tree)
-                unready = self._unready(announced, version, tree)
-                if unready and waited_s < WHOLE_S:
+                files = self._part(announced, tree)
+                unready, reason = self._unready(announced, files, tree), self._not_of_it(announced, files, tree)
+                if unready and not reason and waited_s < WHOLE_S:
                     continue
-                if unready or isinstance(version, str):
-                    give_up(announced, unready or str(version))
+                if reason := reason or unready:
+                    give_up(announced, reason)
                     del self._heard[step]
                     continue
-                entry = self._stage(announced, version)
+                entry = self._stage(announced, files, tree)
             if entry is not None:
                 hand_in(replace(entry, state=State.HANDED, generation=self.generation))
                 del self._heard[step]
-                self._drop_earlier(announced, tree)
 
     def _staged(self, announced: Announcement) -> Entry | None:
         """Return the entry that this node has already staged for an announced checkpoint, or None.
@@ -197,155 +175,77 @@ class Nodes:
         It was staged or handed in by an earlier launch, or staged because this node has the mark too.
         """
         for entry in reversed(self._entries.of_path(announced.path)):
-            is_same = not entry.is_settled and (entry.step, entry.name) == (
-                announced.checkpoint.step,
-                announced.name,
-            )
+            is_same = not entry.is_settled and (entry.step, entry.name) == (announced.step, announced.name)
             if entry.is_followed:
                 is_same = is_same and entry.told_ns == announced.marked_ns
             else:
-                is_same = is_same and not _late(entry.files, entry.shards, announced)
+                is_same = is_same and not _newer(announced, entry.shards, entry.files)
             if is_same and self._entries.is_intact(entry):
                 return self._rest(entry, announced)
         return None
 
-    def _version(self, announced: Announcement, tree: Tree) -> _Version | str:
-        """Return the version of the checkpoint that this node has, or the reason why there is none.
+    def _part(self, announced: Announcement, tree: Tree) -> dict[str, str]:
+        """Return the files that this node has of those that the mark names, with their names in the checkpoint."""
+        prefix = f"{announced.path}/" if announced.path else ""
+        named = {f"{prefix}{shard}": shard for shard in announced.expected}
+        return {
+            path: shard
+            for path, shard in named.items()
+            if path in tree.files
+            and _is_ours(announced, shard, tree.files[path], self._entries.source / path)
+        }
 
-        That is the earliest version that was there when the checkpoint was marked or later.
-        """
-        files = files_of(announced.path, tree)
-        gone = {each.number for each in self._holds.gone(tree)}
-        held = [each for each in self._holds.of_path(announced.path) if each.number in gone]
-        if not announced.marked_ns:  # times tell nothing: take the latest
-            held = [] if files else held[-1:]
-        for hold in held:
-            links = self._holds.tree(hold, tree) if hold.seen_ns >= announced.marked_ns else None
-            if links is not None:
-                return self._fitting(_version_in(self._holds.folder(hold), links, announced), announced)
-        is_rest = (
-            bool(held) and is_same_version(files, held[-1].files) and held[-1].files.keys() - files.keys()
-        )
-        if is_rest or (held and not files):
-            return f"the files of node {self._node} were removed, and were last seen before the marker was written"
-        if announced.path and (linked := tree.links_below(announced.path)):
-            return f"{linked[0]} on node {self._node} is a symbolic link, which is not followed"
-        return self._lost(announced, tree) or self._fitting(
-            _version_in(self._entries.source, tree, announced), announced
-        )
-
-    def _lost(self, announced: Announcement, tree: Tree) -> str:
-        """Return why this node lacks files of the checkpoint that it once had, or "" if it lacks none.
-
-        Files count if it had them after the mark, or at any time if it has nothing at all now. Returns "" too if the
-        mark names its files, since the commit then finds out what is missing.
-        """
-        path, format_ = announced.path, announced.format
-        if not path or misses_what_is_gone(format_):
-            return ""
-        has_any = bool(files_of(path, tree))
-        if has_any and not announced.marked_ns:
-            return ""
-        since_ns = announced.marked_ns + int(CLOCKS_S * 1e9) if has_any else 0
-        gone = self._holds.seen.gone(path, tree, since_ns)
-        if lost := next((each for each in gone if not is_free(format_, each[len(path) + 1 :])), ""):
-            return f"{lost} was removed on node {self._node} before that node learned of the checkpoint"
-        if has_any and (changed := removed_from(tree, format_, path, since_ns)) is not None:
-            return f"something was removed from {changed} on node {self._node} after its marker was written"
-        if not has_any and is_of_all_nodes(format_, announced.name, announced.here):
-            return (
-                f"node {self._node} holds no part of it: it was removed there before it was seen, or only other"
-                " nodes write checkpoints (then watch on those only)"
-            )
-        return ""
-
-    def _unready(self, announced: Announcement, version: _Version | str, tree: Tree) -> str:
-        """Return what temporarily keeps this node from knowing all that it has of the checkpoint, or ""."""
-        seen = tree if isinstance(version, str) else version.tree
-        # In the watched folder itself, only what the mark names belongs to the checkpoint, and that would be
-        # missed.
-        if announced.path and (closed := seen.unreadable_below(announced.path)):
-            return f"on node {self._node}, {closed}"
-        if isinstance(version, str):
-            return ""
-        if stale := self._stale(announced, version):
-            return f"{stale} belongs to an earlier save on node {self._node}"
-        for path in _late(seen.files, version.shards, announced):
-            if abs(seen.now_ns - seen.files[path].mtime_ns) < self._rules.settle_s * 1e9:
-                return f"{path} is still being written on node {self._node}, after the marker"
-        unfinished = next((path for path in version.shards if not version.tree.is_whole(path)), "")
-        return f"{unfinished} is truncated or still being written on node {self._node}" if unfinished else ""
-
-    def _stale(self, announced: Announcement, version: _Version) -> str:
-        """Return a file of an earlier save that keeps this one from being sent, or "".
-
-        Either its rank may write after the mark, and has yet to write it again. Or the announcing node has written
-        others that differ from it by a number, so that it may be of ranks that this save does not have.
-        """
-        for path, marked_ns in self._sent_before(announced, version).items():
-            shard = version.shards[path]
-            if is_free(announced.format, shard) or _is_of_fewer(announced, shard, marked_ns):
-                return path
-        return ""
-
-    def _sent_before(self, announced: Announcement, version: _Version) -> dict[str, int]:
-        """Return the files that were already sent with an earlier mark, with the time of that mark."""
-        sent: dict[str, int] = {}
-        for entry in self._entries.of_path(announced.path):
-            marked_ns = entry.told_ns if entry.is_followed else entry.marked_ns
-            if entry.generation and entry.is_alive and marked_ns < announced.marked_ns:
-                same = (path for path in version.shards if entry.files.get(path) == version.tree.files[path])
-                sent |= dict.fromkeys(same, marked_ns)
-        return sent
-
-    def _of_this_save(self, announced: Announcement, version: _Version) -> _Version:
-        """Return the version without what was sent of ranks that this save does not have."""
-        num_ranks = num_ranks_in(announced.format, announced.expected)
-        sent = self._sent_before(announced, version) if num_ranks else {}
-        beyond = {path for path in sent if is_beyond(announced.format, version.shards[path], num_ranks)}
-        shards = {path: shard for path, shard in version.shards.items() if path not in beyond}
-        return replace(version, shards=shards, left_out=(*version.left_out, *sorted(beyond)))
-
-    def _fitting(self, version: _Version, announced: Announcement) -> _Version | str:
-        version = self._of_this_save(announced, version)
-        late = _late(version.tree.files, version.shards, announced)
-        named = [path for path, shard in version.shards.items() if DISTCP.fullmatch(last(shard))]
-        if late and not are_added(version.tree, late, announced.marked_ns, self._rules, named=named):
-            later = late[0]
-            late_s = (version.tree.files[later].mtime_ns - announced.marked_ns) / 1e9
+    def _not_of_it(self, announced: Announcement, files: dict[str, str], tree: Tree) -> str:
+        """Return why what this node has is not of the announced save; "" if it may be."""
+        prefix = f"{announced.path}/" if announced.path else ""
+        for path in tree.links_below(announced.path):
+            if path.removeprefix(prefix) in announced.expected:
+                return f"{path} on node {self._node} is a symbolic link, which is not followed"
+        if later := _newer(announced, files, tree.files):
+            late_s = (tree.files[later].mtime_ns - announced.marked_ns) / 1e9
             return (
                 f"{later} on node {self._node} is {late_s:.0f} s newer than the marker: it was saved again, or the"
                 " clocks of the nodes differ (--ignore-times)"
             )
-        return version
+        return ""
 
-    def _stage(self, announced: Announcement, version: _Version) -> Entry | None:
+    def _unready(self, announced: Announcement, files: Collection[str], tree: Tree) -> str:
+        """Return what temporarily keeps this node from knowing all that it has of the checkpoint, or ""."""
+        if announced.path and (closed := tree.unreadable_below(announced.path)):
+            return f"on node {self._node}, {closed}"
+        sent = {
+            path: was
+            for entry in self._entries.of_path(announced.path)
+            if entry.generation and entry.is_alive and (entry.told_ns or entry.marked_ns) != announced.marked_ns
+            for path, was in entry.files.items()
+        }
+        for path in files:
+            if sent.get(path) == tree.files[path]:
+                return f"{path} belongs to an earlier save on node {self._node}"
+            if abs(tree.now_ns - tree.files[path].mtime_ns) < self._rules.settle_s * 1e9:
+                return f"{path} is still being written on node {self._node}"
+            if not tree.is_whole(path):
+                return f"{path} is truncated or still being written on node {self._node}"
+        return ""
+
+    def _stage(self, announced: Announcement, files: dict[str, str], tree: Tree) -> Entry | None:
         entry = Entry(
             self._entries.next_number(),
             announced.format,
             announced.path,
-            announced.checkpoint.step,
+            announced.step,
             announced.name,
-            files_of(announced.path, version.tree),
-            version.shards,
+            {path: tree.files[path] for path in files},
+            files,
             is_followed=True,
             told_ns=announced.marked_ns,
-            staged_ns=version.tree.now_ns,
+            staged_ns=tree.now_ns,
         )
-        if version.left_out:
-            logger.warning("ranks_left_out: %s", left_out_of(announced.path, version.left_out))
         try:
-            return self._entries.stage(entry, version.source)
+            return self._entries.stage(entry, self._entries.source)
         except VanishedError as error:
             logger.info("vanished path=%s: %s; looking again", announced.path, error)
             return None
-
-    def _drop_earlier(self, announced: Announcement, tree: Tree) -> None:
-        """Drop held versions that were gone before this mark, since no node will announce them any more."""
-        awaited = {each.path for each, _ in self._heard.values()}
-        for hold in self._holds.gone(tree):
-            if hold.seen_ns < announced.marked_ns and hold.path not in awaited:
-                self._holds.drop(hold)
 
     def settle_earlier(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
         """Settle what this node knew of before this launch.
@@ -370,7 +270,7 @@ class Nodes:
         self._next_look_at = 0.0
         # Hear what was announced before the last of them said so.
         self.listen()
-        heard = {(each.path, each.checkpoint.step, each.marked_ns) for each, _ in self._heard.values()}
+        heard = {(each.path, each.step, each.marked_ns) for each, _ in self._heard.values()}
         left = [each for each in self._entries.open() if plan.awaits_others(each)]
         left = [each for each in left if (each.path, each.step, each.told_ns) not in heard]
         decided = self._remote.decisions(
@@ -379,19 +279,13 @@ class Nodes:
         for entry in left:
             decision = decided.get(CheckpointId(entry.generation, entry.step))
             if decision is None or decision.outcome is Outcome.ABORT:
-                self._let_go(entry, refuse)
-
-    def _let_go(self, entry: Entry, refuse: Callable[[Entry, Refusal, str], None]) -> None:
-        staged = self._entries.staged(entry)
-        files = {path: entry.files[path] for path in entry.shards}
-        links = {path: staged / shard for path, shard in entry.shards.items()}
-        if not entry.is_copied and self._entries.is_intact(entry):
-            self._holds.take_back(entry.path, files, links, entry.staged_ns)
-        self._entries.drop(entry)
-        logger.info("not_announced_again path=%s step=%d", entry.path, entry.step)
-        if not any(plan.stands_for(each, entry) for each in self._entries.all.values()):
-            reason = "no node announces it any more: the one that had its marker gave it up, or was replaced"
-            refuse(entry, Refusal.INCOMPLETE, reason)
+                self._entries.drop(entry)
+                logger.info("not_announced_again path=%s step=%d", entry.path, entry.step)
+                if not any(plan.stands_for(each, entry) for each in self._entries.all.values()):
+                    reason = (
+                        "no node announces it any more: the one that had its marker gave it up, or was replaced"
+                    )
+                    refuse(entry, Refusal.INCOMPLETE, reason)
 
     def is_over(self) -> bool:
         """Return whether no node, including this one, will announce anything more."""
@@ -415,81 +309,20 @@ class Nodes:
 def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) -> bool:
     """Return whether this node sends a file.
 
-    It does if the announcing node has no file of this name, or has another version, so that one of the two does not
-    belong to this checkpoint. The commit refuses two files of one name and says who has them. It does not if a rank of
-    an earlier save has left it, and the mark does not name it.
+    It does if the announcing node has no file of this name, or an older one that differs, so that one of the two does
+    not belong to this checkpoint. The commit refuses two files of one name and says who has them.
     """
-    if is_unnamed(shard, announced.expected, announced.here):
-        return False
-    if shard not in announced.here:
+    if (theirs := announced.here.get(shard)) is None:
         return True
-    theirs = announced.here[shard]
-    if theirs is None:
-        return False
-    has_times = announced.marked_ns > 0
-    is_newer = ours.mtime_ns > theirs.mtime_ns + CLOCKS_S * 1e9
-    if has_times and not is_newer and may_be_left_over(announced.format):
+    if announced.marked_ns and ours.mtime_ns <= theirs.mtime_ns + CLOCKS_S * 1e9:
         return False
     return (ours.size_bytes, sample(file)) != (theirs.size_bytes, theirs.sample)
 
 
-def _is_of_fewer(announced: Announcement, shard: str, marked_ns: int) -> bool:
-    """Return whether the announcing node has written files after `marked_ns` that differ from this one by a number.
-
-    Where nothing names the files of a checkpoint, it may then be one of those that the earlier save had more.
-    """
-    if shard in announced.expected or announced.format in plan.MARKLESS:
-        return False
-    since_ns, kin = marked_ns + CLOCKS_S * 1e9, numberless(shard)
-    return any(
-        was is not None and was.mtime_ns > since_ns and numberless(name) == kin
-        for name, was in announced.here.items()
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Version:
-    """A version of an announced checkpoint: its files' names in the checkpoint by path, the tree with them, and their
-    folder. `left_out`: files that ranks of an earlier save have left.
-    """
-
-    shards: dict[str, str]
-    tree: Tree
-    source: Path
-    left_out: tuple[str, ...] = ()
-
-
-def _version_in(source: Path, tree: Tree, announced: Announcement) -> _Version:
-    """Return the files that this node sends from below `source`."""
-    prefix = f"{announced.path}/" if announced.path else ""
-    if announced.path:
-        below = tree.below(announced.path)
-    else:
-        below = [path for path in tree.below("") if path in announced.expected]
-    named = {path: path.removeprefix(prefix) for path in below if not path.endswith(".tmp")}
-    shards = {
-        path: shard
-        for path, shard in named.items()
-        if _is_ours(announced, shard, tree.files[path], source / path)
-    }
-    left_out = (
-        path for path, shard in named.items() if is_unnamed(shard, announced.expected, announced.here)
-    )
-    return _Version(shards, tree, source, tuple(left_out))
-
-
-def _marked_ns(entry: Entry) -> int:
-    """Return when the entry was complete, or when it was seen to be if a name marks it and not a file."""
-    return entry.marked_ns if entry.mark in entry.files else entry.staged_ns
-
-
-def _late(files: Mapping[str, Identity], shards: Mapping[str, str], announced: Announcement) -> list[str]:
-    """Return the files that were written after the checkpoint's mark; none if times tell nothing."""
-    if not announced.marked_ns:
-        return []
-    late = list[str]()
-    for path, shard in shards.items():
-        within_s = LATE_RANK_S if is_free(announced.format, shard) else CLOCKS_S
+def _newer(announced: Announcement, shards: dict[str, str], files: dict[str, Identity]) -> str:
+    """Return a file that was written after the checkpoint's mark; "" if there is none, or if times tell nothing."""
+    for path, shard in shards.items() if announced.marked_ns else ():
+        within_s = LATE_RANK_S if is_late(announced.format, shard) else CLOCKS_S
         if files[path].mtime_ns > announced.marked_ns + within_s * 1e9:
-            late.append(path)
-    return late
+            return path
+    return ""

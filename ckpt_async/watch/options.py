@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async import StoreOptions
-from ckpt_async.watch.formats import Rules
+from ckpt_async.formats import Rules
 
 
 @dataclass(frozen=True, slots=True)

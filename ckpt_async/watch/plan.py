@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_async.core import naming
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import InvalidNameError
-from ckpt_async.watch import added
+from ckpt_async.formats import Found, Identity, Tree
 from ckpt_async.watch.entries import Entry, State
-from ckpt_async.watch.formats import Found, Rules
-from ckpt_async.watch.formats.checks import is_free, is_of_all_nodes
-from ckpt_async.watch.formats.found import marked_ns
-from ckpt_async.watch.tree import Identity, Tree
 
-# Formats without a mark of their own beside the bytes: when a file is written again in place, nothing proves
-# that it is whole.
-MARKLESS = ("pattern", "quiet")
 # Two files of one step that were written within this time are of one save, e.g. Lightning's `last.ckpt` and
 # `epoch=…-step=….ckpt`.
 TWIN_S = 60.0
@@ -26,26 +18,34 @@ TWIN_S = 60.0
 # watcher is killed. More if they are small, or a folder of thousands would be looked at after every four.
 MAX_OPEN, MAX_OPEN_SMALL = 4, 64
 SMALL_BYTES = 1 << 30  # of all of them together
-# Suffixes that trainers give to files with tensors in them.
-_OF_TENSORS = (".pt", ".pth", ".bin", ".safetensors", ".ckpt", ".distcp", ".npz", ".msgpack", ".h5")
 
 _NS = 1_000_000_000
-_NOTHING: Mapping[str, Mapping[str, Identity]] = {}
+NEW_PLACE = (
+    "have the trainer save to a new folder or file each time (written under another name, then renamed), or write a"
+    " file last and give its name with --done"
+)
+ONE_NODE = (
+    "its marker does not name the files of other nodes, so that nobody could tell when it is whole: let all nodes save"
+    " to a shared folder and watch it from one (--node 0/1), give --ranks if its files have ranks in their names, or"
+    " use `ckpt_async.Uploader` in the trainer"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Whether to take one checkpoint found in the folder, and if not, why.
 
-    `refusal`: it was handed in before and changed since, or can never be taken as it is. `is_waiting`: only time has
-    to pass. `is_in_place`: it was written over the previous one, and records checksums of what its bytes should be.
+    `refusal`: it can never be taken as it is. `is_waiting`: only time has to pass. `late`: files that came, or were
+    written again, after the entry `of` was handed in: they do not belong to it. `is_mixed`: a file is of another save.
     """
 
     take: bool = False
     reason: str = ""
     refusal: Refusal | None = None
     is_waiting: bool = False
-    is_in_place: bool = False
+    of: Entry | None = None
+    late: tuple[str, ...] = ()
+    is_mixed: bool = False
 
 
 def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int) -> Verdict | None:
@@ -57,27 +57,53 @@ def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int)
     entries = sorted((each for each in known if each.path == found.path), key=lambda each: each.number)
     if any(each.is_of(files) for each in entries):
         return None
+    handed = [each for each in entries if each.state in (State.HANDED, State.COMMITTED)]
+    if handed and (late := late_files(handed[-1], tree, files)):
+        return Verdict(of=handed[-1], late=late)
     if (twin := twin_of(found, tree, known)) is not None:
         return _of_twin(found, tree, twin)
     if found.reason:
         refusal = Refusal.UNSUPPORTED if found.is_refused else None
         return Verdict(reason=found.reason, refusal=refusal, is_waiting=found.is_waiting)
+    if num_nodes > 1 and not found.names_its_files:
+        return Verdict(reason=ONE_NODE, refusal=Refusal.UNSUPPORTED)
     if found.missing and num_nodes == 1:
         return Verdict(reason=lacking(found.missing))
     if reason := unsafe_name(found):
         return Verdict(reason=reason, refusal=Refusal.UNSUPPORTED)
-    if entries and (found.is_file or found.format in MARKLESS):
-        known_files = entries[-1].files.keys() & tree.files.keys()
-        older = [path for path in known_files if tree.born_ns(path) <= entries[-1].staged_ns]
-        changed = changed_in_place(entries[-1], {path: tree.files[path] for path in older})
-        if changed and found.is_file and tree.tensor_sums(found.path):
-            return Verdict(take=True, is_in_place=True)
-        if changed:
-            reason = (
-                f"{changed} was written in place after it had been handed in, so nothing shows when it is complete:"
-                " have the trainer write the new file under another name, and then rename it"
-            )
-            return Verdict(reason=reason, refusal=Refusal.CHANGED)
+    return _saved_again(found, tree, entries[-1], handed) if entries else Verdict(take=True)
+
+
+def late_files(entry: Entry, tree: Tree, files: Mapping[str, Identity]) -> tuple[str, ...]:
+    """Return the files of the entry's folder that came after it, while it is still the same save; () if it is not.
+
+    It is the same save while its marker is unchanged or, if that is not in the folder, while nothing of it has changed.
+    """
+    kept = [entry.mark] if entry.mark in entry.files else list(entry.files)
+    if entry.path in entry.files or any(tree.files.get(path) != entry.files[path] for path in kept):
+        return ()
+    return tuple(sorted(path for path, is_ in files.items() if entry.files.get(path) != is_))
+
+
+def _saved_again(found: Found, tree: Tree, before: Entry, handed: Sequence[Entry]) -> Verdict:
+    """Return the verdict on a save to a place that an entry has: every file of its state must be a new one.
+
+    A file that is as it was belongs to the earlier save, and its rank may be late. A file that was written in place
+    shows no end, unless it records checksums of its content.
+    """
+    # An inode that is reused has another birth time.
+    older = [each for each in before.files.keys() & tree.files.keys() if tree.born_ns(each) <= before.staged_ns]
+    changed = changed_in_place(before, {path: tree.files[path] for path in older})
+    if changed and (found.is_file or not found.mark) and not (found.is_file and tree.tensor_sums(found.path)):
+        reason = f"{changed} was written in place, so nothing shows when it is complete: {NEW_PLACE}"
+        return Verdict(reason=reason, refusal=Refusal.CHANGED)
+    sent = {path: was for each in handed for path, was in each.files.items()}
+    if same := [path for path in found.state_files if sent.get(path) == tree.files[path]]:
+        reason = (
+            f"{same[0]} is that of the save to the same place before: its writer is late, or it was left over (then"
+            " delete it)"
+        )
+        return Verdict(reason=reason, is_mixed=True)
     return Verdict(take=True)
 
 
@@ -92,76 +118,9 @@ def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None
     return newest if newest is not None and newest.state is State.REFUSED else None
 
 
-def unknown(tree: Tree, candidates: Iterable[Found], since_ns: int, until_ns: int) -> dict[str, str]:
-    """Return, by folder, a file that looks like part of a checkpoint but is in none of the `candidates`.
-
-    Only files written between the two times count. Their format is not known.
-    """
-    taken = {each.path for each in candidates}
-    found: dict[str, str] = {}
-    for path in tree.below(""):
-        folder = path.rpartition("/")[0]
-        is_between = since_ns < tree.files[path].mtime_ns < until_ns
-        if folder in found or not path.endswith(_OF_TENSORS) or not is_between:
-            continue
-        parts = path.split("/")
-        if "" not in taken and taken.isdisjoint(
-            "/".join(parts[:depth]) for depth in range(1, len(parts) + 1)
-        ):
-            found[folder] = path
-    return found
-
-
-def is_held(found: Found, num_nodes: int) -> bool:
-    """Return whether a candidate may become a checkpoint after its trainer has deleted it.
-
-    That is so if another node may announce it, or if its mark is there and only time has to pass. A format that is
-    told by time alone (`--quiet-s`) has no mark.
-    """
-    if found.is_file or found.is_refused or not found.files:
-        return False
-    return num_nodes > 1 or (found.is_waiting and bool(found.mark))
-
-
-def is_overtaken(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
-    """Return whether a later save to the same place is known: anything taken after that would be mistaken for the
-    newest.
-    """
-    return any(each.is_alive and each.marked_ns > marked_ns(tree, found) for each in known)
-
-
-def is_taken_otherwise(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
-    """Return whether the same save is known with files other than these and those from which they have grown."""
-    files, at_ns = {path: tree.files[path] for path in found.files}, marked_ns(tree, found)
-    same = (each for each in known if each.is_alive and each.marked_ns == at_ns)
-    return any(not added.has_grown(each, files) for each in same)
-
-
-def has_peer(found: Found, tree: Tree, known: Iterable[Entry]) -> bool:
-    """Return whether a later checkpoint of the same trainer, seen to its end, has files of the same names.
-
-    If this one was deleted before it had been quiet for long enough, such a peer shows that no rank's file was
-    missed.
-    """
-    names, written_ns = (
-        _numberless(found.inner, found.step),
-        max(tree.files[each].mtime_ns for each in found.files),
-    )
-    place = found.path.rpartition("/")[0]
-    for each in known:
-        is_akin = each.format == found.format and each.path.rpartition("/")[0] == place
-        if is_akin and each.written_ns > written_ns and _numberless(each.shards.values(), each.step) == names:
-            return True
-    return False
-
-
-def _numberless(names: Iterable[str], step: int) -> set[str]:
-    return {re.sub(rf"(?<![0-9]){step}(?![0-9])", "STEP", each) for each in names}
-
-
 def twin_of(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
     """Return the entry that is taken in place of a file of the same step and time, since it is the same save."""
-    if not found.is_file or found.format in MARKLESS:
+    if not found.is_file or found.format == "pattern":
         return None
     written_ns = tree.files[found.path].mtime_ns
     others = (each for each in known if each.step == found.step and each.path != found.path)
@@ -197,12 +156,9 @@ def unsafe_name(found: Found) -> str:
     return ""
 
 
-def lacking(missing: tuple[str, ...]) -> str:
-    return f"its marker names files that are not here: {_some(missing)} (on another node? see --node)"
-
-
-def _some(missing: Sequence[str]) -> str:
-    return ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+def lacking(missing: Sequence[str]) -> str:
+    some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    return f"its marker names files that are not here: {some} (on another node? see --node)"
 
 
 def changed_in_place(entry: Entry, files: Mapping[str, Identity]) -> str:
@@ -319,51 +275,15 @@ def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
     return ""
 
 
-def lost_part(entry: Entry, known: Iterable[Entry], num_nodes: int) -> str:
-    """Return why the entry cannot be handed in any more now that there are other nodes than had saved it, or "".
+def due(known: Collection[Entry], now_ns: int, settle_s: float) -> list[Entry]:
+    """Return the staged entries that were quiet for long enough, in the order in which they were found.
 
-    Files that are known to be missing need not be waited for. Where the mark does not name the files of other nodes,
-    nobody can tell what is missing. What is `known` tells whether it was saved again since: a rank that may write after
-    the mark may then have a file of either save.
+    This works even if the clock was set back far.
     """
-    if entry.num_nodes == num_nodes:
-        return ""
-    left = "this node is alone now" if num_nodes == 1 else f"there are {num_nodes} now"
-    missing = sorted({*entry.expected} - {*entry.shards.values()})
-    free = [each for each in missing if is_free(entry.format, each)]
-    if free and any(each.path == entry.path and each.marked_ns > entry.marked_ns for each in known):
-        return (
-            f"it was saved by {entry.num_nodes} nodes, {left}, and it was saved again to the same place: nothing"
-            f" shows which save their {_some(free)} would belong to"
-        )
-    if entry.num_nodes < num_nodes:
-        return ""
-    if missing and num_nodes == 1:
-        return f"it was saved by {entry.num_nodes} nodes, {left}, and has no {_some(missing)}"
-    if entry.path in entry.files or not is_of_all_nodes(entry.format, entry.name, entry.files):
-        return ""
-    return (
-        f"it was saved by {entry.num_nodes} nodes, {left}, and its marker does not say which files the others had:"
-        " if none are missing, send it with --kind, or to another remote"
-    )
-
-
-def due(
-    known: Collection[Entry], now_ns: int, rules: Rules, now: Mapping[str, Mapping[str, Identity]] = _NOTHING
-) -> list[Entry]:
-    """Return the staged entries that have settled, in the order in which they were found.
-
-    This works even if the clock was set back far. `now` has the current files of each candidate in the folder.
-    """
-    versions = added.by_path(known)
     staged = [each for each in known if each.state is State.STAGED and not each.is_followed]
-    settled = [each for each in staged if added.has_settled(each, now_ns, rules.settle_s)]
-    ready = [
-        each
-        for each in settled
-        if not added.is_held_back(each, versions[each.path], now.get(each.path, {}), now_ns, rules)
-    ]
-    return sorted(ready, key=lambda each: each.number)
+    return sorted(
+        (each for each in staged if abs(now_ns - each.staged_ns) >= settle_s * 1e9), key=lambda each: each.number
+    )
 
 
 def are_many(num_handed: int, size_bytes: int) -> bool:
@@ -400,14 +320,14 @@ def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:
     """Return the committed entries beyond the newest `num_kept`, by the order in which they were written.
 
     A place that was saved to again belongs to its newest save, whatever became of that. A copy that somebody has made
-    of a committed checkpoint is not the trainer's.
+    of a committed checkpoint is not the trainer's. A file that was taken because of a number in its name may be anything.
     """
     everything = sorted(entries, key=lambda each: each.number)
     of_place = {each.path: each for each in everything}
     written = sorted(of_place.values(), key=lambda each: (each.written_ns, each.path.count("/"), each.number))
     of_commit: dict[tuple[int, int], Entry] = {}
     for each in written:
-        if each.state is State.COMMITTED:
+        if each.state is State.COMMITTED and not each.is_plain:
             of_commit.setdefault((each.generation, each.step), each)
     newest = list(of_commit.values())
     return newest[: max(0, len(newest) - num_kept)]

@@ -100,9 +100,8 @@ def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Sa
     akin = [each for each in plan.akin(entry, known, generation) if each.state is State.COMMITTED]
     compared = _Compared(entry, entries.staged(entry))
     if entry.is_doubtful or plan.is_perhaps_copy(entry, known, generation):
-        not_of = {CheckpointId(each.generation, each.step) for each in known if each.path == entry.path}
         for decision in remote.committed_as(naming.checkpoint_name(entry.name, entry.step)):
-            files = {} if decision.checkpoint in not_of else remote.files(decision)
+            files = remote.files(decision)
             if compared.are(files):
                 return Same(decision.checkpoint, sums_of(files))
     return _known_as(remote, entry, akin, compared) if akin else None

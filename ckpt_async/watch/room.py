@@ -8,26 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol
 
 from ckpt_async.core.units import in_units
 from ckpt_async.errors import NoSpaceError
-from ckpt_async.watch.tree import Tree
+from ckpt_async.formats import Tree
 
 # The share of the disk that is kept free in addition to the next checkpoint, for logs and other files. It is
 # never more than the size of such a checkpoint, which is little of a large disk.
 RESERVE = 0.05
-
-
-class Written(Protocol):
-    """A checkpoint, or a candidate that may become one."""
-
-    @property
-    def written_ns(self) -> int: ...
-    @property
-    def size_bytes(self) -> int: ...
 
 
 class Room:
@@ -40,13 +29,9 @@ class Room:
         self._folder, self._place, self.min_free_bytes = folder, place, min_free_bytes
         self._save_bytes = self._begun_bytes = 0
 
-    def expect(self, known: Collection[Written], tree: Tree) -> None:
-        """Expect the trainer's next checkpoint to be as large as the largest known one.
-
-        Files written since the newest known one are part of it already.
-        """
-        self._save_bytes = max((each.size_bytes for each in known), default=0)
-        last_ns = max((each.written_ns for each in known), default=0)
+    def expect(self, save_bytes: int, last_ns: int, tree: Tree) -> None:
+        """Expect the trainer's next checkpoint to have this size. Files written after `last_ns` are part of it already."""
+        self._save_bytes = save_bytes
         self._begun_bytes = sum(each.size_bytes for each in tree.files.values() if each.mtime_ns > last_ns)
 
     def lacking_bytes(self) -> int:

@@ -7,12 +7,12 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt_async.core.refusal import Refusal, Refused
+from ckpt_async.formats import Found
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.entries import Entry
-from ckpt_async.watch.formats import Found
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class Report:
 
     `unfinished` were handed in and are not decided: the next launch, or `ckpt-async drain STATE`, finishes them.
     `incomplete` are those without a mark so far, by path, with the reason. `is_cut_short`: the time to finish was
-    over before the store, or the other nodes, had answered. `num_there`: found in the store already; with `is_once`
+    over before the store, or the other nodes, had answered. `unknown`: by folder, tensor files that no format takes.
+    `num_there`: found in the store already; with `is_once`
     also those in the folder that an earlier launch has committed.
     """
 
@@ -73,6 +74,12 @@ class Report:
     stood_by: bool = False
     is_cut_short: bool = False
     is_empty: bool = False  # nothing was ever found, complete or not
+    unknown: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def took_none(self) -> bool:
+        """Whether files of checkpoints were seen, and none was taken: some option is missing."""
+        return bool(self.unknown) and not (self.num_committed or self.num_there or self.unfinished)
 
 
 class Teller:
@@ -95,6 +102,7 @@ class Teller:
         self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same keys: entry number and reason
         self.incomplete: dict[str, Incomplete] = {}
         self.unreadable: dict[str, str] = {}
+        self.unknown: dict[str, str] = {}  # by folder: why its first tensor file is not taken
 
     @property
     def refused(self) -> dict[str, str]:
@@ -167,11 +175,13 @@ class Teller:
             self._count(Refused(found.path or ".", Refusal.INCOMPLETE, why.reason, found.step, found.name))
         self.tell("incomplete", found, why.reason, has_changed_since=why.has_changed_since)
 
-    def pass_by(self, folder: str, path: str) -> None:
-        """Report that a file in a folder has no known format."""
-        reason = f"{path} has an unknown format, and is not uploaded: see --done, --pattern and --quiet-s"
-        self.say("unknown_format", folder, reason)
-        self._count(Refused(folder or ".", Refusal.UNKNOWN, reason))
+    def pass_by(self, path: str, reason: str) -> None:
+        """Report a tensor file that no format takes, the first of each folder."""
+        folder = path.rpartition("/")[0] or "."
+        if folder not in self.unknown:
+            self.unknown[folder] = reason
+            self.say("not_taken", folder, reason)
+            self._count(Refused(folder, Refusal.UNKNOWN, reason))
 
     def pass_over(self, unreadable: Mapping[str, str]) -> None:
         """Report what cannot be read now, with the reasons: a checkpoint may be there."""

@@ -25,13 +25,13 @@ from ckpt_async.errors import (
     NoSpaceError,
     StoreError,
 )
+from ckpt_async.formats import Tree, files_of
 from ckpt_async.local.settings_file import load_settings
-from ckpt_async.watch import added, earlier, ending, plan
+from ckpt_async.watch import earlier, ending, plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.earlier import Earlier
 from ckpt_async.watch.ending import Ending
 from ckpt_async.watch.entries import Entries, Entry, State, remove_files
-from ckpt_async.watch.holds import Holds
 from ckpt_async.watch.lock import FolderLock
 from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin, keep_on
@@ -42,7 +42,6 @@ from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.telling import Report, Teller, Told
-from ckpt_async.watch.tree import Tree, files_of
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
@@ -70,8 +69,7 @@ class Watcher:
         self.waker = Waker() if waker is None else waker
         self._teller = Teller(tell)
         self._room = self.entries.room = Room(options.folder, place)
-        self._holds = Holds(options.folder, place / "held", room=self._room)
-        self._lookout = Lookout(options, self.entries, self._holds, self._teller, self.waker, self._room)
+        self._lookout = Lookout(options, self.entries, self._teller, self.waker, self._room)
         self._attempts: Counter[int] = Counter()
         self._uploader: Uploader | None = None
         self._remote: Remote | None = None
@@ -134,8 +132,9 @@ class Watcher:
                 "folder_awaited folder=%s: it does not exist yet; waiting for it", self.options.folder
             )
         self.entries.load()
-        self._holds.load()
         options = self.options
+        if options.num_nodes == 1:
+            earlier.release_followed(self.entries)
         settings = load_settings(options.settings, os.environ, options.settings_file)
         self._room.min_free_bytes = max(0, settings.min_free_bytes)
         self._refusals = Refusals(self.entries.remote, options.node, self.entries.place, settings)
@@ -158,7 +157,7 @@ class Watcher:
         attend(opened, self._go_on)
         assert self._remote is not None
         self._remote.meanwhile = self._go_on
-        earlier.forget_lost(self.entries, self._lookout, self._remote)
+        earlier.tell_of_lost(self.entries, self._remote)
 
     def _go_on(self) -> None:
         """Do the work that cannot wait for the store.
@@ -183,7 +182,7 @@ class Watcher:
         self._remote = Remote(uploader.remote, options.store_options, uploader.settings, writes=writes)
         assert self._refusals is not None
         self._refusals.count_in(self._uploader.metrics)
-        self._nodes = Nodes(*(options, self.entries, self._holds, self._uploader, self._remote))
+        self._nodes = Nodes(options, self.entries, self._uploader, self._remote)
         self._earlier = Earlier(options, journal)
         logger.info(
             "watching folder=%s remote=%s state=%s generation=%d",
@@ -259,8 +258,6 @@ class Watcher:
         self._lookout.review()
         self._lookout.take()
         self._learn()
-        if self.options.num_nodes == 1:
-            earlier.release_followed(self.entries, self._lookout, self._teller.refuse)
         assert self._nodes is not None
         self._nodes.listen()
         self._hand_over()
@@ -272,8 +269,8 @@ class Watcher:
     def _hand_over(self) -> None:
         assert self._uploader is not None
         assert self._remote is not None
-        now_ns = self._lookout.tree.now_ns
-        for due in plan.due(self.entries.all.values(), now_ns, self.options.rules, self._lookout.now):
+        now_ns, settle_s = self._lookout.tree.now_ns, self.options.rules.settle_s
+        for due in plan.due(self.entries.all.values(), now_ns, settle_s):
             entry = due
             handed = [each for each in self.entries.open() if each.state is State.HANDED]
             size_bytes = sum(each.size_bytes for each in (*handed, entry))
@@ -307,8 +304,8 @@ class Watcher:
             if reason := plan.passed_over(entry, known, generation):
                 self._settle_refused(entry, Refusal.OUTDATED, reason)
                 continue
-            if reason := plan.lost_part(entry, known, num_nodes):
-                self._settle_refused(entry, Refusal.GIVEN_UP, reason)
+            if num_nodes == 1 and (missing := sorted({*entry.expected} - {*entry.shards.values()})):
+                self._settle_refused(entry, Refusal.GIVEN_UP, plan.lacking(missing))
                 continue
             if warning:
                 self._teller.say("trainer_went_back", entry.path, warning)
@@ -318,7 +315,6 @@ class Watcher:
             except InvalidRecordError as error:  # written by another node, perhaps of another version
                 self._settle_refused(entry, Refusal.GIVEN_UP, str(error))
                 continue
-            _drop_larger(self.entries, entry)
             self._hand_in(replace(ours, state=State.HANDED, generation=generation))
 
     def _hand_in(self, entry: Entry) -> None:
@@ -402,7 +398,6 @@ class Watcher:
 
     def _settle_same(self, entry: Entry, same: Same) -> None:
         """Settle an entry whose content was committed before, perhaps under another name."""
-        _drop_larger(self.entries, entry)
         if same.is_in_store:
             self._teller.settled("there", self.entries.settle(same.known_as(entry), State.COMMITTED))
         else:
@@ -425,6 +420,7 @@ class Watcher:
             tuple(dict.fromkeys(each.path or "." for each in self.entries.open())),
             is_cut_short=self._is_cut_short,
             is_empty=not (self.entries.all or self._teller.incomplete or self._teller.refused),
+            unknown=dict(self._teller.unknown),
         )
 
 
@@ -465,13 +461,6 @@ def _failure_of(opening: Callable[[], None]) -> StoreError | None:
     except StoreError as error:
         return error
     return None
-
-
-def _drop_larger(entries: Entries, entry: Entry) -> None:
-    """Drop staged larger versions of an entry: they come too late, and are reported instead of uploaded after it."""
-    for late in added.larger(entry, entries.of_path(entry.path)):
-        if late.state is State.STAGED:
-            entries.drop(late)
 
 
 def _seal(uploader: Uploader, entries: Entries, entry: Entry) -> str:
