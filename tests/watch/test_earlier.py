@@ -12,16 +12,14 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.refusal import Refusal
+from ckpt_async.formats import Identity, Rules
 from ckpt_async.monitor.status import CheckpointStatus
 from ckpt_async.watch import plan
-from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.earlier import PREDECESSOR_S, Earlier, release_followed
 from ckpt_async.watch.entries import Entry, State
-from ckpt_async.watch.formats import Rules
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import HELD_UP_S, Teller
-from ckpt_async.watch.tree import Identity
 from tests.dcp_metadata import metadata_of
 from tests.watch.conftest import Watching, hashes
 from tests.watch.looking import Place as Looking
@@ -39,40 +37,6 @@ def entry(format_: str = "dcp", *names: str, **more: Any) -> Entry:
     files = {f"step-20/{each}": Identity(number, 1, number) for number, each in enumerate(names, start=1)}
     shards = {path: path.removeprefix("step-20/") for path in files}
     return Entry(1, format_, "step-20", 20, "step-20", files, shards, **({"num_nodes": 2} | more))
-
-
-def test_what_is_lost_with_a_node_is_what_the_mark_names_or_may_not_name() -> None:
-    whole = entry("dcp", *RANKS, ".metadata", expected=(".metadata", *RANKS))
-    part = entry("dcp", RANKS[0], ".metadata", expected=(".metadata", *RANKS))
-    assert (plan.lost_part(whole, (), 1), plan.lost_part(part, (), 2)) == ("", "")
-    assert plan.lost_part(part, (), 1).endswith("this node is alone now, and has no __1_0.distcp")
-    assert not plan.lost_part(replace(part, num_nodes=3), (), 2), (
-        "the other one may have it, and the commit tells"
-    )
-    unnamed = entry("done", "model.pt", "DONE", expected=("DONE", "model.pt"))
-    assert "its marker does not say" in plan.lost_part(unnamed, (), 1)
-    assert "there are 2 now" in plan.lost_part(replace(unnamed, num_nodes=3), (), 2)
-    for num_nodes in (2, 3):
-        assert not plan.lost_part(unnamed, (), num_nodes)
-    assert not plan.lost_part(replace(unnamed, num_nodes=1), (), 1)
-    assert not plan.lost_part(replace(unnamed, path="step-20/model.pt"), (), 1), "a single file"
-
-
-def test_what_was_saved_again_by_another_number_of_nodes_is_not_mixed_with_that() -> None:
-    """For a minute after the mark, `rng_state_1.pth` may be a late rank's, wherever it is."""
-    first = entry("transformers", "trainer_state.json", expected=("rng_state_1.pth", "trainer_state.json"))
-    again = replace(first, number=2, mark_ns=99)
-    assert "which save their rng_state_1.pth would belong to" in plan.lost_part(first, [first, again], 3)
-    assert not plan.lost_part(first, [first, again], 2), (
-        "the other node has the file of the first save linked"
-    )
-    assert not plan.lost_part(first, [first, replace(first, number=2)], 3), "it was only added to"
-    assert not plan.lost_part(again, [first, again], 3)
-    assert not plan.lost_part(first, [first, replace(again, path="step-30")], 3)
-    named = entry("dcp", RANKS[0], expected=RANKS)
-    assert not plan.lost_part(named, [named, replace(named, number=2, mark_ns=99)], 3), (
-        "its ranks write before the mark"
-    )
 
 
 def test_what_must_be_decided_first_is_named() -> None:
@@ -145,7 +109,7 @@ def test_what_holds_up_all_that_follows_is_told_once(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_what_another_node_had_announced_is_taken_anew_if_it_is_whole_here_and_else_refused(
+def test_what_another_node_had_announced_is_taken_anew_if_it_is_whole_here(
     tmp_path: Path, is_whole: bool
 ) -> None:
     looking = Looking(tmp_path)
@@ -159,29 +123,11 @@ def test_what_another_node_had_announced_is_taken_anew_if_it_is_whole_here_and_e
     known = replace(entry(), files=lookout.tree.files, is_followed=True)
     looking.entries.stage(known, looking.folder)
     looking.entries.put(replace(known, generation=1))
+    release_followed(looking.entries)
     lookout.look_and_take()
-    refused = list[tuple[int, Refusal]]()
-    release_followed(looking.entries, lookout, lambda each, cause, _: refused.append((each.step, cause)))
     looking.waker.close()
-    assert refused == ([] if is_whole else [(20, Refusal.INCOMPLETE)])
     assert [each.is_followed for each in looking.entries.open()] == ([False] if is_whole else [])
-
-
-def test_what_other_nodes_had_of_it_and_nobody_can_name_is_not_taken_anew(tmp_path: Path) -> None:
-    looking = Looking(tmp_path)
-    here = looking.folder / "step-20"
-    here.mkdir()
-    for name in ("model.pt", "DONE"):
-        (here / name).write_bytes(b"x")
-    lookout = looking.lookout(Rules(done="DONE"))
-    lookout.look()
-    looking.entries.put(replace(entry("done"), files=lookout.tree.files, is_followed=True))
-    refused = list[str]()
-    release_followed(looking.entries, lookout, lambda _, __, reason: refused.append(reason))
-    lookout.look_and_take()
-    looking.waker.close()
-    assert (len(refused), looking.entries.open()) == (1, [])
-    assert looking.told == [("refused", "step-20")], "and says so again"
+    assert is_whole or "names files that are not here" in looking.teller.incomplete["step-20"].reason
 
 
 # --- from two nodes to one, and to three ---------------------------------------------------------------------
@@ -254,7 +200,7 @@ def test_a_node_that_is_alone_now_gives_up_what_it_lacks_and_commits_what_follow
         nodes.until_delivered(step, 0)
     first.kill()
     alone = nodes.watch(0, 1)
-    assert alone.until("refused", 20)["reason"].endswith("has no __1_0.distcp")
+    assert "names files that are not here: __1_0.distcp" in alone.until("refused", 20)["reason"]
     alone.until("committed", 25)
     shutil.rmtree(nodes.out(0) / "step-20")
     saved = {step: nodes.save(step, 0) for step in (20, 30)}
@@ -270,7 +216,7 @@ def test_a_node_without_the_marks_that_is_alone_now_does_not_wait_for_the_one_th
     second.until_logged("generation=1")
     saved = nodes.save(20, 0, 1)
     mark_ns = (nodes.out(0) / "step-20/.metadata").stat().st_mtime_ns
-    here = dict.fromkeys((RANKS[0], ".metadata"))
+    here = dict.fromkeys((RANKS[0], ".metadata"), Version(400, 1, 1))
     told = Announcement(ID, 0, "dcp", "step-20", "step-20", here, tuple(saved), mark_ns)
     key = Path(nodes.remote.removeprefix("file://")) / keys.announcement_key(ID)
     key.parent.mkdir(parents=True, exist_ok=True)
@@ -278,26 +224,11 @@ def test_a_node_without_the_marks_that_is_alone_now_does_not_wait_for_the_one_th
     nodes.until_delivered(20, 1)
     second.kill()
     alone = nodes.watch(0, 1, place=1)
-    assert "another one had its marker" in alone.until("refused", 20)["reason"]
+    alone.until_logged("not_announced_again path=step-20")
     shutil.rmtree(nodes.out(1) / "step-20")
     saved = nodes.save(20, 1)
     alone.until("committed", 20)
     assert (nodes.committed(20), alone.end()) == (saved, 0)
-
-
-def test_half_of_what_no_mark_names_is_not_committed_by_the_node_that_is_left(nodes: Nodes) -> None:
-    first = nodes.watch(0, 2, "--done", "DONE")
-    for step in (20, 30):
-        for name in ("shard-0.pt", "DONE"):
-            (nodes.out(0) / f"step-{step}").mkdir(parents=True, exist_ok=True)
-            (nodes.out(0) / f"step-{step}" / name).write_bytes(b"x")
-        if step == 20:
-            nodes.until_delivered(20, 0)
-            first.kill()
-            first = nodes.watch(0, 1, "--done", "DONE")
-            assert "its marker does not say" in first.until("refused", 20)["reason"]
-    first.until("committed", 30)
-    assert (nodes.committed(20), first.end()) == (None, 1)
 
 
 def test_what_two_nodes_had_sealed_three_nodes_commit(nodes: Nodes) -> None:

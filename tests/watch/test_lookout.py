@@ -15,15 +15,13 @@ import pytest
 
 from ckpt_async import Uploader, restore
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.formats import Found, Rules, Tree, find
 from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.watch import plan
 from ckpt_async.watch.disk import Disk, sample
 from ckpt_async.watch.entries import Entries, Entry
-from ckpt_async.watch.formats import Found, Rules, find
-from ckpt_async.watch.holds import MAX_HELD
-from ckpt_async.watch.lookout import STALE_S
+from ckpt_async.watch.lookout import UNWHOLE_S
 from ckpt_async.watch.telling import Incomplete
-from ckpt_async.watch.tree import Tree
 from tests.watch.looking import Place
 from tests.watch.trees import torch_zip
 
@@ -59,67 +57,6 @@ def test_what_vanishes_while_it_is_linked_is_not_taken_for_whole_later(place: Pl
         assert place.teller.incomplete == {
             "step-1": Incomplete(f"step-1/c was removed from it after {after}")
         }
-
-
-def test_what_waits_and_is_dropped_because_too_many_are_held_is_refused_by_name(place: Place) -> None:
-    lookout = place.lookout(Rules())
-    for step in range(1, MAX_HELD + 3):
-        here = place.folder / f"checkpoint-{step}"
-        here.mkdir()
-        for name in ("rng_state_0.pth", "rng_state_1.pth"):
-            (here / name).write_bytes(b"x" * step)
-        (here / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-        lookout.look()
-        lookout.take()
-        shutil.rmtree(here)
-    assert list(place.teller.refused) == ["checkpoint-1", "checkpoint-2"]
-    assert place.told == [("refused", "checkpoint-1"), ("refused", "checkpoint-2")]
-
-
-def rewritten(here: Path) -> None:
-    shutil.rmtree(here)
-    here.mkdir()
-    (here / "__1_0.distcp").write_text("2")
-
-
-MEANWHILE: dict[str, tuple[Callable[[Path], object], bool]] = {
-    "nothing else": (lambda here: None, True),
-    "another file came": (lambda here: (here / "__1_1.distcp").write_text("2"), False),
-    "it was written anew": (rewritten, False),
-    "it was moved": (lambda here: here.rename(here.with_name("old")), False),
-}
-
-
-@pytest.mark.parametrize("what", MEANWHILE)
-def test_what_was_removed_since_the_last_look_was_there_until_then_if_nothing_came_to_its_place(
-    place: Place, what: str
-) -> None:
-    """What a node without the mark rotates away before it has looked again."""
-    lookout, here = place.lookout(Rules(), num_nodes=2), place.folder / "step-1"
-    here.mkdir()
-    (here / "__1_0.distcp").write_text("1")
-    for _ in range(2):  # from the first look on it is followed
-        lookout.look()
-        lookout.take()
-    (hold,) = place.holds.all.values()
-    do, is_known = MEANWHILE[what]
-    do(here)
-    mark = place.folder.parent / "mark"
-    mark.touch()  # on another node
-    while mark.stat().st_mtime_ns <= hold.seen_ns:  # files' times come in ticks of 10 ms
-        mark.touch()
-    for each in place.folder.iterdir():
-        shutil.rmtree(each)
-    lookout.look()
-    lookout.take()
-    until_ns = place.holds.all[hold.number].seen_ns
-    assert (until_ns >= mark.stat().st_mtime_ns) == is_known
-    assert is_known or until_ns == hold.seen_ns
-    lookout.look()
-    lookout.take()
-    assert place.holds.all[hold.number].seen_ns == until_ns
-    place.holds.load()
-    assert place.holds.all[hold.number].seen_ns == until_ns, "also after a kill"
 
 
 def test_a_sample_of_a_small_file_is_all_of_it_read_once(tmp_path: Path) -> None:
@@ -220,19 +157,6 @@ def test_what_was_taken_once_its_mark_was_whole_is_not_missed_when_it_is_rotated
     assert place.told == []
 
 
-def test_one_of_several_nodes_remembers_what_it_cannot_hold(place: Place) -> None:
-    """Another node may announce it when it is gone."""
-    lookout, here = place.lookout(Rules(done="DONE", num_nodes=2), num_nodes=2), place.folder / "step-1"
-    here.mkdir()
-    (here / "shard-1.bin").write_text("1")
-    for _ in range(2):
-        lookout.look()
-        lookout.take()
-        shutil.rmtree(here, ignore_errors=True)
-    assert place.holds.seen.gone("step-1", lookout.tree, 0) == ["step-1/shard-1.bin"]
-    assert not place.holds.all
-
-
 def test_of_thousands_each_is_judged_by_those_of_its_path_or_step(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,32 +182,6 @@ def test_of_thousands_each_is_judged_by_those_of_its_path_or_step(
     again.load()
     for entries in (place.entries, again):
         assert [len(entries.of_path(f"{step}.done")) for step in range(10)] == [1, 1, 0, *[1] * 7]
-
-
-def test_what_is_saved_again_to_the_same_place_before_it_was_quiet_does_not_come_after_that(
-    place: Place,
-) -> None:
-    """Its links would be handed in last, and pass for the newest."""
-    lookout = place.lookout(Rules())
-    here = place.folder / "checkpoint-1"
-    here.mkdir()
-    names = ("model.bin", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json")
-
-    def save(value: str, age_s: float) -> None:
-        for name in names:
-            (place.folder / "new").write_text(f'{{"global_step": 1, "value": "{value}"}}')
-            os.utime(place.folder / "new", (time.time() - age_s,) * 2)
-            (place.folder / "new").rename(here / name)
-        lookout.look()
-        lookout.take()
-
-    save("1", 0)  # how many ranks there are is a guess, so it has to be quiet
-    assert (place.entries.all, len(place.holds.all)) == ({}, 1)
-    lookout = place.lookout(Rules(ranks=2))
-    save("2", 0)
-    assert [each.path for each in place.entries.all.values()] == ["checkpoint-1"]
-    assert place.holds.all == {}
-    assert place.told == [("refused", "checkpoint-1")]
 
 
 def test_what_is_written_between_the_look_and_the_judgement_is_not_judged_by_that_look(place: Place) -> None:
@@ -387,3 +285,63 @@ def test_what_settles_while_it_is_fetched_on_is_not_handed_in(place: Place) -> N
     lookout.look()
     lookout.review()
     assert not place.entries.all
+
+
+def spoilt(data: bytes) -> bytes:
+    at = data.index(b"\1" * 400)
+    return data[:at] + b"\2" + data[at + 1 :]
+
+
+WHOLE = torch_zip(tensor=b"\1" * 400, global_step=10)
+
+
+def test_a_file_that_contradicts_its_checksums_is_read_once_more_and_then_refused_until_it_changes(
+    place: Place,
+) -> None:
+    """The kernel's clock is coarse: the last of several quick writes may leave a file's time as it was."""
+    now_s = [0.0]
+    lookout, path = place.lookout(Rules(), clock=lambda: now_s[0]), place.folder / "last.ckpt"
+    path.write_bytes(spoilt(WHOLE))
+    for now_s[0] in (0.0, UNWHOLE_S):
+        lookout.look_and_take()
+        (entry,) = place.entries.open()
+        assert not lookout.is_whole(entry, lambda: None)
+        lookout.look_and_take()
+        assert not place.entries.open()
+        assert bool(lookout.num_left) == (now_s[0] == 0)
+    assert place.told == [("refused", "last.ckpt")]
+    assert "last.ckpt is not intact: archive/data/0" in place.teller.refused["last.ckpt"]
+    path.write_bytes(WHOLE)
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 2))
+    lookout.look_and_take()
+    (entry,) = place.entries.open()
+    assert lookout.is_whole(entry, lambda: None)
+
+
+def test_plain_files_count_only_if_they_were_not_there_when_the_folder_was_first_watched(place: Place) -> None:
+    """What is there may be anything, such as a model that the training begins with."""
+    (place.folder / "model_7.pt").write_bytes(torch_zip(x=1))
+    time.sleep(0.02)  # a tick of the kernel's clock
+    for _ in range(2):  # the second is a restart
+        place.lookout(Rules()).look_and_take()
+        assert not place.entries.all
+    (place.folder / "model_8.pt").write_bytes(torch_zip(x=1))
+    (place.folder / "model_7.pt").write_bytes(torch_zip(x=2, y=3))
+    place.lookout(Rules()).look_and_take()
+    assert sorted(each.path for each in place.entries.open()) == ["model_7.pt", "model_8.pt"]
+    assert all(each.is_plain for each in place.entries.open())
+
+
+def test_what_settles_and_grows_is_one_checkpoint_with_all_of_it(place: Place) -> None:
+    lookout = place.lookout(Rules())
+    state_of(place.folder / "checkpoint-5", 5)
+    lookout.look_and_take()
+    (place.folder / "checkpoint-5/adapter.txt").write_text("late, but in time")
+    lookout.look_and_take()
+    (entry,) = place.entries.open()
+    assert "adapter.txt" in entry.shards.values()
+    shutil.rmtree(place.folder / "checkpoint-5")
+    lookout.look_and_take()
+    lookout.review()
+    assert place.entries.open() == [entry]
+    assert place.entries.is_intact(entry)

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.formats import Found, Identity, Rules, Tree, find
 from ckpt_async.watch import plan
 from ckpt_async.watch.entries import Entry, State, entry_of
-from ckpt_async.watch.formats import Found, Rules, find
-from ckpt_async.watch.formats.found import one_file
-from ckpt_async.watch.tree import Identity, Tree
 from tests.watch.trees import SECOND, torch_zip, tree_of
 
 
@@ -58,13 +56,13 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
     made_anew = replace(in_place, born_ns=lambda _: known.staged_ns + 1)
     verdict = plan.judge(found, made_anew, [known], num_nodes=1)
     assert verdict
-    assert (verdict.take, verdict.is_in_place) == (True, False), "the inode was given out again"
+    assert verdict.take, "the inode was given out again"
     found, tree = one()
     known, was = entry_of(found, tree, 1), tree.files["last.ckpt"]
     in_place = Tree({"last.ckpt": was._replace(mtime_ns=was.mtime_ns + 1)}, tree.read)
     verdict = plan.judge(found, in_place, [known], num_nodes=1)
     assert verdict
-    assert (verdict.take, verdict.is_in_place) == (True, True)
+    assert verdict.take, "its bytes are compared with its own checksums before it is handed in"
 
 
 def test_what_may_be_a_copy_waits_for_what_it_may_be_a_copy_of() -> None:
@@ -201,13 +199,13 @@ def test_what_has_settled_is_handed_in_as_it_was_found() -> None:
         replace(entry(n, step, written_s=n), state=State.STAGED) for n, step in ((1, 30), (2, 10), (3, 20))
     ]
     staged[2] = replace(staged[2], staged_ns=5 * SECOND)
-    assert [each.step for each in plan.due(staged, 5 * SECOND, Rules(settle_s=1.0))] == [30, 10]
+    assert [each.step for each in plan.due(staged, 5 * SECOND, 1.0)] == [30, 10]
 
 
 def test_what_was_staged_by_a_clock_that_was_an_hour_ahead_is_handed_in_all_the_same() -> None:
     staged = replace(entry(1, 30, written_s=1), state=State.STAGED, staged_ns=3600 * SECOND)
-    assert plan.due([staged], 5 * SECOND, Rules(settle_s=30.0)) == [staged]
-    assert not plan.due([staged], 3599 * SECOND, Rules(settle_s=30.0))
+    assert plan.due([staged], 5 * SECOND, 30.0) == [staged]
+    assert not plan.due([staged], 3599 * SECOND, 30.0)
 
 
 def test_after_a_trainer_has_gone_back_what_it_saved_before_is_decided_first() -> None:
@@ -262,18 +260,46 @@ def test_of_several_saves_of_a_step_the_newest_is_the_one_that_a_file_is_compare
     assert verdict.refusal is Refusal.UNSUPPORTED
 
 
-def test_what_is_known_of_the_same_save_is_not_taken_once_more_with_other_files() -> None:
-    written = {"step1/model.pt": torch_zip(x=1), "step1/config.yaml": b"a"}
-    tree = tree_of(written)
+def names(verdict: plan.Verdict | None) -> tuple[str, ...]:
+    assert verdict is not None
+    return verdict.late
+
+
+def test_what_comes_after_a_checkpoint_was_handed_in_is_no_part_of_it_as_long_as_its_mark_stays() -> None:
+    tree = tree_of({"step1/model.pt": torch_zip(x=1), "step1/config.yaml": b"a", "step1/late.txt": b"b"})
     (found,) = find(tree)
-    known = entry_of(found, tree, 1)
-    assert plan.is_taken_otherwise(found, tree, [known])
-    less = replace(known, files={path: was for path, was in known.files.items() if path == known.mark})
-    assert not plan.is_taken_otherwise(found, tree, [less]), "it has grown"
-    assert not plan.is_taken_otherwise(found, tree, [replace(known, state=State.REFUSED)])
-    mark = known.files[known.mark]
-    other = replace(known, files={**known.files, known.mark: mark._replace(mtime_ns=mark.mtime_ns - 1)})
-    assert not plan.is_taken_otherwise(found, tree, [other])
+    known = replace(entry_of(found, tree, 1), state=State.COMMITTED)
+    files = {path: was for path, was in known.files.items() if path != "step1/late.txt"}
+    less = replace(known, files=files)
+    assert names(plan.judge(found, tree, [less], num_nodes=1)) == ("step1/late.txt",)
+    staged = plan.judge(found, tree, [replace(less, state=State.STAGED)], num_nodes=1)
+    assert staged
+    assert staged.take, "it belongs to what was not handed in yet"
+    again = replace(less, files={path: was._replace(inode=99) for path, was in files.items()})
+    anew = plan.judge(found, tree, [again], num_nodes=1)
+    assert anew
+    assert anew.take, "another save to the same place"
+
+
+def test_a_state_that_is_as_it_was_keeps_a_save_to_the_same_place_incomplete() -> None:
+    tree = tree_of({"step1/model.pt": torch_zip(x=1), "step1/rank1.pt": torch_zip(x=1), "step1/config.yaml": b"a"})
+    (found,) = find(tree)
+    known = replace(entry_of(found, tree, 1), state=State.COMMITTED)
+    other = {path: was._replace(inode=99) for path, was in known.files.items()}
+    left = replace(known, files=other | {"step1/rank1.pt": known.files["step1/rank1.pt"]})
+    verdict = plan.judge(found, tree, [left], num_nodes=1)
+    assert verdict
+    assert (verdict.take, verdict.is_mixed) == (False, True)
+    assert "step1/rank1.pt is that of the save to the same place before" in verdict.reason
+
+
+def test_a_format_that_does_not_name_the_files_of_other_nodes_is_refused_on_several() -> None:
+    tree = tree_of({"step1/model.pt": torch_zip(x=1), "step1/config.yaml": b"a"})
+    (found,) = find(tree)
+    verdict = plan.judge(found, tree, [], num_nodes=2)
+    assert verdict
+    assert verdict.refusal is Refusal.UNSUPPORTED
+    assert "shared folder" in verdict.reason
 
 
 def test_local_retention_neither_counts_nor_deletes_a_copy_that_somebody_has_made() -> None:

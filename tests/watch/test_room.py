@@ -13,9 +13,9 @@ import pytest
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.watch import plan
 from ckpt_async.watch.entries import State, entry_of
-from ckpt_async.watch.formats import Found, Rules
+from ckpt_async.formats import Found, Rules
 from ckpt_async.watch.room import Room
-from ckpt_async.watch.tree import Identity, Tree
+from ckpt_async.formats import Identity, Tree
 from ckpt_async.watch.watcher import Watcher
 from tests.faults.small_disk import on_small_disk
 from tests.watch import conftest
