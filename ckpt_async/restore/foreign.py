@@ -44,7 +44,7 @@ from ckpt_async.restore.checkpoint import (
     is_metadata,
     why_passed_over,
 )
-from ckpt_async.restore.dcp_files import (
+from ckpt_async.formats.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
     MAX_METADATA_BYTES,

@@ -34,7 +34,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
 from ckpt_async.restore.checkpoint import METADATA
-from ckpt_async.restore.dcp_files import (
+from ckpt_async.formats.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
     flashpoint_is_optimised,

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from ckpt_async.errors import DamagedCheckpointError, FormatError
 from ckpt_async.restore import Reader, ReadInto
-from ckpt_async.restore.dcp_files import (
+from ckpt_async.formats.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
     flashpoint_is_optimised,

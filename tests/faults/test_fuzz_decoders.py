@@ -31,7 +31,7 @@ from ckpt_async.core.model import Beat, CheckpointId, Checksum, Claim, Damage, G
 from ckpt_async.core.pickled import Rules
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.local import journals
-from ckpt_async.restore.dcp_files import named_files, named_tensors
+from ckpt_async.formats.dcp_files import named_files, named_tensors
 from ckpt_async.restore.foreign import recognise
 from ckpt_async.restore.objects import pointed
 from ckpt_async.runners import wire
