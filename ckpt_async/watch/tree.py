@@ -1,3 +1,5 @@
-from ckpt_async.formats.tree import Identity as Identity
-from ckpt_async.formats.tree import Tree as Tree
-from ckpt_async.formats.tree import files_of as files_of
+"""The view of a folder, which is `formats`' now."""
+
+from ckpt_async.formats.tree import Identity, Tree, files_of
+
+__all__ = ["Identity", "Tree", "files_of"]
