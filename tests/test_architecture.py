@@ -33,7 +33,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine", "events", "page"),
     ("protocol", "monitor"),
     ("transfer",),
-    ("stores", "local"),
+    ("stores", "local", "formats"),
     ("core",),
     ("private",),
     ("errors", "threads", "niceness", "serving"),
@@ -43,7 +43,7 @@ DEPTH = {name: depth for depth, rooms in enumerate(ROOMS) for name in rooms}
 # Pure modules: values in, values out. A name stands for the module and, if it is a room, for all modules in
 # it.
 PURE = (
-    *("errors", "core", "protocol.sweep_plan", "transfer.concurrency", "doctor.diagnosis"),
+    *("errors", "core", "formats", "protocol.sweep_plan", "transfer.concurrency", "doctor.diagnosis"),
     *("saver.timestamp", "saver.schedule", "saver.auto", "saver.names"),
 )
 IMPURE_IMPORTS = {
@@ -61,7 +61,7 @@ MAY_MAKE_ONE_ATTEMPT = {"stores", "transfer", "doctor"}
 MAY_IMPORT_TORCH = {"torch", "saver", "integrations"}
 # The modules that users of the package import. An adapter may import only these, because a user could have
 # written it.
-PUBLIC = {"__init__", "errors", "restore", "torch", "saver"}
+PUBLIC = {"__init__", "errors", "formats", "restore", "torch", "saver"}
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,13 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.naming import check_component, check_relative
 from ckpt_async.errors import InvalidNameError, InvalidRecordError, UnsafePickleError
+from ckpt_async.formats.dcp_files import (
+    FLASHPOINT_HEAD_BYTES,
+    FLASHPOINT_PREFIX_BYTES,
+    MAX_METADATA_BYTES,
+    flashpoint_is_optimised,
+    named_files,
+)
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore import olmo_files
 from ckpt_async.restore.checkpoint import (
@@ -43,13 +50,6 @@ from ckpt_async.restore.checkpoint import (
     RemoteFile,
     is_metadata,
     why_passed_over,
-)
-from ckpt_async.restore.dcp_files import (
-    FLASHPOINT_HEAD_BYTES,
-    FLASHPOINT_PREFIX_BYTES,
-    MAX_METADATA_BYTES,
-    flashpoint_is_optimised,
-    named_files,
 )
 from ckpt_async.restore.session import Session
 from ckpt_async.restore.unlisted import objects_by_name

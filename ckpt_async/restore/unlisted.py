@@ -12,8 +12,8 @@ from ckpt_async.errors import (
     StoreError,
     UnsafePickleError,
 )
+from ckpt_async.formats.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.protocol.cas import read
-from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.restore.session import Session
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.threads import in_thread

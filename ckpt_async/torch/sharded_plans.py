@@ -23,12 +23,12 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from ckpt_async.errors import DamagedCheckpointError, FormatError
-from ckpt_async.restore import Reader, ReadInto
-from ckpt_async.restore.dcp_files import (
+from ckpt_async.formats.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
     flashpoint_is_optimised,
 )
+from ckpt_async.restore import Reader, ReadInto
 from ckpt_async.torch import flashpoint, olmo_keys
 from ckpt_async.torch.assembly import Box, CheckpointFile, Part, Whole, part_of
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
-from ckpt_async.restore.dcp_files import OLMO_CORE_STORAGE
+from ckpt_async.formats.dcp_files import OLMO_CORE_STORAGE
 
 # About 5 million shards of tensors: a chunk and its place in storage take some 200 bytes.
 MAX_METADATA_BYTES = 1 << 30

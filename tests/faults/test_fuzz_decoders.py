@@ -30,8 +30,8 @@ from ckpt_async.core.boundary import Boundary, Checkpoints
 from ckpt_async.core.model import Beat, CheckpointId, Checksum, Claim, Damage, Generation, Lease, Target
 from ckpt_async.core.pickled import Rules
 from ckpt_async.errors import CkptAsyncError
+from ckpt_async.formats.dcp_files import named_files, named_tensors
 from ckpt_async.local import journals
-from ckpt_async.restore.dcp_files import named_files, named_tensors
 from ckpt_async.restore.foreign import recognise
 from ckpt_async.restore.objects import pointed
 from ckpt_async.runners import wire

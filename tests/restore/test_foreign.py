@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_async import restore
 from ckpt_async.errors import InvalidNameError, UnsafePickleError
-from ckpt_async.restore.dcp_files import named_files
+from ckpt_async.formats.dcp_files import named_files
 from ckpt_async.restore.foreign import Found, recognise
 from tests.dcp_metadata import metadata_of
 from tests.restore.runs import Run, left_in

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ckpt_async.errors import UnsafePickleError
-from ckpt_async.restore.dcp_files import MAX_METADATA_BYTES, named_files
+from ckpt_async.formats.dcp_files import MAX_METADATA_BYTES, named_files
 from ckpt_async.watch.formats.found import METADATA, Found, Rules, Version, changed_ns, join, last, marked_ns
 from ckpt_async.watch.tree import Tree
 

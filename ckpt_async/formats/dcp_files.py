@@ -6,10 +6,12 @@ Nothing in the metadata is executed.
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
+from ckpt_async.formats.tree import Tree
 
 # The same limit as in `ckpt_async.torch`: about 5 million shards of tensors.
 MAX_METADATA_BYTES = 1 << 30
@@ -76,6 +78,18 @@ def named_files(metadata: bytes) -> dict[str, int]:
     except ILL_FORMED as error:
         raise UnsafePickleError(f"it is cut short, or not DCP metadata: {error}") from error
     return sizes
+
+
+def named_in(tree: Tree, mark: str) -> dict[str, int] | str:
+    """Return what `named_files` does for a `.metadata` of a tree, or the reason why it cannot be read."""
+    return tree.once("named", mark, partial(_named, tree, mark))
+
+
+def _named(tree: Tree, mark: str) -> dict[str, int] | str:
+    try:
+        return named_files(tree.whole(mark, MAX_METADATA_BYTES))
+    except UnsafePickleError as error:
+        return error.without_hint
 
 
 class _DataType:
