@@ -225,10 +225,10 @@ class Lookout:
         if rules.formats or rules.done or rules.pattern:
             return
         settle_ns = int((rules.settle_s if settle_s is None else settle_s) * 1e9)
-        for path, reason in not_taken(self.tree, candidates).items():
+        for folder, (path, advice) in not_taken(self.tree, candidates).items():
             at_ns = max(self.tree.files[path].mtime_ns, self.tree.ctime_ns.get(path, 0))
             if self._began_ns < at_ns <= self.tree.now_ns - settle_ns:
-                self._teller.pass_by(path, reason)
+                self._teller.pass_by(folder, f"{path} is not uploaded, since its format is unknown: {advice}")
 
     def _refuse_again(self, found: Found) -> None:
         """Repeat the refusal of an earlier launch for as long as the checkpoint is there.
@@ -241,8 +241,8 @@ class Lookout:
 
     def _tell_of_left_out(self, found: Found) -> None:
         """Report what is left out of a checkpoint, which loses nothing but must not happen silently."""
-        if found.left_out:
-            some = few(found.left_out)
+        if found.of_other_ranks:
+            some = few(found.of_other_ranks)
             self._teller.say("ranks_left_out", some, f"{some}: not named by the marker of {found.path}, and left out")
         for path in self.tree.special_below(found.path) if found.path and not found.is_file else ():
             what = f"{path} is {self.tree.special[path]}, which has no content: it is left out of {found.path}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import FencedError, InvalidRecordError
 from ckpt_async.formats import Identity, Tree, is_late
-from ckpt_async.formats.table import LATE_RANK_S
+from ckpt_async.formats.checks import LATE_RANK_S
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.disk import sample
@@ -319,7 +319,7 @@ def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) ->
     return (ours.size_bytes, sample(file)) != (theirs.size_bytes, theirs.sample)
 
 
-def _newer(announced: Announcement, shards: dict[str, str], files: dict[str, Identity]) -> str:
+def _newer(announced: Announcement, shards: Mapping[str, str], files: Mapping[str, Identity]) -> str:
     """Return a file that was written after the checkpoint's mark; "" if there is none, or if times tell nothing."""
     for path, shard in shards.items() if announced.marked_ns else ():
         within_s = LATE_RANK_S if is_late(announced.format, shard) else CLOCKS_S

@@ -175,9 +175,9 @@ class Teller:
             self._count(Refused(found.path or ".", Refusal.INCOMPLETE, why.reason, found.step, found.name))
         self.tell("incomplete", found, why.reason, has_changed_since=why.has_changed_since)
 
-    def pass_by(self, path: str, reason: str) -> None:
+    def pass_by(self, folder: str, reason: str) -> None:
         """Report a tensor file that no format takes, the first of each folder."""
-        folder = path.rpartition("/")[0] or "."
+        folder = folder or "."
         if folder not in self.unknown:
             self.unknown[folder] = reason
             self.say("not_taken", folder, reason)

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_async.watch.tree import Identity, Tree
+from ckpt_async.formats import Identity, Tree
 
 SECOND = 1_000_000_000
 START = 1_700_000_000 * SECOND
