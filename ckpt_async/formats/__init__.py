@@ -16,19 +16,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
+from ckpt_async.errors import StoreError
 from ckpt_async.formats.checks import checked
 from ckpt_async.formats.files import files_in, not_taken
 from ckpt_async.formats.found import Found, Rules, join, last, marked_ns, of_files, of_folder
 from ckpt_async.formats.ranks import rank_of_file
-from ckpt_async.formats.table import FOLDERS, FORMATS, is_late
+from ckpt_async.formats.table import FOLDERS, FORMATS, PLAIN_FORMATS, is_late
 from ckpt_async.formats.tree import Identity, Tree, files_of
 
 __all__ = [
     "FORMATS",
+    "PLAIN_FORMATS",
     "Found",
     "Identity",
     "Rules",
     "Tree",
+    "are_same",
     "check",
     "files_of",
     "find",
@@ -71,6 +74,17 @@ def recognise(tree: Tree, rules: Rules = _TABLE_ONLY) -> list[Found]:
 def check(tree: Tree, found: Found, rules: Rules = _TABLE_ONLY) -> Found:
     """Return what was recognised, with the reason if it is not complete. Reads markers, and the ends of files."""
     return _guarded(found.format, found.path, tree, partial(checked, tree, found, rules))
+
+
+def are_same(tree: Tree, found: Found, other: Found) -> bool:
+    """Return whether two are copies of each other: of all files, or of all tensors of a torch.save file."""
+
+    def files_in_it(each: Found) -> list[tuple[str, Identity]]:
+        return sorted((each.shard(path), tree.files[path]._replace(mtime_ns=0)) for path in each.files)
+
+    if found.is_file and other.is_file and (sums := tree.tensor_sums(found.path)):
+        return sums == tree.tensor_sums(other.path)
+    return files_in_it(found) == files_in_it(other)
 
 
 def _by_table(tree: Tree, rules: Rules) -> Iterator[Found]:
@@ -122,6 +136,8 @@ def _guarded(format_: str, path: str, tree: Tree, judge: Callable[[], T]) -> T |
     """
     try:
         return judge()
+    except StoreError:
+        raise
     except Exception as error:
         logger.debug("unjudged path=%s", path, exc_info=True)
         files = (path,) if path in tree.files else tuple(tree.below(path))

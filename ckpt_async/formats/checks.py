@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt_async.formats.dcp_files import (
+    DISTCP,
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
+    METADATA,
     flashpoint_is_optimised,
+    is_dcp,
     named_in,
 )
 from ckpt_async.formats.files import check_files
-from ckpt_async.formats.found import METADATA, UNCOUNTED_S, Found, Rules, changed_ns, join, last
-from ckpt_async.formats.ranks import DISTCP
+from ckpt_async.formats.found import UNCOUNTED_S, Found, Rules, changed_ns, join, last
 from ckpt_async.formats.table import TABLE, TENSORS
 from ckpt_async.formats.tree import Tree
 
@@ -102,11 +104,9 @@ def _with_named(tree: Tree, found: Found) -> Found:
                 return replace(found, reason=f"{path} is shorter than {mark} says")
         here = {join(folder, each) for each in tree.names(folder) if named and DISTCP.fullmatch(each)}
         others |= here - {join(folder, name) for name in named}
-    for path in found.files:
-        if DISTCP.fullmatch(last(path)) and METADATA not in tree.names(path.rpartition("/")[0]):
-            return replace(
-                found, reason=f"{path.rpartition('/')[0]} has no {METADATA}, which is written last"
-            )
+    for folder in sorted({path.rpartition("/")[0] for path in found.files}):
+        if METADATA not in tree.names(folder) and is_dcp(tree, folder):
+            return replace(found, reason=f"{folder} has no {METADATA}, which is written last")
     files = tuple(path for path in found.files if path not in others)
     others &= {*found.files}
     return replace(found, files=files, missing=tuple(sorted(missing)), of_other_ranks=tuple(sorted(others)))
@@ -132,7 +132,7 @@ def _broken(tree: Tree, found: Found, rules: Rules) -> str:
     if _has_all_below(found) and (closed := tree.unreadable_below(found.path)):
         return closed
     # Of several nodes, the others may have all the rest.
-    if found.files == (found.mark,) and not found.missing and rules.num_nodes == 1:
+    if found.files == (found.mark,) and not TABLE[found.format].is_named and rules.num_nodes == 1:
         return f"it contains nothing but {last(found.mark)} yet"
     if found.mark in tree.files and not tree.files[found.mark].size_bytes and found.format != "done":
         return f"{found.mark} is empty"

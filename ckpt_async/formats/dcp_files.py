@@ -5,6 +5,7 @@ Nothing in the metadata is executed.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from functools import partial
 from typing import Any
@@ -13,6 +14,10 @@ from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpre
 from ckpt_async.errors import UnsafePickleError
 from ckpt_async.formats.tree import Tree
 
+# The file that is written last into its folder.
+METADATA = ".metadata"
+# A file that one rank has written.
+DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 # The same limit as in `ckpt_async.torch`: about 5 million shards of tensors.
 MAX_METADATA_BYTES = 1 << 30
 
@@ -78,6 +83,20 @@ def named_files(metadata: bytes) -> dict[str, int]:
     except ILL_FORMED as error:
         raise UnsafePickleError(f"it is cut short, or not DCP metadata: {error}") from error
     return sizes
+
+
+def is_dcp(tree: Tree, folder: str) -> bool:
+    """Return whether a folder is a DCP checkpoint, or was begun as one. It is not if its files are those of a
+    `.metadata` above.
+    """
+    names = tree.names(folder)
+    if METADATA in names or not any(DISTCP.fullmatch(each) for each in names):
+        return METADATA in names
+    while folder:
+        folder = folder.rpartition("/")[0]
+        if METADATA in tree.names(folder):
+            return False
+    return True
 
 
 def named_in(tree: Tree, mark: str) -> dict[str, int] | str:

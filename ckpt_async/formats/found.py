@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from ckpt_async.formats.tree import Tree
 
-METADATA = ".metadata"
 # How long nothing may have changed where it is unknown what else will be written.
 UNCOUNTED_S = 30.0
 # A number that stands alone in a name: no part of a word, of a date with its time, or of a fraction (a metric).

@@ -18,8 +18,8 @@ _RANK = re.compile(
     r"|rank(\d+)(?:-of-\d+-.*|\.pt)"
     r"|rank_(\d+)\.safetensors"
 )
-# A file of DCP's that one rank has written.
-DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+# What a rank of ML Flashpoint has written, and reads; the rest is for all of them.
+_FLASHPOINT = re.compile(r"src([0-9]{1,6})")
 
 
 def rank_of_file(name: str) -> int | None:
@@ -50,6 +50,17 @@ def with_ranks(found: Found, name: str, count: int, *, at_least: int = 1, alone:
     wanted = range(count or max(at_least, max(ranks, default=-1) + 1))
     missing = lacking(found, [name.replace("*", str(rank)) for rank in wanted])
     return replace(missing, num_ranks=count, names_its_files=bool(count), is_waiting=not count)
+
+
+def ranks_reading(found: Found) -> dict[str, tuple[int, ...]]:
+    """Return, by name, the ranks that read each file of a set, or of ML Flashpoint, where that is known."""
+    if not found.is_folder and len(found.files) > 1:
+        return {shard: (rank,) for rank, shard in enumerate(found.inner)}
+    if found.format != "ml-flashpoint":
+        return {}
+    own = {name: (int(match[1]),) for name in found.inner if (match := _FLASHPOINT.search(name))}
+    everybody = tuple(sorted({rank for (rank,) in own.values()})) or (0,)
+    return {name: own.get(name, everybody) for name in found.inner}
 
 
 def lacking(found: Found, wanted: Collection[str]) -> Found:

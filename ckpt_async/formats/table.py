@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckpt_async.formats import olmo_files
-from ckpt_async.formats.dcp_files import named_in
+from ckpt_async.formats.dcp_files import DISTCP, METADATA, is_dcp, named_in
 from ckpt_async.formats.found import (
-    METADATA,
     Found,
     Rules,
     join,
@@ -23,10 +22,20 @@ from ckpt_async.formats.found import (
     step_folder,
     step_named,
 )
-from ckpt_async.formats.ranks import DISTCP, lacking, rank_of_file, with_ranks
+from ckpt_async.formats.ranks import lacking, rank_of_file, with_ranks
 from ckpt_async.formats.tree import Tree
 
-MAX_JSON_BYTES = 1 << 26
+# As JSON in memory it takes thirty times as much.
+MAX_JSON_BYTES, MAX_MARK_BYTES = 1 << 26, 1 << 20
+# What there is to ask for where nothing can be listed: OLMo's unsharded files, and the marks of OLMo, OLMo-core and
+# DCP; folders that may have a `.metadata`, which names the files beside it; the file of a rank; Composer's pointers.
+ASKED_FILES = (
+    *("config.yaml", "model.pt", "optim.pt", "train.pt", "model.safetensors", "optim.safetensors"),
+    *(".metadata.json", "config.json", "meta.pt"),
+)
+ASKED_FOLDERS = ("", "model_and_optim/", "model/", "optim/")
+ASKED_OF_RANK = "train/rank{rank}.pt"
+ASKED_POINTERS = ("latest-rank0.pt.symlink", "latest-rank0.symlink")
 # Suffixes of files with tensors or states in them.
 TENSORS = re.compile(r".*\.(?:pt|pth|bin|safetensors|ckpt|distcp|pkl|npz|msgpack|h5)")
 _NONE = re.compile(r"(?!)")
@@ -35,7 +44,8 @@ _TRANSFORMERS_STATE = re.compile(
     r"(?:model|pytorch_model|adapter_model).*\.(?:safetensors|bin)|(?:optimizer|scheduler|scaler)\.pt"
     r"|rng_state.*\.pth|training_args\.bin|global_step[0-9]+/.*\.pt"
 )
-_FSDP_PART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
+# Parts that accelerate writes before its marker: of FSDP's sharded states, and DeepSpeed's.
+_PART = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+|pytorch_model(?:_[0-9]+)?")
 _OLMO = re.compile(r"step([0-9]{1,12})(-unsharded)?(-tmp)?")
 _OLMO_DCP = "model_and_optim"
 _OLMO_STATE = re.compile(r"(?:model|optim)\.(?:pt|safetensors)|rank[0-9]+\.pt")
@@ -90,7 +100,7 @@ def _check_orbax(tree: Tree, found: Found, _: Rules) -> Found:
     if not {*found.inner} - {_ORBAX_COMMIT, _ORBAX_METADATA}:
         return replace(found, reason="only its marker is there")
     metadata = join(found.path, _ORBAX_METADATA)
-    told = _json(tree, metadata) if metadata in tree.files else {}
+    told = _json(tree, metadata, MAX_MARK_BYTES) if metadata in tree.files else {}
     if told is None:
         return replace(
             found, reason=f"its {_ORBAX_METADATA} is truncated or still being written", is_begun=True
@@ -148,8 +158,8 @@ def _nemo(tree: Tree, folder: str) -> Found | None:
 
 def _check_nemo(tree: Tree, found: Found, _: Rules) -> Found:
     """The `context` is not always saved."""
-    context = ["context/io.json"] if "context" in tree.parts(found.path) else []
-    return lacking(found, [*context, *_core_files(tree, found, "weights/")])
+    found = lacking(found, ["context/io.json"] if "context" in tree.parts(found.path) else [])
+    return _with_core(tree, found, "weights/")
 
 
 def _olmo(tree: Tree, folder: str) -> Found | None:
@@ -159,16 +169,17 @@ def _olmo(tree: Tree, folder: str) -> Found | None:
     """
     name, names, parts = last(folder) or tree.root, tree.names(folder), tree.parts(folder)
     match = _OLMO.fullmatch(name)
-    is_dcp = METADATA in tree.names(join(folder, _OLMO_DCP))
+    is_dcp_part = METADATA in tree.names(join(folder, _OLMO_DCP))
     if name.endswith("-tmp") and (match or ".metadata.json" in names):
         return of_folder(tree, "olmo", folder, begun="it was never renamed into place")
     if ".metadata.json" in names:
         return of_folder(tree, "olmo-core", folder, join(folder, ".metadata.json"))
     has_state = any(map(_OLMO_STATE.fullmatch, names)) or parts & {"model", "train", _OLMO_DCP}
+    has_state = has_state or not any(last(each) == METADATA for each in tree.below(folder))
     if match and "config.yaml" in names and has_state:
         return of_folder(tree, "olmo", folder, join(folder, "config.yaml"))
-    is_begun = parts & {_OLMO_DCP, "train"} or any(rank_of_file(each) is not None for each in names)
-    if is_dcp or (match and is_begun and METADATA not in names):
+    has_ranks = METADATA not in names and any(rank_of_file(each) is not None for each in names)
+    if is_dcp_part or (match and (has_ranks or parts & {_OLMO_DCP, "train"})):
         begun = "it has neither .metadata.json nor config.yaml, which OLMo-core and OLMo write last"
         return of_folder(tree, "olmo-core", folder, begun=begun)
     return None
@@ -198,7 +209,7 @@ def _transformers(tree: Tree, folder: str) -> Found | None:
         return of_folder(tree, "transformers", folder, join(folder, "trainer_state.json"))
     is_other = METADATA in names or any(each.startswith("random_states_") for each in names)
     is_begun = any(map(_TRANSFORMERS_STATE.fullmatch, names)) or any(
-        _FSDP_PART.fullmatch(each) or each.startswith("global_step") for each in parts
+        _PART.fullmatch(each) or each.startswith("global_step") for each in parts
     )
     begun = "it has no trainer_state.json, which is written last"
     return of_folder(tree, "transformers", folder, begun=begun) if is_begun and not is_other else None
@@ -229,9 +240,7 @@ def _accelerate(tree: Tree, folder: str) -> Found | None:
     names = tree.names(folder)
     if "random_states_0.pkl" in names and folder:
         return of_folder(tree, "accelerate", folder, join(folder, "random_states_0.pkl"))
-    if not folder or not (
-        any(map(_FSDP_PART.fullmatch, tree.parts(folder))) or "random_states_1.pkl" in names
-    ):
+    if not folder or not (any(map(_PART.fullmatch, tree.parts(folder))) or "random_states_1.pkl" in names):
         return None
     return of_folder(
         tree, "accelerate", folder, begun="it has no random_states_0.pkl, which rank 0 writes last"
@@ -261,7 +270,9 @@ def _megatron(tree: Tree, folder: str) -> Found | None:
 def _check_megatron(tree: Tree, found: Found, rules: Rules) -> Found:
     match, told = _MEGATRON.fullmatch(last(found.path)), tree.text(found.mark).strip()
     is_core = METADATA in tree.names(found.path)
-    found = lacking(replace(found, names_its_files=is_core), _core_files(tree, found))
+    found = _with_core(tree, replace(found, names_its_files=is_core))
+    if found.reason:
+        return found
     if not re.fullmatch("[0-9]{1,12}|release", told):
         return replace(found, reason=f"{_MEGATRON_TRACKER} is incomplete or invalid")
     if match and told.isdecimal() and int(told) == int(match[1]):
@@ -351,9 +362,9 @@ def _parts(tree: Tree, folder: str) -> Found | None:
     One of them, alone, is the checkpoint of that step, together with what lies beside it. Of several, or with tensors
     beside it, each is a part, and nothing tells when all are there.
     """
-    if not folder or step_named(last(folder)) is None or _is_dcp(tree, folder):
+    if not folder or step_named(last(folder)) is None or is_dcp(tree, folder):
         return None
-    parts = [each for each in tree.folders_below(folder)[1:] if _is_dcp(tree, each)]
+    parts = [each for each in tree.folders_below(folder)[1:] if is_dcp(tree, each)]
     outermost = [each for each in parts if not any(each.startswith(f"{other}/") for other in parts)]
     if not outermost or any(step_folder(each) != folder for each in outermost):
         return None
@@ -384,14 +395,9 @@ def glob_of(path: str) -> str:
     return re.sub(r"[0-9]+(?:\.[0-9]+)*", "*", path)
 
 
-def _is_dcp(tree: Tree, folder: str) -> bool:
-    names = tree.names(folder)
-    return METADATA in names or any(map(DISTCP.fullmatch, names))
-
-
 def _dcp(tree: Tree, folder: str) -> Found | None:
     """Recognise DCP: `.metadata`, which is written last and renamed, and every file that it names."""
-    if not _is_dcp(tree, folder):
+    if not is_dcp(tree, folder):
         return None
     is_marked = METADATA in tree.names(folder)
     begun = "" if is_marked else "it has no .metadata, which is written last"
@@ -410,17 +416,11 @@ def _check_dcp(tree: Tree, found: Found, _: Rules) -> Found:
         lacks = {part for each in steps for part in _shape(tree, each)} - _shape(tree, found.path)
         reason = f"it has no {min(lacks)}, which other steps beside it have" if lacks else ""
         return replace(found, is_waiting=not reason, reason=reason)
-    names = tree.names(found.path)
     if not found.path and not isinstance(named := named_in(tree, found.mark), str):
         found = replace(found, files=tuple(sorted({*found.files, *(named.keys() & tree.files.keys())})))
-    core = _core_files(tree, found)
-    if "common.pt" in names and "metadata.json" not in names:
-        return replace(
-            found, reason="it has no metadata.json, which megatron-core writes last", is_begun=True
-        )
-    if not core and "common.pt" not in names:
-        return found
-    return lacking(replace(found, mark=join(found.path, "metadata.json")), core)
+    found = _with_core(tree, found)
+    is_core = "common.pt" in found.inner or bool(found.missing)
+    return replace(found, mark=join(found.path, "metadata.json")) if is_core and not found.reason else found
 
 
 def _shape(tree: Tree, folder: str) -> set[str]:
@@ -429,16 +429,23 @@ def _shape(tree: Tree, folder: str) -> set[str]:
     return {glob_of(each.partition("/")[0]) for each in inner}
 
 
-def _core_files(tree: Tree, found: Found, part: str = "") -> list[str]:
-    """Return the files of megatron-core that `.metadata` does not name. A rotation may have begun with them."""
-    core = tree.text(join(found.path, f"{part}metadata.json"), MAX_JSON_BYTES)
-    return [f"{part}common.pt"] if '"sharded_backend"' in core else []
+def _with_core(tree: Tree, found: Found, part: str = "") -> Found:
+    """Return `found` with what it lacks of megatron-core's files that `.metadata` does not name: `common.pt`, and
+    `metadata.json`, which is written after `.metadata`. A rotation may have begun with either.
+    """
+    common, core = f"{part}common.pt", f"{part}metadata.json"
+    if common in found.inner and core not in found.inner:
+        return replace(found, reason=f"it has no {core}, which megatron-core writes last", is_begun=True)
+    if core in found.inner and not tree.is_json(join(found.path, core)):
+        return replace(found, reason=f"{core} is truncated or still being written")
+    is_core = '"sharded_backend"' in tree.text(join(found.path, core), MAX_JSON_BYTES)
+    return lacking(found, [common] if is_core else [])
 
 
-def _json(tree: Tree, path: str) -> dict[str, object] | None:
+def _json(tree: Tree, path: str, most_bytes: int = MAX_JSON_BYTES) -> dict[str, object] | None:
     """Return the object in a file; None if it is truncated."""
     try:
-        told = json.loads(tree.whole(path, MAX_JSON_BYTES))
+        told = json.loads(tree.whole(path, most_bytes))
         return told if isinstance(told, dict) else {}
     except (ValueError, RecursionError):
         return None
@@ -465,6 +472,8 @@ def _recognise_index(tree: Tree, folder: str) -> Found | None:
 
 
 def _check_index(tree: Tree, found: Found, _: Rules) -> Found:
+    if not found.mark:
+        return found  # a single file
     if not (named := _named_by_index(tree, found, found.mark)):
         return replace(found, reason=f"{found.mark} is truncated or still being written")
     if beside := sorted(each for each in {*found.inner} - named if TENSORS.fullmatch(each)):
@@ -499,7 +508,7 @@ FOLDERS: dict[str, Format] = {
     "nemo": Format(_nemo, _check_nemo, is_renamed=True, is_named=True),
     "parts": Format(_parts),
     "dcp": Format(_dcp, _check_dcp, anew=_NONE, is_named=True),
-    "safetensors-file": Format(_recognise_index, _check_index, anew=_NONE, is_named=True),
+    "safetensors-file": Format(_recognise_index, _check_index, is_named=True),
 }
 TABLE: dict[str, Format] = {
     **FOLDERS,
@@ -512,6 +521,8 @@ TABLE: dict[str, Format] = {
     "done": Format(is_renamed=True),
     "pattern": Format(is_renamed=True),
 }
+# What has no marker but its name, and its end.
+PLAIN_FORMATS = frozenset({"torch-file", "safetensors-file"})
 FORMATS = tuple(each for each in TABLE if each not in ("parts", "done", "pattern"))
 
 

@@ -55,9 +55,9 @@ class Tree:
     # Unfinished downloads, by the folder they are written to.
     fetching: Mapping[str, str] = field(default_factory=dict)
     born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 if unknown
-    _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict)
-    _sorted: list[str] = field(default_factory=list)
-    _all_folders: list[str] = field(default_factory=list)
+    _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict, init=False)
+    _sorted: list[str] = field(default_factory=list, init=False)
+    _all_folders: list[str] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._sorted.extend(sorted(self.files))

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from ckpt_async.formats import rank_of_file
 
-# How frameworks put a rank into the names of the files that each rank writes: DCP; transformers; accelerate,
-# and its FSDP; DeepSpeed; torch_xla, OLMo; OLMo-core 0.1. A file without a rank in its name is rank 0's.
-_RANK = re.compile(
-    r"__(\d+)_.*"
-    r"|rng_state_(\d+)\.pth"
-    r"|random_states_(\d+)\.pkl"
-    r"|(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin"
-    r"|(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_.*"
-    r"|rank(\d+)(?:-of-\d+-.*|\.pt)"
-    r"|rank_(\d+)\.safetensors"
-)
+logger = logging.getLogger(__name__)
 
 
 def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) -> list[str]:
@@ -34,8 +23,7 @@ def files_of_rank(folder: str | os.PathLike[str], rank: int, world_size: int) ->
     found = []
     for here, _, names in os.walk(folder):
         for name in names:
-            match = _RANK.fullmatch(name)
-            owner = int(next(filter(None, match.groups()))) if match else 0
+            owner = rank_of_file(name) or 0
             path = (Path(here) / name).relative_to(folder).as_posix()
             if owner == rank:
                 found.append(path)

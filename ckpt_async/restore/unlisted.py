@@ -7,27 +7,18 @@ from collections.abc import Iterable
 from ckpt_async.core import keys
 from ckpt_async.errors import (
     FailureReason,
-    InvalidRecordError,
     ObjectNotFoundError,
     StoreError,
     UnsafePickleError,
 )
 from ckpt_async.formats.dcp_files import MAX_METADATA_BYTES, named_files
+from ckpt_async.formats.table import ASKED_FILES, ASKED_FOLDERS, ASKED_OF_RANK, ASKED_POINTERS
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.session import Session
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.together import all_or_none
 
-# OLMo's unsharded files, and the marker files of OLMo, OLMo-core and DCP.
-_FILES = (
-    *("config.yaml", "model.pt", "optim.pt", "train.pt", "model.safetensors", "optim.safetensors"),
-    *(".metadata.json", "config.json", "meta.pt"),
-)
-# Folders that may have a `.metadata`, which names the files beside it.
-_FOLDERS = ("", "model_and_optim/", "model/", "optim/")
-_RANK_FILE = "train/rank{rank}.pt"
-_POINTERS = ("latest-rank0.pt.symlink", "latest-rank0.symlink")
 _MAX_POINTER_BYTES = 4096
 _AT_ONCE = 16
 
@@ -42,8 +33,8 @@ async def objects_by_name(opened: Session, step: int | None) -> dict[str, Object
     roots = [""] if step is None else [f"step{step}-unsharded/", f"step{step}/", f"step-{step}/", ""]
     found: dict[str, ObjectInfo] = {}
     for root in roots:
-        found |= await _heads(opened, [f"{root}{name}" for name in _FILES])
-        for folder in _FOLDERS:
+        found |= await _heads(opened, [f"{root}{name}" for name in ASKED_FILES])
+        for folder in ASKED_FOLDERS:
             found |= await _named_by_dcp(opened, f"{root}{folder}")
         found |= await _of_ranks(opened, root)
     found |= await _pointed(opened)
@@ -65,7 +56,7 @@ async def _named_by_dcp(opened: Session, folder: str) -> dict[str, ObjectInfo]:
     data, _ = await opened.store.get(mark, max_size_bytes=MAX_METADATA_BYTES)
     try:
         names = await in_thread(named_files, data)
-    except (UnsafePickleError, InvalidRecordError):
+    except UnsafePickleError:
         return there  # the later check of the `.metadata` reports what is wrong
     return there | await _heads(opened, [f"{folder}{name}" for name in names])
 
@@ -75,7 +66,7 @@ async def _of_ranks(opened: Session, root: str) -> dict[str, ObjectInfo]:
     found: dict[str, ObjectInfo] = {}
     ranks = range(1)  # most checkpoints have none
     while True:
-        names = [root + _RANK_FILE.format(rank=rank) for rank in ranks]
+        names = [root + ASKED_OF_RANK.format(rank=rank) for rank in ranks]
         there = await _heads(opened, names)
         found |= there
         if len(there) < len(names):
@@ -86,7 +77,7 @@ async def _of_ranks(opened: Session, root: str) -> dict[str, ObjectInfo]:
 async def _pointed(opened: Session) -> dict[str, ObjectInfo]:
     found: dict[str, ObjectInfo] = {}
     root = keys.path_in(opened.remote)
-    for pointer in (await _heads(opened, _POINTERS)).values():
+    for pointer in (await _heads(opened, ASKED_POINTERS)).values():
         there = await read(opened.store, pointer.key, max_size_bytes=_MAX_POINTER_BYTES)
         target = there[0].decode("utf-8", "replace").strip() if there else ""
         targets = await _heads(opened, {target.removeprefix(f"{root}/"), target} - {""})

@@ -35,10 +35,10 @@ from ckpt_async.errors import (
 from ckpt_async.formats.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
+    METADATA,
     flashpoint_is_optimised,
 )
 from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
-from ckpt_async.restore.checkpoint import METADATA
 from ckpt_async.restore.session import MAX_CONCURRENT_READS, unreliable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch import flashpoint

@@ -30,9 +30,9 @@ from ckpt_async.core.boundary import Boundary, Checkpoints
 from ckpt_async.core.model import Beat, CheckpointId, Checksum, Claim, Damage, Generation, Lease, Target
 from ckpt_async.core.pickled import Rules
 from ckpt_async.errors import CkptAsyncError
+from ckpt_async.formats import Identity, Tree, find
 from ckpt_async.formats.dcp_files import named_files, named_tensors
 from ckpt_async.local import journals
-from ckpt_async.restore.foreign import recognise
 from ckpt_async.restore.objects import pointed
 from ckpt_async.runners import wire
 from ckpt_async.torch.unpickle import load_metadata
@@ -131,7 +131,8 @@ def _of_a_run(tmp_path: Path) -> Iterator[tuple[str, Decoder]]:
 def _listed(data: bytes) -> object:
     names = [each[:1024] for each in data.decode(errors="replace").split("\n")]  # no store has longer ones
     parsers = [each for name, each in vars(keys).items() if name.startswith("parse_")]
-    return recognise(names, {}), [[parse(name) for parse in parsers] for name in names]
+    tree = Tree({name: Identity(0, 1, 0) for name in names if name}, lambda *_: b"x")
+    return find(tree), [[parse(name) for parse in parsers] for name in names]
 
 
 def _others() -> Iterator[tuple[str, Decoder]]:

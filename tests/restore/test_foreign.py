@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ckpt_async import restore
 from ckpt_async.errors import InvalidNameError, UnsafePickleError
+from ckpt_async.formats import Found, Identity, Rules, Tree, recognise
 from ckpt_async.formats.dcp_files import named_files
-from ckpt_async.restore.foreign import Found, recognise
 from tests.dcp_metadata import metadata_of
 from tests.restore.runs import Run, left_in
 
@@ -29,17 +29,17 @@ def _put(run: Run, *names: str, **contents: bytes) -> None:
 
 
 def _data(name: str, names: Collection[str]) -> bytes:
-    """Return a file's content: its name or, for a `.metadata`, metadata that names the files beside it."""
+    """Return a file's content: its name or, for a `.metadata`, metadata that names the files beside it; for a marker of
+    Orbax, that all was committed.
+    """
     folder, _, last = name.rpartition("/")
+    if last == "_CHECKPOINT_METADATA":
+        return b'{"commit_timestamp_nsecs": %s}' % (b"null" if folder == "30" else b"2")
     if last != ".metadata":
         return name.encode()
     return metadata_of(
         {each.rpartition("/")[2]: 5 for each in names if each.rpartition("/")[0] == folder != each}
     )
-
-
-def _found(names: list[str], pointers: dict[str, str] | None = None) -> list[tuple[str, int, str, bool]]:
-    return [(each.format, each.step, each.path, not each.reason) for each in recognise(names, pointers or {})]
 
 
 LAYOUTS = {
@@ -56,7 +56,12 @@ LAYOUTS = {
         ("olmo", 20, "step20-unsharded"),
     ),
     "olmo both": (
-        ["step20-unsharded/config.yaml", "step20/config.yaml", "step20/rank0.pt", "step9/config.yaml"],
+        [
+            "step20-unsharded/config.yaml",
+            "step20-unsharded/model.pt",
+            "step20/config.yaml",
+            "step20/rank0.pt",
+        ],
         ("olmo", 20, "step20"),
     ),
     "olmo-core": (
@@ -98,7 +103,7 @@ LAYOUTS = {
     ),
     "lightning with FSDP": (
         ["e=1-step=20-v1.ckpt/.metadata", "e=1-step=20-v1.ckpt/meta.pt", "e=2-step=30.ckpt/.metadata"],
-        ("dcp", 20, "e=1-step=20-v1.ckpt"),
+        ("lightning", 20, "e=1-step=20-v1.ckpt"),
     ),
     "composer file": (
         ["ckpts/ep1-ba20-rank0.pt", "ckpts/ep1-ba9-rank0.pt"],
@@ -137,15 +142,6 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_are_recognised(layout: str) -> None:
-    """The newest complete checkpoint comes first; an unfinished one never counts as complete, whatever it contains."""
-    names, (tool, step, path) = LAYOUTS[layout]
-    complete = [each for each in _found(names) if each[3]]
-    assert complete[0] == (tool, step, path, True)
-    assert all(each[1] <= 20 for each in complete)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -> None:
     names, (tool, step, path) = LAYOUTS[layout]
     _put(run_, *names)
@@ -167,7 +163,7 @@ def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -
 def test_composer_pointers_are_followed(run_: Run, what: str) -> None:
     """The pointer holds an object name without the bucket, so it is relative to a place that we do not know."""
     root = run_.url.removeprefix("file:///")
-    _put(run_, "ep1-ba20/__0_0.distcp", "batch30-rank0.pt")
+    _put(run_, "ep1-ba20/__0_0.distcp", "ep1-ba20/.metadata", "batch30-rank0.pt")
     target = {
         "a file": f"{root}/batch30-rank0.pt",
         "a folder": "ep1-ba20",
@@ -181,8 +177,7 @@ def test_composer_pointers_are_followed(run_: Run, what: str) -> None:
     found = (checkpoint.format, checkpoint.step, checkpoint.name) if checkpoint else None
     assert found == {
         "a file": ("composer", 30, "batch30-rank0.pt"),
-        "a folder": ("composer", 20, "ep1-ba20"),
-    }.get(what)
+    }.get(what, ("dcp", 20, "ep1-ba20"))
 
 
 def _of_ranks(stem: str, count: int, suffix: str) -> list[str]:
@@ -322,7 +317,7 @@ def test_a_world_size_that_is_none_is_refused(run_: Run, world_size: Any) -> Non
 @pytest.mark.parametrize("name", ["a b", "a\\b", "\u00e9", "x" * 201, "new\nline"])
 def test_hostile_names_are_refused(run_: Run, name: str) -> None:
     """An older checkpoint is used and the reason reported; if there is none, it is not a fresh start."""
-    _put(run_, "step20/config.yaml", f"step20/{name}")
+    _put(run_, "step20/config.yaml", "step20/model.pt", f"step20/{name}")
     with pytest.raises(restore.NoUsableCheckpointError, match="step20"):
         restore.find(run_.url)
     _put(run_, "step10/config.yaml", "step10/model.pt")
@@ -334,39 +329,39 @@ def test_hostile_names_are_refused(run_: Run, name: str) -> None:
 
 def test_an_unreadable_foreign_checkpoint_falls_back(run_: Run, tmp_path: Path) -> None:
     """The unreadable checkpoint must not be tried again forever."""
-    _put(run_, "step20/config.yaml", "step20/a.pt", "step10/config.yaml", "step10/a.pt")
+    _put(run_, "step20/config.yaml", "step20/model.pt", "step10/config.yaml", "step10/model.pt")
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
-    gone = Path(run_.url.removeprefix("file://")) / "step20" / "a.pt"
+    gone = Path(run_.url.removeprefix("file://")) / "step20" / "model.pt"
     gone.unlink()
     with pytest.raises(restore.DamagedCheckpointError):
         restore.fetch(checkpoint, tmp_path / "there")
-    second = restore.find(run_.url, passing_over={checkpoint.id: "it has no a.pt"})
+    second = restore.find(run_.url, passing_over={checkpoint.id: "it has no model.pt"})
     assert second is not None
-    assert (second.step, [each.reason for each in second.rejected]) == (10, ["it has no a.pt"])
+    assert (second.step, [each.reason for each in second.rejected]) == (10, ["it has no model.pt"])
     assert not (gone.parent.parent / ".ckpt-async" / "damaged").exists()
 
 
 def test_the_last_one_that_cannot_be_read_says_why(run_: Run, tmp_path: Path) -> None:
     """The reason must be more than that its caller, which is `fetch_latest` itself, could not use it."""
-    _put(run_, "step20/config.yaml", "step20/a.pt")
+    _put(run_, "step20/config.yaml", "step20/model.pt")
 
     def lose(_: object) -> Path:
-        (Path(run_.url.removeprefix("file://")) / "step20" / "a.pt").unlink(missing_ok=True)
+        (Path(run_.url.removeprefix("file://")) / "step20" / "model.pt").unlink(missing_ok=True)
         return tmp_path / "there"
 
-    with pytest.raises(restore.NoUsableCheckpointError, match=r"a\.pt"):
+    with pytest.raises(restore.NoUsableCheckpointError, match=r"model\.pt"):
         restore.fetch_latest(run_.url, lose)
 
 
 def test_a_local_file_of_the_same_size_is_not_used(run_: Run, tmp_path: Path) -> None:
     """Without a checksum, the file cannot be told from another step's."""
-    _put(run_, "step20/config.yaml", **{"step20/a.pt": b"right"})
-    (tmp_path / "a.pt").write_bytes(b"wrong")
+    _put(run_, "step20/config.yaml", **{"step20/model.pt": b"right"})
+    (tmp_path / "model.pt").write_bytes(b"wrong")
     checkpoint = restore.find(run_.url)
     assert checkpoint is not None
     report = restore.fetch(checkpoint, tmp_path / "there", folder=tmp_path)
-    assert report.paths["a.pt"].read_bytes() == b"right"
+    assert report.paths["model.pt"].read_bytes() == b"right"
 
 
 BROKEN = {
@@ -409,9 +404,9 @@ BROKEN = {
         "step-20_ckpt/src0.distcp",
         None,
     ),
-    "ml-flashpoint, only what is for all": (
-        ["step-20_ckpt/.metadata", "step-20_ckpt/common.pt"],
-        "step-20_ckpt/.metadata",
+    "ml-flashpoint, what is for all": (
+        ["step-20_ckpt/.metadata", "step-20_ckpt/src0.distcp", "step-20_ckpt/common.pt"],
+        "step-20_ckpt/common.pt",
         None,
     ),
     "olmo unsharded, no model": (
@@ -486,7 +481,6 @@ def test_a_marker_without_all_its_files_is_damage(run_: Run, broken: str) -> Non
         ["step30/train/rank0.pt", "step30/model/.metadata"],
         ["step30/train/rank0.pt", "step30/.metadata"],
         ["step30/rank0.pt", "step30/rank1.pt"],
-        ["step30/model.pt"],
         ["step30-tmp/config.yaml", "step30-tmp/model_and_optim/.metadata"],
         ["final/model_and_optim/.metadata", "final/train/rank0.pt"],
         ["checkpoint-30/pytorch_model_fsdp_0/.metadata", "checkpoint-30/pytorch_model_fsdp_0/__0_0.distcp"],
@@ -600,32 +594,23 @@ def test_a_real_dcp_checkpoint_is_found_and_fetched(run_: Run, tmp_path: Path) -
 parts = st.sampled_from(
     "step20 step20-unsharded step-20_ckpt step-20_ckpt__0__unfinished 20 default_30 a config.yaml .metadata"
     " .metadata.json commit_success.txt _CHECKPOINT_METADATA ep1-ba20-rank0.pt ep1-ba20-rank1.pt x.symlink"
-    " 20.orbax-checkpoint-tmp-1 .. \u00e9".split()
+    " 20.orbax-checkpoint-tmp-1 mp_rank_00 step7.pt model.pt __0_0.distcp latest .. \u00e9".split()
 )
 listings = st.lists(st.lists(parts, min_size=1, max_size=4).map("/".join), max_size=20)
 
 
-@given(listings, st.dictionaries(st.just("x.symlink"), listings.flatmap(lambda _: parts)), st.randoms())
-def test_recognition_is_ordered_disjoint_and_independent_of_listing_order(
-    names: list[str], pointers: dict[str, str], chance: Any
-) -> None:
-    """Every path found exists, none lies inside another, the newest comes first, and the
-    order of the listing is irrelevant.
-    """
-    found = recognise(names, pointers)
+@given(listings, st.randoms())
+def test_recognition_is_disjoint_and_independent_of_listing_order(names: list[str], chance: Any) -> None:
+    """Every file found exists and is in one checkpoint only, and the order of the listing is irrelevant."""
+
+    def recognised(names: list[str]) -> list[Found]:
+        files = {name: Identity(0, 1, 0) for name in names}
+        return recognise(Tree(files, lambda *_: b"x"), Rules(is_store=True))
+
+    found = recognised(names)
     shuffled = names[:]
     chance.shuffle(shuffled)
-    assert recognise(shuffled, pointers) == found
-    assert [each.step for each in found] == sorted((each.step for each in found), reverse=True)
-    marked = [each.path for each in found if each.format != "composer"]
-    for each in found:
-        assert isinstance(each, Found)
-        is_there = each.path in names or any(name.startswith(f"{each.path}/") for name in names)
-        is_there = is_there or (each.by_rank != () and {*each.by_rank} <= {*names})
-        assert is_there or (each.path == "" and names)
-        if each.format != "composer":
-            assert not any(each.path.startswith(f"{other}/") for other in marked)
-        if each.format == "ml-flashpoint":
-            mark = f"{each.path}__0__unfinished"
-            is_marked = any(name == mark or name.startswith(f"{mark}/") for name in names)
-            assert bool(each.reason) == is_marked
+    assert recognised(shuffled) == found
+    files = [path for each in found for path in each.files]
+    assert {*files} <= {*names}
+    assert len(files) == len({*files})
