@@ -30,7 +30,7 @@ from ckpt_async.stores import folder_of, parse_url
 from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.telling import Incomplete, Report, Told
+from ckpt_async.watch.telling import Report, Told
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
@@ -360,7 +360,7 @@ def _tell(options: argparse.Namespace, told: Told) -> None:
         "there": "is already in the store",
         "refused": f"REFUSED: {told.reason}",
         "changed": f"CHANGED: {told.reason}",
-        "incomplete": Incomplete(told.reason, told.has_changed_since).text,
+        "incomplete": f"is not complete: {told.reason}",
     }[told.event]
     # With `run`, stdout belongs to the command.
     is_ours = options.command == "watch" and not is_problem
@@ -386,7 +386,7 @@ def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:
         return code
     if is_once or not report.stood_by:
         for path, why in report.incomplete.items():
-            _say_at_the_end(options, f"{path}: {why.text}")
+            _say_at_the_end(options, f"{path}: is not complete: {why}")
         for path in report.unfinished:
             _say_at_the_end(options, f"{path}: is not committed yet; the next launch will finish it")
         for reason in report.unknown.values():
@@ -419,8 +419,7 @@ def _json(report: Report, code: Exit) -> Json:
         "committed": report.num_committed,
         "there": report.num_there,
         "refused": dict(report.refused),
-        "incomplete": {path: why.reason for path, why in report.incomplete.items()},
-        "changed_since": [path for path, why in report.incomplete.items() if why.has_changed_since],
+        "incomplete": dict(report.incomplete),
         "unfinished": list(report.unfinished),
         "not_taken": dict(report.unknown),
         "stood_by": report.stood_by,

@@ -137,7 +137,7 @@ def _set(
 
 def check_files(tree: Tree, found: Found, rules: Rules) -> Found:
     """Return `found`, with a reason if a file cannot be torch's (safetensors are checked like those in folders)."""
-    for path in () if rules.is_store or found.reason else found.files:
+    for path in () if rules.is_store or found.reason or found.is_folder else found.files:
         if path.endswith((".pt", ".pth", ".ckpt")) and tree.read(path, 0, 2) != b"PK":
             return replace(found, reason=f"{path} is not a torch.save zip file yet")
     return found

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.core import keys
-from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.formats import Identity, Tree
+from ckpt_async.restore.destination import PARTIAL_FOLDER
 
 # Folders that no trainer writes checkpoints to: hidden ones, and Python's.
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.units import named
+from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
 from ckpt_async.monitor.status import CheckpointStatus
@@ -65,16 +65,19 @@ class Earlier:
         return is_ours and now is not None and now.state in ("uploading", "waiting") and not now.is_delivered
 
 
-def tell_of_lost(entries: Entries, remote: Remote) -> None:
-    """Log what the store has lost since it was committed. It is not sent again: somebody may have deleted it."""
+def refuse_lost(entries: Entries, remote: Remote) -> None:
+    """Refuse what the store has lost since it was committed: somebody may have deleted it, so it is not sent again."""
     committed = [each for each in entries.all.values() if each.state is State.COMMITTED and each.generation]
-    lost = {*remote.lost({CheckpointId(each.generation, each.step) for each in committed})} if committed else ()
-    if gone := sorted(each.step for each in committed if CheckpointId(each.generation, each.step) in lost):
-        logger.error(
-            "commit_lost: the store has lost %s: it was wiped or put back, or a rule of the bucket deletes objects; to"
-            " upload what the folder still has, delete %s",
-            *(named("step", gone), entries.place),
+    lost = (
+        {*remote.lost({CheckpointId(each.generation, each.step) for each in committed})} if committed else ()
+    )
+    for entry in (each for each in committed if CheckpointId(each.generation, each.step) in lost):
+        reason = (
+            "it was committed, and the store has lost it: it was wiped or put back, or a rule of the bucket deletes"
+            f" objects. To upload it again, delete {entries.place}"
         )
+        logger.error("commit_lost path=%s step=%d: %s", entry.path, entry.step, reason)
+        entries.settle(entry, State.REFUSED, reason, Refusal.GIVEN_UP)
 
 
 def release_followed(entries: Entries) -> None:

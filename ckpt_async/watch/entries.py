@@ -24,8 +24,8 @@ from ckpt_async import private
 from ckpt_async.core.model import without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
-from ckpt_async.local.durable import write_durably
 from ckpt_async.formats import Found, Identity, Tree
+from ckpt_async.local.durable import write_durably
 from ckpt_async.watch.disk import identity_of
 from ckpt_async.watch.room import Room
 
@@ -144,7 +144,10 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
 
 
 class VanishedError(Exception):
-    """A file disappeared or changed while it was being linked; the next look decides. `gone`: the path of a removed one."""
+    """A file disappeared or changed while it was being linked; the next look decides.
+
+    `gone` is the path of a removed one.
+    """
 
     def __init__(self, message: str, gone: str = "") -> None:
         super().__init__(message)

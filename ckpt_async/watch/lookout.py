@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from ckpt_async.core.refusal import Refusal
@@ -17,7 +17,7 @@ from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry
 from ckpt_async.watch.meanwhile import attend, begin
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.room import Room, held_only_by
-from ckpt_async.watch.telling import Incomplete, Teller
+from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class _Unwhole:
 class _Lacking:
     found: Found
     mark: Identity
-    why: Incomplete
+    why: str
     is_mixed: bool = False
 
 
@@ -72,7 +72,9 @@ class Lookout:
         self._teller, self._waker = teller, waker
         self._disk = Disk(options.folder)
         self._began_ns, self._has_looked = time.time_ns(), False
-        self._first: Mapping[str, Identity] | None = None  # plain files that were there before; None: not looked yet
+        self._first: Mapping[str, Identity] | None = (
+            None  # plain files that were there before; None: not looked yet
+        )
         # By path: with its mark, and incomplete all the same; and those of which a file was seen to be deleted.
         self._lacking: dict[str, _Lacking] = {}
         self._torn: dict[str, tuple[Identity | None, str]] = {}
@@ -110,7 +112,9 @@ class Lookout:
         self._teller.incomplete, self.num_left = {}, 0
         self._teller.pass_over(self.tree.unreadable)
         files = self.tree.files
-        self._unwhole = {path: each for path, each in self._unwhole.items() if files.get(path) == each.version}
+        self._unwhole = {
+            path: each for path, each in self._unwhole.items() if files.get(path) == each.version
+        }
         candidates = self._wanted(find(self.tree, self._options.rules))
         late: dict[tuple[int, str], Entry] = {}
         for found in map(self._untorn, candidates):
@@ -171,11 +175,7 @@ class Lookout:
         entries = self._entries.of_path(found.path)
         if any(each.state is State.STAGED for each in entries):
             return  # it was complete, and is sent as it was then
-        committed = (each for each in entries if each.state is State.COMMITTED and each.step == found.step)
-        has_some = any(
-            self.tree.files.get(path) == was for each in committed for path, was in each.files.items()
-        )
-        why = Incomplete(verdict.reason, has_changed_since=has_some)
+        why = verdict.reason
         self._teller.incomplete[found.path or "."] = why
         if found.mark in self.tree.files:
             mark = self.tree.files[found.mark]
@@ -195,8 +195,7 @@ class Lookout:
             if is_taken or path not in there:
                 del self._lacking[path]
             if not is_taken and path not in there:
-                removed = replace(each.why, reason=f"{each.why.reason}; it has been removed")
-                self._teller.tell_incomplete(each.found, removed, is_finished=True)
+                self._teller.tell_incomplete(each.found, f"{each.why}; it has been removed", is_finished=True)
         for path in self._torn.keys() - there:
             del self._torn[path]
 
@@ -207,9 +206,12 @@ class Lookout:
         for (number, path), since in self._late_since.items():
             entry = late[number, path]
             what = "was written again" if path in entry.files else "appeared"
-            self._late[number] = entry, (
-                f"{path} {what} after the checkpoint was handed in, and is not in the committed checkpoint: raise"
-                " --settle-s, or have the trainer write a marker file last and give its name with --done"
+            self._late[number] = (
+                entry,
+                (
+                    f"{path} {what} after the checkpoint was handed in, and is not in the committed checkpoint: raise"
+                    " --settle-s, or have the trainer write a marker file last and give its name with --done"
+                ),
             )
             if now - since >= LATE_S:
                 self._teller.leave_out(*self._late.pop(number))
@@ -243,9 +245,13 @@ class Lookout:
         """Report what is left out of a checkpoint, which loses nothing but must not happen silently."""
         if found.of_other_ranks:
             some = few(found.of_other_ranks)
-            self._teller.say("ranks_left_out", some, f"{some}: not named by the marker of {found.path}, and left out")
+            self._teller.say(
+                "ranks_left_out", some, f"{some}: not named by the marker of {found.path}, and left out"
+            )
         for path in self.tree.special_below(found.path) if found.path and not found.is_file else ():
-            what = f"{path} is {self.tree.special[path]}, which has no content: it is left out of {found.path}"
+            what = (
+                f"{path} is {self.tree.special[path]}, which has no content: it is left out of {found.path}"
+            )
             self._teller.say("special_left_out", path, what)
 
     def end(self) -> None:
@@ -255,7 +261,7 @@ class Lookout:
         for each in self._lacking.values():
             if each.is_mixed and self.tree.files.get(each.found.mark) == each.mark:
                 self._teller.incomplete.pop(each.found.path or ".", None)
-                self._teller.refuse(each.found, Refusal.INCOMPLETE, each.why.reason)
+                self._teller.refuse(each.found, Refusal.INCOMPLETE, each.why)
         self._tell_of_unknown(self._wanted(find(self.tree, self._options.rules)), 0.0)
 
     # --- what is staged -------------------------------------------------------------------------------------
@@ -275,14 +281,18 @@ class Lookout:
         except VanishedError as error:
             self.num_left += 1
             logger.info("vanished path=%s: %s", found.path, error)
-            if error.gone in found.state_files:
+            if error.gone and (error.gone in found.state_files or not found.names_its_files):
                 self._torn[found.path] = self.tree.files.get(found.mark), f"{error.gone} was removed from it"
             return
         except OSError as error:
             self._cannot_link(found, f"it can be neither linked nor copied: {error}")
             return
         for less in self._entries.of_path(entry.path):
-            if less.state is State.STAGED and less.files.items() < entry.files.items() and not less.generation:
+            if (
+                less.state is State.STAGED
+                and less.files.items() < entry.files.items()
+                and not less.generation
+            ):
                 self._entries.drop(less)
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
 
@@ -297,12 +307,12 @@ class Lookout:
         if self._entries.all.get(entry.number) != entry or not self._entries.is_intact(entry):
             return False  # the next look decides
         if wrong:
-            logger.info("unwhole path=%s: %s", entry.path, wrong)
             before, version = self._unwhole.get(entry.path), entry.files[entry.path]
             reason = (
                 f"{entry.path} is not intact: {wrong}: it is partly overwritten, or damaged: have the trainer write it"
                 " again, or delete it"
             )
+            logger.info("unwhole path=%s: %s", entry.path, reason)
             self._unwhole[entry.path] = _Unwhole(version, reason, self._clock(), is_final=before is not None)
             self._entries.drop(entry)
             self.num_left += 1  # the next look decides about it
@@ -353,4 +363,4 @@ class Lookout:
         """Count it as left to do. If it is removed while it waits, that is reported."""
         self.num_left += 1
         if found.mark in self.tree.files:
-            self._lacking[found.path] = _Lacking(found, self.tree.files[found.mark], Incomplete(reason))
+            self._lacking[found.path] = _Lacking(found, self.tree.files[found.mark], reason)

@@ -128,9 +128,7 @@ class Nodes:
 
     def _told(self, entry: Entry, path: str) -> Version:
         was = entry.files[path]
-        return Version(
-            was.size_bytes, was.mtime_ns, sample(self._entries.staged(entry) / entry.shards[path])
-        )
+        return Version(was.size_bytes, was.mtime_ns, sample(self._entries.staged(entry) / entry.shards[path]))
 
     def _rest(self, entry: Entry, announced: Announcement) -> Entry:
         """Return the entry without the files that the announcing node sends."""
@@ -157,7 +155,10 @@ class Nodes:
             entry = self._staged(announced)
             if entry is None:
                 files = self._part(announced, tree)
-                unready, reason = self._unready(announced, files, tree), self._not_of_it(announced, files, tree)
+                unready, reason = (
+                    self._unready(announced, files, tree),
+                    self._not_of_it(announced, files, tree),
+                )
                 if unready and not reason and waited_s < WHOLE_S:
                     continue
                 if reason := reason or unready:
@@ -216,7 +217,9 @@ class Nodes:
         sent = {
             path: was
             for entry in self._entries.of_path(announced.path)
-            if entry.generation and entry.is_alive and (entry.told_ns or entry.marked_ns) != announced.marked_ns
+            if entry.generation
+            and entry.is_alive
+            and (entry.told_ns or entry.marked_ns) != announced.marked_ns
             for path, was in entry.files.items()
         }
         for path in files:
@@ -282,9 +285,7 @@ class Nodes:
                 self._entries.drop(entry)
                 logger.info("not_announced_again path=%s step=%d", entry.path, entry.step)
                 if not any(plan.stands_for(each, entry) for each in self._entries.all.values()):
-                    reason = (
-                        "no node announces it any more: the one that had its marker gave it up, or was replaced"
-                    )
+                    reason = "no node announces it any more: the one that had its marker gave it up, or was replaced"
                     refuse(entry, Refusal.INCOMPLETE, reason)
 
     def is_over(self) -> bool:

@@ -65,12 +65,12 @@ def judge(found: Found, tree: Tree, known: Collection[Entry], *, num_nodes: int)
     if found.reason:
         refusal = Refusal.UNSUPPORTED if found.is_refused else None
         return Verdict(reason=found.reason, refusal=refusal, is_waiting=found.is_waiting)
+    if reason := unsafe_name(found):
+        return Verdict(reason=reason, refusal=Refusal.UNSUPPORTED)
     if num_nodes > 1 and not found.names_its_files:
         return Verdict(reason=ONE_NODE, refusal=Refusal.UNSUPPORTED)
     if found.missing and num_nodes == 1:
         return Verdict(reason=lacking(found.missing))
-    if reason := unsafe_name(found):
-        return Verdict(reason=reason, refusal=Refusal.UNSUPPORTED)
     return _saved_again(found, tree, entries[-1], handed) if entries else Verdict(take=True)
 
 
@@ -92,7 +92,9 @@ def _saved_again(found: Found, tree: Tree, before: Entry, handed: Sequence[Entry
     shows no end, unless it records checksums of its content.
     """
     # An inode that is reused has another birth time.
-    older = [each for each in before.files.keys() & tree.files.keys() if tree.born_ns(each) <= before.staged_ns]
+    older = [
+        each for each in before.files.keys() & tree.files.keys() if tree.born_ns(each) <= before.staged_ns
+    ]
     changed = changed_in_place(before, {path: tree.files[path] for path in older})
     if changed and (found.is_file or not found.mark) and not (found.is_file and tree.tensor_sums(found.path)):
         reason = f"{changed} was written in place, so nothing shows when it is complete: {NEW_PLACE}"
@@ -282,7 +284,8 @@ def due(known: Collection[Entry], now_ns: int, settle_s: float) -> list[Entry]:
     """
     staged = [each for each in known if each.state is State.STAGED and not each.is_followed]
     return sorted(
-        (each for each in staged if abs(now_ns - each.staged_ns) >= settle_s * 1e9), key=lambda each: each.number
+        (each for each in staged if abs(now_ns - each.staged_ns) >= settle_s * 1e9),
+        key=lambda each: each.number,
     )
 
 
@@ -320,7 +323,8 @@ def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:
     """Return the committed entries beyond the newest `num_kept`, by the order in which they were written.
 
     A place that was saved to again belongs to its newest save, whatever became of that. A copy that somebody has made
-    of a committed checkpoint is not the trainer's. A file that was taken because of a number in its name may be anything.
+    of a committed checkpoint is not the trainer's. What was taken only for a number in its
+    name may be anything.
     """
     everything = sorted(entries, key=lambda each: each.number)
     of_place = {each.path: each for each in everything}

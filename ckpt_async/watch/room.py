@@ -30,7 +30,7 @@ class Room:
         self._save_bytes = self._begun_bytes = 0
 
     def expect(self, save_bytes: int, last_ns: int, tree: Tree) -> None:
-        """Expect the trainer's next checkpoint to have this size. Files written after `last_ns` are part of it already."""
+        """Expect the next checkpoint to have this size. Files written after `last_ns` are part of it already."""
         self._save_bytes = save_bytes
         self._begun_bytes = sum(each.size_bytes for each in tree.files.values() if each.mtime_ns > last_ns)
 

@@ -26,23 +26,10 @@ HELD_UP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Incomplete:
-    """Why a candidate does not look complete here. `has_changed_since`: the store has it, as it was before."""
-
-    reason: str
-    has_changed_since: bool = False
-
-    @property
-    def text(self) -> str:
-        told = "is committed, and what has changed since is not uploaded"
-        return f"{told if self.has_changed_since else 'is not complete'}: {self.reason}"
-
-
-@dataclass(frozen=True, slots=True)
 class Told:
     """An event of interest to a person or a script.
 
-    `event` is one of committed, there, refused, incomplete, changed. `has_changed_since`: see `Incomplete`.
+    `event` is one of committed, there, refused, incomplete, changed.
     """
 
     event: str
@@ -52,7 +39,6 @@ class Told:
     format: str
     reason: str = ""
     size_bytes: int = 0
-    has_changed_since: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +55,7 @@ class Report:
     num_committed: int
     num_there: int
     refused: Mapping[str, str]
-    incomplete: Mapping[str, Incomplete]
+    incomplete: Mapping[str, str]
     unfinished: tuple[str, ...]
     stood_by: bool = False
     is_cut_short: bool = False
@@ -100,7 +86,7 @@ class Teller:
         self.counts: Counter[str] = Counter()
         self._refused: dict[tuple[str, int], str] = {}  # by path and step
         self._left_out: dict[tuple[str, int], tuple[int, str]] = {}  # the same keys: entry number and reason
-        self.incomplete: dict[str, Incomplete] = {}
+        self.incomplete: dict[str, str] = {}
         self.unreadable: dict[str, str] = {}
         self.unknown: dict[str, str] = {}  # by folder: why its first tensor file is not taken
 
@@ -122,25 +108,16 @@ class Teller:
             del self._left_out[here]
         self.tell(event, entry)
 
-    def tell(
-        self,
-        event: str,
-        what: Entry | Found | Announcement,
-        reason: str = "",
-        *,
-        has_changed_since: bool = False,
-    ) -> None:
+    def tell(self, event: str, what: Entry | Found | Announcement, reason: str = "") -> None:
         """Report an event, once for each thing and reason."""
         path = what.path or "."
         number = str(what.number) if isinstance(what, Entry) else ""
-        said = path, f"{event}{number}{reason}{has_changed_since}"
+        said = path, f"{event}{number}{reason}"
         if said in self._said:
             return
         self._said.add(said)
         size_bytes = what.size_bytes if isinstance(what, Entry) else 0
-        self._tell(
-            Told(event, path, what.step, what.name, what.format, reason, size_bytes, has_changed_since)
-        )
+        self._tell(Told(event, path, what.step, what.name, what.format, reason, size_bytes))
 
     def note_changed(self, entry: Entry, path: str) -> None:
         """Note that a file was changed in place while its checkpoint is being committed.
@@ -166,14 +143,14 @@ class Teller:
         self._count(Refused(path, Refusal.CHANGED, reason, entry.step, entry.name, entry.number))
         self.tell("changed", entry, reason)
 
-    def tell_incomplete(self, found: Found, why: Incomplete, *, is_finished: bool) -> None:
+    def tell_incomplete(self, found: Found, why: str, *, is_finished: bool) -> None:
         """Report a candidate that will not become a checkpoint.
 
         `is_finished`: its trainer was done with it, so that some mistake has lost it.
         """
         if is_finished:
-            self._count(Refused(found.path or ".", Refusal.INCOMPLETE, why.reason, found.step, found.name))
-        self.tell("incomplete", found, why.reason, has_changed_since=why.has_changed_since)
+            self._count(Refused(found.path or ".", Refusal.INCOMPLETE, why, found.step, found.name))
+        self.tell("incomplete", found, why)
 
     def pass_by(self, folder: str, reason: str) -> None:
         """Report a tensor file that no format takes, the first of each folder."""

@@ -133,8 +133,6 @@ class Watcher:
             )
         self.entries.load()
         options = self.options
-        if options.num_nodes == 1:
-            earlier.release_followed(self.entries)
         settings = load_settings(options.settings, os.environ, options.settings_file)
         self._room.min_free_bytes = max(0, settings.min_free_bytes)
         self._refusals = Refusals(self.entries.remote, options.node, self.entries.place, settings)
@@ -157,7 +155,7 @@ class Watcher:
         attend(opened, self._go_on)
         assert self._remote is not None
         self._remote.meanwhile = self._go_on
-        earlier.tell_of_lost(self.entries, self._remote)
+        earlier.refuse_lost(self.entries, self._remote)
 
     def _go_on(self) -> None:
         """Do the work that cannot wait for the store.
@@ -258,6 +256,8 @@ class Watcher:
         self._lookout.review()
         self._lookout.take()
         self._learn()
+        if self.options.num_nodes == 1:
+            earlier.release_followed(self.entries)
         assert self._nodes is not None
         self._nodes.listen()
         self._hand_over()

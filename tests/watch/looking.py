@@ -26,7 +26,9 @@ class Place:
         self.teller, self.waker = Teller(lambda each: self.told.append((each.event, each.path))), Waker()
         self._base = base
 
-    def lookout(self, rules: Rules, num_nodes: int = 1, *, clock: Callable[[], float] = time.monotonic) -> Lookout:
+    def lookout(
+        self, rules: Rules, num_nodes: int = 1, *, clock: Callable[[], float] = time.monotonic
+    ) -> Lookout:
         state, lock = self._base / "state", self._base / "lock"
         options = Options(self.folder, "memory://", state, lock, rules=rules, num_nodes=num_nodes)
         return Lookout(options, self.entries, self.teller, self.waker, self.room, clock=clock)

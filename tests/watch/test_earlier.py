@@ -127,7 +127,7 @@ def test_what_another_node_had_announced_is_taken_anew_if_it_is_whole_here(
     lookout.look_and_take()
     looking.waker.close()
     assert [each.is_followed for each in looking.entries.open()] == ([False] if is_whole else [])
-    assert is_whole or "names files that are not here" in looking.teller.incomplete["step-20"].reason
+    assert is_whole or "names files that are not here" in looking.teller.incomplete["step-20"]
 
 
 # --- from two nodes to one, and to three ---------------------------------------------------------------------

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_async.formats import Identity, Tree
 from ckpt_async.watch import entries as module
 from ckpt_async.watch.disk import identity_of
 from ckpt_async.watch.entries import Entries, Entry, State, remove_files
-from ckpt_async.formats import Identity, Tree
 
 
 def entry(number: int, names: Sequence[str], folder: Path, mark: str = "") -> Entry:

@@ -97,7 +97,9 @@ def test_what_a_node_cannot_look_at_is_waited_for_and_never_left_out(
 DONE_AT_S = 100
 
 
-def follow(tmp_path: Path, names: list[str], *, sent_s: int = 0, written_s: int = 0, **of: Any) -> str | list[str]:
+def follow(
+    tmp_path: Path, names: list[str], *, sent_s: int = 0, written_s: int = 0, **of: Any
+) -> str | list[str]:
     """What node 1 sends of `step-1`, which names these files, or why it gives it up."""
     out = tmp_path / "out"
     for name in names:

@@ -16,11 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from ckpt_async.watch.disk import Disk
-from ckpt_async.formats import Found, Known, Rules, find
+from ckpt_async.formats import Found, Identity, Known, Rules, Tree, find
 from ckpt_async.formats.checks import EARLY_RANK_S, is_of_one_node
 from ckpt_async.formats.found import Version
-from ckpt_async.formats import Identity, Tree
+from ckpt_async.watch.disk import Disk
 from tests.watch.trees import SECOND, START, safetensors, torch_zip, tree_of
 
 TABLE = Rules()

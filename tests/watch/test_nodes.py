@@ -275,7 +275,14 @@ def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_ag
     second.until_logged("generation=1")
     mark = (nodes.folder / "node-0/out/step-10/.metadata").stat().st_mtime_ns
     told = Announcement(
-        CheckpointId(1, 10), 0, "dcp", "step-10", "step-10", dict.fromkeys(OURS, Version(1, mark, 1)), (*OURS, THEIRS), mark
+        CheckpointId(1, 10),
+        0,
+        "dcp",
+        "step-10",
+        "step-10",
+        dict.fromkeys(OURS, Version(1, mark, 1)),
+        (*OURS, THEIRS),
+        mark,
     )
     nodes.put(keys.announcement_key(told.checkpoint), told.encode())
     while not (Path(nodes.remote.removeprefix("file://")) / keys.receipt_key(told.checkpoint, 1)).exists():

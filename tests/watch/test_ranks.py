@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.formats import Found, Known, Rules, find
+from ckpt_async.formats import Found, Identity, Known, Rules, find
 from ckpt_async.formats.checks import EARLY_RANK_S
 from ckpt_async.formats.found import Version
-from ckpt_async.formats import Identity
 from tests.dcp_metadata import metadata_of
 from tests.watch.conftest import Place, hashes
 from tests.watch.looking import Place as Looking

@@ -16,9 +16,9 @@ from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
 from ckpt_async.events.telling import refused
+from ckpt_async.formats import Rules
 from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.watch.entries import Entries, Entry, State
-from ckpt_async.formats import Rules
 from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.refusals import Refusals

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from ckpt_async.core.refusal import Refusal
+from ckpt_async.formats import Found, Identity, Rules, Tree
 from ckpt_async.watch import plan
 from ckpt_async.watch.entries import State, entry_of
-from ckpt_async.formats import Found, Rules
 from ckpt_async.watch.room import Room
-from ckpt_async.formats import Identity, Tree
 from ckpt_async.watch.watcher import Watcher
 from tests.faults.small_disk import on_small_disk
 from tests.watch import conftest
@@ -71,8 +70,8 @@ def test_what_else_was_written_since_does_not_stand_for_the_next_checkpoint(
     known = Identity(1, 10 * MIB, 1), Identity(2, 50 * MIB, 2)
     tree = Tree({"step-1": known[0], "logs": known[1]}, lambda *_: b"")
     room = Room(tmp_path, tmp_path)
-    (first,) = [entry_of(Found("dcp", "step-1", 1, "step-1", ("step-1",)), tree, 1)]
-    room.expect([first], tree)
+    first = entry_of(Found("dcp", "step-1", 1, "step-1", ("step-1",)), tree, 1)
+    room.expect(first.size_bytes, first.written_ns, tree)
     disk.free_bytes = MIB
     assert room.lacking_bytes() == 4 * MIB, "the reserve of 5 MiB is not there"
 
@@ -155,22 +154,6 @@ def test_of_a_large_disk_little_is_kept_free_and_what_is_on_another_one_is_no_ma
     assert not other.lacking_bytes()
     disk.total_bytes = disk.free_bytes = 0  # some network file systems do not tell
     assert not place.room.lacking_bytes()
-
-
-def test_what_is_held_and_gone_goes_too(place: Place, disk: Disk) -> None:
-    place.holds.room = place.room
-    for step in (1, 2):
-        here = place.folder / f"checkpoint-{step}"
-        here.mkdir()
-        for name in ("rng_state_0.pth", "rng_state_1.pth"):
-            (here / name).write_bytes(bytes(MIB))
-        (here / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
-        looks(place, Rules())
-        shutil.rmtree(here)
-    disk.free_bytes = 0
-    place.room.min_free_bytes = 2 * MIB
-    looks(place, Rules())
-    assert (place.told, len(place.holds.all)) == ([("refused", "checkpoint-1")], 1)
 
 
 @pytest.fixture
