@@ -9,7 +9,6 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt-async/members/<g:06d>/alive.json                   heartbeat, counted up until all ranks are there
     .ckpt-async/members/<g:06d>/announced-<step:012d>.json   create-once: watchers tell each other what is complete
     .ckpt-async/members/<g:06d>/ended-<rank:05d>.json        this watcher announces nothing more
-    .ckpt-async/members/<g:06d>/told-all-<rank:05d>.json     this watcher has announced all that it had found before
     .ckpt-async/receipts/<g:06d>-<step:012d>/<rank:05d>.json
     .ckpt-async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt-async/latest.json
@@ -85,7 +84,6 @@ _OWED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/owes-([0-9]{5})\.json")
 _BEAT = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/alive\.json")
 _ANNOUNCED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/announced-([0-9]{12})\.json")
 _ENDED = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/ended-([0-9]{5})\.json")
-_TOLD_ALL = re.compile(re.escape(MEMBERS) + r"([0-9]{6})/told-all-([0-9]{5})\.json")
 _DATA = re.compile(re.escape(DATA) + rf"({COMPONENT})\.g([0-9]{{1,6}})/.+")
 _JOURNAL = re.compile(r"journal-([0-9]{5})\.log")
 _KIND = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
@@ -242,15 +240,6 @@ def ended_key(generation: int, rank: int) -> str:
 
 def parse_ended_key(key: str) -> tuple[int, int] | None:
     match = _ENDED.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def told_all_key(generation: int, rank: int) -> str:
-    return f"{members_prefix(generation)}told-all-{rank:05d}.json"
-
-
-def parse_told_all_key(key: str) -> tuple[int, int] | None:
-    match = _TOLD_ALL.fullmatch(key)
     return (int(match[1]), int(match[2])) if match else None
 
 

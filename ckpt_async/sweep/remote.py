@@ -336,10 +336,5 @@ def _generation_of(key: str) -> int | None:
     """
     if (announced := keys.parse_announcement_key(key)) is not None:
         return announced.generation
-    member = (
-        keys.parse_member_key(key)
-        or keys.parse_owed_key(key)
-        or keys.parse_ended_key(key)
-        or keys.parse_told_all_key(key)
-    )
+    member = keys.parse_member_key(key) or keys.parse_owed_key(key) or keys.parse_ended_key(key)
     return member[0] if member is not None else keys.parse_beat_key(key)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckpt_async import Uploader
 from ckpt_async.core import keys
-from ckpt_async.core.model import CheckpointId, Outcome
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import FencedError, InvalidRecordError
 from ckpt_async.formats import Identity, Tree, is_late
@@ -53,9 +53,8 @@ class Nodes:
         self._rules = options.rules
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step, with when; not handed in yet
         self._known: set[int] = set()  # every announced step
-        self._next_look_at = self._next_look_at_all = self._next_roll_at = 0.0
-        self._last_before: int | None = None  # the newest entry that was there when this launch began
-        self._has_told_all = False
+        self._next_look_at = self._next_look_at_all = 0.0
+        self._newest_ns = 0  # the newest mark that was announced
         self._ended_at: float | None = None
         self.awaited: list[int] = []  # at the end: nodes that may still announce something
 
@@ -92,6 +91,7 @@ class Nodes:
                 self._uploader.give_up(id_.step, str(told))
             elif told.node != self._node:
                 self._heard[id_.step] = told, time.monotonic()
+                self._newest_ns = max(self._newest_ns, told.marked_ns)
 
     def check_newest(self) -> None:
         """Raise FencedError if another node has begun a new launch."""
@@ -250,43 +250,17 @@ class Nodes:
             logger.info("vanished path=%s: %s; looking again", announced.path, error)
             return None
 
-    def settle_earlier(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
-        """Settle what this node knew of before this launch.
+    def let_go(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
+        """Drop what was announced in an earlier launch and is not in this one, once a later save is.
 
-        Tell the other nodes once this node has announced all of it. When all others have done the same, release
-        checkpoints that one of them had announced in an earlier launch and none has in this one.
+        A node announces its saves in their order, after a restart too: the one that had the mark gave it up, or was
+        replaced.
         """
-        if self._num_nodes == 1:
-            return
-        if self._last_before is None:
-            self._last_before = max(self._entries.all, default=0)
-        known = self._entries.all.values()
-        if not self._has_told_all and plan.has_told_all(known, self.generation, self._last_before):
-            self._remote.say_told_all(self.generation, self._node)
-            self._has_told_all = True
-        now = time.monotonic()
-        if now < self._next_roll_at or not any(plan.awaits_others(each) for each in known):
-            return
-        self._next_roll_at = now + self._num_nodes / LOOKS_PER_S
-        if len(self._remote.told_all(self.generation) - {self._node}) < self._num_nodes - 1:
-            return
-        self._next_look_at = 0.0
-        # Hear what was announced before the last of them said so.
-        self.listen()
         heard = {(each.path, each.step, each.marked_ns) for each, _ in self._heard.values()}
-        left = [each for each in self._entries.open() if plan.awaits_others(each)]
-        left = [each for each in left if (each.path, each.step, each.told_ns) not in heard]
-        decided = self._remote.decisions(
-            CheckpointId(each.generation, each.step) for each in left if each.generation
-        )
-        for entry in left:
-            decision = decided.get(CheckpointId(entry.generation, entry.step))
-            if decision is None or decision.outcome is Outcome.ABORT:
+        for entry in [each for each in self._entries.open() if plan.awaits_others(each)]:
+            if entry.told_ns < self._newest_ns and (entry.path, entry.step, entry.told_ns) not in heard:
                 self._entries.drop(entry)
-                logger.info("not_announced_again path=%s step=%d", entry.path, entry.step)
-                if not any(plan.stands_for(each, entry) for each in self._entries.all.values()):
-                    reason = "no node announces it any more: the one that had its marker gave it up, or was replaced"
-                    refuse(entry, Refusal.INCOMPLETE, reason)
+                refuse(entry, Refusal.INCOMPLETE, "no node announces it any more")
 
     def is_over(self) -> bool:
         """Return whether no node, including this one, will announce anything more."""

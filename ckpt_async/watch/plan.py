@@ -297,26 +297,9 @@ def are_many(num_handed: int, size_bytes: int) -> bool:
     return num_handed >= (MAX_OPEN_SMALL if size_bytes <= SMALL_BYTES else MAX_OPEN)
 
 
-def has_told_all(known: Iterable[Entry], generation: int, last_number: int) -> bool:
-    """Return whether everything that this node had found is decided or was announced in this launch.
-
-    Only entries up to `last_number` count.
-    """
-    ours = (
-        each for each in known if not (each.is_followed or each.is_settled) and each.number <= last_number
-    )
-    return all(each.generation == generation for each in ours)
-
-
 def awaits_others(entry: Entry) -> bool:
     """Return whether nothing can be done with the entry until another node announces it again."""
     return entry.is_followed and entry.state is State.STAGED
-
-
-def stands_for(other: Entry, entry: Entry) -> bool:
-    """Return whether `other` is the same checkpoint, handed in again, and not refused."""
-    is_same = (other.path, other.step, other.told_ns) == (entry.path, entry.step, entry.told_ns)
-    return is_same and other.number != entry.number and other.is_alive
 
 
 def to_remove(entries: Iterable[Entry], num_kept: int) -> list[Entry]:

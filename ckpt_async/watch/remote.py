@@ -104,19 +104,9 @@ class Remote:
     def ended(self, generation: int) -> set[int]:
         """Return the nodes that have said that they announce nothing more."""
 
-        return self._nodes_with(f"{keys.members_prefix(generation)}ended-", keys.parse_ended_key)
-
-    def say_told_all(self, generation: int, node: int) -> None:
-        """Tell the other nodes that this one has announced all that it knew of when this launch began."""
-        self.call(lambda store: create_once(store, keys.told_all_key(generation, node), b"{}\n"))
-
-    def told_all(self, generation: int) -> set[int]:
-        """Return the nodes that have said that they announced all that they knew of."""
-        return self._nodes_with(f"{keys.members_prefix(generation)}told-all-", keys.parse_told_all_key)
-
-    def _nodes_with(self, prefix: str, parse: Callable[[str], tuple[int, int] | None]) -> set[int]:
         async def work(store: PatientStore) -> set[int]:
-            found = [parse(each.key) for each in (await store.list(prefix)).objects]
+            listing = await store.list(f"{keys.members_prefix(generation)}ended-")
+            found = [keys.parse_ended_key(each.key) for each in listing.objects]
             return {each[1] for each in found if each is not None}
 
         return self.call(work)

@@ -262,7 +262,7 @@ class Watcher:
         self._nodes.listen()
         self._hand_over()
         self._nodes.follow(self._lookout.tree, self._hand_in, self._cannot_follow)
-        self._nodes.settle_earlier(self._teller.refuse)
+        self._nodes.let_go(self._teller.refuse)
         _retire(self.options, self.entries, self._lookout.tree)
         self.entries.forget_gone(self._lookout.tree)
 

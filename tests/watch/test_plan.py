@@ -312,26 +312,8 @@ def test_local_retention_neither_counts_nor_deletes_a_copy_that_somebody_has_mad
     assert plan.to_remove([kept_times, *known], 0) == known, "what is deeper is the copy"
 
 
-def test_a_node_has_told_all_when_what_it_knew_before_is_announced_in_this_start_or_decided() -> None:
-    known = [
-        entry(1, 10, written_s=10, state=State.COMMITTED),
-        entry(2, 20, written_s=20, state=State.REFUSED),
-        entry(3, 30, written_s=30, generation=2),
-        replace(entry(4, 40, written_s=40, state=State.STAGED), is_followed=True),
-    ]
-    assert plan.has_told_all(known, 2, 9)
-    sealed_before = entry(5, 50, written_s=50)
-    assert not plan.has_told_all([*known, sealed_before], 2, 9)
-    assert not plan.has_told_all([*known, replace(sealed_before, state=State.STAGED, generation=0)], 2, 9)
-    assert plan.has_told_all([*known, sealed_before], 2, 4), "found later: nobody has heard of it yet"
-
-
-def test_what_was_announced_again_stands_for_its_earlier_entry_but_no_other_save_of_the_step_does() -> None:
+def test_only_another_node_can_continue_what_it_had_announced() -> None:
     earlier = replace(entry(1, 10, written_s=10, state=State.STAGED), is_followed=True, told_ns=5)
     assert plan.awaits_others(earlier)
     assert not plan.awaits_others(replace(earlier, state=State.HANDED))
     assert not plan.awaits_others(replace(earlier, is_followed=False))
-    assert not plan.stands_for(earlier, earlier)
-    assert plan.stands_for(replace(earlier, number=2, state=State.COMMITTED), earlier)
-    assert not plan.stands_for(replace(earlier, number=2, state=State.REFUSED), earlier)
-    assert not plan.stands_for(replace(earlier, number=2, told_ns=6), earlier)
