@@ -211,6 +211,46 @@ def test_deepspeed_s_stages_and_experts_may_come_after_latest_and_are_waited_for
     assert complete(written, now_s=31)
 
 
+def test_dcp_s_files_that_its_mark_does_not_name_are_left_out(metadata: Mapping[str, bytes]) -> None:
+    """Left by an earlier save to the same place on more ranks."""
+    written = {"step-5/__7_0.distcp": b"x", **{f"step-5/{name}": data for name, data in metadata.items()}}
+    (found,) = complete(written)
+    assert (found.of_other_ranks, {*found.inner}) == (("step-5/__7_0.distcp",), {*metadata})
+
+
+@pytest.mark.parametrize(
+    ("rules", "beyond"),
+    [
+        (Rules(ranks=2), "checkpoint-40/rng_state_2.pth"),
+        (TABLE, "global_step30/zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+        (Rules(ranks=2), "checkpoint_3/random_states_2.pkl"),
+    ],
+)
+def test_a_file_of_a_rank_that_a_save_does_not_have_is_named(rules: Rules, beyond: str) -> None:
+    written = transformers(40) | {f"checkpoint-40/rng_state_{rank}.pth": torch_zip(x=1) for rank in (0, 1)}
+    del written["checkpoint-40/rng_state.pth"]
+    written["checkpoint-40/trainer_state.json"] = written.pop("checkpoint-40/trainer_state.json")
+    written |= {f"checkpoint_3/random_states_{rank}.pkl": b"x" for rank in (0, 1)} | deepspeed(30)
+    everything = find(tree_of(written, now_s=99), rules)
+    assert [each.is_complete for each in everything] == [True] * 3, [each.reason for each in everything]
+    found = find(tree_of({beyond: torch_zip(x=1), **written}, now_s=99), rules)
+    (named,) = (each.reason for each in found if not each.is_complete)
+    assert beyond.rpartition("/")[2] in named
+    assert "delete" in named
+
+
+def test_what_is_added_after_the_mark_belongs_to_it_if_the_format_writes_no_such_file() -> None:
+    added = {"checkpoint-40/adapter/notes.json": b"{}", "checkpoint-40/eval_results.json": b"{}"}
+    (found,) = complete({**transformers(40), **added})
+    assert {*found.files} > {*added}
+    assert {*found.state_files}.isdisjoint(added)
+    assert "is newer than its marker" in reasons(
+        {**transformers(40), "checkpoint-40/adapter_model.safetensors": safetensors()}
+    )
+    done = {"s-1/a": b"x", "s-1/DONE": b"x"}
+    assert "is newer than its marker" in reasons({**done, "s-1/b": b"x"}, Rules(done="DONE"))
+
+
 def test_a_symbolic_link_in_a_checkpoint_is_refused_and_named(tmp_path: Path) -> None:
     written = {"1/x": b"1", "1/DONE": b""}
     (found,) = find(tree_of(written, links=("1/sub/y",)), Rules(done="DONE"))
