@@ -43,22 +43,17 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
     """Return what was recognised, with the reason if it is not complete: what its marker says, and then whether a file
     contradicts that.
     """
-    format_ = TABLE[found.format]
-    if not found.reason and found.is_folder and (path := tree.fetched_to(found.path)):
-        return replace(
-            found, reason=f"it is being downloaded, or the download was interrupted: {path} exists"
-        )
-    if (
-        not found.reason
-        and found.is_folder
-        and (links := tree.links_below(found.path))
-        and _has_all_below(found)
-    ):
+    if found.reason:
+        return found
+    if found.is_folder and (path := tree.fetched_to(found.path)):
+        reason = f"it is being downloaded, or the download was interrupted: {path} exists"
+        return replace(found, reason=reason)
+    if _has_all_below(found) and (links := tree.links_below(found.path)):
         what = _POOL if found.format == "ml-flashpoint" else "have the trainer write the file itself"
         reason = f"{links[0]} is a symbolic link, which is not followed: {what}"
         return replace(found, reason=reason, is_refused=True)
-    if not found.reason:
-        found = format_.check(tree, check_files(tree, found, rules), rules)
+    format_ = TABLE[found.format]
+    found = format_.check(tree, check_files(tree, found, rules), rules)
     if found.reason:
         return found
     is_told = format_.is_named or (found.is_file and found.format != "pattern")

@@ -5,6 +5,7 @@ A new format is one entry here, one test table (tests/formats), and one row in d
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from ckpt_async.formats.tree import Tree
 
 # As JSON in memory it takes thirty times as much.
 MAX_JSON_BYTES, MAX_MARK_BYTES = 1 << 26, 1 << 20
-NUM_NEAR = 8  # how many steps tell what others consist of
+NUM_NEAR = 8  # how many steps before and after one tell what it consists of
 # What there is to ask for where nothing can be listed: OLMo's unsharded files, and the marks of OLMo, OLMo-core and
 # DCP; folders that may have a `.metadata`, which names the files beside it; the file of a rank; Composer's pointers.
 ASKED_FILES = (
@@ -410,11 +411,9 @@ def _check_dcp(tree: Tree, found: Found, _: Rules) -> Found:
     inner = found.shard(found.mark)
     if "/" in inner:
         # Nothing tells whether its trainer writes more beside it; if it did so in the steps beside this one, it will.
-        above = found.path.rpartition("/")[0]
-        steps = {step: each for each in tree.parts(above) if (step := step_named(each)) is not None}
-        near = sorted(steps, key=lambda each: abs(each - found.step))[:NUM_NEAR]
-        lacks = {part for each in near for part in _shape(tree, join(above, steps[each]))}
-        lacks -= _shape(tree, found.path)
+        lacks = {part for each in _near(tree, found) for part in _shape(tree, each)} - _shape(
+            tree, found.path
+        )
         reason = f"it has no {min(lacks)}, which other steps beside it have" if lacks else ""
         return replace(found, is_waiting=not reason, reason=reason)
     if not found.path and not isinstance(named := named_in(tree, found.mark), str):
@@ -424,10 +423,27 @@ def _check_dcp(tree: Tree, found: Found, _: Rules) -> Found:
     return replace(found, mark=join(found.path, "metadata.json")) if is_core and not found.reason else found
 
 
+def _near(tree: Tree, found: Found) -> list[str]:
+    """Return the folders of the steps beside this one that are nearest to it."""
+    above = found.path.rpartition("/")[0]
+
+    def steps() -> list[tuple[int, str]]:
+        named = ((step_named(each), join(above, each)) for each in tree.parts(above))
+        return sorted((step, folder) for step, folder in named if step is not None)
+
+    beside = tree.once_in("steps", above, steps)
+    at = bisect.bisect_left(beside, (found.step, found.path))
+    return [folder for _, folder in beside[max(0, at - NUM_NEAR) : at + NUM_NEAR + 1]]
+
+
 def _shape(tree: Tree, folder: str) -> set[str]:
     """Return the names, without numbers, of what has tensors in a folder."""
-    inner = (path[len(folder) + 1 :] for path in tree.below(folder) if TENSORS.fullmatch(path))
-    return {glob_of(each.partition("/")[0]) for each in inner}
+
+    def shape() -> set[str]:
+        inner = (path[len(folder) + 1 :] for path in tree.below(folder) if TENSORS.fullmatch(path))
+        return {glob_of(each.partition("/")[0]) for each in inner}
+
+    return tree.once_in("shape", folder, shape)
 
 
 def _with_core(tree: Tree, found: Found, part: str = "") -> Found:

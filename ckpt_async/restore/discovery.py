@@ -90,7 +90,8 @@ def find(
     means that there is no such checkpoint.)
 
     Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, or if several of
-    other tools have the newest step and nothing tells which is meant, UnknownKindError if there are only other kinds, StoreError if the store cannot be reached, or shows nothing of a run that was there.
+    other tools have the newest step and nothing tells which is meant, UnknownKindError if there are only other kinds,
+    StoreError if the store cannot be reached, or shows nothing of a run that was there.
     """
     kind = naming.check_kind(kind)
     run, remote = remote, keys.kind_remote(remote, kind)
