@@ -143,7 +143,7 @@ def _broken(tree: Tree, found: Found, rules: Rules) -> str:
 
 def _has_all_below(found: Found) -> bool:
     """Return whether everything below its folder belongs to it."""
-    return found.is_folder and not found.is_plain and (found.format != "dcp" or bool(found.path))
+    return found.is_folder and (found.format != "dcp" or bool(found.path))
 
 
 def _contradiction(tree: Tree, found: Found, stood: list[str]) -> str:

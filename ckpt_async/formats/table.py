@@ -476,16 +476,13 @@ def _named_by_index(tree: Tree, found: Found, index: str) -> set[str]:
 
 
 def _recognise_index(tree: Tree, folder: str) -> Found | None:
-    """Recognise sharded weights: `….safetensors.index.json`, which is written after the shards that it names."""
-    index = sorted(
-        each for each in tree.names(folder) if each.endswith((".safetensors.index.json", ".bin.index.json"))
-    )
-    if not index:
+    """Recognise sharded weights in the folder of a step: `….safetensors.index.json`, written after the shards that it
+    names. In any other folder they may be a model to begin with, or the last one.
+    """
+    index = sorted(each for each in tree.names(folder) if each.endswith(".safetensors.index.json"))
+    if not index or step_named(last(folder)) is None:
         return None
-    found = of_folder(tree, "safetensors-file", folder, join(folder, index[-1]))
-    return replace(
-        found, files=tuple(sorted(join(folder, each) for each in tree.names(folder))), is_plain=True
-    )
+    return replace(of_folder(tree, "safetensors-file", folder, join(folder, index[-1])), is_plain=True)
 
 
 def _check_index(tree: Tree, found: Found, _: Rules) -> Found:
@@ -493,7 +490,8 @@ def _check_index(tree: Tree, found: Found, _: Rules) -> Found:
         return found  # a single file
     if not (named := _named_by_index(tree, found, found.mark)):
         return replace(found, reason=f"{found.mark} is truncated or still being written")
-    if beside := sorted(each for each in {*found.inner} - named if TENSORS.fullmatch(each)):
+    others = {*found.inner} - named - {"training_args.bin"}
+    if beside := sorted(each for each in others if TENSORS.fullmatch(each)):
         return replace(found, reason=_unknown_parts(found.path, beside), is_refused=True)
     return lacking(replace(found, names_its_files=True), named)
 
