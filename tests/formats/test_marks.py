@@ -251,6 +251,53 @@ def test_what_is_added_after_the_mark_belongs_to_it_if_the_format_writes_no_such
     assert "is newer than its marker" in reasons({**done, "s-1/b": b"x"}, Rules(done="DONE"))
 
 
+def test_what_is_uncounted_is_not_quiet_while_its_folder_changes() -> None:
+    late_ns = START + 100 * SECOND
+    uncounted = deepspeed(30) | {"global_step30/layer_00-model_states.pt": torch_zip(x=1)}
+    for now_s, is_waiting in ((120, True), (130, False)):
+        (found,) = find(
+            tree_of(uncounted, changed_ns={"global_step30": late_ns}, now_s=now_s), Rules(ignores_times=True)
+        )
+        assert found.is_waiting is is_waiting
+
+
+def test_transformers_shards_that_the_index_names_are_missed() -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    written = {
+        "checkpoint-40/model-00001-of-00002.safetensors": safetensors(),
+        "checkpoint-40/model.safetensors.index.json": json.dumps(index).encode(),
+        "checkpoint-40/trainer_state.json": b'{"global_step": 40}',
+    }
+    assert reasons(written) == "missing model-00002-of-00002.safetensors"
+
+
+def test_nemo_half_deleted_is_not_complete(metadata: Mapping[str, bytes]) -> None:
+    """By NeMo itself it has an `…-unfinished` beside it then, by others not. Its context is not always saved."""
+    core = {
+        "common.pt": torch_zip(global_step=5),
+        **metadata,
+        "metadata.json": b'{"sharded_backend":"torch_dist"}',
+    }
+    written = {f"m-step=5/weights/{name}": data for name, data in core.items()}
+    saved = {**written, "m-step=5/context/io.json": b"{}", "m-step=5/context/model.yaml": b"x: 1"}
+    begun = {"m-step=5": START + SECOND, "m-step=5/weights": START + 4 * SECOND}
+    made = begun | {"m-step=5": START + 5 * SECOND, "m-step=5/context": START + 6 * SECOND}
+    for here, changed_ns in ((written, begun), (saved, made)):
+        (found,) = complete(here, changed_ns=changed_ns)
+        assert (found.format, found.step) == ("nemo", 5)
+    without = {path: data for path, data in saved.items() if not path.endswith("common.pt")}
+    assert reasons(without) == "missing weights/common.pt"
+    without = {path: data for path, data in saved.items() if not path.endswith("io.json")}
+    assert reasons(without) == "missing context/io.json"
+    at = START + 60 * SECOND
+    assert "something was removed from m-step=5 after" in reasons(
+        written, changed_ns=begun | {"m-step=5": at}
+    )
+    assert "something was removed from m-step=5/context after" in reasons(written, changed_ns=made), "emptied"
+    assert "removed from m-step=5/weights" in reasons(saved, changed_ns=made | {"m-step=5/weights": at})
+    assert not reasons(saved, Rules(ignores_times=True), changed_ns={"m-step=5": at}, now_s=99)
+
+
 def test_a_symbolic_link_in_a_checkpoint_is_refused_and_named(tmp_path: Path) -> None:
     written = {"1/x": b"1", "1/DONE": b""}
     (found,) = find(tree_of(written, links=("1/sub/y",)), Rules(done="DONE"))
