@@ -10,11 +10,11 @@ from ckpt_async.cli.output import ANY, Exit, print_json, print_line, store_optio
 from ckpt_async.cli.parsing import add_kind, add_store_options, as_path, as_size, as_step
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
+from ckpt_async.formats.table import is_of_deepspeed
 from ckpt_async.restore.objects import look
 from ckpt_async.restore.session import PATIENCE_S
 
 _DEFAULT_MEMORY = "256MiB"
-_DEEPSPEED_FILE = "*mp_rank_*_model_states.pt"
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +113,10 @@ def _found(options: argparse.Namespace) -> restore.Checkpoint:
         path = Path(source).absolute()
         if not path.exists():
             raise ObjectNotFoundError(f"{source} does not exist")
+        if any(is_of_deepspeed(each.name) for each in (*path.glob("*"), *path.glob("*/*"))):
+            raise ObjectNotFoundError(
+                f"{source} has DeepSpeed's ZeRO parts; use DeepSpeed's own zero_to_fp32 to merge them"
+            )
         source = f"file://{path}"
     with telling_of_silence(source, patience_s=PATIENCE_S):
         looked = look(source, stores)
@@ -126,20 +130,11 @@ def _found(options: argparse.Namespace) -> restore.Checkpoint:
             store_options=stores,
         )
     if found is None:
-        if "://" not in options.source and _is_deepspeed(Path(options.source)):
-            raise ObjectNotFoundError(
-                f"{options.source} has DeepSpeed's ZeRO parts; use DeepSpeed's own zero_to_fp32 to merge them"
-            )
         which = "" if options.step.step is None else f" of step {options.step.text}"
         raise ObjectNotFoundError(
             f"{options.source} has no complete checkpoint{which}; to convert a single file, give its name"
         )
     return found
-
-
-def _is_deepspeed(folder: Path) -> bool:
-    """Return whether the folder is, or contains, a DeepSpeed checkpoint."""
-    return any(any(folder.glob(f"{below}{_DEEPSPEED_FILE}")) for below in ("", "*/"))
 
 
 def _destination(text: str) -> str:

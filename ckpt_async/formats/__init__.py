@@ -96,8 +96,8 @@ def _by_table(tree: Tree, rules: Rules) -> Iterator[Found]:
             found = _guarded(name, folder, tree, partial(format_.recognise, tree, folder))
             if found is None or not _is_wanted(found, rules, name):
                 continue
-            # Of the tree's own folder, and of plain files in one, the folders below are something else.
-            is_flat = found.is_plain or (not folder and found.format == "dcp")
+            # Of a DCP checkpoint that is the tree's own folder, the folders below are something else.
+            is_flat = not folder and found.format == "dcp"
             taken |= {*found.files} if is_flat else {folder}
             yield found
             break

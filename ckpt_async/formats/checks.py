@@ -43,25 +43,21 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
     """Return what was recognised, with the reason if it is not complete: what its marker says, and then whether a file
     contradicts that.
     """
-    format_ = TABLE[found.format]
-    if not found.reason and found.is_folder and (path := tree.fetched_to(found.path)):
-        return replace(
-            found, reason=f"it is being downloaded, or the download was interrupted: {path} exists"
-        )
-    if (
-        not found.reason
-        and found.is_folder
-        and (links := tree.links_below(found.path))
-        and _has_all_below(found)
-    ):
+    if found.reason:
+        return found
+    if found.is_folder and (path := tree.fetched_to(found.path)):
+        reason = f"it is being downloaded, or the download was interrupted: {path} exists"
+        return replace(found, reason=reason)
+    if _has_all_below(found) and (links := tree.links_below(found.path)):
         what = _POOL if found.format == "ml-flashpoint" else "have the trainer write the file itself"
         reason = f"{links[0]} is a symbolic link, which is not followed: {what}"
         return replace(found, reason=reason, is_refused=True)
-    if not found.reason:
-        found = format_.check(tree, check_files(tree, found, rules), rules)
+    format_ = TABLE[found.format]
+    found = format_.check(tree, check_files(tree, found, rules), rules)
     if found.reason:
         return found
-    found = _with_named(tree, replace(found, names_its_files=found.names_its_files or format_.is_named))
+    is_told = format_.is_named or (found.is_file and found.format != "pattern")
+    found = _with_named(tree, replace(found, names_its_files=found.names_its_files or is_told))
     found = replace(found, reason=found.reason or _broken(tree, found, rules))
     if found.reason:
         return found
@@ -100,8 +96,11 @@ def _with_named(tree: Tree, found: Found) -> Found:
             path = join(folder, name)
             if path not in tree.files:
                 missing.add(found.shard(path))
-            elif tree.files[path].size_bytes < least_bytes + _prefix_bytes(tree, found, path, least_bytes):
-                return replace(found, reason=f"{path} is shorter than {mark} says")
+                continue
+            needed_bytes = least_bytes + _prefix_bytes(tree, found, path, least_bytes)
+            if (size_bytes := tree.files[path].size_bytes) < needed_bytes:
+                reason = f"{mark} names {needed_bytes} bytes of {path}, which has only {size_bytes}"
+                return replace(found, reason=reason)
         here = {join(folder, each) for each in tree.names(folder) if named and DISTCP.fullmatch(each)}
         others |= here - {join(folder, name) for name in named}
     for folder in sorted({path.rpartition("/")[0] for path in found.files}):
@@ -134,19 +133,17 @@ def _broken(tree: Tree, found: Found, rules: Rules) -> str:
     # Of several nodes, the others may have all the rest.
     if found.files == (found.mark,) and not TABLE[found.format].is_named and rules.num_nodes == 1:
         return f"it contains nothing but {last(found.mark)} yet"
-    if found.mark in tree.files and not tree.files[found.mark].size_bytes and found.format != "done":
-        return f"{found.mark} is empty"
     for path in () if rules.is_store else found.files:
         if not tree.is_whole(path):
             return f"{path} is truncated or still being written"
-    if found.mark.endswith(".json") and not rules.is_store and not tree.is_json(found.mark):
+    if found.mark.endswith(".json") and not tree.is_json(found.mark):
         return f"{found.mark} is truncated or still being written"
     return ""
 
 
 def _has_all_below(found: Found) -> bool:
     """Return whether everything below its folder belongs to it."""
-    return found.is_folder and not found.is_plain and (found.format != "dcp" or bool(found.path))
+    return found.is_folder and (found.format != "dcp" or bool(found.path))
 
 
 def _contradiction(tree: Tree, found: Found, stood: list[str]) -> str:
@@ -155,7 +152,7 @@ def _contradiction(tree: Tree, found: Found, stood: list[str]) -> str:
         return ""
     late, marked_ns = TABLE[found.format].late, tree.files[found.mark].mtime_ns
     late_ranks = [each for each in found.files if late.fullmatch(found.shard(each))]
-    for path in {*stood, *late_ranks}:
+    for path in sorted({*stood, *late_ranks}):
         allowed_ns = LATE_RANK_S * _NS if path in late_ranks else 0
         if tree.files[path].mtime_ns > marked_ns + allowed_ns:
             return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickletools
 import re
 import struct
@@ -144,6 +145,7 @@ def _step(tree: Tree, format_: str, path: str, written: str) -> int:
     return step if step is not None else tree.files[written].mtime_ns // _NS if written in tree.files else 0
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def step_named(name: str) -> int | None:
     """Return the step if the name says that it is one: it is a number, or has a word for it."""
     if name.isdecimal() and name.isascii() and len(name) <= 12:

@@ -5,6 +5,7 @@ A new format is one entry here, one test table (tests/formats), and one row in d
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from ckpt_async.formats.tree import Tree
 
 # As JSON in memory it takes thirty times as much.
 MAX_JSON_BYTES, MAX_MARK_BYTES = 1 << 26, 1 << 20
+NUM_NEAR = 8  # how many steps before and after one tell what it consists of
 # What there is to ask for where nothing can be listed: OLMo's unsharded files, and the marks of OLMo, OLMo-core and
 # DCP; folders that may have a `.metadata`, which names the files beside it; the file of a rank; Composer's pointers.
 ASKED_FILES = (
@@ -100,7 +102,9 @@ def _check_orbax(tree: Tree, found: Found, _: Rules) -> Found:
     if not {*found.inner} - {_ORBAX_COMMIT, _ORBAX_METADATA}:
         return replace(found, reason="only its marker is there")
     metadata = join(found.path, _ORBAX_METADATA)
-    told = _json(tree, metadata, MAX_MARK_BYTES) if metadata in tree.files else {}
+    if metadata in tree.files and (size_bytes := tree.files[metadata].size_bytes) > MAX_MARK_BYTES:
+        return replace(found, reason=f"{_ORBAX_METADATA} has {size_bytes} bytes, too many for a marker")
+    told = _json(tree, metadata) if metadata in tree.files else {}
     if told is None:
         return replace(
             found, reason=f"its {_ORBAX_METADATA} is truncated or still being written", is_begun=True
@@ -175,8 +179,8 @@ def _olmo(tree: Tree, folder: str) -> Found | None:
     if ".metadata.json" in names:
         return of_folder(tree, "olmo-core", folder, join(folder, ".metadata.json"))
     has_state = any(map(_OLMO_STATE.fullmatch, names)) or parts & {"model", "train", _OLMO_DCP}
-    has_state = has_state or not any(last(each) == METADATA for each in tree.below(folder))
-    if match and "config.yaml" in names and has_state:
+    is_dcp = any(last(each) == METADATA for each in tree.below(folder))
+    if match and "config.yaml" in names and (has_state or not is_dcp):
         return of_folder(tree, "olmo", folder, join(folder, "config.yaml"))
     has_ranks = METADATA not in names and any(rank_of_file(each) is not None for each in names)
     if is_dcp_part or (match and (has_ranks or parts & {_OLMO_DCP, "train"})):
@@ -289,10 +293,7 @@ def _check_megatron(tree: Tree, found: Found, rules: Rules) -> Found:
 
 def _deepspeed(tree: Tree, folder: str) -> Found | None:
     """Recognise DeepSpeed: `latest` names the folder. Rank 0 writes it before the other ranks are done."""
-    is_one = any(
-        _DEEPSPEED_MODEL.fullmatch(each) or _DEEPSPEED_OPTIM.fullmatch(each) for each in tree.names(folder)
-    )
-    if not is_one or not folder:
+    if not folder or not any(map(is_of_deepspeed, tree.names(folder))):
         return None
     latest = join(folder.rpartition("/")[0], "latest")
     if latest in tree.files:
@@ -337,8 +338,7 @@ def _of_deepspeed(tree: Tree, found: Found, folder: str, rules: Rules) -> Found:
             wanted.add(f"mp_rank_{rank:02d}_model_states.pt")
         for optim in [match for each in names if (match := _DEEPSPEED_OPTIM.fullmatch(each))][:1]:
             wanted |= {f"{optim[1]}{each}_mp_rank_{rank:02d}_optim_states.pt" for each in range(dp)}
-    ranked = (each for each in names if _DEEPSPEED_MODEL.fullmatch(each) or _DEEPSPEED_OPTIM.fullmatch(each))
-    if beyond := sorted({*ranked} - wanted):
+    if beyond := sorted({*filter(is_of_deepspeed, names)} - wanted):
         reason = f"{beyond[0]} belongs to more than its {dp} ranks: delete it if it is left over from an earlier save"
         return replace(found, reason=reason)
     is_uncounted = any(re.fullmatch(_DEEPSPEED_UNCOUNTED, each) for each in names)
@@ -411,9 +411,9 @@ def _check_dcp(tree: Tree, found: Found, _: Rules) -> Found:
     inner = found.shard(found.mark)
     if "/" in inner:
         # Nothing tells whether its trainer writes more beside it; if it did so in the steps beside this one, it will.
-        above = found.path.rpartition("/")[0]
-        steps = [join(above, each) for each in tree.parts(above) if step_named(each) is not None]
-        lacks = {part for each in steps for part in _shape(tree, each)} - _shape(tree, found.path)
+        lacks = {part for each in _near(tree, found) for part in _shape(tree, each)} - _shape(
+            tree, found.path
+        )
         reason = f"it has no {min(lacks)}, which other steps beside it have" if lacks else ""
         return replace(found, is_waiting=not reason, reason=reason)
     if not found.path and not isinstance(named := named_in(tree, found.mark), str):
@@ -423,10 +423,27 @@ def _check_dcp(tree: Tree, found: Found, _: Rules) -> Found:
     return replace(found, mark=join(found.path, "metadata.json")) if is_core and not found.reason else found
 
 
+def _near(tree: Tree, found: Found) -> list[str]:
+    """Return the folders of the steps beside this one that are nearest to it."""
+    above = found.path.rpartition("/")[0]
+
+    def steps() -> list[tuple[int, str]]:
+        named = ((step_named(each), join(above, each)) for each in tree.parts(above))
+        return sorted((step, folder) for step, folder in named if step is not None)
+
+    beside = tree.once_in("steps", above, steps)
+    at = bisect.bisect_left(beside, (found.step, found.path))
+    return [folder for _, folder in beside[max(0, at - NUM_NEAR) : at + NUM_NEAR + 1]]
+
+
 def _shape(tree: Tree, folder: str) -> set[str]:
     """Return the names, without numbers, of what has tensors in a folder."""
-    inner = (path[len(folder) + 1 :] for path in tree.below(folder) if TENSORS.fullmatch(path))
-    return {glob_of(each.partition("/")[0]) for each in inner}
+
+    def shape() -> set[str]:
+        inner = (path[len(folder) + 1 :] for path in tree.below(folder) if TENSORS.fullmatch(path))
+        return {glob_of(each.partition("/")[0]) for each in inner}
+
+    return tree.once_in("shape", folder, shape)
 
 
 def _with_core(tree: Tree, found: Found, part: str = "") -> Found:
@@ -442,10 +459,10 @@ def _with_core(tree: Tree, found: Found, part: str = "") -> Found:
     return lacking(found, [common] if is_core else [])
 
 
-def _json(tree: Tree, path: str, most_bytes: int = MAX_JSON_BYTES) -> dict[str, object] | None:
+def _json(tree: Tree, path: str) -> dict[str, object] | None:
     """Return the object in a file; None if it is truncated."""
     try:
-        told = json.loads(tree.whole(path, most_bytes))
+        told = json.loads(tree.whole(path, MAX_JSON_BYTES))
         return told if isinstance(told, dict) else {}
     except (ValueError, RecursionError):
         return None
@@ -459,16 +476,13 @@ def _named_by_index(tree: Tree, found: Found, index: str) -> set[str]:
 
 
 def _recognise_index(tree: Tree, folder: str) -> Found | None:
-    """Recognise sharded weights: `….safetensors.index.json`, which is written after the shards that it names."""
-    index = sorted(
-        each for each in tree.names(folder) if each.endswith((".safetensors.index.json", ".bin.index.json"))
-    )
-    if not index:
+    """Recognise sharded weights in the folder of a step: `….safetensors.index.json`, written after the shards that it
+    names. In any other folder they may be a model to begin with, or the last one.
+    """
+    index = sorted(each for each in tree.names(folder) if each.endswith(".safetensors.index.json"))
+    if not index or step_named(last(folder)) is None:
         return None
-    found = of_folder(tree, "safetensors-file", folder, join(folder, index[-1]))
-    return replace(
-        found, files=tuple(sorted(join(folder, each) for each in tree.names(folder))), is_plain=True
-    )
+    return replace(of_folder(tree, "safetensors-file", folder, join(folder, index[-1])), is_plain=True)
 
 
 def _check_index(tree: Tree, found: Found, _: Rules) -> Found:
@@ -476,7 +490,8 @@ def _check_index(tree: Tree, found: Found, _: Rules) -> Found:
         return found  # a single file
     if not (named := _named_by_index(tree, found, found.mark)):
         return replace(found, reason=f"{found.mark} is truncated or still being written")
-    if beside := sorted(each for each in {*found.inner} - named if TENSORS.fullmatch(each)):
+    others = {*found.inner} - named - {"training_args.bin"}
+    if beside := sorted(each for each in others if TENSORS.fullmatch(each)):
         return replace(found, reason=_unknown_parts(found.path, beside), is_refused=True)
     return lacking(replace(found, names_its_files=True), named)
 
@@ -524,6 +539,11 @@ TABLE: dict[str, Format] = {
 # What has no marker but its name, and its end.
 PLAIN_FORMATS = frozenset({"torch-file", "safetensors-file"})
 FORMATS = tuple(each for each in TABLE if each not in ("parts", "done", "pattern"))
+
+
+def is_of_deepspeed(name: str) -> bool:
+    """Return whether it is a file of DeepSpeed's, which only its own tools can merge."""
+    return bool(_DEEPSPEED_MODEL.fullmatch(name) or _DEEPSPEED_OPTIM.fullmatch(name))
 
 
 def is_late(format_: str, shard: str) -> bool:

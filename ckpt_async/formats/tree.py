@@ -56,6 +56,8 @@ class Tree:
     fetching: Mapping[str, str] = field(default_factory=dict)
     born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 if unknown
     _folders: dict[str, tuple[set[str], set[str]]] = field(default_factory=dict, init=False)
+    # What was derived from the names in a folder.
+    _derived: dict[tuple[str, str], Any] = field(default_factory=dict, init=False)
     _sorted: list[str] = field(default_factory=list, init=False)
     _all_folders: list[str] = field(default_factory=list, init=False)
 
@@ -145,6 +147,14 @@ class Tree:
         if found and not isinstance(found, str):
             self.memo[key] = found
         return found
+
+    def once_in(self, what: str, folder: str, make: Callable[[], T]) -> T:
+        """Return what `make` finds by the names in a folder, calling it once for each tree."""
+        key = (what, folder)
+        if key not in self._derived:
+            self._derived[key] = make()
+        derived: T = self._derived[key]
+        return derived
 
     def text(self, path: str, most_bytes: int = 1 << 16) -> str:
         """Return the text of a small file, or of the first `most_bytes` of a larger one; "" if it is gone."""

@@ -75,11 +75,10 @@ def find(
     `drain_timeout_s`, what a dead trainer left on this node is finished first. (With an open `Uploader`, call its
     `wait_for_predecessor` instead.)
 
-    If ckpt_async has committed nothing at this place, complete checkpoints of DCP, OLMo, OLMo-core, Composer, ML
-    Flashpoint and Orbax are recognised by their markers. A set of one file per rank (`ep1-ba42-rank0.pt`,
-    `-rank1.pt`, …) has no marker: it is complete if it has exactly one file of every rank. The number of ranks is
-    taken from its name (`ep1-ba42-ws8-rank0`, `ep1-ba42-rank0-of-8`), else from `world_size`; if neither gives it,
-    the set is rejected.
+    If ckpt_async has committed nothing at this place, complete checkpoints of other tools are recognised by their
+    markers (docs/restore.md lists them). A set of one file per rank (`ep1-ba42-rank0.pt`, `-rank1.pt`, …) has no
+    marker: it is complete if it has exactly one file of every rank. The number of ranks is taken from its name
+    (`ep1-ba42-ws8-rank0`, `ep1-ba42-rank0-of-8`), else from `world_size`; if neither gives it, the set is rejected.
 
     Where nothing can be listed (a web server), `find` finds only the checkpoint that `latest` names, or one `step`,
     or a checkpoint of OLMo, OLMo-core, DCP or Composer whose folder is `remote`; if it finds nothing, it raises
@@ -90,8 +89,9 @@ def find(
     ever opened for this kind though other kinds of the run were saved. (With `step` or `generation`, None only
     means that there is no such checkpoint.)
 
-    Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, UnknownKindError if
-    there are only other kinds, StoreError if the store cannot be reached, or shows nothing of a run that was there.
+    Blocks. Raises NoUsableCheckpointError if there are checkpoints and all of them are damaged, or if several of
+    other tools have the newest step and nothing tells which is meant, UnknownKindError if there are only other kinds,
+    StoreError if the store cannot be reached, or shows nothing of a run that was there.
     """
     kind = naming.check_kind(kind)
     run, remote = remote, keys.kind_remote(remote, kind)

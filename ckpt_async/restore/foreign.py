@@ -91,9 +91,8 @@ async def find_foreign(
             found.append(judged)
     if not found:
         return None, rejected
-    if others := [
-        each for each in found[1:] if not _are_twins(found[0], each) and not are_same(tree, found[0], each)
-    ]:
+    others = [each for each in found[1:] if not await in_thread(_is_alike, tree, found[0], each)]
+    if others:
         raise NoUsableCheckpointError(
             f"{opened.remote} has {1 + len(others)} checkpoints of step {found[0].step}, and nothing tells which is"
             f" meant: {few([each.path or each.name for each in (found[0], *others)])}",
@@ -120,8 +119,9 @@ def newest_first(found: Collection[Found]) -> list[Found]:
     )
 
 
-def _are_twins(found: Found, other: Found) -> bool:
-    return other.path == f"{found.path}{_UNSHARDED}"
+def _is_alike(tree: Tree, found: Found, other: Found) -> bool:
+    """Return whether another checkpoint of the same step is a copy, or OLMo's other form of it."""
+    return other.path == f"{found.path}{_UNSHARDED}" or are_same(tree, found, other)
 
 
 def _why_unusable(opened: Session, found: Found) -> str:
@@ -137,7 +137,7 @@ def _why_unusable(opened: Session, found: Found) -> str:
     if found.is_refused and parts:
         return f"{found.reason}. To read one part, give its URL: {few([f'{opened.remote}/{each}' for each in parts])}"
     if found.missing:
-        return f"its marker names {few(found.missing)}, which does not exist (or is a link, which is not followed)"
+        return f"it has no {few(found.missing)} (or only a link, which is not followed)"
     return found.reason
 
 

@@ -213,8 +213,8 @@ SAVES = {
     "lightning, a folder": Save(
         "lightning", 9, {**dcp("e=0-step=9.ckpt"), "e=0-step=9.ckpt/meta.pt": ZIP}, ("meta.pt",), True
     ),
-    "composer": Save("composer", 20, {"ep0-ba20-rank0.pt": ZIP}),
-    "composer, without a rank": Save("composer", 20, {"ep0-ba20.pt": ZIP}),
+    "composer": Save("composer", 20, {"ep0-ba20-rank0.pt": ZIP}, names=True),
+    "composer, without a rank": Save("composer", 20, {"ep0-ba20.pt": ZIP}, names=True),
     "composer, a file per rank": Save(
         "composer", 20, {f"c/ep0-ba20-rank{rank}.pt": ZIP for rank in (0, 1)}, names=True, rules=RANKS
     ),
@@ -280,7 +280,7 @@ SAVES = {
         ("common.pt",),
         True,
     ),
-    "torch-file": Save("torch-file", 50, {"ckpt/step50.pt": ZIP}),
+    "torch-file": Save("torch-file", 50, {"ckpt/step50.pt": ZIP}, names=True),
     "torch-file of each rank": Save(
         "torch-file", 50, {f"ckpt/step50_rank{rank}.pt": ZIP for rank in (0, 1)}, names=True, rules=RANKS
     ),

@@ -17,6 +17,7 @@ from ckpt_async.errors import InvalidNameError, UnsafePickleError
 from ckpt_async.formats import Found, Identity, Rules, Tree, recognise
 from ckpt_async.formats.dcp_files import named_files
 from tests.dcp_metadata import metadata_of
+from tests.formats.trees import torch_zip
 from tests.restore.runs import Run, left_in
 
 
@@ -35,6 +36,8 @@ def _data(name: str, names: Collection[str]) -> bytes:
     folder, _, last = name.rpartition("/")
     if last == "_CHECKPOINT_METADATA":
         return b'{"commit_timestamp_nsecs": %s}' % (b"null" if folder == "30" else b"2")
+    if last == ".metadata.json":
+        return b"{}"
     if last != ".metadata":
         return name.encode()
     return metadata_of(
@@ -521,6 +524,93 @@ def test_olmo_core_checkpoint_at_the_root_of_the_remote(tmp_path: Path) -> None:
     checkpoint = restore.find(run.url)
     assert checkpoint is not None
     assert (checkpoint.format, checkpoint.step, sorted(checkpoint.files)) == ("olmo-core", 20, sorted(names))
+
+
+@pytest.mark.parametrize("layout", ["step_{}/model", "{}/checkpoint", "global_step{}/sharded/ckpt"])
+def test_the_step_of_a_folder_above_is_its_step(run_: Run, layout: str) -> None:
+    """All were of step 0, and the tie went to step 100 of 1000."""
+    for step in (100, 300, 200, 900, 1000):
+        folder = layout.format(step)
+        _put(run_, f"{folder}/.metadata", f"{folder}/__0_0.distcp")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.step, len(checkpoint.dcp_folders)) == (1000, 1)
+    at_200 = restore.find(run_.url, step=200)
+    assert at_200 is not None
+    assert at_200.name == layout.partition("/")[0].format(200)
+
+
+def test_two_checkpoints_of_one_step_are_an_error_that_names_them(run_: Run) -> None:
+    for place in ("a/step_5", "b/step_5"):
+        _put(
+            run_,
+            **{
+                f"{place}/.metadata": metadata_of({"__0_0.distcp": 3}),
+                f"{place}/__0_0.distcp": place.encode(),
+            },
+        )
+    _put(run_, "step_4/.metadata", "step_4/__0_0.distcp")
+    for step in (None, 5):
+        with pytest.raises(
+            restore.NoUsableCheckpointError, match=r"2 checkpoints of step 5.*b/step_5, a/step_5"
+        ):
+            restore.find(run_.url, step=step)
+    older = restore.find(run_.url, step=4)
+    assert older is not None
+    named = restore.find(f"{run_.url}/a")
+    assert named is not None
+    assert named.step == 5
+
+
+def test_a_copy_of_a_torch_file_is_no_other_checkpoint(run_: Run) -> None:
+    """Lightning writes `last.ckpt` beside the file of the step, with the same tensors."""
+    written = {"epoch=0-step=5.ckpt": torch_zip(global_step=5), "last.ckpt": torch_zip(global_step=5, more=1)}
+    _put(run_, **written)
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.step) == ("lightning", 5)
+    _put(run_, **{"last.ckpt": torch_zip(global_step=5, tensor=b"other")})
+    with pytest.raises(restore.NoUsableCheckpointError, match="2 checkpoints of step 5"):
+        restore.find(run_.url)
+
+
+def test_unknown_parts_are_refused_and_never_an_older_step(run_: Run) -> None:
+    for folder in ("step_4", "step_5/actor", "step_5/critic"):
+        _put(run_, f"{folder}/.metadata", f"{folder}/__0_0.distcp")
+    with pytest.raises(
+        restore.NoUsableCheckpointError, match=r"step 5 \(step_5.*step_5/actor/, .*step_5/critic/"
+    ):
+        restore.find(run_.url)
+    part = restore.find(f"{run_.url}/step_5/actor")
+    assert part is not None
+    assert part.format == "dcp"
+
+
+def test_an_accelerate_checkpoint_is_found_as_a_whole(run_: Run) -> None:
+    folders = ("checkpoint_3/pytorch_model_fsdp_0", "checkpoint_3/optimizer_0")
+    parts = [f"{folder}/{name}" for folder in folders for name in (".metadata", "__0_0.distcp")]
+    _put(run_, *parts)
+    assert restore.find(run_.url) is None
+    _put(run_, "checkpoint_3/random_states_0.pkl")
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    assert (checkpoint.format, checkpoint.step, len(checkpoint.files)) == ("accelerate", 3, 5)
+
+
+def test_a_checkpoint_with_its_files_in_subfolders_is_found_from_its_own_folder_too(tmp_path: Path) -> None:
+    run = Run(f"file://{tmp_path}/step5")
+    files = {"a/__0_0.distcp": b"12345", "b/__1_0.distcp": b"12345"}
+    _put(run, **files, **{".metadata": metadata_of(dict.fromkeys(files, 5)), "c/d.txt": b"x"})
+    for url in (run.url, f"file://{tmp_path}"):
+        checkpoint = restore.find(url)
+        assert checkpoint is not None
+        assert {*checkpoint.files} >= {".metadata", *files}
+
+
+def test_nothing_that_only_has_a_number_is_taken_from_a_bucket(run_: Run) -> None:
+    """It may be anything: weights to begin with, a data set."""
+    _put(run_, "model_100.pt", "data/shard_1.safetensors")
+    assert restore.find(run_.url) is None
 
 
 def test_file_names_are_read_without_torch() -> None:
