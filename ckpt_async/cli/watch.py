@@ -23,7 +23,7 @@ from ckpt_async.core import launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units, one_line
 from ckpt_async.errors import SettingsError
-from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
+from ckpt_async.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.local.journals import watcher_state
 from ckpt_async.stores import folder_of, parse_url
 from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckpt_async.core import errnos
 from ckpt_async.errors import InvalidNameError
 
 
@@ -18,7 +18,7 @@ class FsyncError(OSError):
 
 def is_final(error: OSError) -> bool:
     """Return whether the disk has failed, as opposed to lack of space or permission."""
-    return isinstance(error, FsyncError) or error.errno == errno.EIO
+    return isinstance(error, FsyncError) or errnos.meaning_of(error)[0] is errnos.Meaning.DAMAGED
 
 
 def fsync_path(path: str | os.PathLike[str]) -> None:

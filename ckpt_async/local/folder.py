@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckpt_async import private
-from ckpt_async.core import arguments, keys
+from ckpt_async.core import arguments, errnos, keys
+from ckpt_async.core.errnos import Meaning
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import (
@@ -29,7 +30,7 @@ from ckpt_async.errors import (
     SettingsError,
     SourceError,
 )
-from ckpt_async.local.filesystems import check_local, filesystem_of, keeps_inodes
+from ckpt_async.filesystems import LOCAL_FILESYSTEMS, check_local, filesystem_of, keeps_inodes
 from ckpt_async.local.host_mark import HostMark
 from ckpt_async.local.links import identity_of, kind_of, link_into
 from ckpt_async.local.reserve import NAME as RESERVE
@@ -40,15 +41,6 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 # How often links are made anew because the engine has removed the spool's folder in between.
 _LINK_TRIES = 10
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# Errors of the machine rather than of one file.
-_NOT_OF_FILE = {
-    errno.EMFILE: "this process has too many files open: raise `ulimit -n`, then try again",
-    errno.ENFILE: "the machine has too many files open; try again",
-    errno.ENOMEM: "too little memory; try again",
-    errno.EROFS: "the file system has become read-only: see dmesg, then remount it",
-    errno.EIO: "the device reports errors: see dmesg",
-}
 # Temporary files live for milliseconds; older ones were left behind by a kill.
 LEFT_OVER_AGE_S = 3600.0
 # A removal takes well under a millisecond. A lock that is held for longer than this was left to a forked
@@ -83,7 +75,7 @@ class Folder:
         self.common = self.path / keys.PRIVATE
         self.private = self.common / keys.kind_place(kind)
         private.check(self.common)
-        filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        filesystem = self._filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
         self.keeps_inodes = keeps_inodes(filesystem)
         self._host_mark = HostMark(self.common, boot_id())
         self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted
@@ -278,7 +270,7 @@ class Folder:
         except FileNotFoundError:
             raise InvalidShardError(f"{str(self.path / here)!r} does not exist") from None
         except OSError as error:
-            raise _source_walk_error(self.path / here, error) from error
+            raise self._source_error(self.path / here, error) from error
 
     def _entries(self, folder: str) -> list[tuple[str, bool]]:
         """Return the entries of a folder, sorted: the path, and whether it is a folder."""
@@ -328,7 +320,17 @@ class Folder:
                 raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
             if is_disk_full(error):
                 raise no_space(self.path, common=self.common) from error
-            raise _source_walk_error(self.path / source, error) from error
+            raise self._source_error(self.path / source, error) from error
+
+    def _source_error(self, path: Path, error: OSError) -> CkptAsyncError:
+        if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+            return InvalidShardError(
+                f"{str(path)!r} is a symlink or goes through one; symlinks are not followed"
+            )
+        meaning, hint = errnos.meaning_of(error, is_local=self._filesystem in LOCAL_FILESYSTEMS)
+        if meaning in (Meaning.AWAY, Meaning.DAMAGED):  # of the machine rather than of one file
+            return JournalError(f"{str(path)!r} cannot be linked: {error.strerror}", hint=hint)
+        return InvalidShardError(f"{str(path)!r} cannot be read: {error.strerror}")
 
     def is_same(self, source: str, identity: FileIdentity) -> bool:
         """Return whether the user's file is still the one that was enqueued."""
@@ -494,7 +496,7 @@ def spooled_ranks(private: Path) -> set[int]:
 
 def is_disk_full(error: BaseException) -> bool:
     """Return whether the failed operation may succeed once there is space, on the disk or in the user's quota."""
-    return isinstance(error, NoSpaceError) or (isinstance(error, OSError) and error.errno in _FULL)
+    return isinstance(error, NoSpaceError) or (isinstance(error, OSError) and errnos.is_full(error))
 
 
 def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
@@ -525,13 +527,3 @@ def _folder_error(path: Path, error: OSError) -> JournalError:
         f"folder {str(path)!r} cannot be used: {error.strerror}",
         hint="it must exist or be creatable, and writable",
     )
-
-
-def _source_walk_error(path: Path, error: OSError) -> CkptAsyncError:
-    if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-        return InvalidShardError(f"{str(path)!r} is a symlink or goes through one; symlinks are not followed")
-    if error.errno in _NOT_OF_FILE:
-        return JournalError(
-            f"{str(path)!r} cannot be linked: {error.strerror}", hint=_NOT_OF_FILE[error.errno]
-        )
-    return InvalidShardError(f"{str(path)!r} cannot be read: {error.strerror}")

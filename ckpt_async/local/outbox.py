@@ -23,7 +23,7 @@ from typing import Any
 from ckpt_async import private
 from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError, JournalError
-from ckpt_async.local.filesystems import check_local, filesystem_of
+from ckpt_async.filesystems import check_local, filesystem_of
 from ckpt_async.local.log import Log, Parts, Record, unreadable
 
 LETTER = "n"  # of the records' part with notices

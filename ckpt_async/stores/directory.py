@@ -48,7 +48,7 @@ from ckpt_async.stores.interface import (
     SmallPut,
 )
 from ckpt_async.stores.one_by_one import put_one_by_one
-from ckpt_async.stores.tree import OWN, Tree, sync_folder, translating, unlink_if_there
+from ckpt_async.stores.tree import OWN, Tree, sync_folder, unlink_if_there
 from ckpt_async.stores.whole import WholeObjects
 from ckpt_async.threads import in_thread
 
@@ -100,7 +100,7 @@ class DirectoryStore(WholeObjects):
 
         Where hard links do not work, `conditional_put` is False.
         """
-        with translating("open", str(self._tree.root)):
+        with self._tree.translating("open", str(self._tree.root)):
             if is_read_only:
                 await in_thread(self._tree.open_to_read)
                 return
@@ -114,7 +114,7 @@ class DirectoryStore(WholeObjects):
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         self._check_key(key, "put")
-        with translating("put", key):
+        with self._tree.translating("put", key):
             held = contextlib.ExitStack()
             try:
                 # Of a file, the mode; a record may be read by all who may read the folder.
@@ -136,7 +136,7 @@ class DirectoryStore(WholeObjects):
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         self._check_key(key, "get")
-        with translating("get", key):
+        with self._tree.translating("get", key):
             return await in_thread(self._read_whole, key, max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
@@ -151,31 +151,31 @@ class DirectoryStore(WholeObjects):
     async def head(self, key: str) -> ObjectInfo:
         """As specified, with a checksum: computing it reads the whole file."""
         self._check_key(key, "head")
-        with translating("head", key):
+        with self._tree.translating("head", key):
             return await in_thread(self._read_back, key)
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list")
-        with translating("list", prefix):
+        with self._tree.translating("list", prefix):
             return await in_thread(self._walk, prefix, start_after, enough)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._check_key(key, "delete")
         for key in keys:
-            with translating("delete", key):
+            with self._tree.translating("delete", key):
                 await in_thread(self._delete, key)
 
     async def delete_if(self, key: str, etag: str) -> None:
         self._check_key(key, "delete")
-        with translating("delete", key):
+        with self._tree.translating("delete", key):
             await in_thread(self._delete, key, etag)
 
     async def copy(self, source: str, etag: str, key: str) -> None:
         """Make a hard link: another name for the same file. Without hard links, the bytes are copied."""
         self._check_key(source, "copy")
         self._check_key(key, "copy")
-        with translating("copy", source):
+        with self._tree.translating("copy", source):
             await in_thread(self._copy, source, etag, key)
 
     # --- names; everything below blocks and runs in a worker thread ----------------------------------------
@@ -201,7 +201,9 @@ class DirectoryStore(WholeObjects):
             case Create():
                 try:
                     self._tree.into_parent(target, lambda: os.link(temporary, target))
-                except FileExistsError:
+                except OSError:  # some say EPERM or EIO rather than EEXIST
+                    if not os.path.lexists(target):
+                        raise
                     raise PreconditionFailedError(operation="put", key=key) from None
             case Match(etag):
                 with self._tree.locked():
@@ -251,7 +253,7 @@ class DirectoryStore(WholeObjects):
 
     def _delete(self, key: str, etag: str | None = None) -> None:
         path = self._tree.path(key)
-        if not os.path.lexists(path) or path.is_dir():
+        if not self._tree.has(path):
             self._tree.check_there("delete", key)
             if etag is not None:
                 raise PreconditionFailedError(operation="delete", key=key)
@@ -287,7 +289,7 @@ class DirectoryStore(WholeObjects):
         num_read = 0
         for each in gets:
             self._check_key(each.key, "get")
-            with translating("get", each.key):
+            with self._tree.translating("get", each.key):
                 data, _ = self._read_whole(each.key, each.size_bytes)
                 check_size(len(data), each)
             got(each, memoryview(data))  # its errors are not translated
@@ -295,7 +297,7 @@ class DirectoryStore(WholeObjects):
         return num_read
 
     def _read_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        with translating("get_range", key):
+        with self._tree.translating("get_range", key):
             descriptor = self._tree.open(key)
         try:
             status = os.fstat(descriptor)
@@ -309,7 +311,7 @@ class DirectoryStore(WholeObjects):
                 )
             buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
             while offset < end:
-                with translating("get_range", key):
+                with self._tree.translating("get_range", key):
                     count = os.preadv(descriptor, [buffer[: end - offset]], offset)
                     if count == 0:
                         raise IntegrityError("was truncated while being read", operation="get_range", key=key)

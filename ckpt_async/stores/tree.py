@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
-from ckpt_async import private
+from ckpt_async import filesystems, private
+from ckpt_async.core import errnos
 from ckpt_async.core.keys import DATA, PRIVATE
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 
@@ -31,30 +32,6 @@ _LOCK_POLL_S = 0.002
 _LEFT_OVER_AGE_S = 24 * 3600.0
 # Far longer than it takes from making a folder to putting the first file into it.
 _EMPTY_AGE_S = 60.0
-
-_DISK = {
-    errno.ENOSPC: "the file system is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EIO: "the device reports errors: see dmesg",
-    errno.ESTALE: "the network file system was re-exported: remount it",
-}
-_SCARCE = {
-    errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
-    errno.ENFILE: "the machine has too many files open",
-    errno.ENOMEM: "too little memory",
-    errno.EAGAIN: "too little memory or too few threads",
-}
-_WRONG_PLACE = {
-    errno.ENOTDIR: "a part of the path is a file, not a folder: check the URL",
-    errno.ELOOP: "symbolic links form a loop, or lead out of the folder: check the URL",
-    errno.ENAMETOOLONG: "the path is too long: check the URL",
-    errno.ENOLINK: "is it mounted?",
-}
-_AUTH = {
-    errno.EACCES: "this user has no permission: check owner and mode",
-    errno.EPERM: "this user has no permission: check owner and mode",
-}
 
 
 class Tree:
@@ -94,6 +71,13 @@ class Tree:
                 raise OSError(errno.ELOOP, "a folder in the path is a symbolic link", str(parent))
             parent = parent.parent
         return path
+
+    def has(self, path: Path) -> bool:
+        """Return whether there is anything but a folder. Raises OSError if that cannot be told."""
+        try:
+            return not stat.S_ISDIR(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def open(self, key: str) -> int:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -199,6 +183,17 @@ class Tree:
             )
 
     @contextlib.contextmanager
+    def translating(self, operation: str, key: str) -> Iterator[None]:
+        """Turn every OSError into a StoreError with the right reason."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectNotFoundError(operation=operation, key=key) from error
+        except OSError as error:
+            reason, hint = errnos.reason_of(error, is_local=filesystems.is_local(self.root))
+            raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
+
+    @contextlib.contextmanager
     def _in_place(self, operation: str) -> Iterator[None]:
         """Run code that needs our own subfolder. Readers may find none, if a run was copied without it."""
         if not self._has_own:
@@ -263,7 +258,7 @@ def _try_link(path: Path, link: Path) -> bool:
     try:
         os.link(path, link)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+        if error.errno not in errnos.NO_LINKS:
             raise
         return False
     return True
@@ -293,25 +288,3 @@ def sync_folder(path: Path) -> None:
 def unlink_if_there(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
-
-
-@contextlib.contextmanager
-def translating(operation: str, key: str) -> Iterator[None]:
-    """Turn every OSError into a StoreError with the right reason."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ObjectNotFoundError(operation=operation, key=key) from error
-    except OSError as error:
-        number = error.errno or 0
-        if number in _DISK:
-            reason, hint = FailureReason.DISK, _DISK[number]
-        elif number in _AUTH:
-            reason, hint = FailureReason.AUTH, _AUTH[number]
-        elif number in _SCARCE:
-            reason, hint = FailureReason.TRANSIENT, _SCARCE[number]
-        elif isinstance(error, TimeoutError):
-            reason, hint = FailureReason.TIMEOUT, "is a writer suspended, or does the file system hang?"
-        else:
-            reason, hint = FailureReason.OTHER, _WRONG_PLACE.get(number, "")
-        raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error

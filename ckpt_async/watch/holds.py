@@ -9,7 +9,6 @@ record are discarded. The calls block.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from ckpt_async.core import errnos
 from ckpt_async.watch.disk import Disk, identity_of
 from ckpt_async.watch.formats import Found
 from ckpt_async.watch.room import Room
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 # How many candidates are held; the newest are kept, since what was rotated away takes space for as long as it
 # is held. Fewer while the trainer lacks space.
 MAX_HELD, MAX_HELD_LOW = 32, 2
-_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ class Holds:
         except FileNotFoundError:
             return  # the next look sees what happened
         except OSError as error:
-            self.is_possible = error.errno not in _NO_LINKS
+            self.is_possible = error.errno not in errnos.NO_LINKS
             logger.warning(
                 "not_linked path=%s error=%s; it is not kept if it is removed before it is complete",
                 found.path,

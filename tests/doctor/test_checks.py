@@ -29,7 +29,7 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.doctor import checks as doctor
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.local.filesystems import filesystem_of
+from ckpt_async.filesystems import filesystem_of
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import StoreOptions, open_store

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import CheckpointAbortedError, StoreError, Uploader, restore
+from ckpt_async import CheckpointAbortedError, CommitTimeoutError, StoreError, Uploader, restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Event, Failed, MadeDurable
 from ckpt_async.errors import FailureReason, JournalError
@@ -415,6 +415,41 @@ def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "full\ncommitted\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EHOSTDOWN, errno.ESTALE, errno.EREMOTEIO])
+def test_a_file_server_that_is_away_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The daemon of a mount dies and is started again: it is an outage like one of S3."""
+    remote, real, away = f"{tmp_path}/remote", os.open, threading.Event()
+    num_refused = 0
+
+    def open_(path: Any, *args: Any, **kwargs: Any) -> int:
+        nonlocal num_refused
+        if away.is_set() and str(path).startswith(remote):
+            num_refused += 1
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_)
+    with Uploader(tmp_path / "folder", f"file://{remote}", retry_max_s=0.1) as uploader:
+        for step in range(1, 6):
+            if step == 2:
+                away.set()
+            if step == 5:
+                away.clear()
+            shard = tmp_path / f"folder/step-{step}/a.pt"
+            shard.parent.mkdir()
+            shard.write_bytes(b"shard")
+            uploader.enqueue(shard, step)
+            uploader.seal(step)
+            if step == 2:
+                with pytest.raises(CommitTimeoutError):
+                    uploader.wait(2, 1)
+                assert num_refused > 1
+        for step in range(1, 6):
+            uploader.wait(step, 30)
 
 
 def test_shards_on_another_mount_inside_the_folder_are_uploaded_without_a_link(tmp_path: Path) -> None:

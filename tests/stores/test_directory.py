@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import Uploader
+from ckpt_async import Uploader, filesystems
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -173,6 +173,10 @@ def test_delete_removes_empty_parents_but_never_the_root(store, tmp_path, run):
         (errno.EROFS, FailureReason.DISK),
         (errno.EIO, FailureReason.DISK),
         (errno.EACCES, FailureReason.AUTH),
+        (errno.ENOTCONN, FailureReason.TRANSIENT),
+        (errno.EHOSTDOWN, FailureReason.TRANSIENT),
+        (errno.ESTALE, FailureReason.TRANSIENT),
+        (errno.ETIMEDOUT, FailureReason.TIMEOUT),
     ],
 )
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "link"])
@@ -191,6 +195,63 @@ def test_disk_errors_are_classified(store, tmp_path, run, monkeypatch, call, num
     assert raised.value.reason is reason
     assert raised.value.hint
     assert run(store.list("")).objects == ()
+
+
+def test_an_error_that_nobody_has_listed_is_tried_again(store, run, monkeypatch):
+    def failing(*_, **__):
+        raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
+
+    monkeypatch.setattr(os, "link", failing)
+    with pytest.raises(StoreError) as raised:
+        run(put(store, "a", b"1", condition=Create()))
+    assert raised.value.reason is FailureReason.TRANSIENT
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.ENOTCONN])
+def test_a_refused_link_to_what_exists_is_a_lost_race(store, run, monkeypatch, number):
+    """sshfs says EPERM; and after a lost answer, what is there may be our own (R13)."""
+    run(put(store, "a", b"1"))
+
+    def failing(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", failing)
+        with pytest.raises(PreconditionFailedError):
+            run(put(store, "a", b"2", condition=Create()))
+        with pytest.raises(StoreError, match="put 'b'"):
+            run(put(store, "b", b"2", condition=Create()))
+
+
+def test_nothing_counts_as_deleted_while_the_file_server_is_away(store, run, monkeypatch):
+    run(put(store, "a", b"1"))
+    lstat = os.lstat
+
+    def failing(path, **options):
+        if str(path).endswith("/a"):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+        return lstat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", failing)
+        with pytest.raises(StoreError):
+            run(store.delete(["a"]))
+    assert run(store.head("a")).size_bytes == 1
+
+
+@pytest.mark.parametrize(("filesystem", "hint"), [("ext4", "dmesg"), ("fuse.sshfs", "file server")])
+def test_an_io_error_names_what_to_look_at(store, run, monkeypatch, filesystem, hint):
+    run(put(store, "a", b"1"))
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(filesystems, "filesystem_of", lambda *_: filesystem)
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(StoreError) as raised:
+        run(store.head("a"))
+    assert hint in raised.value.hint
+    assert raised.value.reason.is_retryable
 
 
 def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch):

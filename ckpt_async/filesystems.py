@@ -38,6 +38,11 @@ def keeps_inodes(filesystem: str) -> bool:
     return "fuse" not in filesystem
 
 
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is on a file system of this machine, as far as the mounts tell."""
+    return filesystem_of(os.path.realpath(path), Path("/proc/self/mountinfo")) in LOCAL_FILESYSTEMS
+
+
 def filesystem_of(path: str, mountinfo: Path) -> str:
     """Return the type of the file system that writes to `path` end up on, from Linux's mountinfo; '' if there is
     none.
