@@ -26,6 +26,7 @@ from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import UploadQueue
 from ckpt_async.errors import CkptAsyncError, FailureReason, JournalError, SourceError, StoreError
+from ckpt_async.local.folder import is_disk_full
 from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -451,4 +452,6 @@ class Engine:
         self._queue.send_alone(left)
 
     def _hold_back(self, action: decide.Action, error: Exception) -> float:
-        return self._book.hold_back(action, error, self.state.now(), is_hurried=self.state.is_hurried)
+        has_space = is_disk_full(error) and self.state.folder.release_space()
+        is_hurried = self.state.is_hurried or has_space
+        return self._book.hold_back(action, error, self.state.now(), is_hurried=is_hurried)

@@ -59,7 +59,12 @@ def write_durably(path: Path, data: bytes) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            fsync_descriptor(file.fileno(), path)
+            try:
+                fsync_descriptor(file.fileno(), path)
+            except FsyncError as error:
+                if errnos.is_full(error):  # it is written anew then, so nothing of this is trusted
+                    raise OSError(error.errno, error.strerror, str(path)) from error
+                raise
         temporary.replace(path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename is None:  # errors of write() have no file name

@@ -33,8 +33,7 @@ from ckpt_async.errors import (
 from ckpt_async.filesystems import LOCAL_FILESYSTEMS, check_local, filesystem_of, keeps_inodes
 from ckpt_async.local.host_mark import HostMark
 from ckpt_async.local.links import identity_of, kind_of, link_into
-from ckpt_async.local.reserve import NAME as RESERVE
-from ckpt_async.local.reserve import Reserve
+from ckpt_async.local.reserve import PIECE_BYTES, Reserve
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
@@ -47,6 +46,8 @@ LEFT_OVER_AGE_S = 3600.0
 # child by a process that was killed, and is ignored.
 REMOVAL_S = 5.0
 _REMOVAL_POLL_S = 0.001
+# Each piece of the reserve is for the writes that lack space within this time.
+RELEASE_S = 1.0
 
 
 def place_of(folder: str | os.PathLike[str]) -> Path:
@@ -90,18 +91,19 @@ class Folder:
         except OSError as error:
             raise _folder_error(self.path, error) from error
         self._reserve = Reserve(self.common)
-        self._reserve.adjust()
-        self.can_link = self._probe()
+        self._reserve.take()
+        self._released_at = float("-inf")
+        self.can_link = self._probe_in_space()
         self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
 
     def tend(self) -> None:
-        """Called once a second by the running engine: renew the mark that tells other machines about it, and
-        release reserved space if the disk is full.
+        """Called once a second by the running engine: renew the mark that tells other machines about it, and take
+        the reserved space again if there is room.
         """
         self.check_same()
         self._host_mark.renew(self._trusted)
-        self._reserve.adjust()
+        self._reserve.take()
 
     def check_same(self) -> None:
         """Raise JournalError if something else is at the place of our private part now: whoever may write to the folder
@@ -117,14 +119,34 @@ class Folder:
     def is_disk_full(self) -> bool:
         return self._reserve.is_disk_full()
 
-    def _probe(self) -> bool:
+    def release_space(self) -> bool:
+        """Release some of the reserved space, after a write of ours lacked space; not more than once a second, because
+        many may lack it at once. Return whether they may succeed now.
+        """
+        now = time.monotonic()
+        if now >= self._released_at + RELEASE_S and self._reserve.release():
+            self._released_at = now
+        return now < self._released_at + RELEASE_S
+
+    def _probe_in_space(self) -> bool:
+        """Probe with as much as the records of a commit may need, which is released first if it is not free. Without
+        any reserve, less has to do.
+        """
+        while True:
+            try:
+                return self._probe(PIECE_BYTES)
+            except NoSpaceError:
+                if not self._reserve.release():
+                    return self._probe(1)
+
+    def _probe(self, size_bytes: int) -> bool:
         """Write, link and remove one small file, so that problems are reported clearly now and not during the first
         save.
         """
         probe = self.private / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
         linked = probe.with_suffix(".link")
         try:
-            probe.write_bytes(b"probe")
+            probe.write_bytes(bytes(size_bytes))
             try:
                 os.link(probe, linked)
             except OSError as error:
@@ -504,7 +526,7 @@ def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
     hint = "free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again"
     if common is not None:
         hint += ", or release an incomplete step with `give_up`"
-        if not (common / RESERVE).exists():
+        if not Reserve(common).is_there:
             hint += ": that, too, needs some free space, because there is no reserve here"
     what = (
         "is full" if _has_inodes(path) else "is full: it has space, but no inode for another file (`df -i`)"
