@@ -22,6 +22,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
+from ckpt_async.core.keys import RESERVE
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
@@ -75,6 +76,7 @@ class DirectoryStore(WholeObjects):
     def __init__(self, root: Path | str, *, url: str = "") -> None:
         self._tree = Tree(Path(root))
         self._url = url or f"file://{self._tree.root}"
+        self._has_released = False
         self._capabilities = Capabilities(
             conditional_put=True, multipart=False, checksum_algorithm=_ALGORITHM
         )
@@ -108,7 +110,10 @@ class DirectoryStore(WholeObjects):
         self._capabilities = replace(self._capabilities, conditional_put=can_link)
 
     async def close(self) -> None:
-        """Do nothing: no resource is held between calls."""
+        """No resource is held between calls. If the reserve was released, it is taken again."""
+        if self._has_released:
+            self._has_released = False
+            await in_thread(self._tree.reserve)
 
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
@@ -162,6 +167,7 @@ class DirectoryStore(WholeObjects):
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._check_key(key, "delete")
+        self._has_released |= RESERVE in keys
         for key in keys:
             with self._tree.translating("delete", key):
                 await in_thread(self._delete, key)
@@ -182,7 +188,7 @@ class DirectoryStore(WholeObjects):
 
     def _check_key(self, key: str, operation: str) -> None:
         check_key(key, operation)
-        if key == OWN or key.startswith(f"{OWN}/"):
+        if f"{key}/".startswith(f"{OWN}/") and (key, operation) != (RESERVE, "delete"):
             raise StoreError(
                 "the store keeps its own files under this key",
                 reason=FailureReason.OTHER,

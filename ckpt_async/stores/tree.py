@@ -15,12 +15,14 @@ from pathlib import Path
 
 from ckpt_async import filesystems, private
 from ckpt_async.core import errnos
-from ckpt_async.core.keys import DATA, PRIVATE
+from ckpt_async.core.keys import DATA, PRIVATE, RESERVE
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 
 # Where temporary files and the lock are, below a name that no key may start with. Left-overs are harmless.
 OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
 _LOCK = "lock"
+# A few records, each in a block of its own.
+_RESERVE_BYTES = 64 << 10
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.link)?")
 
 # How often to retry when a parent folder vanishes before it is used, because a `delete` found it empty.
@@ -59,6 +61,7 @@ class Tree:
         make_folders(self.path(OWN))
         self._has_own = True
         can_link = self._probe()
+        self.reserve()
         self._may_write = True
         return can_link
 
@@ -102,6 +105,21 @@ class Tree:
             with self.locked():
                 pass
             return _try_link(temporary, linked)
+
+    def reserve(self) -> None:
+        """Take some space, which whoever prunes deletes on a full disk: both `pruning` and `latest` are written before
+        anything goes. Best effort, and only while there is twice as much: else what was freed would be taken again.
+        """
+        reserve = self.path(RESERVE)
+        if os.path.lexists(reserve):
+            return
+        with contextlib.suppress(OSError, StoreError), contextlib.ExitStack() as held:
+            temporary, file = self.create_temporary(held)
+            for _ in range(2):
+                file.write(os.urandom(_RESERVE_BYTES))
+            file.truncate(_RESERVE_BYTES)
+            os.fsync(file.fileno())
+            os.replace(temporary, reserve)
 
     def _remove_left_overs(self, now: float) -> None:
         """Delete temporary files of writers that died, best effort. Others may write to a shared remote: no link is

@@ -440,6 +440,35 @@ def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> N
     assert done.stdout == "full\ncommitted\n"
 
 
+@pytest.mark.parametrize("make", ["", "mkfs.ext4 -q", "mkfs.btrfs -q -f"], ids=["tmpfs", "ext4", "btrfs"])
+def test_a_full_remote_is_freed_by_pruning_it(tmp_path: Path, make: str) -> None:
+    """Both commands wrote first, and failed: nothing but deleting by hand was left."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        import subprocess
+        remote = f"file://{disk}/remote"
+        with Uploader(tmp / "folder", remote) as uploader:
+            for step in range(1, 9):
+                (tmp / f"folder/{step}.pt").write_bytes(os.urandom(1 << 20))
+                uploader.enqueue(tmp / f"folder/{step}.pt", step)
+                uploader.seal(step)
+        def last(command, number):
+            fill(disk)
+            command = [sys.executable, "-m", "ckpt_async", *command, "--keep", f"last={number}"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            print(len([*(disk / "remote/ckpt").iterdir()]))
+            os.unlink(disk / "ballast")
+        last(["prune", remote, "--yes"], 4)
+        last(["sweep", "--remote", remote, "--once"], 2)
+        """,
+        size="40m",
+        image=disk_image(tmp_path, make) if make else None,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["4", "2"]
+
+
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EHOSTDOWN, errno.ESTALE, errno.EREMOTEIO])
 def test_a_file_server_that_is_away_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -118,7 +118,7 @@ class Place:
         result = verified(f"file://{self.store}")
         assert result.findings == []
         assert result.num_committed == min(NUM_KEPT, len(self.oracle.committed))
-        assert [each.name for each in (self.store / keys.PRIVATE / "tmp").iterdir()] == ["lock"]
+        assert {each.name for each in (self.store / keys.PRIVATE / "tmp").iterdir()} == {"lock", "reserve"}
         known = journals.read(self.folder)[0].local().checkpoints
         assert all(each.decision is not None for each in known.values())
         manifests = {self.folder / keys.PRIVATE / keys.spool_manifest(id_, 0) for id_ in known}

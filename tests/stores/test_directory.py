@@ -107,7 +107,7 @@ def test_old_leftovers_are_removed_at_open(store, tmp_path, run):
         then = (own / name).stat().st_mtime - age_s
         os.utime(own / name, (then, then))
     run(store.open())
-    assert {each.name for each in own.iterdir()} == {young, "lock", "notes.txt"}
+    assert {each.name for each in own.iterdir()} == {young, "lock", "reserve", "notes.txt"}
 
 
 @pytest.mark.parametrize("place", [".ckpt-async", OWN])
@@ -133,7 +133,7 @@ def test_no_temporary_file_is_left(store, tmp_path, run):
     for body, condition in ((BytesBody(b"1"), Create()), (BytesBody(b"2"), None)):
         with pytest.raises(StoreError):
             run(store.put("a", body, crc(b"1"), condition=condition))
-    assert files(tmp_path / "run") == {"a", f"{OWN}/lock"}
+    assert files(tmp_path / "run") == {"a", f"{OWN}/lock", f"{OWN}/reserve"}
 
 
 def test_symlinks_are_not_followed(store, tmp_path, run):
@@ -353,7 +353,7 @@ def test_cancelled_put_waits_for_its_running_write(store, tmp_path, run, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", slow)
         run(body())
-    assert files(tmp_path / "run") == {f"{OWN}/lock"}
+    assert files(tmp_path / "run") == {f"{OWN}/lock", f"{OWN}/reserve"}
 
 
 def test_cancelled_puts_leave_no_file_open_or_behind(store, tmp_path, run, monkeypatch):
@@ -377,7 +377,7 @@ def test_cancelled_puts_leave_no_file_open_or_behind(store, tmp_path, run, monke
 
     monkeypatch.setattr(store._tree, "create_temporary", slow)
     run(body())
-    assert files(tmp_path / "run") == {f"{OWN}/lock"}
+    assert files(tmp_path / "run") == {f"{OWN}/lock", f"{OWN}/reserve"}
     opened = {os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")}
     assert not [each for each in opened if each.startswith(str(tmp_path))]
 
