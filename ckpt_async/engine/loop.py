@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
-from ckpt_async.core import backlog, decide, order
+from ckpt_async.core import backlog, decide, errnos, order
 from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Failed, Opened
@@ -26,7 +26,6 @@ from ckpt_async.engine.book import Book
 from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import UploadQueue
 from ckpt_async.errors import CkptAsyncError, FailureReason, JournalError, SourceError, StoreError
-from ckpt_async.local.folder import is_disk_full
 from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -321,7 +320,7 @@ class Engine:
         try:
             await in_thread(self._keep_house)
             self._note_shortage()
-            if state.is_progress_new and not state.folder.is_disk_full():  # the space is for commits
+            if state.is_progress_new and not state.folder.reserve.was_needed:  # the space is for commits
                 state.is_progress_new = False
                 state.journal.note_progress(
                     [(each.checkpoint, each.shard, sent) for each, sent in state.sent_bytes.items()]
@@ -452,6 +451,6 @@ class Engine:
         self._queue.send_alone(left)
 
     def _hold_back(self, action: decide.Action, error: Exception) -> float:
-        has_space = is_disk_full(error) and self.state.folder.release_space()
+        has_space = errnos.is_full(error) and self.state.folder.reserve.release()
         is_hurried = self.state.is_hurried or has_space
         return self._book.hold_back(action, error, self.state.now(), is_hurried=is_hurried)

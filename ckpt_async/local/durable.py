@@ -59,12 +59,7 @@ def write_durably(path: Path, data: bytes) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            try:
-                fsync_descriptor(file.fileno(), path)
-            except FsyncError as error:
-                if errnos.is_full(error):  # it is written anew then, so nothing of this is trusted
-                    raise OSError(error.errno, error.strerror, str(path)) from error
-                raise
+            os.fsync(file.fileno())  # after a failure this may be repeated: it writes another file
         temporary.replace(path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename is None:  # errors of write() have no file name

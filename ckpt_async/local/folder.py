@@ -46,8 +46,6 @@ LEFT_OVER_AGE_S = 3600.0
 # child by a process that was killed, and is ignored.
 REMOVAL_S = 5.0
 _REMOVAL_POLL_S = 0.001
-# Each piece of the reserve is for the writes that lack space within this time.
-RELEASE_S = 1.0
 
 
 def place_of(folder: str | os.PathLike[str]) -> Path:
@@ -90,9 +88,8 @@ class Folder:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
         except OSError as error:
             raise _folder_error(self.path, error) from error
-        self._reserve = Reserve(self.common)
-        self._reserve.take()
-        self._released_at = float("-inf")
+        self.reserve = Reserve(self.common)
+        self.reserve.take()
         self.can_link = self._probe_in_space()
         self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
@@ -103,7 +100,7 @@ class Folder:
         """
         self.check_same()
         self._host_mark.renew(self._trusted)
-        self._reserve.take()
+        self.reserve.take()
 
     def check_same(self) -> None:
         """Raise JournalError if something else is at the place of our private part now: whoever may write to the folder
@@ -116,18 +113,6 @@ class Folder:
                     hint="nothing in it was touched: find out by whom, and restart this process",
                 )
 
-    def is_disk_full(self) -> bool:
-        return self._reserve.is_disk_full()
-
-    def release_space(self) -> bool:
-        """Release some of the reserved space, after a write of ours lacked space; not more than once a second, because
-        many may lack it at once. Return whether they may succeed now.
-        """
-        now = time.monotonic()
-        if now >= self._released_at + RELEASE_S and self._reserve.release():
-            self._released_at = now
-        return now < self._released_at + RELEASE_S
-
     def _probe_in_space(self) -> bool:
         """Probe with as much as the records of a commit may need, which is released first if it is not free. Without
         any reserve, less has to do.
@@ -136,7 +121,7 @@ class Folder:
             try:
                 return self._probe(PIECE_BYTES)
             except NoSpaceError:
-                if not self._reserve.release():
+                if not self.reserve.release(every_s=0.0):
                     return self._probe(1)
 
     def _probe(self, size_bytes: int) -> bool:
@@ -150,7 +135,7 @@ class Folder:
             try:
                 os.link(probe, linked)
             except OSError as error:
-                if is_disk_full(error):
+                if errnos.is_full(error):
                     raise
                 return False
             return True
@@ -340,7 +325,7 @@ class Folder:
                 if num_tries > 1 and os.path.lexists(self.path / source):
                     return self.link(files, spool, num_tries - 1)
                 raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
-            if is_disk_full(error):
+            if errnos.is_full(error):
                 raise no_space(self.path, common=self.common) from error
             raise self._source_error(self.path / source, error) from error
 
@@ -516,11 +501,6 @@ def spooled_ranks(private: Path) -> set[int]:
 # --- errors -------------------------------------------------------------------------------
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether the failed operation may succeed once there is space, on the disk or in the user's quota."""
-    return isinstance(error, NoSpaceError) or (isinstance(error, OSError) and errnos.is_full(error))
-
-
 def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
     """`common`: the private part of an open folder, in which a step may be incomplete."""
     hint = "free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again"
@@ -543,7 +523,7 @@ def _has_inodes(path: Path) -> bool:
 
 
 def _folder_error(path: Path, error: OSError) -> JournalError:
-    if is_disk_full(error):
+    if errnos.is_full(error):
         return no_space(path)
     return JournalError(
         f"folder {str(path)!r} cannot be used: {error.strerror}",

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ckpt_async import private
-from ckpt_async.core import keys
+from ckpt_async.core import errnos, keys
 from ckpt_async.errors import CkptAsyncError, JournalDamagedError, JournalError
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
-from ckpt_async.local.folder import is_disk_full, no_space
+from ckpt_async.local.folder import no_space
 from ckpt_async.local.forks import after_fork
 
 logger = logging.getLogger(__name__)
@@ -502,7 +502,7 @@ def _translated(path: Path) -> Iterator[None]:
     except (CkptAsyncError, FsyncError):
         raise
     except OSError as error:
-        if is_disk_full(error):
+        if errnos.is_full(error):
             common = next((each for each in path.parents if each.name == keys.PRIVATE), path.parent)
             raise no_space(common.parent, common=common) from error
         raise JournalError(

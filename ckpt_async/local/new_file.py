@@ -12,7 +12,7 @@ from typing import IO
 from ckpt_async.core import errnos
 from ckpt_async.errors import CkptAsyncError, DestinationError
 from ckpt_async.local.durable import fsync_descriptor
-from ckpt_async.local.folder import is_disk_full, no_space
+from ckpt_async.local.folder import no_space
 
 _BUFFER_BYTES = 1 << 20
 
@@ -45,7 +45,7 @@ def new_file(target: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
     except CkptAsyncError:
         raise
     except OSError as error:
-        if is_disk_full(error):
+        if errnos.is_full(error):
             raise no_space(target) from error
         raise DestinationError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
 

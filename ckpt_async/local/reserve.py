@@ -25,6 +25,7 @@ NAME = "reserve"
 PIECE_BYTES = 128 << 10  # some hundred events of the journal; with less space, the disk counts as full
 NUM_PIECES = 16  # one operation on a full btrfs may take three
 ROOMY_BYTES = 64 << 20  # with less free space, taking the reserve would itself fill the disk
+RELEASE_S = 1.0  # not more often: many writes may lack space at once
 TAKE_AGAIN_S = 60.0  # after a write lacked space, or the reserve did
 
 
@@ -33,7 +34,7 @@ class Reserve:
 
     def __init__(self, private: Path) -> None:
         self._pieces = [private / NAME / str(number) for number in range(NUM_PIECES)]
-        self._lacked_at = float("-inf")
+        self._lacked_at = self._released_at = float("-inf")
 
     @property
     def is_there(self) -> bool:
@@ -42,20 +43,24 @@ class Reserve:
 
     def take(self) -> None:
         """Take what is missing, if there is room."""
-        if time.monotonic() < self._lacked_at + TAKE_AGAIN_S:
+        if self.was_needed:
             return
         with contextlib.suppress(OSError):
-            if self._free_bytes() >= ROOMY_BYTES:
+            facts = os.statvfs(self._pieces[0].parents[1])
+            if facts.f_bavail * facts.f_frsize >= ROOMY_BYTES:
                 self._pieces[0].parent.mkdir(exist_ok=True)
                 for each in self._pieces:
                     self._take(each)
 
-    def release(self) -> bool:
+    def release(self, every_s: float = RELEASE_S) -> bool:
         """Release a piece, because a write lacked space. Return whether the same may succeed now."""
-        self._lacked_at = time.monotonic()
+        now = self._lacked_at = time.monotonic()
+        if now < self._released_at + every_s:
+            return True
         for number, each in enumerate(reversed(self._pieces)):
             with contextlib.suppress(OSError):
                 each.unlink()
+                self._released_at = now
                 logger.warning(
                     "disk_reserve_given_up size_bytes=%d left_bytes=%d folder=%s: the disk is full; commits continue"
                     " with these reserved bytes",
@@ -66,17 +71,10 @@ class Reserve:
                 return True
         return False
 
-    def is_disk_full(self) -> bool:
-        """Return whether what is left should be used for nothing but commits."""
-        if time.monotonic() < self._lacked_at + TAKE_AGAIN_S:
-            return True
-        with contextlib.suppress(OSError):
-            return self._free_bytes() < PIECE_BYTES
-        return False
-
-    def _free_bytes(self) -> int:
-        facts = os.statvfs(self._pieces[0].parents[1])
-        return facts.f_bavail * facts.f_frsize
+    @property
+    def was_needed(self) -> bool:
+        """Whether a write has lacked space lately: what there is should be used for nothing but commits."""
+        return time.monotonic() < self._lacked_at + TAKE_AGAIN_S
 
     def _take(self, piece: Path) -> None:
         try:

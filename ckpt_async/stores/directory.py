@@ -76,7 +76,6 @@ class DirectoryStore(WholeObjects):
     def __init__(self, root: Path | str, *, url: str = "") -> None:
         self._tree = Tree(Path(root))
         self._url = url or f"file://{self._tree.root}"
-        self._has_released = False
         self._capabilities = Capabilities(
             conditional_put=True, multipart=False, checksum_algorithm=_ALGORITHM
         )
@@ -110,10 +109,7 @@ class DirectoryStore(WholeObjects):
         self._capabilities = replace(self._capabilities, conditional_put=can_link)
 
     async def close(self) -> None:
-        """No resource is held between calls. If the reserve was released, it is taken again."""
-        if self._has_released:
-            self._has_released = False
-            await in_thread(self._tree.reserve)
+        """Do nothing: no resource is held between calls."""
 
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
@@ -167,7 +163,6 @@ class DirectoryStore(WholeObjects):
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._check_key(key, "delete")
-        self._has_released |= RESERVE in keys
         for key in keys:
             with self._tree.translating("delete", key):
                 await in_thread(self._delete, key)
@@ -269,6 +264,8 @@ class DirectoryStore(WholeObjects):
                 raise PreconditionFailedError(operation="delete", key=key)
             unlink_if_there(path)
             sync_folder(path.parent)
+        if key != RESERVE:
+            self._tree.reserve()  # again, if it was released
         # Best effort: a parent that is in use stays, and a shared file system may refuse.
         parent = path.parent
         with contextlib.suppress(OSError):

@@ -208,8 +208,10 @@ class Tree:
         except FileNotFoundError as error:
             raise ObjectNotFoundError(operation=operation, key=key) from error
         except OSError as error:
-            reason, hint = errnos.reason_of(error, is_local=filesystems.is_local(self.root))
-            raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
+            meaning, hint = errnos.meaning_of(error, is_local=filesystems.is_local(self.root))
+            raise StoreError(
+                str(error), reason=meaning.reason, operation=operation, key=key, hint=hint
+            ) from error
 
     @contextlib.contextmanager
     def _in_place(self, operation: str) -> Iterator[None]:

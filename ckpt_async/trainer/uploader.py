@@ -311,7 +311,7 @@ class Uploader:
             try:
                 self._engine.journal.append([sealed, lost])
             except NoSpaceError:
-                if not self._folder.release_space():
+                if not self._folder.reserve.release():
                     raise
                 self._engine.journal.append([sealed, lost])
             self._checkpoints.seal(id_.step)

@@ -223,7 +223,7 @@ class Teller:
 
     def trouble(self, error: Exception) -> None:
         """Report an error that may pass; raise it if it will not pass by itself."""
-        if isinstance(error, OSError) and not errnos.may_pass(error):
+        if isinstance(error, OSError) and not errnos.is_full(error):
             raise error
         self.say("attempt_failed", str(error), f"{error}; trying again")
 

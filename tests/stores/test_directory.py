@@ -176,7 +176,7 @@ def test_delete_removes_empty_parents_but_never_the_root(store, tmp_path, run):
         (errno.ENOTCONN, FailureReason.TRANSIENT),
         (errno.EHOSTDOWN, FailureReason.TRANSIENT),
         (errno.ESTALE, FailureReason.TRANSIENT),
-        (errno.ETIMEDOUT, FailureReason.TIMEOUT),
+        (errno.ETIMEDOUT, FailureReason.TRANSIENT),
     ],
 )
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "link"])

@@ -59,7 +59,7 @@ def reason_of(error: Exception) -> FailureReason:
             return _STATUS[status]
         return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
     if isinstance(error, OSError):
-        return errnos.reason_of(error)[0]
+        return errnos.meaning_of(error)[0].reason
     return FailureReason.OTHER if isinstance(error, _FINAL) else FailureReason.TRANSIENT
 
 
