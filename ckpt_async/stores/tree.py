@@ -21,8 +21,8 @@ from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 # Where temporary files and the lock are, below a name that no key may start with. Left-overs are harmless.
 OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
 _LOCK = "lock"
-# A few records, each in a block of its own.
-_RESERVE_BYTES = 64 << 10
+# A few records; with 64 KiB free, XFS makes no new file.
+_RESERVE_BYTES = 1 << 20
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.link)?")
 
 # How often to retry when a parent folder vanishes before it is used, because a `delete` found it empty.

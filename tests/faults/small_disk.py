@@ -17,7 +17,7 @@ def disk_image(tmp_path: Path, make: str) -> Path:
     """Return an image of a disk on which this command has made a file system."""
     image = tmp_path / "image"
     with image.open("wb") as file:
-        file.truncate(150 << 20)
+        file.truncate(300 << 20)  # the least that XFS takes
     name, *options = make.split()
     made = shutil.which(name) and not subprocess.run([name, *options, str(image)]).returncode
     if os.geteuid() or not made or subprocess.run(["losetup", "--find"], capture_output=True).returncode:

@@ -440,7 +440,7 @@ def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> N
     assert done.stdout == "full\ncommitted\n"
 
 
-@pytest.mark.parametrize("make", ["", "mkfs.ext4 -q", "mkfs.btrfs -q -f"], ids=["tmpfs", "ext4", "btrfs"])
+@pytest.mark.parametrize("make", ["", "mkfs.ext4 -q", "mkfs.btrfs -q -f", "mkfs.xfs -q -f"])
 def test_a_full_remote_is_freed_by_pruning_it(tmp_path: Path, make: str) -> None:
     """Both commands wrote first, and failed: nothing but deleting by hand was left."""
     done = on_small_disk(
