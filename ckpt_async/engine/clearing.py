@@ -26,6 +26,7 @@ def _point_symlink(state: State, id_: CheckpointId) -> None:
     checkpoint = state.local.checkpoints.get(id_)
     if checkpoint is None:
         return  # forgotten in the meantime
+    state.folder.check_same()
     shards = [each.shard for each in checkpoint.shards.values()]
     # If a lost journal was rebuilt from manifests, retention may have removed the checkpoint's files before.
     is_here = any(state.folder.is_same(each.source, each.identity) for each in shards)
@@ -90,6 +91,7 @@ async def forget(state: State, id_: CheckpointId) -> None:
 
 
 def _drop(state: State, checkpoint: LocalCheckpoint) -> None:
+    state.folder.check_same()
     state.folder.unlink(keys.spool_manifest(checkpoint.id, state.rank))
     state.record(Forgotten(checkpoint.id, checkpoint.decided_at if checkpoint.was_committed else None))
 

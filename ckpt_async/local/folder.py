@@ -112,15 +112,32 @@ class Folder:
         self._reserve.adjust()
 
     def check_same(self) -> None:
-        """Raise JournalError if something else is at the place of our private part now: whoever may write to the folder
-        can put it there.
+        """Raise JournalError if our private part is not where it was (not mounted, say), or something else is there:
+        whoever may write to the folder can put it there.
         """
-        with contextlib.suppress(FileNotFoundError):  # found by those who need it
-            if not os.path.samestat(os.lstat(self.common), self._common_facts):
-                raise JournalError(
-                    f"{str(self.common)!r} was replaced while this process was using it",
-                    hint="nothing in it was touched: find out by whom, and restart this process",
-                )
+        try:
+            is_same = os.path.samestat(os.lstat(self.common), self._common_facts)
+        except FileNotFoundError:
+            raise not_there(self.common) from None
+        if not is_same:
+            raise JournalError(
+                f"{str(self.common)!r} was replaced (or mounted as another device) while this process was using it",
+                hint="nothing in it was touched: find out by whom, and restart this process",
+            )
+
+    def has(self, source: str, spool: str | None) -> bool:
+        """Return whether a file that was handed over is there: the link `spool`, or else the user's own file.
+
+        A file that is missing is lost only if our private part is where it was, else its file system is not mounted.
+        Raises JournalError then, before and after the look.
+        """
+        self.check_same()
+        path = f"{self.private.relative_to(self.path)}/{spool}" if spool else source
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._parent(path) as (parent, name):
+            os.stat(name, dir_fd=parent, follow_symlinks=False)
+            return True
+        self.check_same()
+        return False
 
     def is_disk_full(self) -> bool:
         return self._reserve.is_disk_full()
@@ -395,6 +412,7 @@ class Folder:
                 if identity_of(there) != identity or not self._take_away(parent, name, identity):
                     return False
         except (FileNotFoundError, NotADirectoryError):
+            self.check_same()
             return True
         above = source.rpartition("/")[0]
         while above and not keeps_folders:
@@ -490,6 +508,14 @@ def spooled_ranks(private: Path) -> set[int]:
 
 
 # --- errors -------------------------------------------------------------------------------
+
+
+def not_there(path: Path) -> JournalError:
+    return JournalError(
+        f"{str(path)!r} is not where this process has opened it: its file system is not mounted any more, or its folder"
+        " was moved or removed",
+        hint="mount it again, or move it back: then uploads go on. Nothing is given up or written until then",
+    )
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
     InvalidShardError,
+    JournalError,
     NoSpaceError,
     SealedError,
     UploaderClosedError,
@@ -303,7 +304,8 @@ class Uploader:
         """
         self._check_process()
         id_ = self._checkpoint(step)
-        self._folder.tend()  # frees the reserve on a full disk
+        with contextlib.suppress(JournalError):  # not mounted: its journal is still open
+            self._folder.tend()  # frees the reserve on a full disk
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
             self._engine.told.add(id_)
