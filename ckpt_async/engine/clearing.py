@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import replace
 
@@ -39,6 +40,11 @@ def _point_symlink(state: State, id_: CheckpointId) -> None:
             link.unlink()  # the newest checkpoint has no files here, and the symlink's target will be removed
     except InvalidNameError as error:
         logger.warning("local_latest_skipped error=%s", error)
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}:
+            raise
+        state.policy = replace(state.policy, has_local_latest=False)
+        logger.warning("local_latest_left_out path=%s: no symlinks there; set latest_filename=''", link)
 
 
 async def release(state: State, action: decide.Release) -> None:

@@ -154,12 +154,8 @@ class State:
                 self.failures.append(Failure(error, id_, each.shard, is_given_up=each.is_loss))
 
     def _is_back(self, checkpoint: LocalCheckpoint, failed: Failed) -> bool:
-        if failed.reason is not FailureReason.SOURCE_MISSING:
-            if failed.is_loss:
-                self.folder.check_same()
-            return False
-        shard = checkpoint.shards[failed.shard]
-        return self.folder.has(shard.shard.source, self.spool_path(checkpoint, shard))
+        shard = checkpoint.shards.get(failed.shard) if failed.reason is FailureReason.SOURCE_MISSING else None
+        return shard is not None and self.folder.has(shard.shard.source, self.spool_path(checkpoint, shard))
 
     # --- where a shard lies --------------------------------------------------------------------------------
 

@@ -246,8 +246,8 @@ class Log:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def read(self, *, after: int = 0) -> Content:
-        """Return what was appended after a position; all, if it was compacted since. If the file was deleted, or mounted
-        as another device, what it had.
+        """Return what was appended after a position; all, if it was compacted since. If the file was deleted, or is on
+        another device now, what it had.
         """
         self._check_usable()
         with _translated(self._path), self._lock:
@@ -325,8 +325,7 @@ class Log:
 
     def _deleted(self) -> JournalError:
         return JournalError(
-            f"journal {str(self._path)!r} was deleted or replaced (or mounted as another device) while this process used"
-            " it",
+            f"journal {str(self._path)!r} was deleted or replaced, or mounted as another device, while it was in use",
             hint="restart this process; it will continue with what is left in the journal and in the store",
         )
 
