@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import time
@@ -35,9 +36,17 @@ from ckpt_async.local.host_mark import HostMark
 from ckpt_async.local.links import identity_of, kind_of, link_into
 from ckpt_async.local.reserve import PIECE_BYTES, Reserve
 
+logger = logging.getLogger(__name__)
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_WHY_UNLINKED = (
+    "only files of this user, or that it may write to (fs.protected_hardlinks), can be linked, if the folder's file"
+    " system has hard links, and not from another one. Mend that, or keep such files until they are uploaded"
+)
+# How long the clock that stamps files may stand still, and where times are whole seconds (FAT: two).
+_TICK_S, _COARSE_TICK_S = 0.02, 2.02
 # How often links are made anew because the engine has removed the spool's folder in between.
 _LINK_TRIES = 10
 # Temporary files live for milliseconds; older ones were left behind by a kill.
@@ -87,7 +96,8 @@ class Folder:
         except FileExistsError as error:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
         except OSError as error:
-            raise _folder_error(self.path, error) from error
+            raise unusable(self.path, error) from error
+        self._is_told = False  # that files cannot be linked
         self.reserve = Reserve(self.common)
         self.reserve.take()
         self.can_link = self._probe_in_space()
@@ -103,15 +113,36 @@ class Folder:
         self.reserve.take()
 
     def check_same(self) -> None:
-        """Raise JournalError if something else is at the place of our private part now: whoever may write to the folder
-        can put it there.
+        """Raise JournalError if our private part is not where it was (not mounted, say), or something else is there:
+        whoever may write to the folder can put it there.
         """
-        with contextlib.suppress(FileNotFoundError):  # found by those who need it
-            if not os.path.samestat(os.lstat(self.common), self._common_facts):
-                raise JournalError(
-                    f"{str(self.common)!r} was replaced while this process was using it",
-                    hint="nothing in it was touched: find out by whom, and restart this process",
-                )
+        try:
+            is_same = os.path.samestat(os.lstat(self.common), self._common_facts)
+        except FileNotFoundError:
+            raise not_there(self.common) from None
+        if not is_same:
+            raise JournalError(
+                f"{str(self.common)!r} was replaced (or mounted as another device) while this process was using it",
+                hint="nothing in it was touched: find out by whom, and restart this process",
+            )
+
+    def has(self, source: str, spool: str | None) -> bool:
+        """Return whether a file that was handed over is there: the link `spool`, or else the user's own file.
+
+        A file that is missing is lost only if our private part is where it was: else JournalError is raised, because
+        its file system is not mounted.
+        """
+        path = f"{self.private.relative_to(self.path)}/{spool}" if spool else source
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._parent(path) as (parent, name):
+            os.stat(name, dir_fd=parent, follow_symlinks=False)
+            return True
+        self.check_same()
+        return False
+
+    def settles_in_s(self, identity: FileIdentity, now: float) -> float:
+        """Return for how long an enqueued file may change without another time: what is read earlier may be mixed."""
+        left_s = identity.mtime_ns / 1e9 + self._tick_s - now
+        return max(0.0, min(left_s, self._tick_s))  # the user may have set any time
 
     def _probe_in_space(self) -> bool:
         """Probe with as much as the records of a commit may need, which is released first if it is not free. Without
@@ -126,12 +157,13 @@ class Folder:
 
     def _probe(self, size_bytes: int) -> bool:
         """Write, link and remove one small file, so that problems are reported clearly now and not during the first
-        save.
+        save. Find out how coarse times are.
         """
         probe = self.private / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
         linked = probe.with_suffix(".link")
         try:
             probe.write_bytes(bytes(size_bytes))
+            self._tick_s = _TICK_S if probe.stat().st_mtime_ns % 10**9 else _COARSE_TICK_S
             try:
                 os.link(probe, linked)
             except OSError as error:
@@ -140,7 +172,7 @@ class Folder:
                 return False
             return True
         except OSError as error:
-            raise _folder_error(self.path, error) from error
+            raise unusable(self.path, error) from error
         finally:
             for path in (probe, linked):
                 with contextlib.suppress(OSError):  # read-only: the error already raised is the one to report
@@ -315,6 +347,14 @@ class Folder:
             link_into(
                 f"{self.private}/{spool}", files, done, open_folder=self._open_folder, can_link=self.can_link
             )
+            unlinked = [
+                source for (source, _), (_, is_linked) in zip(files, done, strict=True) if not is_linked
+            ]
+            if unlinked and not self._is_told:
+                self._is_told = True
+                logger.warning(
+                    "not_linked path=%s: %s. Not said again", self.path / unlinked[0], _WHY_UNLINKED
+                )
             return done
         except BaseException as error:
             self.undo_links(spool, [name for _, name in files[: len(done)]])
@@ -404,6 +444,7 @@ class Folder:
                 if identity_of(there) != identity or not self._take_away(parent, name, identity):
                     return False
         except (FileNotFoundError, NotADirectoryError):
+            self.check_same()
             return True
         above = source.rpartition("/")[0]
         while above and not keeps_folders:
@@ -465,7 +506,8 @@ def check_unchanged(
     found = identity_of(os.fstat(descriptor))
     if not (found == identity if is_same_inode else found.is_as_long_and_old_as(identity)):
         raise SourceError(
-            f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
+            f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated; or its time was set"
+            " late, as some mounts of file servers do: then use a local folder)",
             reason=FailureReason.SOURCE_CHANGED,
         )
 
@@ -478,7 +520,7 @@ def _open_lock(place: Path) -> int:
     try:
         return os.open(place, _DIRECTORY)
     except OSError as error:
-        raise _folder_error(place, error) from error
+        raise unusable(place, error) from error
 
 
 # --- facts of the machine ----------------------------------------------------------------------------------
@@ -499,6 +541,14 @@ def spooled_ranks(private: Path) -> set[int]:
 
 
 # --- errors -------------------------------------------------------------------------------
+
+
+def not_there(path: Path) -> JournalError:
+    return JournalError(
+        f"{str(path)!r} is not where this process has opened it: its file system is not mounted any more, or its folder"
+        " was moved or removed",
+        hint="mount it again, or move it back: then uploads go on. Nothing is given up or written until then",
+    )
 
 
 def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
@@ -522,10 +572,10 @@ def _has_inodes(path: Path) -> bool:
     return True
 
 
-def _folder_error(path: Path, error: OSError) -> JournalError:
+def unusable(path: Path, error: OSError) -> JournalError:
     if errnos.is_full(error):
         return no_space(path)
-    return JournalError(
-        f"folder {str(path)!r} cannot be used: {error.strerror}",
-        hint="it must exist or be creatable, and writable",
-    )
+    hint = "it must exist or be creatable, and writable"
+    if isinstance(error, PermissionError):
+        hint = private.whose(Path(error.filename or path))
+    return JournalError(f"folder {str(path)!r} cannot be used: {error.strerror}", hint=hint)
