@@ -29,7 +29,7 @@ from ckpt_async.errors import (
     SettingsError,
     SourceError,
 )
-from ckpt_async.local.filesystems import check_local, filesystem_of, keeps_inodes
+from ckpt_async.filesystems import check_local, filesystem_of, keeps_inodes
 from ckpt_async.local.host_mark import HostMark
 from ckpt_async.local.links import identity_of, kind_of, link_into
 from ckpt_async.local.reserve import NAME as RESERVE
@@ -83,7 +83,7 @@ class Folder:
         self.common = self.path / keys.PRIVATE
         self.private = self.common / keys.kind_place(kind)
         private.check(self.common)
-        filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        filesystem = filesystem_of(self.path)
         self.keeps_inodes = keeps_inodes(filesystem)
         self._host_mark = HostMark(self.common, boot_id())
         self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted

@@ -31,6 +31,16 @@ _LOCK_POLL_S = 0.002
 _LEFT_OVER_AGE_S = 24 * 3600.0
 # Far longer than it takes from making a folder to putting the first file into it.
 _EMPTY_AGE_S = 60.0
+# On GlusterFS, a folder or a lock that another node is just making neither can be made nor is there, for a moment.
+_BEING_MADE = {errno.EEXIST, errno.ENOENT, errno.ESTALE}
+_OPEN_ATTEMPTS, _OPEN_PAUSE_S = 10, 0.1
+# What link() answers where there are no links: the first ones by POSIX, the last ones from `rclone mount` and its like,
+# in whose folders files can be written. And for a file that has too many.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK} | {
+    errno.EIO,
+    errno.EINVAL,
+    errno.EACCES,
+}
 
 _DISK = {
     errno.ENOSPC: "the file system is full",
@@ -64,6 +74,7 @@ class Tree:
         self.root = root
         self._own = root / OWN
         self._may_write = self._has_own = False
+        self.ignores_case = False  # known once it is open for writing
 
     def open_to_read(self) -> None:
         try:
@@ -79,9 +90,16 @@ class Tree:
 
     def open_to_write(self) -> bool:
         """Make the folder if it is missing and try one write and one lock in it; return whether hard links work."""
-        make_folders(self.path(OWN))
-        self._has_own = True
-        can_link = self._probe()
+        for attempts_left in reversed(range(_OPEN_ATTEMPTS)):
+            try:
+                make_folders(self.path(OWN))
+                self._has_own = True
+                can_link = self._probe()
+                break
+            except (OSError, StoreError) as error:  # StoreError: it has been there
+                if not attempts_left or (isinstance(error, OSError) and error.errno not in _BEING_MADE):
+                    raise
+                time.sleep(_OPEN_PAUSE_S)
         self._may_write = True
         return can_link
 
@@ -117,6 +135,8 @@ class Tree:
             os.fsync(file.fileno())
             with self.locked():
                 pass
+            other = self.root / OWN.upper()
+            self.ignores_case = other.exists() and other.samefile(self._own)
             return _try_link(temporary, linked)
 
     def _remove_left_overs(self, now: float) -> None:
@@ -152,6 +172,22 @@ class Tree:
         held.callback(unlink_if_there, path)
         with self._in_place("copy"):
             return path if _try_link(self.path(key), path) else None
+
+    def check_spelling(self, key: str) -> None:
+        """Where case is ignored, raise StoreError if the file of this key would be that of another key. Needs the lock:
+        names that differ only in case often come at the same moment.
+        """
+        folder = self.root
+        for name in key.split("/") if self.ignores_case else ():
+            if os.path.lexists(folder / name) and name not in os.listdir(folder):
+                raise StoreError(
+                    f"this file system ignores case, and has {name!r} in another spelling",
+                    reason=FailureReason.OTHER,
+                    operation="put",
+                    key=key,
+                    hint="rename one of the two, or use a folder that tells upper from lower case",
+                )
+            folder /= name
 
     def into_parent(self, target: Path, place: Callable[[], None]) -> None:
         for _ in range(_PARENT_ATTEMPTS):
@@ -263,7 +299,7 @@ def _try_link(path: Path, link: Path) -> bool:
     try:
         os.link(path, link)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+        if error.errno not in _NO_LINKS:
             raise
         return False
     return True
