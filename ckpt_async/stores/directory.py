@@ -226,6 +226,7 @@ class DirectoryStore(WholeObjects):
                 case Match(etag):
                     _make_newer(temporary, self._check_is(key, etag, "put"))
                     os.replace(temporary, target)
+            self._tree.check_spelling(key)  # some change it: lowntfs-3g makes all names lower case
         status = os.stat(target, follow_symlinks=False)
         sync_folder(target.parent)
         return status

@@ -36,11 +36,8 @@ _BEING_MADE = {errno.EEXIST, errno.ENOENT, errno.ESTALE}
 _OPEN_ATTEMPTS, _OPEN_PAUSE_S = 10, 0.1
 # What link() answers where there are no links: the first ones by POSIX, the last ones from `rclone mount` and its like,
 # in whose folders files can be written. And for a file that has too many.
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK} | {
-    errno.EIO,
-    errno.EINVAL,
-    errno.EACCES,
-}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK}
+_NO_LINKS |= {errno.EIO, errno.EINVAL, errno.EACCES}
 
 _DISK = {
     errno.ENOSPC: "the file system is full",
@@ -174,8 +171,8 @@ class Tree:
             return path if _try_link(self.path(key), path) else None
 
     def check_spelling(self, key: str) -> None:
-        """Where case is ignored, raise StoreError if the file of this key would be that of another key. Needs the lock:
-        names that differ only in case often come at the same moment.
+        """Where case is ignored, raise StoreError if the file of this key is that of another key. Needs the lock: names
+        that differ only in case often come at the same moment.
         """
         folder = self.root
         for name in key.split("/") if self.ignores_case else ():
