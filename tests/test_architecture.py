@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ckpt_async"
 HERE = "tests/test_architecture.py"
 
-# From top to bottom. A room is a folder of the package, or one of the six modules beside the folders. A room
+# From top to bottom. A room is a folder of the package, or one of the modules beside the folders. A room
 # imports only from the rooms below it, never from those above or beside it; this includes lazy imports and
 # imports for types.
 ROOMS: tuple[tuple[str, ...], ...] = (

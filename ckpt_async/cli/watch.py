@@ -291,7 +291,7 @@ def _watcher(options: argparse.Namespace, environment: dict[str, str], waker: Wa
 def _options(options: argparse.Namespace, environment: dict[str, str]) -> Options:
     folder = Path(os.path.realpath(options.folder))
     kind = f".{options.kind}" if options.kind else ""
-    is_shared = filesystem_of(str(folder), Path("/proc/self/mountinfo")) not in LOCAL_FILESYSTEMS
+    is_shared = filesystem_of(folder) not in LOCAL_FILESYSTEMS
     node, num_nodes = options.node or ((0, 1) if is_shared else launch.node(environment))
     if options.once and num_nodes > 1:
         raise SettingsError(

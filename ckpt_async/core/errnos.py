@@ -64,6 +64,8 @@ _MEANINGS: dict[int, tuple[Meaning, str]] = {
 
 # What a call says that a file system does not have: hard links, or a faster way to do the same.
 NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS})
+# The same of a link that is tried in a place where files can be written: what `rclone mount` and its like answer.
+NO_LINKS_PROBED = NO_LINKS | {errno.EIO, errno.EINVAL, errno.EACCES}
 UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EISDIR})
 
 

@@ -179,7 +179,7 @@ def _try_folder(
         LocalFolder(
             str(path),
             str(above),
-            filesystem=filesystem_of(str(above), Path("/proc/self/mountinfo")),
+            filesystem=filesystem_of(above),
             can_link=workplace.can_link,
             other_mounts=tuple(_other_mounts(above)) if above == path else (),
             free_bytes=free_bytes,

@@ -83,7 +83,7 @@ class Folder:
         self.common = self.path / keys.PRIVATE
         self.private = self.common / keys.kind_place(kind)
         private.check(self.common)
-        filesystem = self._filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        filesystem = self._filesystem = filesystem_of(self.path)
         self.keeps_inodes = keeps_inodes(filesystem)
         self._host_mark = HostMark(self.common, boot_id())
         self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted

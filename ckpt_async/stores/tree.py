@@ -34,6 +34,9 @@ _LOCK_POLL_S = 0.002
 _LEFT_OVER_AGE_S = 24 * 3600.0
 # Far longer than it takes from making a folder to putting the first file into it.
 _EMPTY_AGE_S = 60.0
+# On GlusterFS, a folder or a lock that another node is just making neither can be made nor is there, for a moment.
+_BEING_MADE = {errno.EEXIST, errno.ENOENT, errno.ESTALE}
+_OPEN_ATTEMPTS, _OPEN_PAUSE_S = 10, 0.1
 
 
 class Tree:
@@ -43,6 +46,7 @@ class Tree:
         self.root = root
         self._own = root / OWN
         self._may_write = self._has_own = False
+        self.ignores_case = False  # known once it is open for writing
 
     def open_to_read(self) -> None:
         try:
@@ -58,9 +62,16 @@ class Tree:
 
     def open_to_write(self) -> bool:
         """Make the folder if it is missing and try one write and one lock in it; return whether hard links work."""
-        make_folders(self.path(OWN))
-        self._has_own = True
-        can_link = self._probe()
+        for attempts_left in reversed(range(_OPEN_ATTEMPTS)):
+            try:
+                make_folders(self.path(OWN))
+                self._has_own = True
+                can_link = self._probe()
+                break
+            except (OSError, StoreError) as error:  # StoreError: it has been there
+                if not attempts_left or (isinstance(error, OSError) and error.errno not in _BEING_MADE):
+                    raise
+                time.sleep(_OPEN_PAUSE_S)
         self.reserve()
         self._may_write = True
         return can_link
@@ -104,6 +115,8 @@ class Tree:
             os.fsync(file.fileno())
             with self.locked():
                 pass
+            other = self.root / OWN.upper()
+            self.ignores_case = other.exists() and other.samefile(self._own)
             return _try_link(temporary, linked)
 
     def reserve(self) -> None:
@@ -154,6 +167,22 @@ class Tree:
         held.callback(unlink_if_there, path)
         with self._in_place("copy"):
             return path if _try_link(self.path(key), path) else None
+
+    def check_spelling(self, key: str) -> None:
+        """Where case is ignored, raise StoreError if the file of this key is that of another key. Needs the lock: names
+        that differ only in case often come at the same moment.
+        """
+        folder = self.root
+        for name in key.split("/") if self.ignores_case else ():
+            if os.path.lexists(folder / name) and name not in os.listdir(folder):
+                raise StoreError(
+                    f"this file system ignores case, and has {name!r} in another spelling",
+                    reason=FailureReason.OTHER,
+                    operation="put",
+                    key=key,
+                    hint="rename one of the two, or use a folder that tells upper from lower case",
+                )
+            folder /= name
 
     def into_parent(self, target: Path, place: Callable[[], None]) -> None:
         for _ in range(_PARENT_ATTEMPTS):
@@ -278,7 +307,7 @@ def _try_link(path: Path, link: Path) -> bool:
     try:
         os.link(path, link)
     except OSError as error:
-        if error.errno not in errnos.NO_LINKS:
+        if error.errno not in errnos.NO_LINKS_PROBED:
             raise
         return False
     return True

@@ -254,14 +254,91 @@ def test_an_io_error_names_what_to_look_at(store, run, monkeypatch, filesystem, 
     assert raised.value.reason.is_retryable
 
 
-def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO, errno.EINVAL, errno.EACCES])
+def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch, caplog, number):
+    """The last three are what mounted buckets answer."""
+
     def link(*_):
-        raise OSError(errno.EPERM, "no hard links here")
+        raise OSError(number, "no hard links here")
 
     monkeypatch.setattr(os, "link", link)
     store = DirectoryStore(tmp_path)
     run(store.open())
     assert not store.capabilities.conditional_put
+    (told,) = caplog.messages
+    assert "rank 0 alone decides: there are no hard links on " in told
+    source = run(put(store, "a", b"1"))
+    run(store.copy("a", source.etag, "b"))
+    assert run(store.get("b", max_size_bytes=9))[0] == b"1"
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "decides_by_swap"),
+    [
+        *(
+            (kind, True)
+            for kind in ("ext4", "nfs4", "lustre", "gpfs", "ceph", "fuse.ceph-fuse", "fuse.glusterfs")
+        ),
+        *((kind, False) for kind in ("fuse.sshfs", "fuse.rclone", "fuse", "cifs", "9p", "overlay on nfs4")),
+    ],
+)
+def test_the_type_of_mount_tells_who_decides(tmp_path, run, monkeypatch, caplog, filesystem, decides_by_swap):
+    monkeypatch.setattr(directory, "filesystem_of", lambda _: filesystem)
+    store = DirectoryStore(tmp_path)
+    run(store.open())
+    assert store.capabilities.conditional_put is decides_by_swap
+    assert store.capabilities.place == filesystem
+    told = [line for line in caplog.messages if "rank 0 alone decides" in line and filesystem in line]
+    assert len(told) == (0 if decides_by_swap else 1)
+
+
+def test_a_lock_that_another_node_has_just_made_is_taken(tmp_path, run, monkeypatch):
+    """On GlusterFS, the slower of two nodes is told that the file exists, although it does not ask for a new one."""
+    opened, refused = os.open, []
+
+    def slower(path, flags, *args, **options):
+        if str(path).endswith("/lock") and len(refused) < 2:
+            refused.append(path)
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", slower)
+    run(DirectoryStore(tmp_path).open())
+    assert len(refused) == 2
+
+
+def test_a_swap_does_not_trust_what_a_name_stood_for(store, run, monkeypatch):
+    """As on GlusterFS: this node still sees the file that another has replaced."""
+    stale = run(put(store, "a", b"1")).etag
+    remembered = os.stat(store._tree.path("a"))
+    run(put(store, "a", b"2", condition=Match(stale)))
+    stat = os.stat
+    monkeypatch.setattr(
+        os,
+        "stat",
+        lambda path, **options: remembered if str(path).endswith("/run/a") else stat(path, **options),
+    )
+    with pytest.raises(PreconditionFailedError):
+        run(put(store, "a", b"3", condition=Match(stale)))
+    with pytest.raises(PreconditionFailedError):
+        run(store.delete_if("a", stale))
+    monkeypatch.undo()
+    assert run(store.get("a", max_size_bytes=9))[0] == b"2"
+
+
+def test_etags_never_repeat_where_times_are_whole_seconds(store, run, monkeypatch):
+    utime = os.utime
+
+    def whole(path, times=None, *, ns=None):
+        then_ns = time.time_ns() if ns is None else ns[1]
+        utime(path, ns=(then_ns // 10**9 * 10**9,) * 2)
+
+    monkeypatch.setattr(os, "utime", whole)
+    etags = [run(put(store, "a", b"0")).etag]
+    for number in range(20):
+        etags.append(run(put(store, "a", b"%d" % (number % 10), condition=Match(etags[-1]))).etag)
+    times = [int(etag.split("-")[1], 16) for etag in etags]
+    assert times == sorted(set(times))
 
 
 def test_swapped_back_content_has_another_etag(store, run, monkeypatch):
