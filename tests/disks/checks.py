@@ -400,6 +400,58 @@ def fill(ballast: Path) -> None:
                     file.write(random.randbytes(size))
 
 
+# --- a remote that is full, or away ---------------------------------------------------------------------------
+
+_SAVES = """
+import sys, time
+from pathlib import Path
+from ckpt_async import Uploader
+folder, num_steps, pause_s = Path(sys.argv[1]), int(sys.argv[3]), float(sys.argv[4])
+with Uploader(folder, sys.argv[2], retry_max_s=1.0) as uploader:
+    for step in range(1, num_steps + 1):
+        shard = folder / f"step-{step}" / "x.pt"
+        shard.parent.mkdir(parents=True)
+        shard.write_bytes(step.to_bytes(4, "big") * 50_000)
+        uploader.enqueue(shard, step)
+        uploader.seal(step)
+        time.sleep(pause_s)
+"""
+
+
+def saves(folder: Path, remote: str, num_steps: int, pause_s: float = 0.0) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-c", _SAVES, str(folder), remote, str(num_steps), str(pause_s)]
+    return subprocess.Popen(arguments, cwd=ROOT)
+
+
+def full_remote(mounted: Mounted, folder: Path) -> str:
+    """Nothing but pruning frees it."""
+    remote = f"file://{mounted.nodes[0]}/run"
+    assert saves(folder / "node", remote, 8).wait(LIMIT_S) == 0
+    fill(mounted.nodes[0] / "ballast")
+    cli("prune", remote, "--keep", "last=2", "--yes")
+    listed = json.loads(cli("ls", remote, "--json"))["checkpoints"]
+    assert len(listed) == 2, f"{len(listed)} left"
+    return "pruned to 2"
+
+
+def away(mounted: Mounted, folder: Path) -> str:
+    """The client of one node's mount dies, and is started again while its trainer saves."""
+    if mounted.again is None:
+        raise NotForItError("–")
+    remote = f"file://{mounted.nodes[0]}/run"
+    trainer = saves(folder / "node", remote, 40, 0.2)
+    try:
+        time.sleep(3)
+        mounted.again()
+        code = trainer.wait(LIMIT_S)
+    finally:
+        trainer.kill()
+    assert code == 0, f"the trainer ended with {code}"
+    listed = json.loads(cli("ls", f"file://{mounted.nodes[-1]}/run", "--json"))["checkpoints"]
+    assert len(listed) == 40, f"{len(listed)} of 40 committed"
+    return "40 of 40"
+
+
 CHECKS: Mapping[str, Callable[[Mounted, Path], str]] = {
     "Opened at once": opened_at_once,
     "Created once": created_once,
@@ -409,4 +461,6 @@ CHECKS: Mapping[str, Callable[[Mounted, Path], str]] = {
     "A life": life_cycle,
     "Trainer's disk: kills": killed,
     "Trainer's disk: full": full,
+    "Remote: full": full_remote,
+    "Remote: away": away,
 }

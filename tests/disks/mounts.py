@@ -20,6 +20,7 @@ from tests.openssh import OpensshServer, find_sshd
 
 # Large enough for xfs, which takes no less.
 SIZE_BYTES = 400 << 20
+AWAY_S = 4.0
 
 
 class CannotMountError(Exception):
@@ -28,10 +29,13 @@ class CannotMountError(Exception):
 
 @dataclass(frozen=True)
 class Mounted:
-    """One file system, empty. `nodes` are its mount points: two of them, if two nodes share it."""
+    """One file system, empty. `nodes` are its mount points: two of them, if two nodes share it. `again` kills the first
+    node's client, and mounts it again after a while.
+    """
 
     name: str
     nodes: tuple[Path, ...]
+    again: Callable[[], None] | None = None
 
     @property
     def two(self) -> tuple[Path, Path]:
@@ -124,12 +128,21 @@ def gluster(folder: Path) -> Iterator[Mounted]:
         command(*ask, "create", "v", f"{os.uname().nodename}:{brick}", "force", package=package)
         command(*ask, "start", "v", package=package)
         nodes = []
+        client = ("glusterfs", "--volfile-server=127.0.0.1", "--volfile-id=v", "-l", log / "client")
         for node in ("one", "two"):
-            client = ("glusterfs", "--volfile-server=127.0.0.1", "--volfile-id=v", "-l", log / node)
             pid = ("-p", folder / "run" / f"{node}.pid")
             nodes.append(held.enter_context(mounted_at(folder / node, *client, *pid, package=package)))
             await_mount(nodes[-1])
-        yield Mounted("gluster", tuple(nodes))
+
+        def again() -> None:
+            pid = folder / "run/one.pid"
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+            time.sleep(AWAY_S)
+            subprocess.run(["umount", "-l", nodes[0]], capture_output=True)
+            command(*client, "-p", pid, nodes[0], package=package)
+            await_mount(nodes[0])
+
+        yield Mounted("gluster", tuple(nodes), again)
 
 
 def _kill_all(run: Path) -> None:
