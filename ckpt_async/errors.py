@@ -6,6 +6,7 @@ The trainer never sees a failure that heals: the engine retries it, depending on
 from __future__ import annotations
 
 import enum
+import errno
 from typing import Self
 
 
@@ -129,6 +130,8 @@ class NoSpaceError(JournalError, OSError):
     been freed. What earlier calls have enqueued of an incomplete step is released by `Uploader.give_up`, on the
     full disk if it has had 64 MiB free before.
     """
+
+    errno = errno.ENOSPC
 
 
 # --- the store ---------------------------------------------------------------------------------------------

@@ -76,6 +76,18 @@ def make(place: Path) -> os.stat_result:
     return facts
 
 
+def whose(path: Path) -> str:
+    """Return a hint on a path that this user may not use: whose it is, or the nearest folder above that can be seen."""
+    for each in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            facts = os.lstat(each)
+            return (
+                f"{str(each)!r} belongs to user {_name_of(facts.st_uid)}, with mode {stat.S_IMODE(facts.st_mode):o}:"
+                " do it as that user, or `chown` it"
+            )
+    return ""
+
+
 def _name_of(user: int) -> str:
     try:
         return pwd.getpwuid(user).pw_name

@@ -7,6 +7,7 @@ made for it.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -91,7 +92,8 @@ class OpensshServer:
         """
         if self._process is not None:
             for child in self._descendants(self._process.pid):
-                os.kill(child, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
             self._process = None
@@ -101,9 +103,10 @@ class OpensshServer:
 
     def _descendants(self, pid: int) -> list[int]:
         found: list[int] = []
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [*self._descendants(child), child]
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended by itself
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                for child in map(int, (task / "children").read_text().split()):
+                    found += [*self._descendants(child), child]
         return found
 
     def _answers(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.units import in_units
+from ckpt_async.errors import StoreError
 from ckpt_async.protocol.overview import STATES
 from ckpt_async.stores.interface import ObjectInfo
 
@@ -66,6 +68,11 @@ async def _use(options: argparse.Namespace) -> tuple[str, list[tuple[Run, list[U
         where = keys.kind_remote(run.url, options.kind or "")
         async with opened(where, options) as (store, _):
             listing = await store.list("")
+            for each in listing.objects[
+                :1
+            ]:  # whose answer tells of a bucket that keeps versions, which no listing shows
+                with contextlib.suppress(StoreError):
+                    await store.head(each.key)
         used.append((run, sort_out(listing.objects, run.kinds, options.kind or "")))
     return url, used
 

@@ -23,8 +23,8 @@ from ckpt_async.core import launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units, one_line
 from ckpt_async.errors import SettingsError
+from ckpt_async.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.formats import FORMATS, Rules
-from ckpt_async.local.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.local.journals import watcher_state
 from ckpt_async.stores import folder_of, parse_url
 from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
@@ -283,7 +283,7 @@ def _watcher(options: argparse.Namespace, environment: dict[str, str], waker: Wa
 def _options(options: argparse.Namespace, environment: dict[str, str]) -> Options:
     folder = Path(os.path.realpath(options.folder))
     kind = f".{options.kind}" if options.kind else ""
-    is_shared = filesystem_of(str(folder), Path("/proc/self/mountinfo")) not in LOCAL_FILESYSTEMS
+    is_shared = filesystem_of(folder) not in LOCAL_FILESYSTEMS
     node, num_nodes = options.node or ((0, 1) if is_shared else launch.node(environment))
     if options.once and num_nodes > 1:
         raise SettingsError(

@@ -56,6 +56,7 @@ CLAIMS = f"{PRIVATE}/claims/"
 PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
 LATEST = f"{PRIVATE}/latest.json"
+RESERVE = f"{PRIVATE}/tmp/reserve"  # noqa: S108 - a key; of a folder: space to prune in
 TARGET = f"{PRIVATE}/target.json"
 KINDS = "kinds/"
 

@@ -26,8 +26,8 @@ from ckpt_async.core.settings import ENVIRONMENT_PREFIX, Settings
 from ckpt_async.doctor.diagnosis import Facts, Host, JournalState, LocalFolder, Remote, Tried
 from ckpt_async.doctor.trial import NUM_SAMPLES, Trial, in_one_line
 from ckpt_async.errors import CkptAsyncError, JournalError, NoJournalError, SettingsError
+from ckpt_async.filesystems import filesystem_of
 from ckpt_async.local import journals
-from ckpt_async.local.filesystems import filesystem_of
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.local.settings_file import load_settings
@@ -179,7 +179,7 @@ def _try_folder(
         LocalFolder(
             str(path),
             str(above),
-            filesystem=filesystem_of(str(above), Path("/proc/self/mountinfo")),
+            filesystem=filesystem_of(above),
             can_link=workplace.can_link,
             other_mounts=tuple(_other_mounts(above)) if above == path else (),
             free_bytes=free_bytes,

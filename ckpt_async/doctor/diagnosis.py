@@ -341,7 +341,7 @@ def _of_capabilities(found: Capabilities, is_compared: bool | None) -> Iterator[
     yield _either(
         found.conditional_put,
         "conditional writes",
-        "enforced",
+        "enforced" + f", on {found.place}" * bool(found.place),
         "not enforced: only rank 0 decides, and two trainers that use one run name at the same time are not"
         " fenced",
         "see docs/design.md; never start a run twice at the same time",

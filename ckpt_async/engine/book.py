@@ -6,10 +6,9 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 
-from ckpt_async.core import decide
+from ckpt_async.core import decide, errnos
 from ckpt_async.core.troubles import Troubles
 from ckpt_async.errors import StoreError
-from ckpt_async.local.folder import is_disk_full
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Book:
     def hold_back(self, action: decide.Action, error: Exception, now: float, *, is_hurried: bool) -> float:
         """Note that an action failed, and return for how long it is not tried again."""
         pause_s = RETRY_ACTION_S
-        heals = error.reason.is_retryable if isinstance(error, StoreError) else is_disk_full(error)
+        heals = error.reason.is_retryable if isinstance(error, StoreError) else errnos.is_full(error)
         if heals:
             self._may_heal.add(action)
             if is_hurried:

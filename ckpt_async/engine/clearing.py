@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ def _point_symlink(state: State, id_: CheckpointId) -> None:
     checkpoint = state.local.checkpoints.get(id_)
     if checkpoint is None:
         return  # forgotten in the meantime
+    state.folder.check_same()
     shards = [each.shard for each in checkpoint.shards.values()]
     # If a lost journal was rebuilt from manifests, retention may have removed the checkpoint's files before.
     is_here = any(state.folder.is_same(each.source, each.identity) for each in shards)
@@ -38,6 +40,11 @@ def _point_symlink(state: State, id_: CheckpointId) -> None:
             link.unlink()  # the newest checkpoint has no files here, and the symlink's target will be removed
     except InvalidNameError as error:
         logger.warning("local_latest_skipped error=%s", error)
+    except OSError as error:
+        if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.ENOSYS}:
+            raise
+        state.policy = replace(state.policy, has_local_latest=False)
+        logger.warning("local_latest_left_out path=%s: no symlinks there; set latest_filename=''", link)
 
 
 async def release(state: State, action: decide.Release) -> None:
@@ -90,6 +97,7 @@ async def forget(state: State, id_: CheckpointId) -> None:
 
 
 def _drop(state: State, checkpoint: LocalCheckpoint) -> None:
+    state.folder.check_same()
     state.folder.unlink(keys.spool_manifest(checkpoint.id, state.rank))
     state.record(Forgotten(checkpoint.id, checkpoint.decided_at if checkpoint.was_committed else None))
 

@@ -29,6 +29,7 @@ async def make_durable(state: State, action: decide.MakeDurable) -> None:
             await in_thread(state.journal.sync)
     except OSError as error:
         if not is_final(error):
+            state.folder.check_same()  # which says why there is no such file
             raise
         message = f"{error.filename!r}: {error.strerror}: the data on disk cannot be trusted"
         failed = [Failed(checkpoint.id, "", FailureReason.DISK, message)]

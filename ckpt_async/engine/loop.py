@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, assert_never
 
-from ckpt_async.core import backlog, decide, order
+from ckpt_async.core import backlog, decide, errnos, order
 from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Failed, Opened
@@ -320,7 +320,7 @@ class Engine:
         try:
             await in_thread(self._keep_house)
             self._note_shortage()
-            if state.is_progress_new and not state.folder.is_disk_full():  # the space is for commits
+            if state.is_progress_new and not state.folder.reserve.was_needed:  # the space is for commits
                 state.is_progress_new = False
                 state.journal.note_progress(
                     [(each.checkpoint, each.shard, sent) for each, sent in state.sent_bytes.items()]
@@ -451,4 +451,6 @@ class Engine:
         self._queue.send_alone(left)
 
     def _hold_back(self, action: decide.Action, error: Exception) -> float:
-        return self._book.hold_back(action, error, self.state.now(), is_hurried=self.state.is_hurried)
+        has_space = errnos.is_full(error) and self.state.folder.reserve.release()
+        is_hurried = self.state.is_hurried or has_space
+        return self._book.hold_back(action, error, self.state.now(), is_hurried=is_hurried)

@@ -232,7 +232,7 @@ def rebuild(state: State) -> None:
     """Replay the journal, and complete it with what only the spool's manifests know (rule R10)."""
     state.refresh()
     spool = state.folder.private / keys.spool_rank(state.rank)
-    spool.mkdir(parents=True, exist_ok=True)
+    spool.mkdir(exist_ok=True)
     known = state.local.checkpoints
     for entry in sorted(os.listdir(spool)):
         tag, dot, suffix = entry.partition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ async def upload(state: State, action: decide.Upload) -> None:
     checkpoint = state.checkpoint(action.checkpoint)
     local = checkpoint.shards[action.shard]
     key, started = _key(checkpoint, action.shard), state.now()
+    await _settled(state, local)
 
     def opened(multipart: transfer.Resume) -> None:
         state.record(
@@ -68,6 +70,7 @@ async def upload_series(state: State, actions: Sequence[decide.Upload]) -> Seque
     """Send small shards one after the other, and return those that were not sent."""
     started = state.now()
     shards = [_small_shard(state, action) for action in actions]
+    await _settled(state, *(state.checkpoint(each.checkpoint).shards[each.shard] for each in actions))
     state.observer.uploads_started(len(actions))
     try:
         checksums = await transfer.upload_many(state.store.within(actions[0].checkpoint), shards)
@@ -117,6 +120,14 @@ async def send_ahead(state: State, action: decide.SendAhead) -> None:
         state.sent_ahead[action.checkpoint, action.shard] = resume
     else:  # given up: the sweeper would remove the upload too, but much later
         await state.store.abort_multipart(key, resume.upload_id)
+
+
+async def _settled(state: State, *shards: LocalShard) -> None:
+    """Wait until no change of these files can have the time with which they were enqueued any more."""
+    now = state.clock()
+    left_s = max(state.folder.settles_in_s(each.shard.identity, now) for each in shards)
+    if left_s:
+        await asyncio.sleep(left_s)
 
 
 def _open(state: State, checkpoint: LocalCheckpoint, local: LocalShard) -> Source:

@@ -16,7 +16,7 @@ from ckpt_async.core.notices import Notice, Teller
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import CkptAsyncError
+from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.local import known_link
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
@@ -134,11 +134,14 @@ class State:
     def fail(self, id_: CheckpointId, failed: list[Failed]) -> None:
         """Record, count and log shards that finally failed, and report them to the trainer that saved them.
 
+        Raises JournalError if they only seem lost because the folder is not there.
+
         A restarted trainer does not get the failures of its predecessor's shards, because they should not end it.
         """
         checkpoint = self.local.checkpoints.get(id_)
         if checkpoint is None or checkpoint.decision is not None:
             return  # decided in the meantime and its links released: nothing was lost
+        failed = [each for each in failed if not self._is_back(checkpoint, each)]
         self.record(*failed)
         for each in failed:
             is_of_shard = bool(each.shard)
@@ -149,6 +152,10 @@ class State:
             if not self.is_left_over(id_) or not self.is_trainer:
                 error = CkptAsyncError(f"{what}: {each.message}")
                 self.failures.append(Failure(error, id_, each.shard, is_given_up=each.is_loss))
+
+    def _is_back(self, checkpoint: LocalCheckpoint, failed: Failed) -> bool:
+        shard = checkpoint.shards.get(failed.shard) if failed.reason is FailureReason.SOURCE_MISSING else None
+        return shard is not None and self.folder.has(shard.shard.source, self.spool_path(checkpoint, shard))
 
     # --- where a shard lies --------------------------------------------------------------------------------
 

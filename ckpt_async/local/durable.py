@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckpt_async.core import errnos
 from ckpt_async.errors import InvalidNameError
 
 
@@ -18,7 +18,7 @@ class FsyncError(OSError):
 
 def is_final(error: OSError) -> bool:
     """Return whether the disk has failed, as opposed to lack of space or permission."""
-    return isinstance(error, FsyncError) or error.errno == errno.EIO
+    return isinstance(error, FsyncError) or errnos.meaning_of(error)[0] is errnos.Meaning.DAMAGED
 
 
 def fsync_path(path: str | os.PathLike[str]) -> None:
@@ -59,7 +59,7 @@ def write_durably(path: Path, data: bytes) -> None:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
-            fsync_descriptor(file.fileno(), path)
+            os.fsync(file.fileno())  # after a failure this may be repeated: it writes another file
         temporary.replace(path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename is None:  # errors of write() have no file name

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import time
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ckpt_async import private
-from ckpt_async.core import arguments, keys
+from ckpt_async.core import arguments, errnos, keys
+from ckpt_async.core.errnos import Meaning
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.core.naming import check_relative
 from ckpt_async.errors import (
@@ -29,26 +31,24 @@ from ckpt_async.errors import (
     SettingsError,
     SourceError,
 )
-from ckpt_async.local.filesystems import check_local, filesystem_of, keeps_inodes
+from ckpt_async.filesystems import LOCAL_FILESYSTEMS, check_local, filesystem_of, keeps_inodes
 from ckpt_async.local.host_mark import HostMark
 from ckpt_async.local.links import identity_of, kind_of, link_into
-from ckpt_async.local.reserve import NAME as RESERVE
-from ckpt_async.local.reserve import Reserve
+from ckpt_async.local.reserve import PIECE_BYTES, Reserve
+
+logger = logging.getLogger(__name__)
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO must not hang the trainer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_WHY_UNLINKED = (
+    "only files of this user, or that it may write to (fs.protected_hardlinks), can be linked, if the folder's file"
+    " system has hard links, and not from another one. Mend that, or keep such files until they are uploaded"
+)
+# How long the clock that stamps files may stand still, and where times are whole seconds (FAT: two).
+_TICK_S, _COARSE_TICK_S = 0.02, 2.02
 # How often links are made anew because the engine has removed the spool's folder in between.
 _LINK_TRIES = 10
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-# Errors of the machine rather than of one file.
-_NOT_OF_FILE = {
-    errno.EMFILE: "this process has too many files open: raise `ulimit -n`, then try again",
-    errno.ENFILE: "the machine has too many files open; try again",
-    errno.ENOMEM: "too little memory; try again",
-    errno.EROFS: "the file system has become read-only: see dmesg, then remount it",
-    errno.EIO: "the device reports errors: see dmesg",
-}
 # Temporary files live for milliseconds; older ones were left behind by a kill.
 LEFT_OVER_AGE_S = 3600.0
 # A removal takes well under a millisecond. A lock that is held for longer than this was left to a forked
@@ -83,7 +83,7 @@ class Folder:
         self.common = self.path / keys.PRIVATE
         self.private = self.common / keys.kind_place(kind)
         private.check(self.common)
-        filesystem = filesystem_of(str(self.path), Path("/proc/self/mountinfo"))
+        filesystem = self._filesystem = filesystem_of(self.path)
         self.keeps_inodes = keeps_inodes(filesystem)
         self._host_mark = HostMark(self.common, boot_id())
         self._trusted = filesystem if allows_unknown_filesystem else self._host_mark.trusted
@@ -96,52 +96,83 @@ class Folder:
         except FileExistsError as error:
             raise JournalError(f"folder {str(self.path)!r}: {error.filename!r} is not a folder") from error
         except OSError as error:
-            raise _folder_error(self.path, error) from error
-        self._reserve = Reserve(self.common)
-        self._reserve.adjust()
-        self.can_link = self._probe()
+            raise unusable(self.path, error) from error
+        self._is_told = False  # that files cannot be linked
+        self.reserve = Reserve(self.common)
+        self.reserve.take()
+        self.can_link = self._probe_in_space()
         self._host_mark.take(self.path, self._trusted)
         self._remove_left_overs()
 
     def tend(self) -> None:
-        """Called once a second by the running engine: renew the mark that tells other machines about it, and
-        release reserved space if the disk is full.
+        """Called once a second by the running engine: renew the mark that tells other machines about it, and take
+        the reserved space again if there is room.
         """
         self.check_same()
         self._host_mark.renew(self._trusted)
-        self._reserve.adjust()
+        self.reserve.take()
 
     def check_same(self) -> None:
-        """Raise JournalError if something else is at the place of our private part now: whoever may write to the folder
-        can put it there.
+        """Raise JournalError if our private part is not where it was (not mounted, say), or something else is there:
+        whoever may write to the folder can put it there.
         """
-        with contextlib.suppress(FileNotFoundError):  # found by those who need it
-            if not os.path.samestat(os.lstat(self.common), self._common_facts):
-                raise JournalError(
-                    f"{str(self.common)!r} was replaced while this process was using it",
-                    hint="nothing in it was touched: find out by whom, and restart this process",
-                )
+        try:
+            is_same = os.path.samestat(os.lstat(self.common), self._common_facts)
+        except FileNotFoundError:
+            raise not_there(self.common) from None
+        if not is_same:
+            raise JournalError(
+                f"{str(self.common)!r} was replaced (or mounted as another device) while this process was using it",
+                hint="nothing in it was touched: find out by whom, and restart this process",
+            )
 
-    def is_disk_full(self) -> bool:
-        return self._reserve.is_disk_full()
+    def has(self, source: str, spool: str | None) -> bool:
+        """Return whether a file that was handed over is there: the link `spool`, or else the user's own file.
 
-    def _probe(self) -> bool:
+        A file that is missing is lost only if our private part is where it was: else JournalError is raised, because
+        its file system is not mounted.
+        """
+        path = f"{self.private.relative_to(self.path)}/{spool}" if spool else source
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._parent(path) as (parent, name):
+            os.stat(name, dir_fd=parent, follow_symlinks=False)
+            return True
+        self.check_same()
+        return False
+
+    def settles_in_s(self, identity: FileIdentity, now: float) -> float:
+        """Return for how long an enqueued file may change without another time: what is read earlier may be mixed."""
+        left_s = identity.mtime_ns / 1e9 + self._tick_s - now
+        return max(0.0, min(left_s, self._tick_s))  # the user may have set any time
+
+    def _probe_in_space(self) -> bool:
+        """Probe with as much as the records of a commit may need, which is released first if it is not free. Without
+        any reserve, less has to do.
+        """
+        while True:
+            try:
+                return self._probe(PIECE_BYTES)
+            except NoSpaceError:
+                if not self.reserve.release(every_s=0.0):
+                    return self._probe(1)
+
+    def _probe(self, size_bytes: int) -> bool:
         """Write, link and remove one small file, so that problems are reported clearly now and not during the first
-        save.
+        save. Find out how coarse times are.
         """
         probe = self.private / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
         linked = probe.with_suffix(".link")
         try:
-            probe.write_bytes(b"probe")
+            probe.write_bytes(bytes(size_bytes))
+            self._tick_s = _TICK_S if probe.stat().st_mtime_ns % 10**9 else _COARSE_TICK_S
             try:
                 os.link(probe, linked)
             except OSError as error:
-                if is_disk_full(error):
+                if errnos.is_full(error):
                     raise
                 return False
             return True
         except OSError as error:
-            raise _folder_error(self.path, error) from error
+            raise unusable(self.path, error) from error
         finally:
             for path in (probe, linked):
                 with contextlib.suppress(OSError):  # read-only: the error already raised is the one to report
@@ -278,7 +309,7 @@ class Folder:
         except FileNotFoundError:
             raise InvalidShardError(f"{str(self.path / here)!r} does not exist") from None
         except OSError as error:
-            raise _source_walk_error(self.path / here, error) from error
+            raise self._source_error(self.path / here, error) from error
 
     def _entries(self, folder: str) -> list[tuple[str, bool]]:
         """Return the entries of a folder, sorted: the path, and whether it is a folder."""
@@ -316,6 +347,14 @@ class Folder:
             link_into(
                 f"{self.private}/{spool}", files, done, open_folder=self._open_folder, can_link=self.can_link
             )
+            unlinked = [
+                source for (source, _), (_, is_linked) in zip(files, done, strict=True) if not is_linked
+            ]
+            if unlinked and not self._is_told:
+                self._is_told = True
+                logger.warning(
+                    "not_linked path=%s: %s. Not said again", self.path / unlinked[0], _WHY_UNLINKED
+                )
             return done
         except BaseException as error:
             self.undo_links(spool, [name for _, name in files[: len(done)]])
@@ -326,9 +365,19 @@ class Folder:
                 if num_tries > 1 and os.path.lexists(self.path / source):
                     return self.link(files, spool, num_tries - 1)
                 raise InvalidShardError(f"{str(self.path / source)!r} does not exist") from None
-            if is_disk_full(error):
+            if errnos.is_full(error):
                 raise no_space(self.path, common=self.common) from error
-            raise _source_walk_error(self.path / source, error) from error
+            raise self._source_error(self.path / source, error) from error
+
+    def _source_error(self, path: Path, error: OSError) -> CkptAsyncError:
+        if error.errno in {errno.ELOOP, errno.ENOTDIR}:
+            return InvalidShardError(
+                f"{str(path)!r} is a symlink or goes through one; symlinks are not followed"
+            )
+        meaning, hint = errnos.meaning_of(error, is_local=self._filesystem in LOCAL_FILESYSTEMS)
+        if meaning in (Meaning.AWAY, Meaning.DAMAGED):  # of the machine rather than of one file
+            return JournalError(f"{str(path)!r} cannot be linked: {error.strerror}", hint=hint)
+        return InvalidShardError(f"{str(path)!r} cannot be read: {error.strerror}")
 
     def is_same(self, source: str, identity: FileIdentity) -> bool:
         """Return whether the user's file is still the one that was enqueued."""
@@ -395,6 +444,7 @@ class Folder:
                 if identity_of(there) != identity or not self._take_away(parent, name, identity):
                     return False
         except (FileNotFoundError, NotADirectoryError):
+            self.check_same()
             return True
         above = source.rpartition("/")[0]
         while above and not keeps_folders:
@@ -456,7 +506,8 @@ def check_unchanged(
     found = identity_of(os.fstat(descriptor))
     if not (found == identity if is_same_inode else found.is_as_long_and_old_as(identity)):
         raise SourceError(
-            f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated)",
+            f"shard {path!r} was changed after it was enqueued (overwritten in place or truncated; or its time was set"
+            " late, as some mounts of file servers do: then use a local folder)",
             reason=FailureReason.SOURCE_CHANGED,
         )
 
@@ -469,7 +520,7 @@ def _open_lock(place: Path) -> int:
     try:
         return os.open(place, _DIRECTORY)
     except OSError as error:
-        raise _folder_error(place, error) from error
+        raise unusable(place, error) from error
 
 
 # --- facts of the machine ----------------------------------------------------------------------------------
@@ -492,9 +543,12 @@ def spooled_ranks(private: Path) -> set[int]:
 # --- errors -------------------------------------------------------------------------------
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether the failed operation may succeed once there is space, on the disk or in the user's quota."""
-    return isinstance(error, NoSpaceError) or (isinstance(error, OSError) and error.errno in _FULL)
+def not_there(path: Path) -> JournalError:
+    return JournalError(
+        f"{str(path)!r} is not where this process has opened it: its file system is not mounted any more, or its folder"
+        " was moved or removed",
+        hint="mount it again, or move it back: then uploads go on. Nothing is given up or written until then",
+    )
 
 
 def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
@@ -502,7 +556,7 @@ def no_space(path: Path, *, common: Path | None = None) -> NoSpaceError:
     hint = "free space, lower num_checkpoints_to_keep, or put the folder on a larger disk; then try again"
     if common is not None:
         hint += ", or release an incomplete step with `give_up`"
-        if not (common / RESERVE).exists():
+        if not Reserve(common).is_there:
             hint += ": that, too, needs some free space, because there is no reserve here"
     what = (
         "is full" if _has_inodes(path) else "is full: it has space, but no inode for another file (`df -i`)"
@@ -518,20 +572,10 @@ def _has_inodes(path: Path) -> bool:
     return True
 
 
-def _folder_error(path: Path, error: OSError) -> JournalError:
-    if is_disk_full(error):
+def unusable(path: Path, error: OSError) -> JournalError:
+    if errnos.is_full(error):
         return no_space(path)
-    return JournalError(
-        f"folder {str(path)!r} cannot be used: {error.strerror}",
-        hint="it must exist or be creatable, and writable",
-    )
-
-
-def _source_walk_error(path: Path, error: OSError) -> CkptAsyncError:
-    if error.errno in {errno.ELOOP, errno.ENOTDIR}:
-        return InvalidShardError(f"{str(path)!r} is a symlink or goes through one; symlinks are not followed")
-    if error.errno in _NOT_OF_FILE:
-        return JournalError(
-            f"{str(path)!r} cannot be linked: {error.strerror}", hint=_NOT_OF_FILE[error.errno]
-        )
-    return InvalidShardError(f"{str(path)!r} cannot be read: {error.strerror}")
+    hint = "it must exist or be creatable, and writable"
+    if isinstance(error, PermissionError):
+        hint = private.whose(Path(error.filename or path))
+    return JournalError(f"folder {str(path)!r} cannot be used: {error.strerror}", hint=hint)

@@ -26,7 +26,7 @@ from ckpt_async.core.model import CheckpointId, Event, JournalRow
 from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError
 from ckpt_async.local import journal_rows, outbox
-from ckpt_async.local.folder import Folder
+from ckpt_async.local.folder import Folder, unusable
 from ckpt_async.local.forks import after_fork
 from ckpt_async.local.log import Log, Parts, Record
 
@@ -163,7 +163,10 @@ class RankLock:
 
         Raises FolderInUseError, which names the holder.
         """
-        descriptor = private.open_lock(self.path)
+        try:
+            descriptor = private.open_lock(self.path)
+        except OSError as error:
+            raise unusable(self.path.parent, error) from error
         try:
             self._wait_for(descriptor, wait_s, is_trainer=is_trainer)
             self._descriptor = descriptor

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 def put(folder: Folder, rank: int, checkpoint: LocalCheckpoint, remote: str) -> None:
     """Set a checkpoint of a remote aside; durable on return."""
     path = folder.private / keys.kept_manifest(checkpoint.id, rank)
+    folder.check_same()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, records.manifest_of(checkpoint, remote))
 

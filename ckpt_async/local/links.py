@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
 
+from ckpt_async.core import errnos
 from ckpt_async.core.model import FileIdentity
 from ckpt_async.errors import InvalidShardError
 
@@ -73,7 +73,7 @@ def _link(name: str, parent: int, target: str) -> bool:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(target)
         except OSError as error:
-            if error.errno in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}:
+            if error.errno in errnos.NO_LINKS:
                 return False
             raise
 

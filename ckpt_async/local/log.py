@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ckpt_async import private
-from ckpt_async.core import keys
+from ckpt_async.core import errnos, keys
 from ckpt_async.errors import CkptAsyncError, JournalDamagedError, JournalError
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
-from ckpt_async.local.folder import is_disk_full, no_space
+from ckpt_async.local.folder import no_space, not_there
 from ckpt_async.local.forks import after_fork
 
 logger = logging.getLogger(__name__)
@@ -246,14 +246,16 @@ class Log:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def read(self, *, after: int = 0) -> Content:
-        """Return what was appended after a position; all, if it was compacted since. If the file was deleted, what it
-        had.
+        """Return what was appended after a position; all, if it was compacted since. If the file was deleted, or is on
+        another device now, what it had.
         """
         self._check_usable()
         with _translated(self._path), self._lock:
             self._check_usable()
-            if os.path.exists(self._path) and not self._is_current():
-                self._reopen()
+            with contextlib.suppress(FileNotFoundError):
+                is_mounted_anew = os.stat(self._path).st_dev != os.fstat(self._descriptor).st_dev
+                if not is_mounted_anew and not self._is_current():
+                    self._reopen()
             found = _content(self._descriptor, self._path, Place(self._id, after) if after else None)
         if found is None:
             raise self._deleted()
@@ -292,8 +294,10 @@ class Log:
         except FileNotFoundError:
             if may_be_moved and ours.st_nlink:
                 return True  # what is appended will be found where it is now
-            raise self._deleted() from None
-        return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+            raise self._deleted() if not ours.st_nlink else not_there(self._path) from None
+        if there.st_dev != ours.st_dev:
+            raise self._deleted()  # mounted as another device, on which nobody has the lock of this rank
+        return there.st_ino == ours.st_ino
 
     def _reopen(self) -> None:
         """Turn to the file that compaction has put in place of ours. The descriptor keeps its number, because `sync`
@@ -321,7 +325,7 @@ class Log:
 
     def _deleted(self) -> JournalError:
         return JournalError(
-            f"journal {str(self._path)!r} was deleted or replaced, or its folder moved, while this process used it",
+            f"journal {str(self._path)!r} was deleted or replaced, or mounted as another device, while it was in use",
             hint="restart this process; it will continue with what is left in the journal and in the store",
         )
 
@@ -502,7 +506,7 @@ def _translated(path: Path) -> Iterator[None]:
     except (CkptAsyncError, FsyncError):
         raise
     except OSError as error:
-        if is_disk_full(error):
+        if errnos.is_full(error):
             common = next((each for each in path.parents if each.name == keys.PRIVATE), path.parent)
             raise no_space(common.parent, common=common) from error
         raise JournalError(

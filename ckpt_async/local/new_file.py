@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from ckpt_async.core import errnos
 from ckpt_async.errors import CkptAsyncError, DestinationError
 from ckpt_async.local.durable import fsync_descriptor
-from ckpt_async.local.folder import is_disk_full, no_space
+from ckpt_async.local.folder import no_space
 
-# The errors of file systems and kernels that cannot create a nameless file.
-_NO_NAMELESS = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL})
 _BUFFER_BYTES = 1 << 20
 
 
@@ -47,7 +45,7 @@ def new_file(target: Path, *, overwrite: bool) -> Iterator[IO[bytes]]:
     except CkptAsyncError:
         raise
     except OSError as error:
-        if is_disk_full(error):
+        if errnos.is_full(error):
             raise no_space(target) from error
         raise DestinationError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
 
@@ -58,7 +56,7 @@ def _open(hidden: Path) -> IO[bytes]:
             descriptor = os.open(hidden.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
             return os.fdopen(descriptor, "wb", _BUFFER_BYTES)
         except OSError as error:
-            if error.errno not in _NO_NAMELESS:
+            if error.errno not in errnos.UNSUPPORTED:  # by the file system, or the kernel
                 raise
     return hidden.open("xb", _BUFFER_BYTES)
 

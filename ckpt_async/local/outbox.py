@@ -23,7 +23,7 @@ from typing import Any
 from ckpt_async import private
 from ckpt_async.core.notices import Notice
 from ckpt_async.errors import FolderInUseError, JournalError
-from ckpt_async.local.filesystems import check_local, filesystem_of
+from ckpt_async.filesystems import check_local, filesystem_of
 from ckpt_async.local.log import Log, Parts, Record, unreadable
 
 LETTER = "n"  # of the records' part with notices
@@ -236,7 +236,7 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     """Lock the folder, which is made if it is missing, until `held` ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        check_local(folder, filesystem_of(str(folder.resolve()), Path("/proc/self/mountinfo")))
+        check_local(folder, filesystem_of(folder))
         path = folder / "events.lock"
         descriptor = private.open_lock(path)
         held.callback(os.close, descriptor)

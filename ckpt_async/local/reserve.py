@@ -4,8 +4,10 @@ Only a commit frees space, and a commit itself needs some: for the journal, mani
 reserve, a disk full of checkpoints that are waiting for upload would stay full, and no restart could help (table
 row F5).
 
-Whoever writes next gets the space that is released, often the trainer, to whose checkpoint it is nothing. So only half
-of what is left is released at a time, and only when hardly anything is free.
+It is released when a write lacked space, because no statistics tell that: of a quota they know nothing, and on btrfs
+what they call free may be of no use. Whoever writes next gets what is released, often the trainer, to whose checkpoint
+it is nothing. So it is released in pieces. Each is a file of its own, because on a full btrfs a file can be deleted but
+not truncated.
 """
 
 from __future__ import annotations
@@ -13,61 +15,77 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 NAME = "reserve"
-SIZE_BYTES = 1 << 20  # a few thousand events of the journal
-FULL_BYTES = SIZE_BYTES // 8  # with less free space, the disk counts as full
-BLOCK_BYTES = 4096
-ROOMY_BYTES = 64 * SIZE_BYTES  # with less free space, taking the reserve would itself fill the disk
+
+PIECE_BYTES = 128 << 10  # some hundred events of the journal; with less space, the disk counts as full
+NUM_PIECES = 16  # one operation on a full btrfs may take three
+ROOMY_BYTES = 64 << 20  # with less free space, taking the reserve would itself fill the disk
+RELEASE_S = 1.0  # not more often: many writes may lack space at once
+TAKE_AGAIN_S = 60.0  # after a write lacked space, or the reserve did
 
 
 class Reserve:
-    """A file without meaningful content in the private part of a folder. Blocking, a few system calls."""
+    """Files without meaningful content in the private part of a folder. Blocking, a few system calls; never raises."""
 
     def __init__(self, private: Path) -> None:
-        self._path = private / NAME
+        self._pieces = [private / NAME / str(number) for number in range(NUM_PIECES)]
+        self._lacked_at = self._released_at = float("-inf")
 
-    def adjust(self) -> None:
-        """Release half of the reserve if the file system is full, and take all of it again once there is room. Best
-        effort, never raises.
-        """
-        with contextlib.suppress(OSError):
-            free_bytes = self._free_bytes()
-            if free_bytes < FULL_BYTES:
-                self._give_up_half()
-            elif free_bytes >= ROOMY_BYTES:
-                self._take()
+    @property
+    def is_there(self) -> bool:
+        """Whether anything is left of it."""
+        return any(each.exists() for each in self._pieces)
 
-    def is_disk_full(self) -> bool:
-        """Return whether what is left should be used for nothing but commits."""
+    def take(self) -> None:
+        """Take what is missing, if there is room."""
+        if self.was_needed:
+            return
         with contextlib.suppress(OSError):
-            return self._free_bytes() < FULL_BYTES
+            facts = os.statvfs(self._pieces[0].parents[1])
+            if facts.f_bavail * facts.f_frsize >= ROOMY_BYTES:
+                self._pieces[0].parent.mkdir(exist_ok=True)
+                for each in self._pieces:
+                    self._take(each)
+
+    def release(self, every_s: float = RELEASE_S) -> bool:
+        """Release a piece, because a write lacked space. Return whether the same may succeed now."""
+        now = self._lacked_at = time.monotonic()
+        if now < self._released_at + every_s:
+            return True
+        for number, each in enumerate(reversed(self._pieces)):
+            with contextlib.suppress(OSError):
+                each.unlink()
+                self._released_at = now
+                logger.warning(
+                    "disk_reserve_given_up size_bytes=%d left_bytes=%d folder=%s: the disk is full; commits continue"
+                    " with these reserved bytes",
+                    PIECE_BYTES,
+                    (NUM_PIECES - number - 1) * PIECE_BYTES,
+                    each.parents[2],
+                )
+                return True
         return False
 
-    def _free_bytes(self) -> int:
-        facts = os.statvfs(self._path.parent)
-        return facts.f_bavail * facts.f_frsize
+    @property
+    def was_needed(self) -> bool:
+        """Whether a write has lacked space lately: what there is should be used for nothing but commits."""
+        return time.monotonic() < self._lacked_at + TAKE_AGAIN_S
 
-    def _give_up_half(self) -> None:
-        size_bytes = self._path.stat().st_size
-        if size_bytes < BLOCK_BYTES:
-            return
-        os.truncate(self._path, size_bytes // 2)
-        logger.warning(
-            "disk_reserve_given_up size_bytes=%d left_bytes=%d folder=%s: the disk is full; commits continue with"
-            " these reserved bytes",
-            size_bytes - size_bytes // 2,
-            size_bytes // 2,
-            self._path.parent.parent,
-        )
-
-    def _take(self) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _take(self, piece: Path) -> None:
         try:
-            if os.fstat(descriptor).st_size < SIZE_BYTES:
-                os.posix_fallocate(descriptor, 0, SIZE_BYTES)
+            descriptor = os.open(piece, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            return
+        try:
+            os.posix_fallocate(descriptor, 0, PIECE_BYTES)
+        except OSError:  # what it got may be all that is left
+            self._lacked_at = time.monotonic()
+            piece.unlink()
+            raise
         finally:
             os.close(descriptor)

@@ -148,6 +148,8 @@ async def forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping
     newest, is_others = await both(newest_generation(store), is_taken(store, nonces))
     if is_others:
         return newest
+    if newest < number and await nonce_of(store, number) is not None:
+        newest = number  # a listing may lag
     if newest == number:
         # Whoever has claimed it again for this rank has not taken its place; the nonce tells all the better.
         is_ours = nonces.get(number) or await read(store, keys.member_key(number, rank)) is not None

@@ -23,7 +23,7 @@ from ckpt_async.core.model import (
     StoredShard,
 )
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
-from ckpt_async.protocol import copies, sweep_plan
+from ckpt_async.protocol import copies, presence, sweep_plan
 from ckpt_async.protocol.cas import advance, if_readable, read, read_record
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Listing
@@ -164,7 +164,8 @@ async def lost(store: PatientStore, committed: Collection[CheckpointId]) -> list
     """Return what `vanished` returns, also if the newest is there: a launch may have begun anew in the wiped store.
 
     Pruning keeps a decision, and only the boundary lets one be deleted: so whatever else is missing was lost by the
-    store, or this is another store. Costs one listing, and one request more if anything is missing.
+    store, or this is another store. Costs one listing, and if anything is missing, one request
+    and, because a listing may lag, a HEAD for each of it.
     """
     listing = await store.list(keys.DECISIONS)
     gone = {*committed} - {keys.parse_decision_key(each.key) for each in listing.objects}
@@ -175,7 +176,9 @@ async def lost(store: PatientStore, committed: Collection[CheckpointId]) -> list
     except InvalidRecordError as error:
         logger.warning("boundary_unreadable error=%s; taking what is missing for collected", error)
         return []
-    return sorted(id_ for id_ in gone if not boundary.voids(id_))
+    doubtful = sorted(id_ for id_ in gone if not boundary.voids(id_))
+    are_there = await all_or_none(presence.is_there(store, keys.decision_key(id_)) for id_ in doubtful)
+    return [id_ for id_, found in zip(doubtful, are_there, strict=True) if not found]
 
 
 async def read_decisions(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from ckpt_async import threads
+from ckpt_async.core import errnos
 from ckpt_async.core.model import CheckpointId, Checksum
 from ckpt_async.core.readings import MAX_READINGS, is_proven
 from ckpt_async.errors import (
@@ -24,7 +25,6 @@ from ckpt_async.errors import (
     DestinationError,
     NoSpaceError,
 )
-from ckpt_async.local.folder import is_disk_full
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
 from ckpt_async.restore.destination import Destination
@@ -343,7 +343,7 @@ class _Fetching:
             except OSError as error:
                 if isinstance(error, CkptAsyncError):
                     raise
-                if is_disk_full(error):
+                if errnos.is_full(error):
                     raise NoSpaceError(
                         f"{str(destination.path)!r} filled up while fetching {file.name!r}",
                         hint="free some space and call again; the fetch will resume",
@@ -367,7 +367,7 @@ class _Fetching:
             try:
                 await self._fill_from(source, partial, got)
             except (CkptAsyncError, OSError) as error:
-                if source is remote or is_disk_full(error):
+                if source is remote or errnos.is_full(error):
                     raise
                 _tell(source, file, error)
                 continue

@@ -7,14 +7,17 @@ it reads back, though the page cache may have served that read.
 Times are the file system's: the store touches a file in the folder and reads its time, which NFS takes from its server.
 Only a store that was opened read-only has to rely on this machine's clock.
 
-Weaker than S3: a compare-and-swap excludes other writers by flock, which some network file systems confine to one host.
-Create-once is a hard link, which is atomic on POSIX file systems and NFS (open(2), O_EXCL).
+Create-once is a hard link, which is atomic on POSIX file systems and NFS (open(2), O_EXCL). A compare-and-swap excludes
+other writers by flock. Where one of the two does not exclude the writers of other machines, which only the type of the
+file system tells, writes are not conditional: rank 0 alone decides.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,6 +25,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
+from ckpt_async.core.keys import RESERVE
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
@@ -30,6 +34,7 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
+from ckpt_async.filesystems import excludes_all_writers, filesystem_of
 from ckpt_async.stores.bodies import LocalWriter, send_in_thread
 from ckpt_async.stores.checks import check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import Digest
@@ -48,9 +53,11 @@ from ckpt_async.stores.interface import (
     SmallPut,
 )
 from ckpt_async.stores.one_by_one import put_one_by_one
-from ckpt_async.stores.tree import OWN, Tree, sync_folder, translating, unlink_if_there
+from ckpt_async.stores.tree import OWN, Tree, sync_folder, unlink_if_there
 from ckpt_async.stores.whole import WholeObjects
 from ckpt_async.threads import in_thread
+
+logger = logging.getLogger(__name__)
 
 _ALGORITHM = "crc64nvme"
 # Large enough that a thread hop per slice costs nothing, small enough to stay in the cache.
@@ -98,14 +105,25 @@ class DirectoryStore(WholeObjects):
     ) -> None:
         """Make the folder if it is missing and try one write, one hard link and one lock in it.
 
-        Where hard links do not work, `conditional_put` is False.
+        `conditional_put` is False where hard links do not work, and on file systems of which it is not known that they
+        exclude the writers of other machines. That is logged.
         """
-        with translating("open", str(self._tree.root)):
+        with self._tree.translating("open", str(self._tree.root)):
             if is_read_only:
                 await in_thread(self._tree.open_to_read)
                 return
             can_link = await in_thread(self._tree.open_to_write)
-        self._capabilities = replace(self._capabilities, conditional_put=can_link)
+            place = await in_thread(filesystem_of, self._tree.root)
+        why = ""
+        if not can_link:
+            why = f"rank 0 alone decides: there are no hard links on {place or 'this file system'}"
+        elif not excludes_all_writers(place):
+            why = f"rank 0 alone decides: what one machine sees on {place} may not be what another sees"
+        if why:
+            logger.warning("store_promises_less url=%s %s", self._url, why)
+        self._capabilities = replace(
+            self._capabilities, conditional_put=not why, place=place, remarks=(why,) if why else ()
+        )
 
     async def close(self) -> None:
         """Do nothing: no resource is held between calls."""
@@ -114,7 +132,7 @@ class DirectoryStore(WholeObjects):
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         self._check_key(key, "put")
-        with translating("put", key):
+        with self._tree.translating("put", key):
             held = contextlib.ExitStack()
             try:
                 # Of a file, the mode; a record may be read by all who may read the folder.
@@ -136,7 +154,7 @@ class DirectoryStore(WholeObjects):
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         self._check_key(key, "get")
-        with translating("get", key):
+        with self._tree.translating("get", key):
             return await in_thread(self._read_whole, key, max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
@@ -151,38 +169,38 @@ class DirectoryStore(WholeObjects):
     async def head(self, key: str) -> ObjectInfo:
         """As specified, with a checksum: computing it reads the whole file."""
         self._check_key(key, "head")
-        with translating("head", key):
+        with self._tree.translating("head", key):
             return await in_thread(self._read_back, key)
 
     async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
         check_prefix(prefix, "list")
-        with translating("list", prefix):
+        with self._tree.translating("list", prefix):
             return await in_thread(self._walk, prefix, start_after, enough)
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._check_key(key, "delete")
         for key in keys:
-            with translating("delete", key):
+            with self._tree.translating("delete", key):
                 await in_thread(self._delete, key)
 
     async def delete_if(self, key: str, etag: str) -> None:
         self._check_key(key, "delete")
-        with translating("delete", key):
+        with self._tree.translating("delete", key):
             await in_thread(self._delete, key, etag)
 
     async def copy(self, source: str, etag: str, key: str) -> None:
         """Make a hard link: another name for the same file. Without hard links, the bytes are copied."""
         self._check_key(source, "copy")
         self._check_key(key, "copy")
-        with translating("copy", source):
+        with self._tree.translating("copy", source):
             await in_thread(self._copy, source, etag, key)
 
     # --- names; everything below blocks and runs in a worker thread ----------------------------------------
 
     def _check_key(self, key: str, operation: str) -> None:
         check_key(key, operation)
-        if key == OWN or key.startswith(f"{OWN}/"):
+        if f"{key}/".startswith(f"{OWN}/") and (key, operation) != (RESERVE, "delete"):
             raise StoreError(
                 "the store keeps its own files under this key",
                 reason=FailureReason.OTHER,
@@ -195,34 +213,40 @@ class DirectoryStore(WholeObjects):
     def _publish(self, temporary: Path, key: str, condition: Condition) -> os.stat_result:
         """Make a finished, synced file visible under its key, durably, and return the status of what is visible now."""
         target = self._tree.path(key)
-        match condition:
-            case None:
-                self._tree.into_parent(target, lambda: os.replace(temporary, target))
-            case Create():
-                try:
-                    self._tree.into_parent(target, lambda: os.link(temporary, target))
-                except FileExistsError:
-                    raise PreconditionFailedError(operation="put", key=key) from None
-            case Match(etag):
-                with self._tree.locked():
-                    self._swap(temporary, target, key, etag)
+        is_exclusive = isinstance(condition, Match) or self._tree.ignores_case
+        with self._tree.locked() if is_exclusive else contextlib.nullcontext():
+            self._tree.check_spelling(key)
+            match condition:
+                case None:
+                    self._tree.into_parent(target, lambda: os.replace(temporary, target))
+                case Create():
+                    try:
+                        self._tree.into_parent(target, lambda: os.link(temporary, target))
+                    except OSError:  # some say EPERM or EIO rather than EEXIST
+                        if not os.path.lexists(target):
+                            raise
+                        raise PreconditionFailedError(operation="put", key=key) from None
+                case Match(etag):
+                    _make_newer(temporary, self._check_is(key, etag, "put"))
+                    os.replace(temporary, target)
+            self._tree.check_spelling(key)  # some change it: lowntfs-3g makes all names lower case
         status = os.stat(target, follow_symlinks=False)
         sync_folder(target.parent)
         return status
 
-    def _swap(self, temporary: Path, target: Path, key: str, etag: str) -> None:
-        try:
-            current = os.stat(target, follow_symlinks=False)
-        except FileNotFoundError:
-            raise PreconditionFailedError("there is no object", operation="put", key=key) from None
-        if _etag(current) != etag:
-            raise PreconditionFailedError(operation="put", key=key)
-        # Within one tick of the file system's clock an inode number can be reused, and with it an old ETag. Strictly
-        # growing times make every version of a swapped object differ from all earlier ones.
-        os.utime(temporary)
-        if os.stat(temporary).st_mtime_ns <= current.st_mtime_ns:
-            os.utime(temporary, ns=(current.st_mtime_ns + 1, current.st_mtime_ns + 1))
-        os.replace(temporary, target)
+    def _check_is(self, key: str, etag: str, operation: str) -> os.stat_result:
+        """Return the status of the version of a file that is there now, unless it has another ETag. Needs the lock.
+
+        Shared file systems remember for a while what a name stood for. So a new name is made for the file.
+        """
+        with contextlib.ExitStack() as held:
+            try:
+                status = os.lstat(self._tree.link_temporary(key, held) or self._tree.path(key))
+            except FileNotFoundError:
+                raise PreconditionFailedError("there is no object", operation=operation, key=key) from None
+        if _etag(status) != etag:
+            raise PreconditionFailedError(operation=operation, key=key)
+        return status
 
     def _copy(self, source: str, etag: str, key: str) -> None:
         with contextlib.ExitStack() as held:
@@ -251,16 +275,18 @@ class DirectoryStore(WholeObjects):
 
     def _delete(self, key: str, etag: str | None = None) -> None:
         path = self._tree.path(key)
-        if not os.path.lexists(path) or path.is_dir():
+        if not self._tree.has(path):
             self._tree.check_there("delete", key)
             if etag is not None:
                 raise PreconditionFailedError(operation="delete", key=key)
             return
         with self._tree.locked():
-            if etag is not None and _etag(os.stat(path, follow_symlinks=False)) != etag:
-                raise PreconditionFailedError(operation="delete", key=key)
+            if etag is not None:
+                self._check_is(key, etag, "delete")
             unlink_if_there(path)
             sync_folder(path.parent)
+        if key != RESERVE:
+            self._tree.reserve()  # again, if it was released
         # Best effort: a parent that is in use stays, and a shared file system may refuse.
         parent = path.parent
         with contextlib.suppress(OSError):
@@ -287,7 +313,7 @@ class DirectoryStore(WholeObjects):
         num_read = 0
         for each in gets:
             self._check_key(each.key, "get")
-            with translating("get", each.key):
+            with self._tree.translating("get", each.key):
                 data, _ = self._read_whole(each.key, each.size_bytes)
                 check_size(len(data), each)
             got(each, memoryview(data))  # its errors are not translated
@@ -295,7 +321,7 @@ class DirectoryStore(WholeObjects):
         return num_read
 
     def _read_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        with translating("get_range", key):
+        with self._tree.translating("get_range", key):
             descriptor = self._tree.open(key)
         try:
             status = os.fstat(descriptor)
@@ -309,7 +335,7 @@ class DirectoryStore(WholeObjects):
                 )
             buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
             while offset < end:
-                with translating("get_range", key):
+                with self._tree.translating("get_range", key):
                     count = os.preadv(descriptor, [buffer[: end - offset]], offset)
                     if count == 0:
                         raise IntegrityError("was truncated while being read", operation="get_range", key=key)
@@ -342,6 +368,20 @@ class DirectoryStore(WholeObjects):
                 found.append(_info(key, entry.stat(follow_symlinks=False)))
         self._tree.check_there("list", prefix)
         return Listing(tuple(found), now, is_whole)
+
+
+def _make_newer(path: Path, than: os.stat_result) -> None:
+    """Raise a file's time until it is greater than another's. So every version of a swapped object differs from all
+    earlier ones: an inode number can be given out again, within one tick of the file system's clock, which is a second
+    on some. Raises OSError if it keeps no times.
+    """
+    os.utime(path)
+    for step_ns in (1, 10**9):
+        if os.stat(path).st_mtime_ns > than.st_mtime_ns:
+            return
+        os.utime(path, ns=(than.st_mtime_ns + step_ns, than.st_mtime_ns + step_ns))
+    if os.stat(path).st_mtime_ns <= than.st_mtime_ns:
+        raise OSError(errno.EINVAL, "the file system does not keep the time that a file is given", str(path))
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

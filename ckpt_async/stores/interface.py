@@ -33,6 +33,7 @@ class Capabilities:
     lists: bool = True  # else only objects whose names are known can be found
     # The store compares no checksums: we read back what arrived and compare it ourselves.
     reads_back: bool = False
+    place: str = ""  # for people: the type of the file system that a folder is on
     # For people: what this store lacks that others have, and what follows from it.
     remarks: tuple[str, ...] = ()
 

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
-from ckpt_async import private
-from ckpt_async.core.keys import DATA, PRIVATE
+from ckpt_async import filesystems, private
+from ckpt_async.core import errnos
+from ckpt_async.core.keys import DATA, PRIVATE, RESERVE
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 
 # Where temporary files and the lock are, below a name that no key may start with. Left-overs are harmless.
 OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
 _LOCK = "lock"
+# A few records; with 64 KiB free, XFS makes no new file.
+_RESERVE_BYTES = 1 << 20
 _TEMPORARY = re.compile(r"[0-9a-f]{32}(\.link)?")
 
 # How often to retry when a parent folder vanishes before it is used, because a `delete` found it empty.
@@ -31,30 +34,9 @@ _LOCK_POLL_S = 0.002
 _LEFT_OVER_AGE_S = 24 * 3600.0
 # Far longer than it takes from making a folder to putting the first file into it.
 _EMPTY_AGE_S = 60.0
-
-_DISK = {
-    errno.ENOSPC: "the file system is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EIO: "the device reports errors: see dmesg",
-    errno.ESTALE: "the network file system was re-exported: remount it",
-}
-_SCARCE = {
-    errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
-    errno.ENFILE: "the machine has too many files open",
-    errno.ENOMEM: "too little memory",
-    errno.EAGAIN: "too little memory or too few threads",
-}
-_WRONG_PLACE = {
-    errno.ENOTDIR: "a part of the path is a file, not a folder: check the URL",
-    errno.ELOOP: "symbolic links form a loop, or lead out of the folder: check the URL",
-    errno.ENAMETOOLONG: "the path is too long: check the URL",
-    errno.ENOLINK: "is it mounted?",
-}
-_AUTH = {
-    errno.EACCES: "this user has no permission: check owner and mode",
-    errno.EPERM: "this user has no permission: check owner and mode",
-}
+# On GlusterFS, a folder or a lock that another node is just making neither can be made nor is there, for a moment.
+_BEING_MADE = {errno.EEXIST, errno.ENOENT, errno.ESTALE}
+_OPEN_ATTEMPTS, _OPEN_PAUSE_S = 10, 0.1
 
 
 class Tree:
@@ -64,6 +46,7 @@ class Tree:
         self.root = root
         self._own = root / OWN
         self._may_write = self._has_own = False
+        self.ignores_case = False  # known once it is open for writing
 
     def open_to_read(self) -> None:
         try:
@@ -79,9 +62,17 @@ class Tree:
 
     def open_to_write(self) -> bool:
         """Make the folder if it is missing and try one write and one lock in it; return whether hard links work."""
-        make_folders(self.path(OWN))
-        self._has_own = True
-        can_link = self._probe()
+        for attempts_left in reversed(range(_OPEN_ATTEMPTS)):
+            try:
+                make_folders(self.path(OWN))
+                self._has_own = True
+                can_link = self._probe()
+                break
+            except (OSError, StoreError) as error:  # StoreError: it has been there
+                if not attempts_left or (isinstance(error, OSError) and error.errno not in _BEING_MADE):
+                    raise
+                time.sleep(_OPEN_PAUSE_S)
+        self.reserve()
         self._may_write = True
         return can_link
 
@@ -94,6 +85,13 @@ class Tree:
                 raise OSError(errno.ELOOP, "a folder in the path is a symbolic link", str(parent))
             parent = parent.parent
         return path
+
+    def has(self, path: Path) -> bool:
+        """Return whether there is anything but a folder. Raises OSError if that cannot be told."""
+        try:
+            return not stat.S_ISDIR(os.lstat(path).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def open(self, key: str) -> int:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -117,7 +115,24 @@ class Tree:
             os.fsync(file.fileno())
             with self.locked():
                 pass
+            other = self.root / OWN.upper()
+            self.ignores_case = other.exists() and other.samefile(self._own)
             return _try_link(temporary, linked)
+
+    def reserve(self) -> None:
+        """Take some space, which whoever prunes deletes on a full disk: both `pruning` and `latest` are written before
+        anything goes. Best effort, and only while there is twice as much: else what was freed would be taken again.
+        """
+        reserve = self.path(RESERVE)
+        if os.path.lexists(reserve):
+            return
+        with contextlib.suppress(OSError, StoreError), contextlib.ExitStack() as held:
+            temporary, file = self.create_temporary(held)
+            for _ in range(2):
+                file.write(os.urandom(_RESERVE_BYTES))
+            file.truncate(_RESERVE_BYTES)
+            os.fsync(file.fileno())
+            os.replace(temporary, reserve)
 
     def _remove_left_overs(self, now: float) -> None:
         """Delete temporary files of writers that died, best effort. Others may write to a shared remote: no link is
@@ -152,6 +167,22 @@ class Tree:
         held.callback(unlink_if_there, path)
         with self._in_place("copy"):
             return path if _try_link(self.path(key), path) else None
+
+    def check_spelling(self, key: str) -> None:
+        """Where case is ignored, raise StoreError if the file of this key is that of another key. Needs the lock: names
+        that differ only in case often come at the same moment.
+        """
+        folder = self.root
+        for name in key.split("/") if self.ignores_case else ():
+            if os.path.lexists(folder / name) and name not in os.listdir(folder):
+                raise StoreError(
+                    f"this file system ignores case, and has {name!r} in another spelling",
+                    reason=FailureReason.OTHER,
+                    operation="put",
+                    key=key,
+                    hint="rename one of the two, or use a folder that tells upper from lower case",
+                )
+            folder /= name
 
     def into_parent(self, target: Path, place: Callable[[], None]) -> None:
         for _ in range(_PARENT_ATTEMPTS):
@@ -197,6 +228,19 @@ class Tree:
                 key=key,
                 hint="was it unmounted, moved or emptied?",
             )
+
+    @contextlib.contextmanager
+    def translating(self, operation: str, key: str) -> Iterator[None]:
+        """Turn every OSError into a StoreError with the right reason."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectNotFoundError(operation=operation, key=key) from error
+        except OSError as error:
+            meaning, hint = errnos.meaning_of(error, is_local=filesystems.is_local(self.root))
+            raise StoreError(
+                str(error), reason=meaning.reason, operation=operation, key=key, hint=hint
+            ) from error
 
     @contextlib.contextmanager
     def _in_place(self, operation: str) -> Iterator[None]:
@@ -263,7 +307,7 @@ def _try_link(path: Path, link: Path) -> bool:
     try:
         os.link(path, link)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV):
+        if error.errno not in errnos.NO_LINKS_PROBED:
             raise
         return False
     return True
@@ -293,25 +337,3 @@ def sync_folder(path: Path) -> None:
 def unlink_if_there(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
-
-
-@contextlib.contextmanager
-def translating(operation: str, key: str) -> Iterator[None]:
-    """Turn every OSError into a StoreError with the right reason."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise ObjectNotFoundError(operation=operation, key=key) from error
-    except OSError as error:
-        number = error.errno or 0
-        if number in _DISK:
-            reason, hint = FailureReason.DISK, _DISK[number]
-        elif number in _AUTH:
-            reason, hint = FailureReason.AUTH, _AUTH[number]
-        elif number in _SCARCE:
-            reason, hint = FailureReason.TRANSIENT, _SCARCE[number]
-        elif isinstance(error, TimeoutError):
-            reason, hint = FailureReason.TIMEOUT, "is a writer suspended, or does the file system hang?"
-        else:
-            reason, hint = FailureReason.OTHER, _WRONG_PLACE.get(number, "")
-        raise StoreError(str(error), reason=reason, operation=operation, key=key, hint=hint) from error

@@ -309,7 +309,7 @@ async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float)
     """Open the store of a run.
 
     Returns False if there is no run, None if there is not even a bucket or folder for one. In both cases nothing is
-    created there, not even a folder or a probe.
+    created there, not even a folder or a probe. In a folder without any space, what is reserved there is released.
     """
     looking = store.answering_within(max(1.0, timeout_s))
     try:
@@ -325,7 +325,14 @@ async def open_run(store: PatientStore, *, is_read_only: bool, timeout_s: float)
         return False
     if not is_read_only:
         await store.close()
-        await store.open(timeout_s)
+        try:
+            await store.open(timeout_s)
+        except StoreError as error:
+            if error.reason is not FailureReason.DISK:
+                raise
+            await store.open(timeout_s, is_read_only=True)
+            await looking.delete([keys.RESERVE])
+            await store.open(timeout_s)
     return True
 
 

@@ -303,12 +303,17 @@ class Uploader:
         """
         self._check_process()
         id_ = self._checkpoint(step)
-        self._folder.tend()  # frees the reserve on a full disk
         with self._lock:
             checkpoint = self._checkpoints.to_seal(id_, name)
             self._engine.told.add(id_)
             lost = Failed(id_, "", FailureReason.SOURCE_MISSING, reason)
-            self._engine.journal.append([Sealed(id_, checkpoint.name, self.world_size, ()), lost])
+            sealed = Sealed(id_, checkpoint.name, self.world_size, ())
+            try:
+                self._engine.journal.append([sealed, lost])
+            except NoSpaceError:
+                if not self._folder.reserve.release():
+                    raise
+                self._engine.journal.append([sealed, lost])
             self._checkpoints.seal(id_.step)
         self._engine.view().wake()
 

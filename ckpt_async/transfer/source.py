@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hashlib
 import mmap
 import os
@@ -17,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from ckpt_async import filesystems
+from ckpt_async.core import errnos
 from ckpt_async.core.model import Checksum, FileIdentity
 from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, LocalReadError, SourceError
@@ -44,8 +45,6 @@ CHECKSUMS_AT_ONCE = 2
 TURN_S = 0.1
 # How much is read in one go for a checksum: even at 10 MB/s, a bad disk, this takes far less than `stall_timeout_s`.
 CHECKSUM_BYTES = 64 * MIB
-# Some file systems (FUSE with direct I/O) do not support sendfile.
-_NO_SENDFILE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 
 
 _free_buffers: list[memoryview] = []
@@ -192,7 +191,7 @@ class Source:
     def unreadable(self, error: OSError) -> LocalReadError:
         return LocalReadError(
             f"shard {self.path!r} cannot be read: {error.strerror}",
-            hint="check this node's disk; the kernel's log may say more",
+            hint=errnos.meaning_of(error, is_local=filesystems.is_local(self.path))[1],
         )
 
     def truncated(self) -> SourceError:
@@ -268,7 +267,7 @@ class FileBody:
         except (ConnectionError, TimeoutError):
             raise
         except OSError as error:
-            if error.errno in _NO_SENDFILE:
+            if error.errno in errnos.UNSUPPORTED:  # as by FUSE with direct I/O
                 return None
             raise self._source.unreadable(error) from error
         if count == 0:

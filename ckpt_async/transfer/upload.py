@@ -253,14 +253,14 @@ async def _is_same(source: Source, part: PlannedPart, have: StoredPart, checksum
 async def _unless_changed(source: Source, request: Awaitable[T]) -> T:
     """Await a request.
 
-    If the store refuses its checksum, raise SourceError if the bytes changed between our two reads; otherwise the
-    network is at fault.
+    If the store refuses its checksum, raise SourceError if the file's time shows that the bytes changed between our two
+    reads; otherwise the network is at fault, or somebody who writes to it through a mapping.
     """
     try:
         return await request
-    except IntegrityError:
+    except IntegrityError as error:
         await asyncio.to_thread(source.check)
-        raise
+        raise IntegrityError(f"{error}, or somebody writes to {source.path!r} through a mapping") from error
 
 
 async def verify_stored(

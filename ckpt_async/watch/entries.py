@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ckpt_async import private
+from ckpt_async.core import errnos
 from ckpt_async.core.model import without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
@@ -359,7 +359,7 @@ def _link_or_copy(source: Path, target: Path, wanted: Identity, may_copy: Callab
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+        if error.errno not in errnos.NO_LINKS:
             raise
         may_copy()
         _copy(source, target, wanted)

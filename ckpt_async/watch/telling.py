@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ckpt_async.core import errnos
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.formats import Found
 from ckpt_async.watch.announcement import Announcement
@@ -210,7 +210,7 @@ class Teller:
 
     def trouble(self, error: Exception) -> None:
         """Report an error that may pass; raise it if it will not pass by itself."""
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and not errnos.is_full(error):
             raise error
         self.say("attempt_failed", str(error), f"{error}; trying again")
 

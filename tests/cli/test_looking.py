@@ -2,16 +2,19 @@
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.session import get_session
 
 from ckpt_async import Uploader, cli
 from ckpt_async.cli import looking
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Damage
+from ckpt_async.stores.s3 import session
 from ckpt_async.transfer.patient import PatientStore
 from tests.restore.runs import Run
 
@@ -322,3 +325,19 @@ def test_du_of_a_prefix_sums_its_runs(tmp_path: Path, remote: str, call: Call, t
     assert [line.split()[-1] for line in lines] == ["RUN", f"{remote}-a", f"{remote}-b", prefix]
     *runs, in_all = [int(line.split()[2]) for line in lines[1:]]
     assert in_all == sum(runs) == sum(each["objects"] for run in told["runs"] for each in run["used"])
+
+
+def test_du_tells_of_a_bucket_that_keeps_versions(
+    tmp_path: Path, s3_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is pruned there stays, and no listing shows it."""
+    session._say_versions.cache_clear()
+    s3, bucket = get_session().create_client("s3"), f"versions-{uuid.uuid4().hex}"
+    s3.create_bucket(Bucket=bucket)
+    s3.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    for place, is_kept in ((s3_url, False), (f"s3://{bucket}/run", True)):
+        save(tmp_path / str(is_kept), place, 1, {"a": b"x"})
+        session._say_versions.cache_clear()
+        capsys.readouterr()
+        assert cli.main(["du", place]) == 0
+        assert ("the bucket keeps versions" in capsys.readouterr().err) is is_kept

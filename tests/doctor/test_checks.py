@@ -29,7 +29,7 @@ from ckpt_async.core.model import (
 )
 from ckpt_async.doctor import checks as doctor
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.local.filesystems import filesystem_of
+from ckpt_async.filesystems import filesystem_of
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import StoreOptions, open_store
@@ -417,6 +417,16 @@ def test_what_an_sftp_server_does_not_promise_is_said(tmp_path: Path, sftp_url: 
     assert stored(f"{sftp_url}/run") == ([], [])
 
 
+@pytest.mark.parametrize(("kind", "level"), [("nfs4", "ok"), ("fuse.sshfs", "warn")])
+def test_the_file_system_of_a_remote_folder_is_told(
+    tmp_path: Path, call: Examine, monkeypatch: pytest.MonkeyPatch, kind: str, level: str
+) -> None:
+    monkeypatch.setattr("ckpt_async.stores.directory.filesystem_of", lambda *_: kind)
+    code, found = call(tmp_path / "folder", f"file://{tmp_path}/run")
+    assert (code, found["conditional writes"]["level"]) == (0, level)
+    assert kind in found["conditional writes" if level == "ok" else "store"]["message"]
+
+
 @pytest.mark.parametrize("at", ["/proc/nowhere", "/etc/passwd"])
 def test_an_unwritable_folder_or_remote_is_reported(at: str, call: Examine) -> None:
     code, found = call(at, f"file://{at}/store")
@@ -424,7 +434,7 @@ def test_an_unwritable_folder_or_remote_is_reported(at: str, call: Examine) -> N
 
 
 def test_a_tmpfs_folder_is_a_warning(call: Examine) -> None:
-    filesystem = filesystem_of("/dev/shm", Path("/proc/self/mountinfo"))
+    filesystem = filesystem_of(Path("/dev/shm"))
     assert call("/dev/shm")[1]["file system"]["level"] == ("warn" if filesystem == "tmpfs" else "ok")
 
 

@@ -1,5 +1,6 @@
 """Runs a script on a small file system of its own."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,18 @@ from pathlib import Path
 import pytest
 
 from tests.faults.processes import ROOT
+
+
+def disk_image(tmp_path: Path, make: str) -> Path:
+    """Return an image of a disk on which this command has made a file system."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(300 << 20)  # the least that XFS takes
+    name, *options = make.split()
+    made = shutil.which(name) and not subprocess.run([name, *options, str(image)]).returncode
+    if os.geteuid() or not made or subprocess.run(["losetup", "--find"], capture_output=True).returncode:
+        pytest.skip(f"needs root, {name} and loop devices")
+    return image
 
 
 def on_small_disk(

@@ -5,6 +5,7 @@ real file system with real times.
 import contextlib
 import os
 import random
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from ckpt_async import CheckpointAbortedError, Uploader
 from tests.faults.oracle import verified
+from tests.faults.small_disk import on_small_disk
 
 NUM_SHARDS = 150
 CLOCK_REALTIME_COARSE = 5  # <linux/time.h>; Python has no name for it
@@ -81,3 +83,45 @@ def test_a_change_within_the_same_mtime_tick_is_never_committed(tmp_path: Path, 
     assert (result.violations, result.num_committed) == ([], NUM_SHARDS - len(aborted))
     assert num_within > NUM_SHARDS / 10
     assert len(aborted) > NUM_SHARDS / 2
+
+
+def test_where_times_are_coarse_no_mixture_is_committed(tmp_path: Path) -> None:
+    """A file changes twice within the second in which it was enqueued, so that its time does not show it."""
+    if os.geteuid():
+        pytest.skip("only root may mount an image")
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(50 << 20)
+    made = subprocess.run(
+        ["mkfs.ext3", "-q", "-F", "-I", "128", image], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"no ext3 here: {made.stderr}")
+    done = on_small_disk(
+        tmp_path,
+        """
+        settings = dict(on_error="warn", decision_poll_s=0.02, close_grace_s=0.0, num_checkpoints_to_keep=10)
+        fates = []
+        with Uploader(disk / "folder", remote, **settings) as uploader:
+            for step in range(1, 5):
+                time.sleep(1.02 - time.time() % 1)
+                path = uploader.folder / f"{step}.pt"
+                path.write_bytes(bytes(10_000))
+                uploader.enqueue(path, step)
+                uploader.seal(step)
+                before = path.stat().st_mtime_ns
+                with open(path, "r+b", buffering=0) as file:
+                    file.write(b"1" * 5000)
+                    time.sleep(0.5)
+                    file.write(b"1" * 5000)
+                assert path.stat().st_mtime_ns == before
+                try:
+                    uploader.wait(step, 20)
+                    fates.append(len(set((tmp / f"remote/ckpt/step-{step}.g1/{step}.pt").read_bytes())))
+                except CheckpointAbortedError:
+                    fates.append(0)
+        print(fates)
+        """,
+        image=image,
+    )
+    assert done.stdout in ("[1, 1, 1, 1]\n", "[0, 0, 0, 0]\n"), done.stderr

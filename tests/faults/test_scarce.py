@@ -130,9 +130,7 @@ def test_an_engine_short_of_descriptors_or_memory_resumes_when_they_are_back(
 
 @both
 def test_removing_our_folder_beside_a_live_trainer_raises(tmp_path: Path, runner: str) -> None:
-    """Nothing may be promised that would not survive. What has lost its links is given
-    up, and the next launch continues.
-    """
+    """Nothing may be promised that would not survive, and the next launch continues."""
     done = run(
         tmp_path,
         runner,

@@ -118,13 +118,13 @@ class Place:
         result = verified(f"file://{self.store}")
         assert result.findings == []
         assert result.num_committed == min(NUM_KEPT, len(self.oracle.committed))
-        assert [each.name for each in (self.store / keys.PRIVATE / "tmp").iterdir()] == ["lock"]
+        assert {each.name for each in (self.store / keys.PRIVATE / "tmp").iterdir()} == {"lock", "reserve"}
         known = journals.read(self.folder)[0].local().checkpoints
         assert all(each.decision is not None for each in known.values())
         manifests = {self.folder / keys.PRIVATE / keys.spool_manifest(id_, 0) for id_ in known}
         private = {each for each in (self.folder / keys.PRIVATE).rglob("*") if not each.is_dir()}
-        names = {each.name for each in private - manifests}
-        ours = {keys.lock_name(0), host_mark.NAME, reserve.NAME}
+        names = {each.name for each in private - manifests if each.parent.name != reserve.NAME}
+        ours = {keys.lock_name(0), host_mark.NAME}
         assert names <= {keys.journal_name(0)} | ours
         own = {each.name for each in self.folder.iterdir()} - {f"step-{step}" for step in range(9)}
         assert own <= {keys.PRIVATE, "latest", "writing-0"}

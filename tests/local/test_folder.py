@@ -23,10 +23,10 @@ from ckpt_async.errors import (
     JournalError,
     SourceError,
 )
+from ckpt_async.filesystems import parse_mountinfo
 from ckpt_async.local import folder as files
 from ckpt_async.local import host_mark
 from ckpt_async.local.durable import fsync_path, point_symlink, write_durably
-from ckpt_async.local.filesystems import parse_mountinfo
 from ckpt_async.local.folder import Folder
 
 

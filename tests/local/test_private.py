@@ -324,3 +324,52 @@ def test_a_copy_in_a_folder_has_no_wider_rights(folder: Path) -> None:
     saved(folder, 2, mode=0o640)
     shards = sorted((remote_of(folder) / "ckpt").rglob("model.pt"))
     assert [mode_of(each) for each in shards] == [0o600, 0o640]
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def for_all() -> Iterator[Path]:
+    """A folder in which every user may write, and so at its remote."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o777)
+        folder = Path(path) / "folder"
+        for each in (folder, remote_of(folder)):
+            each.mkdir()
+            each.chmod(0o777)
+        yield folder
+
+
+@as_root
+@pytest.mark.parametrize("name", ["", "rank-00000.lock"])
+def test_what_another_user_left_is_named_with_its_owner(for_all: Path, name: str) -> None:
+    """It was the folder above that was named, as if it were not writable."""
+    with opened(for_all, for_all.with_name("another")):
+        pass
+    if name:
+        os.chown(for_all / PRIVATE, NOBODY, NOBODY)
+    with as_nobody(), pytest.raises(JournalError, match=f"/{name or PRIVATE}' belongs to user root"):
+        opened(for_all)
+
+
+@as_root
+def test_a_file_that_may_not_be_linked_is_told_once(for_all: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if Path("/proc/sys/fs/protected_hardlinks").read_text().strip() != "1":
+        pytest.skip("fs.protected_hardlinks is off")
+    paths = [for_all / f"{number}.pt" for number in range(3)]
+    for path in paths:
+        path.write_bytes(b"weights")
+    with as_nobody(), opened(for_all) as uploader:
+        for step, path in enumerate(paths):
+            uploader.enqueue(path, step)
+            uploader.seal(step)
+    assert num_committed(for_all) == 3
+    assert caplog.text.count("not_linked") == 1
+    assert str(paths[0]) in caplog.text

@@ -324,6 +324,15 @@ class Disk:
             raise SourceError("changed", reason=FailureReason.SOURCE_CHANGED)
         return inode
 
+    def settles_in_s(self, *_: object) -> float:
+        return 0.0
+
+    def check_same(self) -> None:
+        pass
+
+    def has(self, source: str, spool: str | None) -> bool:
+        return str(self.private / spool if spool else self.path / source) in self.entries
+
     def is_same(self, source: str, identity: FileIdentity) -> bool:
         inode = self.entries.get(str(self.path / source))
         return inode is not None and inode.identity == identity

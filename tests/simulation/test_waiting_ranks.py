@@ -104,7 +104,7 @@ def rank_of_launch(
         folder=mock.Mock(
             path=Path("/"),
             private=Path("/"),
-            is_disk_full=lambda: False,
+            reserve=mock.Mock(was_needed=False),
             space=lambda: (1 << 50, 1 << 50),
             num_ranks=lambda: 1,
         ),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import Uploader
+from ckpt_async import Uploader, filesystems
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -107,7 +107,7 @@ def test_old_leftovers_are_removed_at_open(store, tmp_path, run):
         then = (own / name).stat().st_mtime - age_s
         os.utime(own / name, (then, then))
     run(store.open())
-    assert {each.name for each in own.iterdir()} == {young, "lock", "notes.txt"}
+    assert {each.name for each in own.iterdir()} == {young, "lock", "reserve", "notes.txt"}
 
 
 @pytest.mark.parametrize("place", [".ckpt-async", OWN])
@@ -133,7 +133,7 @@ def test_no_temporary_file_is_left(store, tmp_path, run):
     for body, condition in ((BytesBody(b"1"), Create()), (BytesBody(b"2"), None)):
         with pytest.raises(StoreError):
             run(store.put("a", body, crc(b"1"), condition=condition))
-    assert files(tmp_path / "run") == {"a", f"{OWN}/lock"}
+    assert files(tmp_path / "run") == {"a", f"{OWN}/lock", f"{OWN}/reserve"}
 
 
 def test_symlinks_are_not_followed(store, tmp_path, run):
@@ -173,6 +173,10 @@ def test_delete_removes_empty_parents_but_never_the_root(store, tmp_path, run):
         (errno.EROFS, FailureReason.DISK),
         (errno.EIO, FailureReason.DISK),
         (errno.EACCES, FailureReason.AUTH),
+        (errno.ENOTCONN, FailureReason.TRANSIENT),
+        (errno.EHOSTDOWN, FailureReason.TRANSIENT),
+        (errno.ESTALE, FailureReason.TRANSIENT),
+        (errno.ETIMEDOUT, FailureReason.TRANSIENT),
     ],
 )
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "link"])
@@ -193,14 +197,148 @@ def test_disk_errors_are_classified(store, tmp_path, run, monkeypatch, call, num
     assert run(store.list("")).objects == ()
 
 
-def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch):
+def test_an_error_that_nobody_has_listed_is_tried_again(store, run, monkeypatch):
+    def failing(*_, **__):
+        raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
+
+    monkeypatch.setattr(os, "link", failing)
+    with pytest.raises(StoreError) as raised:
+        run(put(store, "a", b"1", condition=Create()))
+    assert raised.value.reason is FailureReason.TRANSIENT
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.ENOTCONN])
+def test_a_refused_link_to_what_exists_is_a_lost_race(store, run, monkeypatch, number):
+    """sshfs says EPERM; and after a lost answer, what is there may be our own (R13)."""
+    run(put(store, "a", b"1"))
+
+    def failing(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", failing)
+        with pytest.raises(PreconditionFailedError):
+            run(put(store, "a", b"2", condition=Create()))
+        with pytest.raises(StoreError, match="put 'b'"):
+            run(put(store, "b", b"2", condition=Create()))
+
+
+def test_nothing_counts_as_deleted_while_the_file_server_is_away(store, run, monkeypatch):
+    run(put(store, "a", b"1"))
+    lstat = os.lstat
+
+    def failing(path, **options):
+        if str(path).endswith("/a"):
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+        return lstat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", failing)
+        with pytest.raises(StoreError):
+            run(store.delete(["a"]))
+    assert run(store.head("a")).size_bytes == 1
+
+
+@pytest.mark.parametrize(("filesystem", "hint"), [("ext4", "dmesg"), ("fuse.sshfs", "file server")])
+def test_an_io_error_names_what_to_look_at(store, run, monkeypatch, filesystem, hint):
+    run(put(store, "a", b"1"))
+
+    def failing(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(filesystems, "filesystem_of", lambda *_: filesystem)
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(StoreError) as raised:
+        run(store.head("a"))
+    assert hint in raised.value.hint
+    assert raised.value.reason.is_retryable
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO, errno.EINVAL, errno.EACCES])
+def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch, caplog, number):
+    """The last three are what mounted buckets answer."""
+
     def link(*_):
-        raise OSError(errno.EPERM, "no hard links here")
+        raise OSError(number, "no hard links here")
 
     monkeypatch.setattr(os, "link", link)
     store = DirectoryStore(tmp_path)
     run(store.open())
     assert not store.capabilities.conditional_put
+    (told,) = caplog.messages
+    assert "rank 0 alone decides: there are no hard links on " in told
+    source = run(put(store, "a", b"1"))
+    run(store.copy("a", source.etag, "b"))
+    assert run(store.get("b", max_size_bytes=9))[0] == b"1"
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "decides_by_swap"),
+    [
+        *(
+            (kind, True)
+            for kind in ("ext4", "nfs4", "lustre", "gpfs", "ceph", "fuse.ceph-fuse", "fuse.glusterfs")
+        ),
+        *((kind, False) for kind in ("fuse.sshfs", "fuse.rclone", "fuse", "cifs", "9p", "overlay on nfs4")),
+    ],
+)
+def test_the_type_of_mount_tells_who_decides(tmp_path, run, monkeypatch, caplog, filesystem, decides_by_swap):
+    monkeypatch.setattr(directory, "filesystem_of", lambda _: filesystem)
+    store = DirectoryStore(tmp_path)
+    run(store.open())
+    assert store.capabilities.conditional_put is decides_by_swap
+    assert store.capabilities.place == filesystem
+    told = [line for line in caplog.messages if "rank 0 alone decides" in line and filesystem in line]
+    assert len(told) == (0 if decides_by_swap else 1)
+
+
+def test_a_lock_that_another_node_has_just_made_is_taken(tmp_path, run, monkeypatch):
+    """On GlusterFS, the slower of two nodes is told that the file exists, although it does not ask for a new one."""
+    opened, refused = os.open, []
+
+    def slower(path, flags, *args, **options):
+        if str(path).endswith("/lock") and len(refused) < 2:
+            refused.append(path)
+            raise FileExistsError(errno.EEXIST, "File exists", str(path))
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", slower)
+    run(DirectoryStore(tmp_path).open())
+    assert len(refused) == 2
+
+
+def test_a_swap_does_not_trust_what_a_name_stood_for(store, run, monkeypatch):
+    """As on GlusterFS: this node still sees the file that another has replaced."""
+    stale = run(put(store, "a", b"1")).etag
+    remembered = os.stat(store._tree.path("a"))
+    run(put(store, "a", b"2", condition=Match(stale)))
+    stat = os.stat
+    monkeypatch.setattr(
+        os,
+        "stat",
+        lambda path, **options: remembered if str(path).endswith("/run/a") else stat(path, **options),
+    )
+    with pytest.raises(PreconditionFailedError):
+        run(put(store, "a", b"3", condition=Match(stale)))
+    with pytest.raises(PreconditionFailedError):
+        run(store.delete_if("a", stale))
+    monkeypatch.undo()
+    assert run(store.get("a", max_size_bytes=9))[0] == b"2"
+
+
+def test_etags_never_repeat_where_times_are_whole_seconds(store, run, monkeypatch):
+    utime = os.utime
+
+    def whole(path, times=None, *, ns=None):
+        then_ns = time.time_ns() if ns is None else ns[1]
+        utime(path, ns=(then_ns // 10**9 * 10**9,) * 2)
+
+    monkeypatch.setattr(os, "utime", whole)
+    etags = [run(put(store, "a", b"0")).etag]
+    for number in range(20):
+        etags.append(run(put(store, "a", b"%d" % (number % 10), condition=Match(etags[-1]))).etag)
+    times = [int(etag.split("-")[1], 16) for etag in etags]
+    assert times == sorted(set(times))
 
 
 def test_swapped_back_content_has_another_etag(store, run, monkeypatch):
@@ -292,7 +430,7 @@ def test_cancelled_put_waits_for_its_running_write(store, tmp_path, run, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", slow)
         run(body())
-    assert files(tmp_path / "run") == {f"{OWN}/lock"}
+    assert files(tmp_path / "run") == {f"{OWN}/lock", f"{OWN}/reserve"}
 
 
 def test_cancelled_puts_leave_no_file_open_or_behind(store, tmp_path, run, monkeypatch):
@@ -316,7 +454,7 @@ def test_cancelled_puts_leave_no_file_open_or_behind(store, tmp_path, run, monke
 
     monkeypatch.setattr(store._tree, "create_temporary", slow)
     run(body())
-    assert files(tmp_path / "run") == {f"{OWN}/lock"}
+    assert files(tmp_path / "run") == {f"{OWN}/lock", f"{OWN}/reserve"}
     opened = {os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")}
     assert not [each for each in opened if each.startswith(str(tmp_path))]
 

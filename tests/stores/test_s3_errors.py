@@ -174,6 +174,23 @@ def test_a_failed_condition_is_a_result_not_an_error(run, condition, status, cod
     run(body())
 
 
+@pytest.mark.parametrize(
+    ("call", "status", "code", "hint"),
+    [
+        ("complete_multipart", 500, "InternalError", "aborted"),
+        ("list", 400, "InvalidArgument", "session token"),
+    ],
+)
+def test_what_ceph_answers_is_explained(run, call, status, code, hint):
+    async def body():
+        async with connected(Peer(lambda _: answer(status, code))) as store:
+            with pytest.raises(StoreError) as raised:
+                await CALLS[call](store)
+        assert hint in raised.value.hint
+
+    run(body())
+
+
 @pytest.mark.parametrize(("etag", "is_deleted"), [('"e"', True), ('"f"', False)])
 def test_an_ignored_condition_deletes_nothing_else(run, etag, is_deleted):
     """Ceph and LocalStack delete whatever is there."""

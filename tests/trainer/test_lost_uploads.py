@@ -16,7 +16,7 @@ from ckpt_async import CheckpointAbortedError, FencedError, SettingsError, Uploa
 from ckpt_async.core import decide, keys, records
 from ckpt_async.core.model import CheckpointId, Generation, Outcome, Receipt
 from ckpt_async.engine import settling
-from ckpt_async.errors import FailureReason, ObjectNotFoundError
+from ckpt_async.errors import FailureReason, JournalError, ObjectNotFoundError
 from ckpt_async.protocol import steps
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
@@ -527,6 +527,46 @@ def test_a_listing_alone_does_not_prove_that_the_remote_was_wiped(
         wait_until(lambda: store.asked["get", GENERATION] > num_asked, uploader)
     assert set(decisions(store).values()) == {"commit"}
     assert not [each for each in caplog.messages if each.startswith("generation_was_lost")]
+
+
+class ListsNothing(Meddled):
+    """A store whose listings are empty, from some time on: as those of a mount that remembers what it has seen."""
+
+    is_hiding = False
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        request = super().__getattr__(operation)
+        if operation != "list":
+            return request
+
+        async def hiding(*args: Any, **kwargs: Any) -> Any:
+            listing = await request(*args, **kwargs)
+            return replace(listing, objects=()) if self.is_hiding else listing
+
+        return hiding
+
+
+def test_a_launch_takes_no_empty_listing_for_a_wiped_remote(opened: Open) -> None:
+    store = ListsNothing()
+    with opened(store) as uploader:
+        for step in (1, 2):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=10)
+    store.is_hiding = True
+    with opened(store) as uploader:
+        assert uploader.generation == 2
+
+
+def test_what_was_put_back_is_told_without_what_is_still_there(opened: Open) -> None:
+    store = ListsNothing()
+    with opened(store) as uploader:
+        for step in (1, 2):
+            save(uploader, step)
+            uploader.wait(step, timeout_s=10)
+    store.is_hiding = True
+    del store.bucket.objects[keys.decision_key(CheckpointId(1, 2))]
+    with pytest.raises(JournalError, match=r"has no record: steps 2\."), opened(store):
+        pass
 
 
 def test_a_listing_that_lags_does_not_hide_who_has_taken_the_generation(

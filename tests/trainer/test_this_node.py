@@ -1,6 +1,7 @@
 """What can go wrong on this node while a shard is being uploaded: its disk does not return it, or its folder moves."""
 
 import errno
+import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,3 +66,23 @@ def test_links_of_a_folder_moved_during_an_upload_are_removed_by_the_next_launch
     with opened(Meddled(store.bucket), moved) as uploader:
         wait_until(lambda: not links.exists(), uploader)
     assert decisions(store) == {FIRST: "commit"}
+
+
+def test_a_file_system_without_symlinks_is_told_once(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The move was tried again every 30 s, for ever."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    store = Meddled()
+    with opened(store, tmp_path / "folder") as uploader:
+        for step in (1, 2, 3):
+            save(uploader, step, "a.pt")
+            uploader.wait(step, timeout_s=10)
+    assert set(decisions(store).values()) == {"commit"}
+    told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(told) == 1, told
+    assert str(tmp_path / "folder/latest-rank0") in told[0]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import re
 from collections.abc import Iterator
 
+from ckpt_async.core import errnos
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
 
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
 _STATUS = {
     401: FailureReason.AUTH,
     403: FailureReason.AUTH,
@@ -20,7 +19,7 @@ _STATUS = {
     507: FailureReason.DISK,
 }
 # Mistakes in this code or in the file system: another attempt would not help.
-_FINAL = (TypeError, ValueError, NotImplementedError, AttributeError, ImportError, IsADirectoryError)
+_FINAL = (TypeError, ValueError, NotImplementedError, AttributeError, ImportError)
 _MISSING = re.compile(r"missing \d+ required [a-z-]+ arguments?: '(\w+)'")
 
 
@@ -55,12 +54,12 @@ def reason_of(error: Exception) -> FailureReason:
         return FailureReason.AUTH
     if isinstance(error, TimeoutError) or "Timeout" in name:
         return FailureReason.TIMEOUT
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return FailureReason.DISK
     if (status := _status(error)) is not None:
         if status in _STATUS:
             return _STATUS[status]
         return FailureReason.TRANSIENT if status >= 500 else FailureReason.OTHER
+    if isinstance(error, OSError):
+        return errnos.meaning_of(error)[0].reason
     return FailureReason.OTHER if isinstance(error, _FINAL) else FailureReason.TRANSIENT
 
 

@@ -80,7 +80,7 @@ def refusal(
     said = response.get("Error", {})
     metadata = response.get("ResponseMetadata", {})
     code, status = said.get("Code", ""), metadata.get("HTTPStatusCode", 0)
-    message = f"{status} {code}: {said.get('Message', '')}".rstrip(": ")
+    message = f"{status} {code}: {said.get('Message') or ''}".rstrip(": ")
     if operation == "head_object" and status == 400:
         code = "ExpiredToken"  # HEAD answers have no body; S3 sends 400 for an expired token
         message += f" (or: {_NEEDS_KEY})"
@@ -132,6 +132,10 @@ _MEANINGS: dict[str, tuple[FailureReason | None, str]] = {
     "TooManyRequests": (FailureReason.THROTTLED, ""),
     "RequestTimeout": (FailureReason.TIMEOUT, ""),
     "InternalError": (FailureReason.TRANSIENT, ""),
+    "complete_multipart_upload InternalError": (  # Ceph, too, for as long as the same is sent
+        FailureReason.TRANSIENT,
+        "if the store is Ceph: was the upload aborted meanwhile? Then the next attempt begins a new one",
+    ),
     "IncompleteBody": (FailureReason.TRANSIENT, ""),
     "OperationAborted": (FailureReason.TRANSIENT, ""),
     "TemporaryRedirect": (FailureReason.TRANSIENT, ""),
@@ -153,6 +157,7 @@ _MEANINGS: dict[str, tuple[FailureReason | None, str]] = {
     "RequestTimeTooSkewed": (FailureReason.AUTH, ""),
     # Refused for ever, or by this place.
     "InvalidObjectState": (FailureReason.OTHER, "the object is in an archive class: restore it first"),
+    "InvalidArgument": (None, "if the store is Ceph: is the session token one of its own, and valid?"),
     "PermanentRedirect": (None, _ELSEWHERE),
     "AuthorizationHeaderMalformed": (None, _ELSEWHERE),
     "IllegalLocationConstraintException": (None, _ELSEWHERE),
@@ -202,7 +207,7 @@ def meaning_of(code: str, status: int, operation: str, location: S3Location) -> 
     """Return what an error code, else an HTTP status (HEAD answers have no code), means, and what to do about it or
     "".
     """
-    reason, hint = _MEANINGS.get(code, (None, ""))
+    reason, hint = _MEANINGS.get(f"{operation} {code}") or _MEANINGS.get(code, (None, ""))
     endpoint = location.endpoint_url or "AWS"
     told = hint.format(operation=operation, location=location, bucket=location.bucket, endpoint=endpoint)
     return reason or reason_of_status(status), told

@@ -1,4 +1,4 @@
-"""The type of a folder's file system, and whether a journal is safe on it."""
+"""The type of a folder's file system, and what it keeps between the machines that use it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from ckpt_async.errors import JournalError
 LOCAL_FILESYSTEMS = frozenset(
     "ext2 ext3 ext4 xfs btrfs zfs f2fs bcachefs jfs reiserfs nilfs2 tmpfs ramfs overlay".split()
 ) | {""}
+# Of those that machines share, the ones where a lock and a link hold for all of them. Of any other, FUSE's above all,
+# one machine cannot find out what another sees.
+_EXCLUSIVE_FOR_ALL = frozenset("nfs nfs4 lustre gpfs ceph fuse.ceph fuse.ceph-fuse fuse.glusterfs".split())
+_MOUNTINFO = Path("/proc/self/mountinfo")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 # The upper folder of an overlay may itself be on an overlay.
 _MAX_OVERLAYS = 8
@@ -31,6 +35,11 @@ def check_local(path: Path, filesystem: str) -> None:
         )
 
 
+def excludes_all_writers(filesystem: str) -> bool:
+    """Return whether a lock and a link exclude every writer, on whatever machine it is."""
+    return filesystem in LOCAL_FILESYSTEMS | _EXCLUSIVE_FOR_ALL
+
+
 def keeps_inodes(filesystem: str) -> bool:
     """Return whether a file has the same inode number after each mount. Most FUSE file systems number files as they are
     looked up.
@@ -38,15 +47,20 @@ def keeps_inodes(filesystem: str) -> bool:
     return "fuse" not in filesystem
 
 
-def filesystem_of(path: str, mountinfo: Path) -> str:
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is on a file system of this machine, as far as the mounts tell."""
+    return filesystem_of(Path(path)) in LOCAL_FILESYSTEMS
+
+
+def filesystem_of(path: Path) -> str:
     """Return the type of the file system that writes to `path` end up on, from Linux's mountinfo; '' if there is
-    none.
+    none. A symbolic link is followed.
     """
     try:
-        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+        lines = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError:
         return ""
-    return parse_mountinfo(path, lines, os.path.isdir)
+    return parse_mountinfo(os.path.realpath(path), lines, os.path.isdir)
 
 
 def parse_mountinfo(path: str, lines: list[str], is_folder: Callable[[str], bool] = lambda _: False) -> str:
