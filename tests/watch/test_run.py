@@ -156,6 +156,7 @@ def test_a_watcher_that_fails_for_hours_leaves_nothing_behind_each_time(
 ROTATING = """
 until [ -e failed ]; do sleep 0.05; done
 mkdir out/checkpoint-1
+echo x > out/checkpoint-1/model.bin
 echo '{"global_step": 1}' > out/checkpoint-1/trainer_state.json
 until [ -e state/run/entries/00000001.json ]; do sleep 0.05; done
 rm -r out/checkpoint-1
@@ -233,6 +234,7 @@ def test_messages_that_cannot_be_written_change_nothing(tmp_path: Path, why: str
 
 def test_watch_goes_on_though_nobody_reads_it(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-10").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-10" / "model.bin").write_text("x")
     (tmp_path / "out" / "checkpoint-10" / "trainer_state.json").write_text('{"global_step": 10}')
     remote, descriptor = f"file://{tmp_path}/remote", unwritable("reader gone")
     argv = [sys.executable, "-m", "ckpt_async", "watch", f"{tmp_path}/out", remote, "--once"]
