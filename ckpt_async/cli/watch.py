@@ -285,18 +285,8 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
     kind = f".{options.kind}" if options.kind else ""
     is_shared = filesystem_of(folder) not in LOCAL_FILESYSTEMS
     node, num_nodes = options.node or ((0, 1) if is_shared else launch.node(environment))
-    if options.once and num_nodes > 1:
-        raise SettingsError(
-            "--once works only for one node; the others would not know when it is over",
-            hint="watch on all nodes without --once, or use --node 0/1",
-        )
-    if num_nodes > 1 and (options.done or options.pattern):
-        raise SettingsError(
-            f"{'--done' if options.done else '--pattern'} works only for one node: it does not name the files of the"
-            " others",
-            hint="let all nodes save to a shared folder and watch it with --node 0/1, or use `ckpt_async.Uploader` in"
-            " the trainer",
-        )
+    if num_nodes > 1:
+        _check_nodes(options)
     state = Path(os.path.realpath(options.state)) if options.state else watcher_state(folder)
     if state == folder or folder in state.parents:
         raise SettingsError(
@@ -345,6 +335,22 @@ def _options(options: argparse.Namespace, environment: dict[str, str]) -> Option
         settings=settings,
         settings_file=options.settings_file,
     )
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    """Raise SettingsError if an option does not work for several nodes."""
+    if options.once:
+        raise SettingsError(
+            "--once works only for one node; the others would not know when it is over",
+            hint="watch on all nodes without --once, or use --node 0/1",
+        )
+    if options.done or options.pattern:
+        raise SettingsError(
+            f"{'--done' if options.done else '--pattern'} works only for one node: it does not name the files of the"
+            " others",
+            hint="let all nodes save to a shared folder and watch it with --node 0/1, or use `ckpt_async.Uploader` in"
+            " the trainer",
+        )
 
 
 # --- telling -----------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""A script that saves to a folder on each of two nodes, as transformers with a sharded model does: each node its shard,
-the first the index and, last, `trainer_state.json`. It rotates on both, and resumes, sometimes a save further back.
+"""A script that saves to a folder on each of two nodes, as DCP does: each node its rank's file, the first, last,
+`.metadata`. It rotates on both, and resumes, sometimes a save further back.
 """
 
 import hashlib
@@ -11,7 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-SHARDS = ("model-00001-of-00002.bin", "model-00002-of-00002.bin")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.dcp_metadata import metadata_of
+
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
 
 
 def say(*words: object) -> None:
@@ -33,15 +36,13 @@ def save(nodes: list[Path], step: int) -> None:
                 say("writing", step)
                 time.sleep(0.03)  # real ones take time too
     here = nodes[0] / f"checkpoint-{step}"
-    for name, value in (
-        ("model.safetensors.index.json", {"weight_map": dict(zip("ab", SHARDS, strict=True))}),
-        ("trainer_state.json", {"global_step": step, "random": random.random()}),
-    ):
-        text = json.dumps(value)
-        sums[name] = hashlib.sha256(text.encode()).hexdigest()
-        if name == "trainer_state.json":
-            say("intends", step, json.dumps(sums))
-        (here / name).write_text(text)
+    data = metadata_of(
+        {name: (nodes[node] / here.name / name).stat().st_size for node, name in enumerate(SHARDS)}
+    )
+    sums[".metadata"] = hashlib.sha256(data).hexdigest()
+    say("intends", step, json.dumps(sums))
+    (here / ".metadata.tmp").write_bytes(data)
+    (here / ".metadata.tmp").rename(here / ".metadata")
     say("saved", step)
 
 
