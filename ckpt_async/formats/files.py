@@ -20,7 +20,8 @@ _RANK = re.compile(
     r"(.*?)[-_.]rank[-_]?([0-9]{1,6})(?:-of-([1-9][0-9]{0,5}))?"
     r"(|\.(?:pt|pth|ckpt|safetensors)(?:\..+)?|(?:\.(?:tar|tgz|bz2|gz|lzma|xz|lz4|lzo|zst))+)"
 )
-_RANK_FOLDER = re.compile(r"(?:[a-z]+_)?rank[-_]?([0-9]{1,6})(?:_.*)?")
+# As NeMo's, with one number or two (nemo/utils/model_utils.py `inject_model_parallel_rank`): `tp_rank_00_pp_rank_001`.
+_RANK_FOLDER = re.compile(r"(?:[a-z]+_)?(?:rank|shard)[-_]?([0-9]{1,6})(_.*)?")
 _WORLD_SIZE = re.compile(r"(?<![a-z])(?:ws|world[-_]?size)[-_]?([1-9][0-9]{0,5})(?![0-9])")
 # A pointer of Composer's contains only a name; anything larger is a file that happens to have the suffix.
 _MAX_POINTER_BYTES, _MAX_POINTERS = 4096, 100
@@ -35,7 +36,8 @@ def files_in(tree: Tree, rules: Rules, free: Collection[str]) -> Iterator[Found]
         name, folder = last(path), path.rpartition("/")[0]
         match, of_folder = _RANK.fullmatch(name), _RANK_FOLDER.fullmatch(last(folder))
         if of_folder and path.endswith((".ckpt", ".pt", ".pth", ".safetensors")):
-            sets[join(folder.rpartition("/")[0], name), "", ""].setdefault(int(of_folder[1]), path)
+            ranks = sets[join(folder.rpartition("/")[0], name), "", ""]
+            ranks[len(ranks) if of_folder[2] else int(of_folder[1])] = path
         elif match and not name.endswith(".symlink"):
             place = join(folder, match[1]), match[3] or "", match[4]
             # Two files of one rank are never a set: the second gets a rank that no set has.

@@ -53,6 +53,11 @@ _OLMO_DCP = "model_and_optim"
 _OLMO_STATE = re.compile(r"(?:model|optim)\.(?:pt|safetensors)|rank[0-9]+\.pt")
 _MEGATRON = re.compile(r"iter_([0-9]{1,12})")
 _MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+_VERL = re.compile(r"global_step_([0-9]{1,12})")
+_VERL_RANK = re.compile(r"((?:.*/)?[a-z_]+_world_size_)(\d{1,6})_rank_\d{1,6}\.pt")
+_NEMO_RL = re.compile(r"(tmp_|old_)?step_([0-9]{1,12})")
+_AUTOMODEL = re.compile(r"epoch_[0-9]{1,12}_step_([0-9]{1,12})")
+_AUTOMODEL_BEGUN = ".incomplete"
 _FLASHPOINT = re.compile(r"step-([0-9]{1,12})_ckpt(.*unfinished)?")
 _ORBAX = re.compile(r"(?:[a-z_]*_)?([0-9]{1,12})")
 _ORBAX_COMMIT, _ORBAX_METADATA = "commit_success.txt", "_CHECKPOINT_METADATA"
@@ -255,7 +260,7 @@ def _check_accelerate(tree: Tree, found: Found, rules: Rules) -> Found:
     """The number of ranks is unknown, but no rank writes a part of a sharded state without its random states."""
     found = _with_deepspeed(tree, found, rules)
     shards = (rank_of_file(last(each)) for each in found.files if DISTCP.fullmatch(last(each)))
-    sharded = 1 + max((each for each in shards if each is not None), default=0)
+    sharded = max(found.num_ranks, 1 + max((each for each in shards if each is not None), default=0))
     return found if found.reason else with_ranks(found, "random_states_*.pkl", rules.ranks, at_least=sharded)
 
 
@@ -289,6 +294,86 @@ def _check_megatron(tree: Tree, found: Found, rules: Rules) -> Found:
         return _check_dcp(tree, replace(found, mark=join(found.path, METADATA)), rules)
     reason = f"{_MEGATRON_TRACKER} already says {told}: it is unknown whether this one was completed"
     return replace(found, reason=reason)
+
+
+def _verl(tree: Tree, folder: str) -> Found | None:
+    """Recognise verl: the file beside it that Megatron-LM also has. Without `async_save`, it is written after all parts.
+
+    As verl 0.8 does (trainer/ppo/ray_trainer.py `_save_checkpoint`): `actor/`, `critic/`, `data.pt`; its SFT trainer
+    (utils/checkpoint/checkpoint_handler.py): the files of an actor, and `data_<dp rank>.pt`, those of others maybe late.
+    """
+    if not _VERL.fullmatch(last(folder)):
+        return None
+    tracker = join(folder.rpartition("/")[0], _MEGATRON_TRACKER)
+    if tracker in tree.files:
+        return of_folder(tree, "verl", folder, tracker)
+    if "actor" not in tree.parts(folder) and not any(map(_VERL_RANK.fullmatch, tree.names(folder))):
+        return None
+    return of_folder(tree, "verl", folder, begun=f"there is no {_MEGATRON_TRACKER} yet")
+
+
+def _check_verl(tree: Tree, found: Found, rules: Rules) -> Found:
+    """A rotation deletes the actor and the critic of a step, each by its own number, and leaves the rest."""
+    told = tree.text(found.mark).strip()
+    if not told.isdecimal() or int(told) < found.step:
+        return replace(found, reason=f"{_MEGATRON_TRACKER} says {told or 'nothing yet'}", is_begun=True)
+    is_sft = "data_0.pt" in found.inner
+    data = "data_0.pt" if is_sft else "data.pt"
+    if not (is_sft or any(each.startswith("actor/") for each in found.inner)):
+        return replace(found, reason="it has no actor, which is saved first and may have been rotated away")
+    if int(told) > found.step and data in found.inner:
+        found = replace(found, mark=join(found.path, data))  # the last of its own
+    sets = {(match[1], int(match[2])) for each in found.inner if (match := _VERL_RANK.fullmatch(each))}
+    wanted = {f"{kind}{count}_rank_{rank}.pt" for kind, count in sets for rank in range(count)}
+    # With sequences or a model in parts, fewer than all ranks have data.
+    ranks = max((count for _, count in sets), default=0)
+    is_waiting = is_sft and f"data_{ranks - 1}.pt" not in found.inner
+    return replace(lacking(found, {data, *wanted}), num_ranks=ranks, is_waiting=is_waiting)
+
+
+def _nemo_rl(tree: Tree, folder: str) -> Found | None:
+    """Recognise NeMo-RL: `training_info.json`, which is written first, in a folder that is renamed when all is there.
+
+    As its main branch does (nemo_rl/utils/checkpoint.py `CheckpointManager`, nemo_rl/algorithms/*.py), the data
+    loader's state comes after the models.
+    """
+    match, names = _NEMO_RL.fullmatch(last(folder)), tree.names(folder)
+    if not match or "training_info.json" not in names:
+        return None
+    begun = f"it was never renamed to step_{match[2]}, or it was replaced" if match[1] else ""
+    if not any(re.fullmatch(r"train_dataloader(?:_.*)?\.pt", each) for each in names):
+        begun = begun or "it has no train_dataloader.pt, which is written after the models"
+    return of_folder(tree, "nemo-rl", folder, begun=begun)
+
+
+def _automodel(tree: Tree, folder: str) -> Found | None:
+    """Recognise NeMo Automodel: `losses.json`, which is written first, and no `.incomplete`, which newer versions have
+    beside it while they save.
+
+    As its main branch does (nemo_automodel/recipes/base_recipe.py `save_checkpoint`), `config.yaml` comes last.
+    """
+    names = tree.names(folder)
+    if not _AUTOMODEL.fullmatch(last(folder)) or not names & {"losses.json", _AUTOMODEL_BEGUN}:
+        return None
+    begun = f"its {_AUTOMODEL_BEGUN} is still there" if _AUTOMODEL_BEGUN in names else ""
+    if "config.yaml" not in names:
+        begun = begun or "it has no config.yaml, which is written last"
+    return of_folder(tree, "automodel", folder, begun=begun)
+
+
+def _check_automodel(tree: Tree, found: Found, rules: Rules) -> Found:
+    """`config.yaml` is no marker that a rotation's time is compared with: `.incomplete` is removed after it."""
+    config_ns = tree.files[join(found.path, "config.yaml")].mtime_ns
+    newer = [each for each in found.files if tree.files[each].mtime_ns > config_ns]
+    if newer and not (rules.is_store or rules.ignores_times):
+        reason = (
+            f"{newer[0]} was written after config.yaml, and nothing tells when it is complete: have the trainer save"
+            " with is_async: false"
+        )
+        return replace(found, reason=reason, is_refused=True)
+    if not any(each.startswith("model/") and TENSORS.fullmatch(each) for each in found.inner):
+        return replace(found, reason="it has no tensors in model/")
+    return lacking(found, [f"optim/{METADATA}"])
 
 
 def _deepspeed(tree: Tree, folder: str) -> Found | None:
@@ -511,6 +596,9 @@ FOLDERS: dict[str, Format] = {
         re.compile(r"random_states_[1-9]\d*\.pkl|custom_checkpoint_\d+\.pkl"),
     ),
     "megatron": Format(_megatron, _check_megatron, is_renamed=True),
+    "verl": Format(_verl, _check_verl, late=re.compile(r"data_[1-9]\d*\.pt")),
+    "nemo-rl": Format(_nemo_rl, is_renamed=True),
+    "automodel": Format(_automodel, _check_automodel),
     "deepspeed": Format(
         _deepspeed,
         _check_deepspeed,

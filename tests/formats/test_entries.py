@@ -63,6 +63,15 @@ COMMITTED = (
     b'{"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2, "item_handlers": {"state": "x", "meta": "y"}}'
 )
 
+VERL_FREE = ("fsdp_config.json", "huggingface/config.json")
+
+
+def verl_part() -> dict[str, bytes]:
+    kinds = ("model", "optim", "extra_state")
+    states = {f"{kind}_world_size_2_rank_{rank}.pt": ZIP for rank in (0, 1) for kind in kinds}
+    return {**states, **dict.fromkeys(VERL_FREE, b"{}")}
+
+
 SAVES = {
     "dcp": Save("dcp", 70, dcp("step-70", "__0_0.distcp", "__1_0.distcp"), names=True),
     "dcp with its files in subfolders": Save(
@@ -181,6 +190,116 @@ SAVES = {
         ("latest",),
         None,
         RANKS,
+    ),
+    "accelerate with DeepSpeed, of ranks that it counts": Save(
+        "accelerate",
+        3,
+        below(
+            "checkpoint_3",
+            {
+                **below("pytorch_model", DEEPSPEED),
+                "latest": b"pytorch_model",
+                "random_states_0.pkl": b"r",
+                "random_states_1.pkl": b"r",
+            },
+        ),
+        ("latest",),
+        None,
+    ),
+    "verl": Save(
+        "verl",
+        20,
+        {
+            **below("global_step_20/actor", verl_part()),
+            **below("global_step_20/critic", verl_part()),
+            "global_step_20/data.pt": ZIP,
+            "latest_checkpointed_iteration.txt": b"20",
+        },
+        tuple(f"{part}/{name}" for part in ("actor", "critic") for name in VERL_FREE),
+    ),
+    "verl, a step before the last": Save(
+        "verl",
+        20,
+        {
+            "latest_checkpointed_iteration.txt": b"30",
+            **below("global_step_20/actor", verl_part()),
+            "global_step_20/data.pt": ZIP,
+        },
+        tuple(f"actor/{name}" for name in VERL_FREE),
+    ),
+    "verl with Megatron": Save(
+        "verl",
+        20,
+        {
+            "global_step_20/actor/dist_ckpt/common.pt": ZIP,
+            **dcp("global_step_20/actor/dist_ckpt", "__0_0.distcp", "__1_0.distcp"),
+            "global_step_20/actor/dist_ckpt/metadata.json": CORE,
+            "global_step_20/data.pt": ZIP,
+            "latest_checkpointed_iteration.txt": b"20",
+        },
+        ("actor/dist_ckpt/metadata.json",),
+    ),
+    "verl, fine-tuning": Save(
+        "verl",
+        20,
+        {
+            **below("global_step_20", verl_part()),
+            "global_step_20/data_0.pt": ZIP,
+            "latest_checkpointed_iteration.txt": b"20",
+            "global_step_20/data_1.pt": ZIP,
+        },
+        VERL_FREE,
+        spare=1,  # of 2 ranks, one may have no data
+    ),
+    "nemo-rl": Save(
+        "nemo-rl",
+        5,
+        below(
+            "results/step_5",
+            {
+                "training_info.json": b"{}",
+                "config.yaml": b"a",
+                **dcp("policy/weights", "__0_0.distcp", "__1_0.distcp"),
+                **dcp("policy/optimizer"),
+                "policy/tokenizer/tokenizer.json": b"{}",
+                **dcp("value/weights"),
+                **dcp("value/optimizer"),
+                "train_dataloader.pt": ZIP,
+            },
+        ),
+        ("training_info.json", "config.yaml", "policy/tokenizer/tokenizer.json"),
+    ),
+    "automodel": Save(
+        "automodel",
+        100,
+        below(
+            "epoch_0_step_100",
+            {
+                "losses.json": b"{}",
+                **{f"dataloader/dataloader_dp_rank_{rank}.pt": ZIP for rank in (0, 1)},
+                **{f"rng/rng_global_rank_{rank}.pt": ZIP for rank in (0, 1)},
+                "step_scheduler.pt": ZIP,
+                "model/shard-00001-model-00001-of-00001.safetensors": safetensors(),
+                "model/shard-00002-model-00001-of-00001.safetensors": safetensors(),
+                **dcp("optim", "__0_0.distcp", "__1_0.distcp"),
+                "config.yaml": b"a",
+            },
+        ),
+        ("losses.json", "config.yaml"),
+    ),
+    "nemo by rank": Save(
+        "lightning",
+        900,
+        {f"tp_rank_0{tp}_pp_rank_00{pp}/m--step=900-last.ckpt": ZIP for tp in (0, 1) for pp in (0, 1)},
+        names=True,
+        rules=Rules(ranks=4),
+    ),
+    "nemo with FSDP": Save(
+        "lightning",
+        900,
+        {f"fsdp_shard_0000{rank}/m--step=900.ckpt": ZIP for rank in (0, 1)},
+        names=True,
+        rules=RANKS,
     ),
     "deepspeed": Save(
         "deepspeed", 30, {**below("global_step30", DEEPSPEED), "latest": b"global_step30"}, names=True

@@ -568,3 +568,66 @@ def test_a_mark_is_read_once_for_each_version_of_it(metadata: Mapping[str, bytes
     assert find(again)[0].missing == ("another",), "what was found is used again"
     (tmp_path / ".metadata").write_bytes(metadata[".metadata"] + b" ")
     assert not find(disk.look())[0].missing
+
+
+def verl(step: int, told: str) -> dict[str, bytes]:
+    here = f"run/global_step_{step}"
+    states = {f"{here}/{part}/model_world_size_1_rank_0.pt": torch_zip(x=1) for part in ("actor", "critic")}
+    return {
+        **states,
+        f"{here}/data.pt": torch_zip(x=1),
+        "run/latest_checkpointed_iteration.txt": told.encode(),
+    }
+
+
+def test_verl_s_step_without_its_actor_was_rotated() -> None:
+    """It keeps actors and critics by their own numbers, and deletes an actor before it saves the next one."""
+    written = verl(20, "20")
+    assert complete(written)
+    gone = {path: data for path, data in written.items() if "/actor/" not in path}
+    assert "it has no actor" in reasons(gone)
+    only = {path: data for path, data in written.items() if "/critic/" not in path}
+    later = {"run/global_step_20": START + 60 * SECOND}
+    for told in ("20", "30"):
+        assert "something was removed" in reasons({**only, **verl(30, told)}, changed_ns=later)
+    assert "says 1" in reasons(verl(12, "1")), "it is not renamed into place"
+
+
+def test_verl_s_late_ranks_of_data_are_waited_for() -> None:
+    here = "global_step_20"
+    states = {f"{here}/model_world_size_4_rank_{rank}.pt": torch_zip(x=1) for rank in range(4)}
+    begun = {**states, f"{here}/data_0.pt": torch_zip(x=1), "latest_checkpointed_iteration.txt": b"20"}
+    assert "more may be written to it" in reasons(begun)
+    assert complete(begun, now_s=31)
+    assert complete({**begun, **{f"{here}/data_{rank}.pt": torch_zip(x=1) for rank in (1, 2, 3)}})
+
+
+@pytest.mark.parametrize("name", ["tmp_step_5", "old_step_5"])
+def test_nemo_rl_s_folder_that_is_not_renamed_is_no_checkpoint(
+    name: str, metadata: Mapping[str, bytes]
+) -> None:
+    rest = {f"policy/weights/{each}": data for each, data in metadata.items()}
+    files = {"training_info.json": b"{}", **rest, "train_dataloader.pt": torch_zip(x=1)}
+    written = {f"step_5/{each}": data for each, data in files.items()}
+    (found,) = complete(written)
+    assert (found.format, found.step) == ("nemo-rl", 5)
+    assert "never renamed" in reasons({f"{name}/{each}": data for each, data in files.items()})
+    several = {path: data for path, data in written.items() if "dataloader" not in path}
+    assert complete({**several, "step_5/train_dataloader_math.pt": torch_zip(x=1)})
+    later = {"step_5/policy": START + 60 * SECOND}
+    assert "something was removed" in reasons(written, changed_ns=later)
+
+
+def test_automodel_s_mark_of_a_save_and_what_is_written_after_its_end(metadata: Mapping[str, bytes]) -> None:
+    here = "epoch_0_step_100"
+    parts = {f"{here}/{part}/{each}": data for part in ("model", "optim") for each, data in metadata.items()}
+    written = {f"{here}/losses.json": b"{}", **parts, f"{here}/config.yaml": b"a"}
+    published = {here: START + (len(written) * SECOND) + SECOND // 2}
+    assert complete(written, changed_ns=published)[0].format == "automodel"
+    assert ".incomplete is still there" in reasons({f"{here}/.incomplete": b"", **written})
+    rotated = {here: START + 60 * SECOND}
+    assert "something was removed" in reasons(written, changed_ns=rotated)
+    late = {f"{here}/optim/.metadata": written.pop(f"{here}/optim/.metadata")}
+    (found,) = find(tree_of({**written, **late}))
+    assert found.is_refused
+    assert "is_async: false" in found.reason

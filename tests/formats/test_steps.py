@@ -97,7 +97,7 @@ def test_a_part_whose_siblings_have_more_is_never_a_checkpoint() -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        dcp("global_step_3/actor", "global_step_3/critic"),
+        dcp("step_3/actor", "step_3/critic"),
         dcp("step_3/policy/weights", "step_3/policy/optimizer"),
         {**dcp("epoch_1_step_3/model"), "epoch_1_step_3/dataloader.pt": ZIP},
         {**dcp("step_3/model"), "step_3/rank_0/state.pt": ZIP},
@@ -162,7 +162,7 @@ def test_a_plain_file_with_a_number_is_a_checkpoint(name: str) -> None:
         ("step100/model.pt", "--done DONE"),
         ("step100/model_0.pt", "--done DONE"),
         ("model-00001-of-00002.safetensors", "--done DONE"),
-        ("global_step_5/actor/model_world_size_8_rank_0.pt", "--done DONE"),
+        ("step_5/actor/model_world_size_8_rank_0.pt", "--done DONE"),
     ],
 )
 def test_a_file_that_is_not_taken_is_named_with_what_to_type(name: str, command: str) -> None:
