@@ -12,7 +12,7 @@ from ckpt_async.formats import Rules, find
 from ckpt_async.watch.disk import Disk
 
 pytestmark = pytest.mark.timeout(240)
-NUM_SAVES = 400
+NUM_SAVES = 2000
 OF_A_SAVE = {
     *(
         f"{part}/{name}"
