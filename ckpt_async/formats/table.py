@@ -297,10 +297,10 @@ def _check_megatron(tree: Tree, found: Found, rules: Rules) -> Found:
 
 
 def _verl(tree: Tree, folder: str) -> Found | None:
-    """Recognise verl: the file beside it that Megatron-LM also has. Without `async_save`, it is written after all parts.
+    """Recognise verl: the file beside it that Megatron-LM also has; without `async_save`, it is written last.
 
     As verl 0.8 does (trainer/ppo/ray_trainer.py `_save_checkpoint`): `actor/`, `critic/`, `data.pt`; its SFT trainer
-    (utils/checkpoint/checkpoint_handler.py): the files of an actor, and `data_<dp rank>.pt`, those of others maybe late.
+    (utils/checkpoint/checkpoint_handler.py): the files of an actor, and `data_<dp rank>.pt`, perhaps late.
     """
     if not _VERL.fullmatch(last(folder)):
         return None
@@ -312,7 +312,7 @@ def _verl(tree: Tree, folder: str) -> Found | None:
     return of_folder(tree, "verl", folder, begun=f"there is no {_MEGATRON_TRACKER} yet")
 
 
-def _check_verl(tree: Tree, found: Found, rules: Rules) -> Found:
+def _check_verl(tree: Tree, found: Found, _: Rules) -> Found:
     """A rotation deletes the actor and the critic of a step, each by its own number, and leaves the rest."""
     told = tree.text(found.mark).strip()
     if not told.isdecimal() or int(told) < found.step:
