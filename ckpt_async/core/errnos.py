@@ -54,6 +54,7 @@ _MEANINGS: dict[int, tuple[Meaning, str]] = {
     errno.EROFS: (Meaning.DAMAGED, "the file system is read-only: see dmesg, then remount it"),
     errno.ENOTDIR: (Meaning.WRONG, "a part of the path is a file, not a folder: check the path"),
     errno.EISDIR: (Meaning.WRONG, "it is a folder, not a file: check the path"),
+    errno.ENOLINK: (Meaning.WRONG, "a symbolic link leads to nothing: is it mounted?"),
     errno.ELOOP: (Meaning.WRONG, "symbolic links form a loop, or lead out of the folder: check the path"),
     errno.ENAMETOOLONG: (Meaning.WRONG, "the path is too long: check it"),
     errno.EFBIG: (Meaning.WRONG, "the file system has no files that large"),

@@ -165,7 +165,7 @@ class RankLock:
         """
         try:
             descriptor = private.open_lock(self.path)
-        except OSError as error:
+        except PermissionError as error:
             raise unusable(self.path.parent, error) from error
         try:
             self._wait_for(descriptor, wait_s, is_trainer=is_trainer)

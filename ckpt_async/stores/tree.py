@@ -282,7 +282,8 @@ class Tree:
         for entry in sorted(entries, key=lambda each: f"{each.name}/" if below[each.name] else each.name):
             key = folder + entry.name
             if below[entry.name]:
-                if key != OWN and (f"{key}/" > start_after or start_after.startswith(f"{key}/")):
+                is_own = f"/{key}".endswith(f"/{OWN}")  # of a kind, too
+                if not is_own and (f"{key}/" > start_after or start_after.startswith(f"{key}/")):
                     yield from self.files(f"{key}/", now, start_after)
             elif key > start_after and entry.is_file(follow_symlinks=False):
                 yield key, entry

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_async import Uploader, __version__, cli, errors
+from ckpt_async import Uploader, __version__, cli, errors, restore
 from ckpt_async.cli.failures import code_of
 from ckpt_async.cli.output import SILENCE_S
 from ckpt_async.core import keys
@@ -548,14 +548,15 @@ def test_a_command_without_separator_is_refused_with_what_to_write(
     assert "unrecognized arguments: sh (see" in capsys.readouterr().err
 
 
-def test_watching_a_checkpoint_itself_is_answered_with_what_to_watch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watching_a_checkpoint_itself_uploads_it(tmp_path: Path) -> None:
     checkpoint = tmp_path / "out/checkpoint-5"
     checkpoint.mkdir(parents=True)
+    (checkpoint / "model.bin").write_bytes(b"x")
     (checkpoint / "trainer_state.json").write_text('{"global_step": 5}')
-    assert cli.main(["watch", str(checkpoint), f"file://{tmp_path}/remote", "--once"]) == 3
-    assert "it must be the folder above the checkpoints" in capsys.readouterr().err
+    assert cli.main(["watch", str(checkpoint), f"file://{tmp_path}/remote", "--once"]) == 0
+    found = restore.find(f"file://{tmp_path}/remote")
+    assert found is not None
+    assert (found.step, found.name) == (5, "checkpoint-5")
 
 
 def test_ctrl_c_while_the_package_is_imported_exits_without_a_traceback() -> None:

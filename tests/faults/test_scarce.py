@@ -179,7 +179,7 @@ def test_a_file_system_that_becomes_read_only_is_reported_and_recovers(tmp_path:
                 try:
                     uploader.enqueue(disk / "folder/step-1/rank-0", 1)
                 except JournalError as error:
-                    print("told" if "Read-only file system (the file system has" in str(error) else error)
+                    print("told" if "Read-only file system (the file system is read-only" in str(error) else error)
             subprocess.run(["umount", spool], check=True)
             uploader.enqueue(disk / "folder/step-1/rank-0", 1)
             uploader.seal(1)

@@ -200,7 +200,7 @@ def test_what_was_handed_in_and_given_up_is_told_by_the_run_itself(place: Place)
         watching = place.watch("--max-bytes-per-s", "5e6", "-v", "--webhook", receiver.url)
         save(place, 10, size_bytes=20_000_000)
         watching.until_logged("complete path=checkpoint-10")
-        wait_until(lambda: size_bytes_of(Path(place.remote.removeprefix("file://"))) > 1_000_000)
+        wait_until(lambda: size_bytes_of(Path(place.remote.removeprefix("file://"))) > 4_000_000)
         with (place.out / "checkpoint-10/model.safetensors").open("r+b") as file:
             file.seek(10_000_000)
             file.write(b"other bytes")

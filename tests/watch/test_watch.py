@@ -453,7 +453,7 @@ def test_run_passes_the_status_and_signals_through_and_finishes_what_was_saved(p
 
 def test_run_says_what_it_could_not_finish(place: Place) -> None:
     command = [sys.executable, "-c", "pass"]
-    place.remote = "file:///proc/nowhere"
+    place.remote = "file:///dev/null/nowhere"
     watching = place.watch("--", *command, command="run")
     assert watching.process.wait(60) == 6
     assert "checkpoints may not be in the store" in watching.errors()
