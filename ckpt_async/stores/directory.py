@@ -126,7 +126,7 @@ class DirectoryStore(WholeObjects):
         )
 
     async def close(self) -> None:
-        """Do nothing: no resource is held between calls."""
+        await in_thread(self._tree.close)
 
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None

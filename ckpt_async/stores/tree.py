@@ -23,7 +23,7 @@ OWN = f"{PRIVATE}/tmp"  # noqa: S108 - a key, not a path
 _LOCK = "lock"
 # A few records; with 64 KiB free, XFS makes no new file.
 _RESERVE_BYTES = 1 << 20
-_TEMPORARY = re.compile(r"[0-9a-f]{32}(\.link)?")
+_TEMPORARY = re.compile(r"[0-9a-f]{32}(\.link|\.open)?")
 
 # How often to retry when a parent folder vanishes before it is used, because a `delete` found it empty.
 _PARENT_ATTEMPTS = 10
@@ -32,6 +32,8 @@ _LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002
 # Far longer than any upload goes without a write.
 _LEFT_OVER_AGE_S = 24 * 3600.0
+# Far longer than anybody keeps a store open without listing anything.
+_LEFT_SIGN_AGE_S = 30 * 24 * 3600.0
 # Far longer than it takes from making a folder to putting the first file into it.
 _EMPTY_AGE_S = 60.0
 # On GlusterFS, a folder or a lock that another node is just making neither can be made nor is there, for a moment.
@@ -45,7 +47,10 @@ class Tree:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._own = root / OWN
-        self._may_write = self._has_own = False
+        # What must be there while this is open: for a writer a file of its own, which nobody makes anew where the file
+        # system is not mounted; for a reader, our own subfolder, if it has found one.
+        self._sign: Path | None = None
+        self._may_write = False
         self.ignores_case = False  # known once it is open for writing
 
     def open_to_read(self) -> None:
@@ -58,14 +63,15 @@ class Tree:
             ) from None
         if not is_folder:
             raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a folder", str(self.root))
-        self._has_own = self._own.is_dir()
+        self._sign = self._own if self._own.is_dir() else None
 
     def open_to_write(self) -> bool:
         """Make the folder if it is missing and try one write and one lock in it; return whether hard links work."""
+        self.close()
         for attempts_left in reversed(range(_OPEN_ATTEMPTS)):
             try:
                 make_folders(self.path(OWN))
-                self._has_own = True
+                self._sign = self._own
                 can_link = self._probe()
                 break
             except (OSError, StoreError) as error:  # StoreError: it has been there
@@ -75,6 +81,13 @@ class Tree:
         self.reserve()
         self._may_write = True
         return can_link
+
+    def close(self) -> None:
+        """Remove the sign of a writer, best effort: others remove it when it is old."""
+        if self._may_write and self._sign is not None:
+            with contextlib.suppress(OSError):
+                self._sign.unlink(missing_ok=True)
+        self._sign, self._may_write = None, False
 
     def path(self, key: str) -> Path:
         """Return the file of a key. Symbolic links among its folders could lead out of the root: refused (I10)."""
@@ -117,7 +130,12 @@ class Tree:
                 pass
             other = self.root / OWN.upper()
             self.ignores_case = other.exists() and other.samefile(self._own)
-            return _try_link(temporary, linked)
+            can_link = _try_link(temporary, linked)
+            sign = temporary.with_suffix(".open")
+            os.replace(temporary, sign)
+            sync_folder(self._own)
+        self._sign = sign
+        return can_link
 
     def reserve(self) -> None:
         """Take some space, which whoever prunes deletes on a full disk: both `pruning` and `latest` are written before
@@ -138,12 +156,12 @@ class Tree:
         """Delete temporary files of writers that died, best effort. Others may write to a shared remote: no link is
         followed, and only what has a name of ours is deleted.
         """
-        oldest = now - _LEFT_OVER_AGE_S
         own = os.open(self.path(OWN), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             for name in filter(_TEMPORARY.fullmatch, os.listdir(own)):
                 with contextlib.suppress(OSError):
-                    if os.stat(name, dir_fd=own, follow_symlinks=False).st_mtime < oldest:
+                    age_s = now - os.stat(name, dir_fd=own, follow_symlinks=False).st_mtime
+                    if age_s > (_LEFT_SIGN_AGE_S if name.endswith(".open") else _LEFT_OVER_AGE_S):
                         os.unlink(name, dir_fd=own)
         finally:
             os.close(own)
@@ -157,7 +175,9 @@ class Tree:
         with self._in_place("put"):
             descriptor = os.open(path, flags, 0o600 | mode & 0o066)
         held.callback(unlink_if_there, path)
-        return path, held.enter_context(open(descriptor, "r+b", buffering=0))
+        file = held.enter_context(open(descriptor, "r+b", buffering=0))
+        self.check_there("put")  # now: only in the place where it was made can it be published
+        return path, file
 
     def link_temporary(self, key: str, held: contextlib.ExitStack) -> Path | None:
         """Link a file under a temporary name, which `held` removes, and return that, or None if the file system cannot
@@ -217,10 +237,10 @@ class Tree:
 
     def check_there(self, operation: str, key: str = "") -> None:
         """Raise StoreError if the folder is gone: missing is not empty. A mount point whose file system is not mounted
-        lacks our own subfolder. Hence nobody recreates that subfolder: checkpoints would be committed where nobody will
-        look for them.
+        lacks our sign, even if somebody else has opened a store there meanwhile: what was committed there, nobody would
+        find.
         """
-        if not self.root.is_dir() or (self._has_own and not self._own.is_dir()):
+        if not self.root.is_dir() or (self._sign is not None and not self._sign.exists()):
             raise StoreError(
                 f"{self.root} is no longer the same folder",
                 reason=FailureReason.TRANSIENT,
@@ -245,10 +265,10 @@ class Tree:
     @contextlib.contextmanager
     def _in_place(self, operation: str) -> Iterator[None]:
         """Run code that needs our own subfolder. Readers may find none, if a run was copied without it."""
-        if not self._has_own:
+        if self._sign is None:
             self.check_there(operation)
             make_folders(self._own)
-            self._has_own = True
+            self._sign = self._own
         try:
             yield
         except FileNotFoundError:
@@ -259,12 +279,9 @@ class Tree:
         """Return the time by the clock that sets file times, which is the server's on a network file system."""
         if not self._may_write:
             return time.time()
-        _, descriptor = self._open_lock("list")
-        try:
-            os.utime(descriptor)
-            return os.fstat(descriptor).st_mtime
-        finally:
-            os.close(descriptor)
+        with self._in_place("list"):
+            os.utime(self._sign or self._own)  # which keeps it from being taken for a left-over
+            return os.stat(self._sign or self._own).st_mtime
 
     def files(self, folder: str, now: float, start_after: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield every regular file below `folder` ("" or ending in '/') past `start_after`, in key order, without

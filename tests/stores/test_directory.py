@@ -37,7 +37,10 @@ def store(tmp_path, run):
 
 
 def files(root: Path) -> set[str]:
-    return {str(each.relative_to(root)) for each in root.rglob("*") if each.is_file()}
+    """Return all files but the sign of a store that is open."""
+    return {
+        str(each.relative_to(root)) for each in root.rglob("*") if each.is_file() and each.suffix != ".open"
+    }
 
 
 def test_every_step_of_a_write_is_durable_before_the_next(store, tmp_path, run, monkeypatch):
@@ -101,13 +104,15 @@ def test_own_files_are_hidden_and_leftovers_are_harmless(store, tmp_path, run):
 
 def test_old_leftovers_are_removed_at_open(store, tmp_path, run):
     own = tmp_path / "run" / OWN
-    old, young = "0" * 32, "1" * 32
-    for name, age_s in ((old, 90_000), (young, 60), ("lock", 90_000), ("notes.txt", 90_000)):
+    old, young, idle, left = "0" * 32, "1" * 32, "2" * 32 + ".open", "3" * 32 + ".open"
+    ages_s = {old: 90_000, young: 60, "lock": 90_000, "notes.txt": 90_000, idle: 90_000, left: 31 * 86_400}
+    for name, age_s in ages_s.items():
         (own / name).touch()
         then = (own / name).stat().st_mtime - age_s
         os.utime(own / name, (then, then))
     run(store.open())
-    assert {each.name for each in own.iterdir()} == {young, "lock", "reserve", "notes.txt"}
+    run(store.close())
+    assert {each.name for each in own.iterdir()} == {young, idle, "lock", "reserve", "notes.txt"}
 
 
 @pytest.mark.parametrize("place", [".ckpt-async", OWN])
@@ -550,6 +555,29 @@ def test_a_write_in_progress_is_not_published_after_the_folder_vanished(store, t
     with pytest.raises(StoreError, match="is no longer the same folder"):
         run(put(store, "ckpt/a", b"1", condition=Create()))
     assert not [*root.iterdir()]
+
+
+def test_nothing_is_committed_below_a_mount_point_that_another_has_opened(tmp_path):
+    """As a launch or `drain` of another folder does, while the remote's file system is not mounted."""
+    root, away, folder = tmp_path / "mnt" / "run", tmp_path / "away", tmp_path / "local"
+    folder.mkdir()
+    with Uploader(folder, f"file://{root}", rank=0, world_size=1) as uploader:
+        (folder / "a").write_bytes(b"1")
+        uploader.enqueue(folder / "a", step=1)
+        uploader.seal(step=1)
+        uploader.wait(1, timeout_s=60.0)
+        root.parent.rename(away)
+        asyncio.run(DirectoryStore(root).open())
+        (folder / "b").write_bytes(b"2")
+        uploader.enqueue(folder / "b", step=2)
+        uploader.seal(step=2)
+        with pytest.raises(CkptAsyncError):
+            uploader.wait(2, timeout_s=1.0)
+        assert not (root / "ckpt").exists()
+        root.parent.rename(tmp_path / "below")
+        away.rename(root.parent)
+        uploader.wait(2, timeout_s=60.0)
+    assert (root / "ckpt/step-2.g1/b").read_bytes() == b"2"
 
 
 def test_a_trainer_waits_for_a_remote_folder_that_comes_back(tmp_path):
