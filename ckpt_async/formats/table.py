@@ -299,7 +299,7 @@ def _check_megatron(tree: Tree, found: Found, rules: Rules) -> Found:
 def _verl(tree: Tree, folder: str) -> Found | None:
     """Recognise verl: the file beside it that Megatron-LM also has; without `async_save`, it is written last.
 
-    As verl 0.8 does (trainer/ppo/ray_trainer.py `_save_checkpoint`): `actor/`, `critic/`, `data.pt`; its SFT trainer
+    As 0.8.0.dev does (trainer/ppo/ray_trainer.py `_save_checkpoint`): `actor/`, `critic/`, `data.pt`; its SFT trainer
     (utils/checkpoint/checkpoint_handler.py): the files of an actor, and `data_<dp rank>.pt`, perhaps late.
     """
     if not _VERL.fullmatch(last(folder)):
@@ -334,8 +334,8 @@ def _check_verl(tree: Tree, found: Found, _: Rules) -> Found:
 def _nemo_rl(tree: Tree, folder: str) -> Found | None:
     """Recognise NeMo-RL: `training_info.json`, which is written first, in a folder that is renamed when all is there.
 
-    As its main branch does (nemo_rl/utils/checkpoint.py `CheckpointManager`, nemo_rl/algorithms/*.py), the data
-    loader's state comes after the models.
+    As 0.6.0 does (nemo_rl/utils/checkpoint.py `CheckpointManager`, nemo_rl/algorithms/*.py): the data loader's state
+    comes after the models.
     """
     match, names = _NEMO_RL.fullmatch(last(folder)), tree.names(folder)
     if not match or "training_info.json" not in names:
@@ -350,7 +350,7 @@ def _automodel(tree: Tree, folder: str) -> Found | None:
     """Recognise NeMo Automodel: `losses.json`, which is written first, and no `.incomplete`, which newer versions have
     beside it while they save.
 
-    As its main branch does (nemo_automodel/recipes/base_recipe.py `save_checkpoint`), `config.yaml` comes last.
+    As 0.5.0 does (nemo_automodel/recipes/base_recipe.py `save_checkpoint`): `config.yaml` comes last.
     """
     names = tree.names(folder)
     if not _AUTOMODEL.fullmatch(last(folder)) or not names & {"losses.json", _AUTOMODEL_BEGUN}:

@@ -48,3 +48,33 @@ def test_an_unmodified_engine_s_checkpoints_are_in_the_store(tmp_path: Path, s3_
         assert len(written) >= 3, "the model states, and the optimizer's of two ranks"
         restore.fetch(found, tmp_path / f"fetched-{step}")
         assert hashes(tmp_path / f"fetched-{step}") == written
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_accelerate_s_saves_with_deepspeed_are_whole_in_the_store(
+    tmp_path: Path, s3_url: str, stage: str
+) -> None:
+    """Of each, every rank's states and random states; never the engine's part as a checkpoint of its own."""
+    out = tmp_path / "out"
+    out.mkdir()
+    watch = [sys.executable, "-m", "ckpt_async", "run", s3_url, "--folder", out, "--json", "--ranks", "2"]
+    script = SCRIPT.with_name("train_accelerate.py")
+    done = subprocess.run(
+        [*watch, "--settle-s", "0.2", "--", *ranks(2), script, out, stage],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1700,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = json.loads(done.stdout.splitlines()[-1])
+    assert (ended["refused"], ended["incomplete"]) == ({}, {})
+    for step in range(3):
+        found = restore.find(s3_url, step=step)
+        assert found is not None
+        assert found.name == f"checkpoint_{step}"
+        restore.fetch(found, tmp_path / f"fetched-{step}")
+        written = hashes(out / "checkpoints" / found.name)
+        assert len(written) >= 7
+        assert hashes(tmp_path / f"fetched-{step}") == written
