@@ -175,7 +175,7 @@ class Tree:
         with self._in_place("put"):
             descriptor = os.open(path, flags, 0o600 | mode & 0o066)
         held.callback(unlink_if_there, path)
-        file = held.enter_context(open(descriptor, "r+b", buffering=0))
+        file = held.enter_context(os.fdopen(descriptor, "r+b", buffering=0))
         self.check_there("put")  # now: only in the place where it was made can it be published
         return path, file
 

@@ -1,6 +1,7 @@
 """accelerate's `save_state` with DeepSpeed's engine, saving to `NODE/out` and knowing nothing of ckpt_async.
 
-On CPUs, accelerate turns DeepSpeed off. So this calls what its `save_state` calls, in the same order.
+On CPUs, accelerate counts a single process beside DeepSpeed's, and all ranks write the same random states. So this
+calls what its `save_state` calls, in the same order, with DeepSpeed's ranks.
 """
 
 import sys
