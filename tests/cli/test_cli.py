@@ -381,10 +381,10 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
     for place in ("cli.looking.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
         monkeypatch.setattr(f"ckpt_async.{place}", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    closed = ["--endpoint-url", f"http://127.0.0.1:{port}"]
-    assert cli.main([*reading(words, s3_url, tmp_path), *closed]) == 5
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        closed = ["--endpoint-url", f"http://127.0.0.1:{taken.getsockname()[1]}"]
+        assert cli.main([*reading(words, s3_url, tmp_path), *closed]) == 5
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith(f"ckpt-async: no answer yet from {s3_url}; retrying for up to ")
     assert "correct, and reachable from here?" in last
