@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,10 +32,14 @@ def fsync_path(path: str | os.PathLike[str]) -> None:
 
 
 def fsync_descriptor(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """fsync an open file; error messages call it `path`. Raises FsyncError."""
+    """fsync an open file or folder; error messages call it `path`. Raises FsyncError; OSError if there is no space for
+    the names in a folder, of which none is dropped: a full btrfs refuses before it writes anything.
+    """
     try:
         os.fsync(descriptor)
     except OSError as error:
+        if errnos.is_full(error) and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise FsyncError(error.errno, f"fsync failed ({error.strerror})", os.fspath(path)) from error
 
 

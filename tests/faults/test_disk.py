@@ -418,6 +418,30 @@ def test_a_drain_finishes_on_a_disk_that_commits_do_not_empty(tmp_path: Path) ->
     assert newest.step == 80
 
 
+def test_a_folder_that_finds_no_space_at_fsync_is_synced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full btrfs, which refuses before it writes anything: no name is dropped."""
+    original, refused = os.fsync, set[str]()
+
+    def full_at_first(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.startswith(f"{tmp_path}/folder") and os.path.isdir(name) and name not in refused:
+            refused.add(name)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(descriptor)
+
+    shard = tmp_path / "folder" / "step-1" / "a"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"1")
+    with Uploader(tmp_path / "folder", f"file://{tmp_path}/remote", rank=0, world_size=1) as uploader:
+        monkeypatch.setattr(os, "fsync", full_at_first)
+        uploader.enqueue(shard, 1)
+        uploader.seal(1)
+        uploader.wait(1, timeout_s=60.0)
+    assert refused
+
+
 def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> None:
     """If a shared file system fills up overnight, that night's checkpoints must not be lost."""
     done = on_small_disk(
