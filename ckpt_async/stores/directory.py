@@ -25,7 +25,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
-from ckpt_async.core.keys import RESERVE
+from ckpt_async.core.keys import PRIVATE, RESERVE
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
@@ -138,6 +138,8 @@ class DirectoryStore(WholeObjects):
                 # Of a file, the mode; a record may be read by all who may read the folder.
                 mode = getattr(body, "mode", 0o666)
                 temporary, file = await in_thread(self._tree.create_temporary, held, mode)
+                if not key.startswith(PRIVATE):
+                    await in_thread(self._tree.take_space, temporary, body.size_bytes, held)
                 await send_in_thread(body, LocalWriter(partial(_write_all, file.fileno())))
                 stored = await in_thread(_sync_and_read_back, file, checksum.algorithm)
                 if stored != checksum:

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -51,6 +52,9 @@ class Tree:
         # system is not mounted; for a reader, our own subfolder, if it has found one.
         self._sign: Path | None = None
         self._may_write = False
+        # The files that are being written, with the sizes that they will have.
+        self._filling: dict[Path, int] = {}
+        self._filling_lock = threading.Lock()
         self.ignores_case = False  # known once it is open for writing
 
     def open_to_read(self) -> None:
@@ -151,6 +155,24 @@ class Tree:
             file.truncate(_RESERVE_BYTES)
             os.fsync(file.fileno())
             os.replace(temporary, reserve)
+
+    def take_space(self, temporary: Path, size_bytes: int, held: contextlib.ExitStack) -> None:
+        """Raise OSError if a file that will have this size would take the last of the space, until `held` closes: that
+        is for the records, by which something can be pruned while others wait to upload.
+        """
+        with self._filling_lock:
+            status = os.statvfs(self.root)
+            promised_bytes = sum(map(_missing_bytes, self._filling, self._filling.values()))
+            kept_bytes = min(2 * _RESERVE_BYTES, status.f_blocks * status.f_frsize // 8)
+            left_bytes = status.f_bavail * status.f_frsize - promised_bytes - size_bytes
+            if status.f_blocks and left_bytes < kept_bytes:  # some network file systems tell no sizes
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
+            self._filling[temporary] = size_bytes
+        held.callback(self._fill_ended, temporary)
+
+    def _fill_ended(self, temporary: Path) -> None:
+        with self._filling_lock:
+            del self._filling[temporary]
 
     def _remove_left_overs(self, now: float) -> None:
         """Delete temporary files of writers that died, best effort. Others may write to a shared remote: no link is
@@ -355,3 +377,11 @@ def sync_folder(path: Path) -> None:
 def unlink_if_there(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
+
+
+def _missing_bytes(temporary: Path, size_bytes: int) -> int:
+    """Return what is still to be written to a file, if it has not got its name yet."""
+    try:
+        return size_bytes - temporary.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -493,6 +493,32 @@ def test_a_full_remote_is_freed_by_pruning_it(tmp_path: Path, make: str) -> None
     assert done.stdout.split() == ["4", "2"]
 
 
+def test_a_trainer_that_fills_the_remote_can_be_pruned_beside(tmp_path: Path) -> None:
+    """Its uploads took each byte that was freed, and for minutes there was none for the records of a prune."""
+    done = on_small_disk(
+        tmp_path,
+        """
+        remote = f"file://{disk}/remote"
+        uploader = Uploader(tmp / "folder", remote, retry_max_s=0.2, on_error="warn")
+        for step in range(1, 40):
+            for part, size_bytes in enumerate((1 << 18, 1 << 12, 1 << 12)):
+                shard = tmp / f"folder/{step}-{part}.pt"
+                shard.write_bytes(os.urandom(size_bytes))
+                uploader.enqueue(shard, step)
+            uploader.seal(step)
+        while len([*(disk / "remote/.ckpt-async/decisions").glob("*")]) < 20:
+            time.sleep(0.05)
+        time.sleep(2)  # some retries: it is full, as far as they are concerned
+        room = os.statvfs(disk)
+        print(room.f_bavail * room.f_frsize > 500_000)
+        uploader.close(0.1)
+        """,
+        size="10m",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"]
+
+
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EHOSTDOWN, errno.ESTALE, errno.EREMOTEIO])
 def test_a_file_server_that_is_away_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
