@@ -1,8 +1,44 @@
-"""Every rule of the protocol, in one pure function: values in, actions out.
+"""What one rank does next: a pure function from what is known to the actions that are due.
 
-It must not know how anything is carried out: no clock, no I/O, no retries, no concurrency. The engine calls it
-whenever something has changed and starts the actions that are not under way yet, so `decide` may return an action
-many times, and must return it for as long as it is due. `docs/design.md` lists the rules R1-R14.
+THEORY OF OPERATION
+
+A checkpoint is one rank's part of a save. Its state is what the journal says about it (`local_state.fold`):
+
+    open -> sealed -> verified -> has a receipt -> decided -> released -> removed or kept -> forgotten
+
+  open       the trainer enqueues shards. Each is made durable and uploaded at once, sealed or not.
+  sealed     the trainer will add nothing. Only now can the checkpoint be committed.
+  verified   the store has confirmed size and checksum of each shard of this rank.
+  receipt    this rank's promise to the others, created once.
+  decided    one object in the store says commit or abort. Nobody can change its mind (R4).
+  released   the spool's links are gone; then local retention decides about the user's files.
+
+Events come from the trainer (enqueue, seal, give_up), from the disk (lost, changed), from the store (verified, decided)
+and from time. All of them become rows of the journal or fields of `Remote`, and `decide` is asked again.
+
+Who may act:
+
+  Each rank    uploads its own shards, writes its own receipt, and aborts a checkpoint of which its part can never come.
+  Any rank     commits, once it sees the receipts of all. Ranks take turns, so that mostly one tries; if it died, the
+               next one does. The store's create-once picks one winner, and the others read what it decided.
+  Rank 0       alone decides where the store has no create-once (`Policy.may_decide`), and names the target where
+               uploads fall behind (`core/order.py`).
+  A launch     yields to a newer one (`LookForSuccessor`, R11): it then opens nothing new, and finishes what it has. If
+               another launch has its own number, it writes nothing at all any more.
+  `drain` and the sweeper run the same engine for a rank that is dead (`Policy.is_adopted`): what was not sealed then
+               never will be, and is aborted.
+
+After a crash, at any point, the journal is replayed, `Remote` is empty, and `decide` returns what is still due. Every
+action can be done twice: uploads find their finished parts, receipts and decisions are created once, the rest is
+idempotent. What an earlier launch may have left in the store is looked up before anything is sent (`may_be_settled`).
+
+Rules that need only a part of this stand beside: which upload is next in `order.py`, when to list and whose turn it is
+in `waiting.py`, what receipts must agree on in `agreement.py`, what is kept in `retention.py`, whether the disk or the
+link keeps up in `backlog.py`. Two need an answer of the store in the middle, and stand where it comes: the comparison
+right before a commit (`protocol/deciding.py`), and who owns a generation (`protocol/generation.py`).
+
+`decide` knows no clock, no I/O, no retries, no concurrency. It returns an action for as long as that is due; the engine
+starts what is not under way yet. `docs/design.md` lists the rules R1-R14.
 """
 
 from __future__ import annotations

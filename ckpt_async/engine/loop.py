@@ -1,8 +1,32 @@
-"""The engine: observe, decide, act, record. There is one per rank; it contains no rules, only carries out actions.
+"""The engine of one rank: observe, decide, act, record. It has no rules of its own about checkpoints.
 
-State comes from the journal alone (`fold`), so a new engine continues wherever the last one was killed. Work in
-flight is known in memory only. Nothing here blocks the event loop: disk work goes to worker threads. A cancelled action
-waits for its thread (`threads.in_thread`), because the journal is closed and the rank's lock released next.
+THEORY OF OPERATION
+
+One round of the loop (`_start_due`):
+
+    1. refresh    fold the rows that were appended to the journal into `state.local`
+    2. decide     ask `core/decide.py` what is due
+    3. start      give each action that is due, not under way and not held back a task
+    4. sleep      until something changes, until the next time that `decide` named, or for POLL_S
+
+A task carries out one action, or a series of small uploads, and records what came of it: as rows of the journal, if it
+must survive a crash, else in `state.remote`. Then the next round begins. Nothing else changes the state: tasks run on
+one event loop and change it between two awaits; other threads only append to the journal and call `wake`.
+
+Uploads take a second step, because they are many and share one link: they wait in the `UploadQueue`, in the order of
+`core/order.py`, and each that ends begins the next without asking `decide` again.
+
+When an action fails:
+    an error of ours, a full disk, no memory    logged once, told to the trainer; held back for a while (`Book`)
+    a source that is lost, a store that refuses for good      a row `Failed`: `decide` then aborts the checkpoint
+    anything else, or a journal that the loop itself cannot read      `run` raises, and whoever runs it starts another
+
+Cancelled: an upload whose checkpoint was given up; all tasks at the end. A cancelled action waits for its thread
+(`threads.in_thread`), because the journal is closed and the rank's lock is released next. Nothing here blocks the event
+loop: disk work goes to worker threads.
+
+After a crash or SIGKILL, the next engine begins with `recovery.recover` and the journal; what was only in memory
+(`state.remote`, work under way, pauses) is found out anew.
 """
 
 from __future__ import annotations
