@@ -25,6 +25,8 @@ MAX_CHECKPOINT_NAME_LENGTH = 200
 MAX_KEY_LENGTH = 1024
 # The folders in which a run keeps its own objects, besides `keys.PRIVATE`, which no name may have.
 _OWN_FOLDERS = ("ckpt", "kinds")
+# A pointer of Composer's contains only a name; anything larger is a file that happens to have the suffix.
+POINTER_SUFFIX, MAX_POINTER_BYTES = ".symlink", 4096
 
 
 def several(given: Iterable[T], what: str) -> tuple[T, ...]:
@@ -92,7 +94,7 @@ def check_relative(path: str, what: str) -> str:
 def check_publish_as(key: str) -> str:
     """Return `key` if a copy of a shard may be published under it, relative to the run. Raises InvalidNameError."""
     _check_not_ours(check_relative(key, "publish_as"), "publish_as")
-    if key.endswith(".symlink"):
+    if key.endswith(POINTER_SUFFIX):
         raise InvalidNameError(f"publish_as {key!r} would be mistaken for one of Composer's pointers")
     return key
 
@@ -100,10 +102,10 @@ def check_publish_as(key: str) -> str:
 def check_pointer(template: str, *, rank: int) -> str:
     """Return the key of Composer's pointer, "" for none, relative to the run. Raises InvalidNameError."""
     key = _check_not_ours(fill(template, rank=rank), "composer_symlink")
-    if key and not key.endswith(".symlink"):
+    if key and not key.endswith(POINTER_SUFFIX):
         raise InvalidNameError(
-            f"composer_symlink {key!r} must end in .symlink, or Composer would take it for a checkpoint",
-            hint=f"use {key}.symlink",
+            f"composer_symlink {key!r} must end in {POINTER_SUFFIX}, or Composer would take it for a checkpoint",
+            hint=f"use {key}{POINTER_SUFFIX}",
         )
     return key
 

@@ -14,7 +14,7 @@ class Refusal(enum.Enum):
     INCOMPLETE = "incomplete"  # its trainer finished it, but it was never seen complete
     UNSUPPORTED = "unsupported"  # symbolic link, name that not every store accepts, second file of a step
     UNKNOWN = "unknown"  # of no known format
-    OUTDATED = "outdated"  # it would become the newest, but is older than what an earlier launch committed
+    OUTDATED = "outdated"  # it was committed before, or is older than what was, and would become the newest
     NO_SPACE = "no_space"  # for a copy, or for links to files that its trainer has deleted
     GIVEN_UP = "given_up"  # handed in, but then given up by the run
 

@@ -15,6 +15,7 @@ from ckpt_async.formats.dcp_files import (
     METADATA,
     flashpoint_is_optimised,
     is_dcp,
+    is_metadata,
     named_in,
 )
 from ckpt_async.formats.files import check_files
@@ -77,7 +78,7 @@ def checked(tree: Tree, found: Found, rules: Rules) -> Found:
 def named_by_metadata(tree: Tree, found: Found) -> set[str]:
     """Return the paths of all files that its `.metadata` files name."""
     named = set[str]()
-    for mark in (path for path in found.files if last(path) == METADATA):
+    for mark in (path for path in found.files if is_metadata(path)):
         names = named_in(tree, mark)
         named |= set() if isinstance(names, str) else {join(mark.rpartition("/")[0], name) for name in names}
     return named
@@ -88,7 +89,7 @@ def _with_named(tree: Tree, found: Found) -> Found:
     out files of ranks that they do not name: DCP does not read them.
     """
     missing, others = {*found.missing}, set[str]()
-    for mark in (path for path in found.files if last(path) == METADATA):
+    for mark in (path for path in found.files if is_metadata(path)):
         folder, named = mark.rpartition("/")[0], named_in(tree, mark)
         if isinstance(named, str):
             return replace(found, reason=f"{mark} cannot be read: {named}")

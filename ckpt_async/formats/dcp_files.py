@@ -18,7 +18,7 @@ from ckpt_async.formats.tree import Tree
 METADATA = ".metadata"
 # A file that one rank has written.
 DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
-# The same limit as in `ckpt_async.torch`: about 5 million shards of tensors.
+# About 5 million shards of tensors: a chunk and its place in storage take some 200 bytes.
 MAX_METADATA_BYTES = 1 << 30
 
 # An object of ML Flashpoint begins with a block of FLASHPOINT_PREFIX_BYTES about itself, after which the
@@ -83,6 +83,10 @@ def named_files(metadata: bytes) -> dict[str, int]:
     except ILL_FORMED as error:
         raise UnsafePickleError(f"it is cut short, or not DCP metadata: {error}") from error
     return sizes
+
+
+def is_metadata(path: str) -> bool:
+    return path.rpartition("/")[2] == METADATA
 
 
 def is_dcp(tree: Tree, folder: str) -> bool:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
+from ckpt_async.core.naming import MAX_POINTER_BYTES, POINTER_SUFFIX
 from ckpt_async.formats.found import Found, Rules, join, last, number_in, of_files, step_folder, step_named
 from ckpt_async.formats.table import TENSORS, glob_of
 from ckpt_async.formats.tree import Tree
@@ -23,8 +24,7 @@ _RANK = re.compile(
 # As NeMo's, with one number or two (nemo/utils/model_utils.py `inject_model_parallel_rank`): `tp_rank_00_pp_rank_001`.
 _RANK_FOLDER = re.compile(r"(?:[a-z]+_)?(?:rank|shard)[-_]?([0-9]{1,6})(_.*)?")
 _WORLD_SIZE = re.compile(r"(?<![a-z])(?:ws|world[-_]?size)[-_]?([1-9][0-9]{0,5})(?![0-9])")
-# A pointer of Composer's contains only a name; anything larger is a file that happens to have the suffix.
-_MAX_POINTER_BYTES, _MAX_POINTERS = 4096, 100
+_MAX_POINTERS = 100
 
 
 def files_in(tree: Tree, rules: Rules, free: Collection[str]) -> Iterator[Found]:
@@ -38,7 +38,7 @@ def files_in(tree: Tree, rules: Rules, free: Collection[str]) -> Iterator[Found]
         if of_folder and path.endswith((".ckpt", ".pt", ".pth", ".safetensors")):
             ranks = sets[join(folder.rpartition("/")[0], name), "", ""]
             ranks[len(ranks) if of_folder[2] else int(of_folder[1])] = path
-        elif match and not name.endswith(".symlink"):
+        elif match and not name.endswith(POINTER_SUFFIX):
             place = join(folder, match[1]), match[3] or "", match[4]
             # Two files of one rank are never a set: the second gets a rank that no set has.
             sets[place][int(match[2]) if int(match[2]) not in sets[place] else 10**6 + len(sets[place])] = (
@@ -148,8 +148,8 @@ def check_files(tree: Tree, found: Found, rules: Rules) -> Found:
 def _pointed(tree: Tree) -> set[str]:
     """Return what Composer's pointers name: `*.symlink`, text files with an object's name in the whole bucket."""
     found, folders = set[str](), {*tree.folders}
-    pointers = (each for each in tree.files if each.endswith(".symlink"))
-    small = [each for each in sorted(pointers) if tree.files[each].size_bytes <= _MAX_POINTER_BYTES]
+    pointers = (each for each in tree.files if each.endswith(POINTER_SUFFIX))
+    small = [each for each in sorted(pointers) if tree.files[each].size_bytes <= MAX_POINTER_BYTES]
     for each in small[:_MAX_POINTERS]:
         target = tree.text(each).strip().rstrip("/")
         while target and target not in tree.files and target not in folders:

@@ -22,6 +22,12 @@ _NOT_THE_MODEL = re.compile(
 _WORLD_SIZE = re.compile(rb"^world_size: *([1-9][0-9]{0,5})\s*$", re.MULTILINE)
 
 
+def world_size(metadata_yaml: bytes) -> int:
+    """Return the number of ranks that a `metadata.yaml` gives; 0 if it gives none."""
+    told = _WORLD_SIZE.search(metadata_yaml)
+    return int(told[1]) if told else 0
+
+
 def lacking(names: Collection[str], metadata_yaml: bytes = b"") -> str:
     """Return why these cannot be all files of the checkpoint; "" if they may be. Without `metadata.yaml` a missing
     last rank goes unnoticed.
@@ -37,8 +43,8 @@ def lacking(names: Collection[str], metadata_yaml: bytes = b"") -> str:
         train = ranks.pop("train/", {0})  # a rank that has no file here uses that of rank 0
         if 0 not in train:
             return "it has no file of rank 0 in train/"
-    told = _WORLD_SIZE.search(metadata_yaml) if is_local else None
-    most = int(told[1]) if told else 1 + max((max(each) for each in ranks.values()), default=-1)
+    told = world_size(metadata_yaml) if is_local else 0
+    most = told or 1 + max((max(each) for each in ranks.values()), default=-1)
     for folder, each in sorted(ranks.items()):
         if missing := set(range(most)) - each:
             return (

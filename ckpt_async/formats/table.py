@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckpt_async.formats import olmo_files
-from ckpt_async.formats.dcp_files import DISTCP, METADATA, is_dcp, named_in
+from ckpt_async.formats.dcp_files import DISTCP, METADATA, is_dcp, is_metadata, named_in
 from ckpt_async.formats.found import (
     Found,
     Rules,
@@ -29,12 +29,14 @@ from ckpt_async.formats.tree import Tree
 # As JSON in memory it takes thirty times as much.
 MAX_JSON_BYTES, MAX_MARK_BYTES = 1 << 26, 1 << 20
 NUM_NEAR = 8  # how many steps before and after one tell what it consists of
-# What there is to ask for where nothing can be listed: OLMo's unsharded files, and the marks of OLMo, OLMo-core and
-# DCP; folders that may have a `.metadata`, which names the files beside it; the file of a rank; Composer's pointers.
+# What there is to ask for where nothing can be listed: OLMo's unsharded files, and the marks of OLMo and OLMo-core; the
+# folders of a step; those in it that may have a `.metadata`, which names the files beside it; the file of a rank;
+# Composer's pointers.
 ASKED_FILES = (
     *("config.yaml", "model.pt", "optim.pt", "train.pt", "model.safetensors", "optim.safetensors"),
     *(".metadata.json", "config.json", "meta.pt"),
 )
+ASKED_STEPS = ("step{step}-unsharded/", "step{step}/", "step-{step}/", "")
 ASKED_FOLDERS = ("", "model_and_optim/", "model/", "optim/")
 ASKED_OF_RANK = "train/rank{rank}.pt"
 ASKED_POINTERS = ("latest-rank0.pt.symlink", "latest-rank0.symlink")
@@ -184,7 +186,7 @@ def _olmo(tree: Tree, folder: str) -> Found | None:
     if ".metadata.json" in names:
         return of_folder(tree, "olmo-core", folder, join(folder, ".metadata.json"))
     has_state = any(map(_OLMO_STATE.fullmatch, names)) or parts & {"model", "train", _OLMO_DCP}
-    is_dcp = any(last(each) == METADATA for each in tree.below(folder))
+    is_dcp = any(map(is_metadata, tree.below(folder)))
     if match and "config.yaml" in names and (has_state or not is_dcp):
         return of_folder(tree, "olmo", folder, join(folder, "config.yaml"))
     has_ranks = METADATA not in names and any(rank_of_file(each) is not None for each in names)

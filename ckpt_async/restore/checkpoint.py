@@ -10,14 +10,10 @@ from ckpt_async.core.model import CheckpointId, Checksum, Decision, Receipt
 from ckpt_async.core.naming import several
 from ckpt_async.core.units import few
 from ckpt_async.errors import InvalidNameError, SettingsError
-from ckpt_async.formats.dcp_files import METADATA
+from ckpt_async.formats.dcp_files import METADATA, is_metadata
 from ckpt_async.stores import StoreOptions
 
 OWN_FORMAT = "ckpt_async"
-
-
-def is_metadata(name: str) -> bool:
-    return name.rpartition("/")[2] == METADATA
 
 
 @dataclass(frozen=True, slots=True)

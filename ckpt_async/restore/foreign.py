@@ -30,13 +30,12 @@ from ckpt_async.formats import (
     check,
     recognise,
 )
-from ckpt_async.formats.dcp_files import METADATA
+from ckpt_async.formats.dcp_files import METADATA, is_metadata
 from ckpt_async.formats.ranks import ranks_reading
 from ckpt_async.restore.checkpoint import (
     Checkpoint,
     Rejected,
     RemoteFile,
-    is_metadata,
     why_passed_over,
 )
 from ckpt_async.restore.session import Session

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from ckpt_async import threads
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.naming import check_relative
+from ckpt_async.core.naming import MAX_POINTER_BYTES, POINTER_SUFFIX, check_relative
 from ckpt_async.errors import FailureReason, FormatError, ObjectNotFoundError, StoreError
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
@@ -18,8 +18,6 @@ from ckpt_async.restore.session import Session, session
 from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.interface import ObjectInfo
 
-POINTER_SUFFIX = ".symlink"
-MAX_POINTER_BYTES = 4096
 MAX_HOPS = 8
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_async.core import keys
+from ckpt_async.core.naming import MAX_POINTER_BYTES
 from ckpt_async.errors import (
     FailureReason,
     ObjectNotFoundError,
     StoreError,
     UnsafePickleError,
 )
-from ckpt_async.formats.dcp_files import MAX_METADATA_BYTES, named_files
-from ckpt_async.formats.table import ASKED_FILES, ASKED_FOLDERS, ASKED_OF_RANK, ASKED_POINTERS
+from ckpt_async.formats.dcp_files import MAX_METADATA_BYTES, METADATA, named_files
+from ckpt_async.formats.table import ASKED_FILES, ASKED_FOLDERS, ASKED_OF_RANK, ASKED_POINTERS, ASKED_STEPS
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.session import Session
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.together import all_or_none
 
-_MAX_POINTER_BYTES = 4096
 _AT_ONCE = 16
 
 
@@ -30,7 +30,7 @@ async def objects_by_name(opened: Session, step: int | None) -> dict[str, Object
 
     Raises StoreError if none exists, because nobody can tell then whether the place is empty.
     """
-    roots = [""] if step is None else [f"step{step}-unsharded/", f"step{step}/", f"step-{step}/", ""]
+    roots = [""] if step is None else [each.format(step=step) for each in ASKED_STEPS]
     found: dict[str, ObjectInfo] = {}
     for root in roots:
         found |= await _heads(opened, [f"{root}{name}" for name in ASKED_FILES])
@@ -49,7 +49,7 @@ async def objects_by_name(opened: Session, step: int | None) -> dict[str, Object
 
 
 async def _named_by_dcp(opened: Session, folder: str) -> dict[str, ObjectInfo]:
-    mark = f"{folder}.metadata"
+    mark = f"{folder}{METADATA}"
     there = await _heads(opened, [mark])
     if mark not in there or there[mark].size_bytes > MAX_METADATA_BYTES:
         return there
@@ -78,7 +78,7 @@ async def _pointed(opened: Session) -> dict[str, ObjectInfo]:
     found: dict[str, ObjectInfo] = {}
     root = keys.path_in(opened.remote)
     for pointer in (await _heads(opened, ASKED_POINTERS)).values():
-        there = await read(opened.store, pointer.key, max_size_bytes=_MAX_POINTER_BYTES)
+        there = await read(opened.store, pointer.key, max_size_bytes=MAX_POINTER_BYTES)
         target = there[0].decode("utf-8", "replace").strip() if there else ""
         targets = await _heads(opened, {target.removeprefix(f"{root}/"), target} - {""})
         if targets:

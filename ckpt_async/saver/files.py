@@ -167,7 +167,7 @@ def _pointer(filename: str) -> str:
     """Return the pointer's key, with the suffix `.symlink` that Composer's pointers have."""
     if not filename:
         return ""
-    named = filename if filename.endswith(".symlink") else f"{filename}.symlink"
+    named = f"{filename.removesuffix(naming.POINTER_SUFFIX)}{naming.POINTER_SUFFIX}"
     return naming.check_relative(named, "latest_remote_filename")
 
 

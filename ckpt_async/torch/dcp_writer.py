@@ -25,10 +25,9 @@ from torch.futures import Future
 from ckpt_async import Uploader
 from ckpt_async.core import naming
 from ckpt_async.errors import SettingsError
+from ckpt_async.formats.dcp_files import METADATA
 from ckpt_async.torch.agreement import sendable
 from ckpt_async.torch.snapshot import SnapshotBuffers
-
-METADATA = ".metadata"
 
 
 class FolderWriter(FileSystemWriter):

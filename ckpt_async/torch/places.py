@@ -15,9 +15,11 @@ from typing import IO
 
 from ckpt_async import restore
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.naming import MAX_POINTER_BYTES, POINTER_SUFFIX
 from ckpt_async.errors import DestinationError, FormatError
+from ckpt_async.formats.dcp_files import is_metadata
 from ckpt_async.restore import Checkpoint
-from ckpt_async.restore.objects import MAX_HOPS, MAX_POINTER_BYTES, POINTER_SUFFIX, look, own_place, pointed
+from ckpt_async.restore.objects import MAX_HOPS, look, own_place, pointed
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.codecs import CODECS, SAFETENSORS_SUFFIX, TAR_SUFFIXES, TORCH_SUFFIXES
 
@@ -25,7 +27,6 @@ Progress = bool | Callable[[int, int], None] | None
 
 _LOADABLE = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *TAR_SUFFIXES, *CODECS)
 _RANK_LAST = re.compile(r"rank[0-9]+(-of-[0-9]+)?$")  # as Composer's `ep1-ba42-rank0`
-_METADATA = ".metadata"
 _LINE_EVERY_S = 5.0
 
 
@@ -115,7 +116,7 @@ def _local(path: Path, rank: int) -> Path:
 
 def chosen(names: list[str], rank: int, where: str) -> str:
     """Return the file of a checkpoint that this rank loads: the only one, or the one with its rank in the name."""
-    if any(name.rpartition("/")[2] == _METADATA for name in names):
+    if any(map(is_metadata, names)):
         raise FormatError(
             f"{where} is a sharded checkpoint; it cannot be loaded as a single file",
             hint="use ckpt_async.torch.load_latest(state, remote) or torch.distributed.checkpoint.load",

@@ -26,8 +26,11 @@ from ckpt_async.errors import DamagedCheckpointError, FormatError
 from ckpt_async.formats.dcp_files import (
     FLASHPOINT_HEAD_BYTES,
     FLASHPOINT_PREFIX_BYTES,
+    METADATA,
     flashpoint_is_optimised,
 )
+from ckpt_async.formats.olmo_files import METADATA_YAML, world_size
+from ckpt_async.formats.table import is_of_deepspeed
 from ckpt_async.restore import Reader, ReadInto
 from ckpt_async.torch import flashpoint, olmo_keys
 from ckpt_async.torch.assembly import Box, CheckpointFile, Part, Whole, part_of
@@ -40,8 +43,6 @@ from ckpt_async.torch.torchfile import Layout, read_layout, read_state
 from ckpt_async.torch.unpickle import load_metadata
 
 _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.pt")
-_DEEPSPEED_FILE = re.compile(r"(?:.*/)?\w*mp_rank_[0-9]+_(?:model|optim)_states\.pt")
-_WORLD_SIZE = re.compile(r"^world_size: *([0-9]{1,6})\s*$", re.MULTILINE)
 _WRAPPED = "_fsdp_wrapped_module."
 _MAX_SMALL_BYTES = 1 << 20
 
@@ -143,7 +144,7 @@ class Planner:
             self.plan.state = self._dcp("" if "" in folders else folders[0])
         elif folders:
             self.plan.state = {folder: self._dcp(folder) for folder in folders}
-        elif "metadata.yaml" in names and "model/rank0.pt" in names:
+        elif METADATA_YAML in names and "model/rank0.pt" in names:
             self.plan.state = self._local()
         elif MARK in names:
             self.plan.state = OlmoCoreFiles(self._reader, self.plan, self._allow).read()
@@ -182,7 +183,7 @@ class Planner:
             return known[0]
         told = ", ".join(sorted(known or self._names)[:10])
         hint = "name one file, or load them with ckpt_async.torch.load and write them with `dump`"
-        if any(_DEEPSPEED_FILE.fullmatch(name) for name in known):
+        if any(is_of_deepspeed(PurePosixPath(name).name) for name in known):
             hint = (
                 "this is a checkpoint of DeepSpeed: fetch it, and merge it with DeepSpeed's own zero_to_fp32"
             )
@@ -195,7 +196,7 @@ class Planner:
 
     def _dcp(self, folder: str) -> dict[str, Any]:
         prefix = f"{folder}/" if folder else ""
-        metadata = load_metadata(self._reader.read(f"{prefix}.metadata"))
+        metadata = load_metadata(self._reader.read(f"{prefix}{METADATA}"))
         forms: dict[str, bool | None] = {}
         others = {
             name: self._place(metadata, MetadataIndex(name), prefix, forms)
@@ -330,14 +331,13 @@ class Planner:
     # --- OLMo's local --------------------------------------------------------------------------------------
 
     def _local(self) -> dict[str, Any]:
-        size_bytes = min(_MAX_SMALL_BYTES, self._reader.files["metadata.yaml"].size_bytes)
-        told = self._reader.read("metadata.yaml", 0, size_bytes)
-        match = _WORLD_SIZE.search(told.decode("utf-8", "replace"))
-        if match is None:
-            raise FormatError("metadata.yaml does not give the number of ranks (world_size)")
+        size_bytes = min(_MAX_SMALL_BYTES, self._reader.files[METADATA_YAML].size_bytes)
+        num_ranks = world_size(self._reader.read(METADATA_YAML, 0, size_bytes))
+        if not num_ranks:
+            raise FormatError(f"{METADATA_YAML} does not give the number of ranks (world_size)")
         model: dict[str, Whole] = {}
         optim: dict[str, Any] = {}
-        for rank in range(int(match[1])):
+        for rank in range(num_ranks):
             stretches = self._add_flat(model, f"model/rank{rank}.pt")
             if f"optim/rank{rank}.pt" in self._names or optim:
                 self._add_optim(optim, model, stretches, f"optim/rank{rank}.pt")
@@ -349,7 +349,7 @@ class Planner:
     def _ranks_file(self, name: str) -> Layout:
         if name not in self._names:
             raise DamagedCheckpointError(
-                f"{name} is missing, although metadata.yaml says that there was such a rank"
+                f"{name} is missing, although {METADATA_YAML} says that there was such a rank"
             )
         return self._layout(name)
 

@@ -26,10 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
 from ckpt_async.errors import UnsafePickleError
-from ckpt_async.formats.dcp_files import OLMO_CORE_STORAGE
-
-# About 5 million shards of tensors: a chunk and its place in storage take some 200 bytes.
-MAX_METADATA_BYTES = 1 << 30
+from ckpt_async.formats.dcp_files import MAX_METADATA_BYTES, METADATA, OLMO_CORE_STORAGE
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_FIELDS = 16
@@ -136,7 +133,7 @@ def load_metadata(
     else:
         path = Path(source)
         if path.is_dir():
-            path /= ".metadata"
+            path /= METADATA
         what = str(path)
         with path.open("rb") as file:
             data = file.read(max_size_bytes + 1)

@@ -12,7 +12,7 @@ from ckpt_async.errors import NoJournalError
 from ckpt_async.monitor import status
 from ckpt_async.monitor.status import CheckpointStatus
 from ckpt_async.watch import plan
-from ckpt_async.watch.entries import Entries, State
+from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.remote import Remote
 
@@ -65,7 +65,7 @@ class Earlier:
         return is_ours and now is not None and now.state in ("uploading", "waiting") and not now.is_delivered
 
 
-def refuse_lost(entries: Entries, remote: Remote) -> None:
+def refuse_lost(entries: Entries, remote: Remote, refuse: Callable[[Entry, Refusal, str], None]) -> None:
     """Refuse what the store has lost since it was committed: somebody may have deleted it, so it is not sent again."""
     committed = [each for each in entries.all.values() if each.state is State.COMMITTED and each.generation]
     lost = (
@@ -76,8 +76,7 @@ def refuse_lost(entries: Entries, remote: Remote) -> None:
             "it was committed, and the store has lost it: it was wiped or put back, or a rule of the bucket deletes"
             f" objects. To upload it again, delete {entries.place}"
         )
-        logger.error("commit_lost path=%s step=%d: %s", entry.path, entry.step, reason)
-        entries.settle(entry, State.REFUSED, reason, Refusal.GIVEN_UP)
+        refuse(entry, Refusal.OUTDATED, reason)
 
 
 def release_followed(entries: Entries) -> None:

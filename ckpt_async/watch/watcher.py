@@ -155,7 +155,7 @@ class Watcher:
         attend(opened, self._go_on)
         assert self._remote is not None
         self._remote.meanwhile = self._go_on
-        earlier.refuse_lost(self.entries, self._remote)
+        earlier.refuse_lost(self.entries, self._remote, self._settle_refused)
 
     def _go_on(self) -> None:
         """Do the work that cannot wait for the store.
@@ -305,7 +305,7 @@ class Watcher:
                 self._settle_refused(entry, Refusal.OUTDATED, reason)
                 continue
             if num_nodes == 1 and (missing := sorted({*entry.expected} - {*entry.shards.values()})):
-                self._settle_refused(entry, Refusal.GIVEN_UP, plan.lacking(missing))
+                self._settle_refused(entry, Refusal.INCOMPLETE, plan.lacking(missing))
                 continue
             if warning:
                 self._teller.say("trainer_went_back", entry.path, warning)
@@ -313,7 +313,7 @@ class Watcher:
             try:
                 ours = self._nodes.announce(entry)
             except InvalidRecordError as error:  # written by another node, perhaps of another version
-                self._settle_refused(entry, Refusal.GIVEN_UP, str(error))
+                self._settle_refused(entry, Refusal.UNSUPPORTED, str(error))
                 continue
             self._hand_in(replace(ours, state=State.HANDED, generation=generation))
 

@@ -1,7 +1,7 @@
 """Trainer and watcher are killed at random moments, again and again: never half a checkpoint, and none is lost.
 
 What was committed is told by the store alone, over botocore: its decisions, and the SHA-256 of what they commit.
-CKPT_ASYNC_WATCH_KILLS=100 plays it long.
+CKPT_ASYNC_WATCH_KILLS=100 plays it long (with `-o faulthandler_timeout=0`, or pytest ends it after 6 minutes).
 """
 
 import hashlib

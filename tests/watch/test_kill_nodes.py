@@ -1,7 +1,7 @@
 """On two nodes the trainer and the watchers are killed at random moments: never half a checkpoint, nor one mixed of two
 saves of a step. The store is a folder, and what is in it is listed and hashed.
 
-CKPT_ASYNC_WATCH_KILLS=100 plays it long.
+CKPT_ASYNC_WATCH_KILLS=100 plays it long (with `-o faulthandler_timeout=0`, or pytest ends it after 6 minutes).
 """
 
 import contextlib

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
+from ckpt_async.core import keys
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
@@ -209,6 +211,24 @@ def test_what_was_handed_in_and_given_up_is_told_by_the_run_itself(place: Place)
         watching.until("committed", 20)
         assert watching.end() == 1
     assert sorted(receiver.kinds()) == [("committed", 20), ("given_up", 10)]
+
+
+def test_what_the_store_has_lost_is_an_event(place: Place) -> None:
+    """Also if its trainer has deleted it since."""
+    for step in (1, 2, 3):
+        save(place, step)
+    assert place.once()[1]["committed"] == 3
+    shutil.rmtree(place.out / "checkpoint-1")
+    remote = Path(place.remote.removeprefix("file://"))
+    for step in (1, 2):
+        for what in (f"{keys.RECEIPTS}*{step}/*", f"{keys.DECISIONS}*{step}.json", f"ckpt/*-{step}.g1/*"):
+            for each in remote.glob(what):
+                each.unlink()
+    with receiving() as receiver:
+        for _ in range(2):
+            assert place.once("--webhook", receiver.url, "--webhook-on", "refused")[0] == 1
+    told = [(each["details"]["path"], each["details"]["cause"]) for each in receiver.bodies]
+    assert sorted(told) == [("checkpoint-1", "outdated"), ("checkpoint-2", "outdated")]
 
 
 def test_what_is_refused_while_the_disk_is_full_is_told_when_it_is_not(

@@ -453,6 +453,7 @@ def test_run_passes_the_status_and_signals_through_and_finishes_what_was_saved(p
 
 def test_run_says_what_it_could_not_finish(place: Place) -> None:
     command = [sys.executable, "-c", "pass"]
+    save(place, 10)  # with nothing to finish, nobody waits for the store
     place.remote = "file:///dev/null/nowhere"
     watching = place.watch("--", *command, command="run")
     assert watching.process.wait(60) == 6
