@@ -17,7 +17,7 @@ Uploads take a second step, because they are many and share one link: they wait 
 `core/order.py`, and each that ends begins the next without asking `decide` again.
 
 When an action fails:
-    an error of ours, a full disk, no memory    logged once, told to the trainer; held back for a while (`Book`)
+    an error of ours, a full disk, no memory    logged once, told to the trainer; held back for a while (`InFlight`)
     a source that is lost, a store that refuses for good      a row `Failed`: `decide` then aborts the checkpoint
     anything else, or a journal that the loop itself cannot read      `run` raises, and whoever runs it starts another
 
@@ -45,8 +45,8 @@ from ckpt_async.core.failures import Failing, Failure
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Failed, Opened
 from ckpt_async.core.outcomes import Outcomes
-from ckpt_async.engine import clearing, durable, publishing, recovery, sending, settling
-from ckpt_async.engine.book import Book
+from ckpt_async.engine import cleanup, committing, durable, fencing, publishing, recovery, uploading
+from ckpt_async.engine.in_flight import InFlight
 from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import UploadQueue
 from ckpt_async.errors import CkptAsyncError, FailureReason, JournalError, SourceError, StoreError
@@ -80,8 +80,8 @@ class Engine:
         self.num_rounds = 0
         self.last_seen_wake = 0  # `num_due` includes all that was in the journal before this call of `wake`
         self._on_change = on_change
-        self._book = Book()
-        self._queue = UploadQueue(state, self._book)
+        self._in_flight = InFlight()
+        self._queue = UploadQueue(state, self._in_flight)
         state.store.set_urgency(self._queue.place_of)
         self._is_retry_asked = False
         self._housekeep_at = 0.0
@@ -106,23 +106,23 @@ class Engine:
 
     @property
     def outcomes(self) -> Outcomes:
-        return self.state.outcomes
+        return self.state.reports.outcomes
 
     @property
     def failures(self) -> deque[Failure]:
-        return self.state.failures
+        return self.state.reports.failures
 
     @property
     def failing(self) -> frozenset[Failing]:
-        return self.state.failing
+        return self.state.reports.failing
 
     @property
     def fenced_by(self) -> int | None:
-        return self.state.fenced_by
+        return self.state.fence.by
 
     @property
     def absent_ranks(self) -> list[int] | None:
-        return self.state.absent_ranks
+        return self.state.fence.absent_ranks
 
     @property
     def store_error(self) -> str:
@@ -132,7 +132,7 @@ class Engine:
         return self.state.fresh_local()
 
     def missing_ranks(self, id_: CheckpointId) -> list[int]:
-        return settling.missing_ranks(self.state, id_)
+        return committing.missing_ranks(self.state, id_)
 
     # --- from other threads --------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Engine:
                 await self._housekeep()
         finally:
             await self._cancel_all()
-            self._book.tell_of_troubles(self.state.now(), is_end=True)
+            self._in_flight.tell_of_troubles(self.state.now(), is_end=True)
             self._on_change()
 
     def _begin(self) -> None:
@@ -233,35 +233,35 @@ class Engine:
 
     def _start_due(self) -> float:
         """Start what is due and not under way; return for how long nothing else can become due."""
-        state, book, now = self.state, self._book, self.state.now()
+        state, in_flight, now = self.state, self._in_flight, self.state.now()
         if self._is_retry_asked:
             self._is_retry_asked = False
-            book.retry_all()
+            in_flight.retry_all()
         state.remote = decide.noticed_idleness(state.local, state.remote, state.policy, now)
         state.remote = decide.noticed_turn(state.local, state.remote, state.policy, now)
         wake_at, num_due = now + POLL_S, 0
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []
         actions = decide.decide(state.local, state.remote, state.policy, now)
-        for action in () if state.is_taken else actions:
+        for action in () if state.fence.is_taken else actions:
             if isinstance(action, decide.WaitUntil):
                 wake_at = min(wake_at, action.time)
                 continue
             due.add(action)
-            held_until = book.held_until(action)
+            held_until = in_flight.held_until(action)
             if now < held_until:
                 wake_at = min(wake_at, held_until)
-                num_due += state.is_hurried and book.may_heal(action)
+                num_due += state.is_hurried and in_flight.may_heal(action)
             elif isinstance(action, decide.Upload):
                 num_due += 1
                 uploads.append(action)
             else:
                 num_due += not self._is_by_the_way(action)
-                if action not in book.running and not book.is_in_use(action):
+                if action not in in_flight.running and not in_flight.is_in_use(action):
                     self._start((action,), self._perform(action))
-        book.forget_all_but(due)
-        if state.failing:
-            state.failing &= {
+        in_flight.forget_all_but(due)
+        if state.reports.failing:
+            state.reports.failing &= {
                 (each.checkpoint, type(each).__name__)
                 for each in due
                 if not isinstance(each, _OF_NO_CHECKPOINT)
@@ -297,14 +297,14 @@ class Engine:
 
     def _start(self, actions: Sequence[decide.Action], work: Coroutine[Any, Any, None]) -> None:
         task = self.state.loop.create_task(work, name=type(actions[0]).__name__)
-        self._book.begin(actions, task)
+        self._in_flight.begin(actions, task)
         task.add_done_callback(lambda task: self._finished(actions, task))
 
     def _finished(self, actions: Sequence[decide.Action], task: asyncio.Task[None]) -> None:
-        self._book.end(actions)
+        self._in_flight.end(actions)
         uploads = [each for each in actions if isinstance(each, decide.Upload)]
         for each in uploads:
-            self.state.sent_bytes.pop(each, None)
+            self.state.progress.sent_bytes.pop(each, None)
         if uploads:
             self._queue.ended(uploads)
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -321,9 +321,9 @@ class Engine:
                 await self._woken.wait()
 
     async def _cancel_all(self) -> None:
-        while self._book.running:  # a task that ends just now may still start another
+        while self._in_flight.running:  # a task that ends just now may still start another
             self._queue.clear()
-            tasks = set(self._book.running.values())
+            tasks = set(self._in_flight.running.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -339,15 +339,15 @@ class Engine:
         if state.now() < self._housekeep_at:
             return
         self._housekeep_at = state.now() + POLL_S
-        self._book.tell_of_troubles(state.now())
+        self._in_flight.tell_of_troubles(state.now())
         self._tell_if_behind()
         try:
             await in_thread(self._keep_house)
             self._note_shortage()
-            if state.is_progress_new and not state.folder.reserve.was_needed:  # the space is for commits
-                state.is_progress_new = False
+            if state.progress.is_new and not state.folder.reserve.was_needed:  # the space is for commits
+                state.progress.is_new = False
                 state.journal.note_progress(
-                    [(each.checkpoint, each.shard, sent) for each, sent in state.sent_bytes.items()]
+                    [(each.checkpoint, each.shard, sent) for each, sent in state.progress.sent_bytes.items()]
                 )
         except (JournalError, OSError) as error:  # such as a full disk: no reason to stop uploads under way
             logger.debug("housekeeping_skipped error=%s", error)
@@ -394,15 +394,15 @@ class Engine:
             await self._carry_out(action)
         except (CkptAsyncError, OSError, MemoryError) as error:
             state = self.state
-            self._book.note_trouble(action, error, self._hold_back(action, error), state.now())
+            self._in_flight.note_trouble(action, error, self._hold_back(action, error), state.now())
             if isinstance(action, _OF_NO_CHECKPOINT):
                 return
             if isinstance(error, JournalError | OSError | MemoryError):
                 state.observer.attempt_failed(FailureReason.DISK)  # recovers once there is space again
             else:
                 name = type(action).__name__
-                state.failing |= {(action.checkpoint, name)}
-                state.failures.append(Failure(error, action.checkpoint, action=name))
+                state.reports.failing |= {(action.checkpoint, name)}
+                state.reports.failures.append(Failure(error, action.checkpoint, action=name))
 
     async def _carry_out(self, action: decide.Action) -> None:
         state = self.state
@@ -410,49 +410,49 @@ class Engine:
             case decide.MakeDurable():
                 await durable.make_durable(state, action)
             case decide.SendAhead():
-                await sending.send_ahead(state, action)
+                await uploading.send_ahead(state, action)
             case decide.Upload():
                 await self._upload(action)
             case decide.StoreReceipt():
-                await settling.store_receipt(state, action)
+                await committing.store_receipt(state, action)
             case decide.ListReceipts():
-                await settling.list_receipts(state, action)
+                await committing.list_receipts(state, action)
             case decide.Poll():
-                await settling.poll(state)
+                await committing.poll(state)
             case decide.ReadDecision():
-                await settling.read_decision(state, action)
+                await committing.read_decision(state, action)
             case decide.LookForSuccessor():
-                await settling.look_for_successor(state)
+                await fencing.look_for_successor(state)
                 if action.is_first:  # one that was under way before may have seen nothing yet
                     state.remote = replace(state.remote, must_look_first=False)
             case decide.LookForMembers():
-                await settling.look_for_members(state)
+                await fencing.look_for_members(state)
             case decide.NameTarget():
-                await settling.name_target(state)
+                await committing.name_target(state)
             case decide.TellOwed():
-                await settling.tell_owed(state)
+                await committing.tell_owed(state)
             case decide.GiveUpForNewer():
-                await settling.give_up_for_newer(state, action)
+                await committing.give_up_for_newer(state, action)
             case decide.Commit():
-                await settling.commit(state, action)
+                await committing.commit(state, action)
             case decide.Abort():
-                await settling.abort(state, state.checkpoint(action.checkpoint), action.reason)
+                await committing.abort(state, state.checkpoint(action.checkpoint), action.reason)
             case decide.MoveLatest():
-                await settling.move_latest(state, action)
+                await committing.move_latest(state, action)
             case decide.MoveLocalLatest():
-                await clearing.move_local_latest(state, action)
+                await cleanup.move_local_latest(state, action)
             case decide.Copy():
                 await publishing.copy(state, action)
             case decide.MovePointer():
                 await publishing.move_pointer(state, action)
             case decide.Release():
-                await clearing.release(state, action)
+                await cleanup.release(state, action)
             case decide.Remove():
-                await clearing.remove(state, action)
+                await cleanup.remove(state, action)
             case decide.Keep():
-                await clearing.keep(state, action.checkpoint)
+                await cleanup.keep(state, action.checkpoint)
             case decide.Forget():
-                await clearing.forget(state, action.checkpoint)
+                await cleanup.forget(state, action.checkpoint)
             case decide.WaitUntil():
                 pass
             case _:
@@ -460,7 +460,7 @@ class Engine:
 
     async def _upload(self, action: decide.Upload) -> None:
         try:
-            await sending.upload(self.state, action)
+            await uploading.upload(self.state, action)
         except (SourceError, StoreError) as error:
             self._hold_back(action, error)
             failed = Failed(action.checkpoint, action.shard, error.reason, str(error))
@@ -471,10 +471,10 @@ class Engine:
         left = actions
         # Unrecorded shards are sent again, which reports the error.
         with contextlib.suppress(JournalError, MemoryError):
-            left = await sending.upload_series(self.state, actions)
+            left = await uploading.upload_series(self.state, actions)
         self._queue.send_alone(left)
 
     def _hold_back(self, action: decide.Action, error: Exception) -> float:
         has_space = errnos.is_full(error) and self.state.folder.reserve.release()
         is_hurried = self.state.is_hurried or has_space
-        return self._book.hold_back(action, error, self.state.now(), is_hurried=is_hurried)
+        return self._in_flight.hold_back(action, error, self.state.now(), is_hurried=is_hurried)

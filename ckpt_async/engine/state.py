@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ckpt_async.core import decide, keys, retention
 from ckpt_async.core.failures import Failing, Failure
@@ -28,6 +28,37 @@ logger = logging.getLogger(__name__)
 
 # So many failures are kept for the trainer's next call.
 MAX_FAILURES = 1000
+
+
+@dataclass(slots=True)
+class Fence:
+    """What looks at other launches have found."""
+
+    by: int | None = None  # a newer launch; or our own generation, if another launch has taken that
+    is_taken: bool = False  # another launch has our generation: nothing may be written any more
+    absent_ranks: list[int] | None = None  # those that never opened this generation
+    # By which a listing tells the record of our generation from one that was written later; "": none is there.
+    record_mark: str | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has been sent of shards that are not verified yet."""
+
+    ahead: dict[tuple[CheckpointId, str], Resume] = field(
+        default_factory=dict
+    )  # begun before they were enqueued
+    sent_bytes: dict[decide.Upload, int] = field(default_factory=dict)
+    is_new: bool = False  # since it was last noted in the journal
+
+
+@dataclass(slots=True)
+class Reports:
+    """What the trainer is told, also about work of an engine that crashed."""
+
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=MAX_FAILURES))
+    failing: frozenset[Failing] = frozenset()  # actions that failed and are still due
 
 
 class State:
@@ -67,34 +98,20 @@ class State:
         )
         self.local = Local(rank)
         self.remote = decide.has_looked_for_successor(self.local, decide.Remote(), self.now())
-        self.outcomes = Outcomes()
-        self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
-        self.failing: frozenset[Failing] = frozenset()
-        self.fenced_by: int | None = None
-        self.absent_ranks: list[int] | None = None
-        # By which a listing tells the record of our generation from one that was written later; "": none is there.
-        self.generation_mark: str | None = None
-        self.sent_ahead: dict[tuple[CheckpointId, str], Resume] = {}  # begun before they were enqueued
-        self.sent_bytes: dict[decide.Upload, int] = {}
-        self.is_progress_new = False
+        self.fence, self.progress, self.reports = Fence(), Progress(), Reports()
         self._noted_link: KnownLink | None = None
         self.is_hurried = False
         self.is_stopping = False
 
     def succeed(self, dead: State) -> None:
         """Take over what a crashed engine knew that is not in the journal."""
-        self.outcomes, self.failures, self.fenced_by = dead.outcomes, dead.failures, dead.fenced_by
-        self.failing, self.is_hurried = dead.failing, dead.is_hurried
+        self.reports, self.is_hurried = dead.reports, dead.is_hurried
+        self.fence = Fence(dead.fence.by, dead.fence.is_taken)
         self.look_first()
 
     def look_first(self) -> None:
         """Write nothing before a look for a successor: an engine before this one, which died, was the last to look."""
         self.remote = replace(self.remote, look_for_successor_at=0.0)
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether another launch has our generation: nothing may be written any more."""
-        return self.fenced_by is not None and self.fenced_by <= self.local.generation
 
     def now(self) -> float:
         return self.loop.time()
@@ -151,7 +168,7 @@ class State:
             logger.error("shard_failed %s shard=%s error=%s", id_, each.shard, each.message)
             if not self.is_left_over(id_) or not self.is_trainer:
                 error = CkptAsyncError(f"{what}: {each.message}")
-                self.failures.append(Failure(error, id_, each.shard, is_given_up=each.is_loss))
+                self.reports.failures.append(Failure(error, id_, each.shard, is_given_up=each.is_loss))
 
     def _is_back(self, checkpoint: LocalCheckpoint, failed: Failed) -> bool:
         shard = checkpoint.shards.get(failed.shard) if failed.reason is FailureReason.SOURCE_MISSING else None

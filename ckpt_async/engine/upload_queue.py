@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ckpt_async.core import decide, order
 from ckpt_async.core.backlog import unsent_bytes
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.engine.book import Book
+from ckpt_async.engine.in_flight import InFlight
 from ckpt_async.engine.state import State
 from ckpt_async.transfer.upload import SERIES_BYTES, SMALL_BYTES
 
@@ -25,8 +25,8 @@ ASKING_S = 5.0
 class UploadQueue:
     """Uploads that are due and wait for a place, in the order of `core/order.py`."""
 
-    def __init__(self, state: State, book: Book) -> None:
-        self._state, self._book = state, book
+    def __init__(self, state: State, in_flight: InFlight) -> None:
+        self._state, self._in_flight = state, in_flight
         self._waiting: deque[decide.Upload] = deque()
         self._alone: set[decide.Upload] = set()  # those that could not be sent in a series
         self._places: dict[CheckpointId, int] = {}
@@ -52,7 +52,7 @@ class UploadQueue:
         for action, task in self._running():
             if action not in due:
                 task.cancel()
-        running = self._book.running
+        running = self._in_flight.running
         ahead = {(each.checkpoint, each.shard) for each in running if isinstance(each, decide.SendAhead)}
         waiting = [
             each
@@ -63,7 +63,7 @@ class UploadQueue:
         now, local, turn = self._state.now(), self._state.local, self._state.remote.turn
         owed = decide.owed(local, self._state.policy)
         self._is_resting = order.is_resting(turn, now, is_open=order.is_open(local, turn.target))
-        is_asking = decide.NameTarget() in due and now >= self._book.held_until(decide.NameTarget())
+        is_asking = decide.NameTarget() in due and now >= self._in_flight.held_until(decide.NameTarget())
         self._asks_since = (self._asks_since or now) if is_asking else None
         ordered = {id_: number for number, id_ in enumerate(order.in_order(turn, owed))}
         self._places = self._shared_places(ordered)
@@ -82,7 +82,9 @@ class UploadQueue:
         return places
 
     def _running(self) -> list[tuple[decide.Upload, asyncio.Task[None]]]:
-        return [(each, task) for each, task in self._book.running.items() if isinstance(each, decide.Upload)]
+        return [
+            (each, task) for each, task in self._in_flight.running.items() if isinstance(each, decide.Upload)
+        ]
 
     def may_begin(self, *, after: CheckpointId | None = None) -> bool:
         """Return whether the next upload may begin: not while this rank asks what it is to send or rests, and not
@@ -150,7 +152,7 @@ class UploadQueue:
         state = self._state
         local = state.checkpoint(upload.checkpoint).shards[upload.shard]
         size_bytes = local.shard.identity.size_bytes
-        is_begun = local.multipart is not None or (upload.checkpoint, upload.shard) in state.sent_ahead
+        is_begun = local.multipart is not None or (upload.checkpoint, upload.shard) in state.progress.ahead
         is_inherited = upload.checkpoint.generation < state.local.generation
         if size_bytes > SMALL_BYTES or is_begun or is_inherited or upload in self._alone:
             return SERIES_BYTES + 1

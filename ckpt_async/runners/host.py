@@ -315,7 +315,7 @@ class Host:
             waiting = sorted(id_ for id_, each in engine.local.checkpoints.items() if each.decision is None)
             return engine.missing_ranks(waiting[0]) if waiting else []
 
-        sent_bytes = sum(engine.state.sent_bytes.values())
+        sent_bytes = sum(engine.state.progress.sent_bytes.values())
         try:
             events.look(engine.local.generation, engine.local, sent_bytes, missing)
         except JournalError as error:  # a full disk, for example

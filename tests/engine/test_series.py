@@ -19,7 +19,7 @@ from ckpt_async.core import decide
 from ckpt_async.core.model import CheckpointId, Verified
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import book, sending
+from ckpt_async.engine import in_flight, uploading
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.folder import Folder
@@ -267,7 +267,7 @@ LOTS = [f"{number:03d}.pt" for number in range(100)]
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Provide `with opened(store, **settings) as uploader`, with two upload slots."""
-    monkeypatch.setattr(book, "RETRY_ACTION_S", 0.05)
+    monkeypatch.setattr(in_flight, "RETRY_ACTION_S", 0.05)
     settings = QUICK | {"num_concurrent_uploads": 2, "max_concurrent_uploads": 2}
 
     @contextmanager
@@ -388,7 +388,7 @@ def test_shards_a_series_could_not_send_are_uploaded_singly_within_limits(
 
     store = Away()
     with pytest.MonkeyPatch.context() as patch, opened(store) as uploader:
-        patch.setattr(sending, "Source", Counting)
+        patch.setattr(uploading, "Source", Counting)
         save(uploader, 1)
         wait_until(lambda: max(store.asked.values(), default=0) > 5, uploader)
         assert 0 < most_open <= 2
@@ -538,7 +538,7 @@ def test_a_stopping_engine_begins_no_single_uploads_after_a_series(
         try:
             await work(engine)
         finally:
-            left.append(len(engine._book.running))
+            left.append(len(engine._in_flight.running))
             ended.set()
 
     class Busy(Meddled):

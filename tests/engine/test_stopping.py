@@ -41,12 +41,12 @@ def test_an_engine_stops_whose_last_action_has_just_ended(tmp_path: Path) -> Non
         engine = Engine(state)
         action = decide.LookForMembers()
         engine._start((action,), nothing())
-        task = engine._book.running[action]
+        task = engine._in_flight.running[action]
         await asyncio.sleep(0)
         assert task.done()
-        assert engine._book.running  # `_finished` is due in the loop's next round
+        assert engine._in_flight.running  # `_finished` is due in the loop's next round
         await engine._cancel_all()
-        assert not engine._book.running
+        assert not engine._in_flight.running
 
     with contextlib.closing(Journal(Folder(tmp_path), 0)) as journal:
         asyncio.run(main(journal))

@@ -14,7 +14,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.order import Turn
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine.book import Book
+from ckpt_async.engine.in_flight import InFlight
 from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import ASKING_S, BEGINNING_S, UploadQueue
 from ckpt_async.local.folder import Folder
@@ -40,7 +40,7 @@ def queue(tmp_path: Path) -> Iterator[UploadQueue]:
                 observer=Observer(),
                 clock=lambda: 1.0,
             )
-            return UploadQueue(state, Book())
+            return UploadQueue(state, InFlight())
 
         yield asyncio.run(build())
 

@@ -240,7 +240,7 @@ def test_an_interrupted_call_leaves_the_queue_free(tmp_path: Path) -> None:
 HALF = """
 import os, signal, sys
 from ckpt_async import Uploader
-from ckpt_async.engine import settling
+from ckpt_async.engine import committing
 from ckpt_async.protocol import deciding
 from tests.events.saves import QUICK, save
 from tests.sweep.trainers import Trainers

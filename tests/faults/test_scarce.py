@@ -16,11 +16,11 @@ PREAMBLE = """
     import logging, os, resource, shutil, signal, sys
     from pathlib import Path
     from ckpt_async import *
-    from ckpt_async.engine import book
+    from ckpt_async.engine import in_flight
     from ckpt_async.errors import FailureReason, JournalError, RunnerError
     from tests.faults.trainer import write_shards
     logging.basicConfig(format="%(levelname)s %(message)s")
-    book.RETRY_ACTION_S = 0.1
+    in_flight.RETRY_ACTION_S = 0.1
     tmp, runner = Path(sys.argv[1]), sys.argv[2]
     folder, remote = tmp / "folder", f"file://{tmp}/remote"
     def engine_pid(uploader):

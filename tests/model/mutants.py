@@ -10,7 +10,7 @@ from ckpt_async.core import agreement, decide, keys, records, retention, waiting
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import Latest, MadeDurable, Outcome
-from ckpt_async.engine import durable, settling
+from ckpt_async.engine import committing, durable
 from ckpt_async.engine.state import State
 from ckpt_async.errors import PreconditionFailedError
 from ckpt_async.protocol import cas, copies, deciding, steps, sweep_plan
@@ -112,7 +112,7 @@ def mixes_generations() -> contextlib.AbstractContextManager[None]:
     return patched(
         (keys, "receipts_prefix", receipts_prefix),
         (cas, "create_once", create_once),
-        (settling, "receipts_of", receipts_of),
+        (committing, "receipts_of", receipts_of),
         (agreement, "obstacle", lambda *_: None),
         (deciding, "records", _with(records, decode_receipt=decode_receipt)),
     )
@@ -321,8 +321,8 @@ def moves_latest_before_commit() -> contextlib.AbstractContextManager[None]:
         await steps.move_latest(state.store, action.checkpoint, name)
         await real(state, action)
 
-    real = settling.commit
-    return patched((settling, "commit", commit))
+    real = committing.commit
+    return patched((committing, "commit", commit))
 
 
 def moves_latest_back() -> contextlib.AbstractContextManager[None]:

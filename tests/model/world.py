@@ -44,7 +44,7 @@ from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.retention import KeepLast, RetentionPolicy
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import clearing, durable, publishing, recovery, sending, settling, state
+from ckpt_async.engine import cleanup, committing, durable, publishing, recovery, state, uploading
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import (
@@ -519,7 +519,7 @@ class World:
         )
         fake.get_running_loop = lambda: loop
         patch(mock.patch.object(state, "asyncio", fake))
-        for module in (durable, clearing):
+        for module in (durable, cleanup):
             patch(mock.patch.object(module, "in_thread", in_thread))
         patch(mock.patch.object(durable, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
         for module in (recovery, kept):
@@ -532,19 +532,28 @@ class World:
             )
         patch(
             mock.patch.object(
-                clearing, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
+                cleanup, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
             )
         )
         no_other_kinds = types.SimpleNamespace(of_other_kinds=lambda _: set())
-        patch(mock.patch.object(clearing, "claims", no_other_kinds))
+        patch(mock.patch.object(cleanup, "claims", no_other_kinds))
         moved = types.SimpleNamespace(
             upload=upload,
             upload_many=upload_many,
             SmallShard=SmallShard,
         )
-        patch(mock.patch.object(sending, "transfer", moved))
-        patch(mock.patch.object(sending, "Source", Source))
-        for module in (steps, deciding, discovery, presence, generations, settling, publishing, remote_sweep):
+        patch(mock.patch.object(uploading, "transfer", moved))
+        patch(mock.patch.object(uploading, "Source", Source))
+        for module in (
+            steps,
+            deciding,
+            discovery,
+            presence,
+            generations,
+            committing,
+            publishing,
+            remote_sweep,
+        ):
             patch(mock.patch.object(module, "all_or_none", in_turn))
         for module in (deciding, discovery):
             patch(mock.patch.object(module, "both", lambda *both: in_turn(both)))
@@ -552,7 +561,7 @@ class World:
         patch(mock.patch.object(proof, "session", return_value=again))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         # In this world decisions are collected at once, not after a day.
-        patch(mock.patch.object(settling, "COLLECTED_AFTER_S", 0.0))
+        patch(mock.patch.object(committing, "COLLECTED_AFTER_S", 0.0))
         logger = logging.getLogger("ckpt_async")
         self._patches.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.CRITICAL + 1)
@@ -665,7 +674,7 @@ class World:
         """Delete something that the store had confirmed of the newest undecided checkpoint, as somebody may. Not while
         anybody commits: what is lost between the comparison and the decision is not noticed.
         """
-        running = (action for host in self.hosts if host.engine for action in host.engine._book.running)
+        running = (action for host in self.hosts if host.engine for action in host.engine._in_flight.running)
         if self.others or any(isinstance(each, decide.Commit) for each in running):
             return
         decided = self.committed | self.given_up
@@ -686,7 +695,7 @@ class World:
 
     def _stop(self, host: Host) -> None:
         if host.engine is not None:
-            for task in host.engine._book.running.values():
+            for task in host.engine._in_flight.running.values():
                 task.kill()  # type: ignore[attr-defined]
         host.engine = None
 
@@ -734,7 +743,7 @@ class World:
             made._start_due()
             while self.fresh:
                 self.fresh.pop(0).step()
-            running = list(made._book.running.values())
+            running = list(made._in_flight.running.values())
             if not running:
                 self.check(host)
                 return done

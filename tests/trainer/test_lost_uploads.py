@@ -15,7 +15,7 @@ import pytest
 from ckpt_async import CheckpointAbortedError, FencedError, SettingsError, Uploader, UploadFailedError
 from ckpt_async.core import decide, keys, records
 from ckpt_async.core.model import CheckpointId, Generation, Outcome, Receipt
-from ckpt_async.engine import settling
+from ckpt_async.engine import fencing
 from ckpt_async.errors import FailureReason, JournalError, ObjectNotFoundError
 from ckpt_async.protocol import steps
 from ckpt_async.stores.checksums import checksum_of
@@ -378,7 +378,7 @@ def _wipe_while_idle(uploader: Uploader, store: Meddled) -> None:
     look under way would take the generation again.
     """
     engine = uploader._engine.view()
-    state, running = engine.state, engine._book.running  # type: ignore[attr-defined]
+    state, running = engine.state, engine._in_flight.running  # type: ignore[attr-defined]
 
     def is_idle() -> bool:
         kinds = decide.ListReceipts | decide.LookForSuccessor
@@ -474,7 +474,7 @@ def test_a_commit_of_what_another_launch_has_uploaded_is_not_taken_for_ones_own(
         def live_beside_the_old_one() -> None:
             with opened(Meddled(store.bucket), tmp_path / "other") as new:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(settling, "look_for_successor", _looks_for_nobody)
+                    patch.setattr(fencing, "look_for_successor", _looks_for_nobody)
                     save(old, 2, "a.pt")
                     old.wait(2, timeout_s=10)
                 save_of_the_other(new)
@@ -625,7 +625,7 @@ def test_a_foreign_receipt_ends_the_launch_whose_generation_is_taken_and_no_othe
     """A launch that was stopped in the middle of an upload gave up the checkpoint of the one that had taken its
     generation, which raised an error there.
     """
-    monkeypatch.setattr(settling, "look_for_successor", _looks_for_nobody)
+    monkeypatch.setattr(fencing, "look_for_successor", _looks_for_nobody)
     store = Undecided()
     theirs = Receipt(FIRST, "step-1", 0, 1, (), nonce="theirs")
 

@@ -33,14 +33,14 @@ async def upload(state: State, action: decide.Upload) -> None:
         )
 
     def sent(size_bytes: int) -> None:
-        state.sent_bytes[action] = state.sent_bytes.get(action, 0) + size_bytes
-        state.is_progress_new = True
+        state.progress.sent_bytes[action] = state.progress.sent_bytes.get(action, 0) + size_bytes
+        state.progress.is_new = True
         state.observer.bytes_uploaded(size_bytes)
 
     resume = None
     if local.multipart is not None:
         resume = transfer.Resume(local.multipart.upload_id, local.multipart.part_size_bytes)
-    elif (resume := state.sent_ahead.pop((checkpoint.id, action.shard), None)) is not None:
+    elif (resume := state.progress.ahead.pop((checkpoint.id, action.shard), None)) is not None:
         opened(resume)
     state.observer.uploads_started(1)
     try:
@@ -117,7 +117,7 @@ async def send_ahead(state: State, action: decide.SendAhead) -> None:
         return
     known = state.local.checkpoints.get(action.checkpoint)  # it may be settled and forgotten by now
     if known is not None and action.shard in known.shards:
-        state.sent_ahead[action.checkpoint, action.shard] = resume
+        state.progress.ahead[action.checkpoint, action.shard] = resume
     else:  # given up: the sweeper would remove the upload too, but much later
         await state.store.abort_multipart(key, resume.upload_id)
 

@@ -25,12 +25,11 @@ from ckpt_async.core.model import (
     Superseded,
 )
 from ckpt_async.core.units import one_line
-from ckpt_async.engine import recovery
+from ckpt_async.engine import fencing
 from ckpt_async.engine.state import State
 from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError
 from ckpt_async.protocol import cas, deciding, presence, steps
 from ckpt_async.protocol import target as targets
-from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
@@ -47,7 +46,7 @@ async def store_receipt(state: State, action: decide.StoreReceipt) -> None:
     key = keys.receipt_key(checkpoint.id, state.rank)
     there = await cas.create_once(state.store, key, data)
     if there != data:
-        if await _is_still_ours(state):  # it may be of a launch that has taken our generation
+        if await fencing.is_still_ours(state):  # it may be of a launch that has taken our generation
             await abort(state, checkpoint, "another process wrote a different receipt for this rank")
         return
     state.record(ReceiptStored(checkpoint.id))
@@ -77,7 +76,7 @@ async def list_receipts(state: State, action: decide.ListReceipts) -> None:
     watch = state.remote.watches.get(id_)
     at_once: list[Callable[[], Coroutine[Any, Any, Any]]] = [lambda: receipts_of(state, id_)]
     if watch is None:
-        at_once.append(lambda: look_for_successor(state))
+        at_once.append(lambda: fencing.look_for_successor(state))
     receipts, *_ = await all_or_none(look() for look in at_once)
     is_missed = waiting.lacks_own(receipts, state.rank)
     is_lost = is_missed and not await presence.is_there(state.store, keys.receipt_key(id_, state.rank))
@@ -105,7 +104,7 @@ async def _give_up_lost(state: State, checkpoint: LocalCheckpoint) -> None:
     decision = await steps.read_settled(state.store, checkpoint.id)
     if decision is not None:
         await _learn_ours(state, checkpoint, decision)
-    elif checkpoint.loss is None and await _is_still_ours(state):
+    elif checkpoint.loss is None and await fencing.is_still_ours(state):
         reason = agreement.lost([keys.receipt_key(checkpoint.id, state.rank)])
         state.fail(checkpoint.id, [Failed(checkpoint.id, "", FailureReason.STORE_LOST_OBJECTS, reason)])
 
@@ -164,7 +163,7 @@ def _may_be_collected(state: State, id_: CheckpointId) -> bool:
     watch = state.remote.watches.get(id_)
     is_old = watch is not None and state.now() - watch.since >= COLLECTED_AFTER_S
     is_earlier = decide.may_be_settled(id_, state.local.generation, state.policy)
-    return is_earlier or is_old or state.fenced_by is not None
+    return is_earlier or is_old or state.fence.by is not None
 
 
 async def read_decision(state: State, action: decide.ReadDecision) -> None:
@@ -173,72 +172,6 @@ async def read_decision(state: State, action: decide.ReadDecision) -> None:
     if decision is not None:
         await _learn_ours(state, state.checkpoint(id_), decision)
     state.remote = replace(state.remote, to_read=state.remote.to_read - {id_})
-
-
-async def look_for_successor(state: State) -> None:
-    """Look for a newer generation, which means that this trainer is superseded, and for another launch that has taken
-    ours, or that of what a dead launch has left (rule R11).
-    """
-    own = state.local.generation
-    if state.fenced_by is None and not state.is_trainer:
-        if await is_taken(state.store, backlog.nonces_of_left(state.local, {})):
-            _fence(state, own)
-    elif state.fenced_by is None:
-        newest, record = await look_from(state.store, own)
-        if not await _has_record(state, record, newest):
-            _fence(state, own)
-        elif newest > own:
-            _fence(state, newest)
-    state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
-
-
-def _fence(state: State, by: int) -> None:
-    own = state.local.generation
-    if state.is_taken or (state.fenced_by is not None and by > own):
-        return  # another look, beside this one, has found out
-    state.fenced_by = by
-    if not state.is_trainer:
-        logger.error(
-            "generation_taken generation=%d; another launch has it, or an earlier one: nothing more is uploaded",
-            own,
-        )
-        return
-    state.observer.fenced()
-    state.record(notices=state.teller.fenced(own, by))
-    logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, by)
-
-
-async def _has_record(state: State, record: ObjectInfo | None, newest: int) -> bool:
-    """Return whether no other launch has our generation. If its record is gone (a lifecycle rule begins with the oldest
-    objects), it is written again, unless another launch may have begun there since.
-    """
-    mark, opened = (record.etag or str(record.last_modified)) if record else "", state.local.opened
-    if opened is None or not opened.nonce or mark == state.generation_mark:
-        return True
-    there = await nonce_of(state.store, opened.generation)  # the listing may lag
-    if there is None and newest == opened.generation:
-        if not await recovery.reclaim(state.store, opened):
-            return False
-        logger.error(
-            "generation_was_lost generation=%d; the store had lost its record, which is written again: what was"
-            " committed there may be lost, too (a lifecycle rule, or a remote that was wiped or put back)",
-            opened.generation,
-        )
-    state.generation_mark = mark
-    return there in (None, "", opened.nonce)
-
-
-async def _is_still_ours(state: State) -> bool:
-    await look_for_successor(state)
-    return not state.is_taken
-
-
-async def look_for_members(state: State) -> None:
-    await look_for_successor(state)
-    opened = state.local.opened
-    world_size = opened.world_size if opened else 1
-    state.absent_ranks = await absent_ranks(state.store, state.local.generation, world_size)
-    state.remote = replace(state.remote, are_members_asked_for=False)
 
 
 def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
@@ -280,13 +213,13 @@ async def commit(state: State, action: decide.Commit) -> None:
         by=f"rank {state.rank}",
         now=state.clock(),
         name=checkpoint.name,
-        may_decide=lambda: _is_still_ours(state),
+        may_decide=lambda: fencing.is_still_ours(state),
     )
     if settled is None:
         _wait_again(state, id_)
         return
     # A newer launch may have begun since the first look, however long ago that was.
-    await look_for_successor(state)
+    await fencing.look_for_successor(state)
     decision, is_ours = settled
     if is_ours and decision.outcome is Outcome.COMMIT:
         _publish(state, checkpoint.id)
@@ -320,7 +253,7 @@ async def _learn_ours(state: State, checkpoint: LocalCheckpoint, decision: Decis
     """Record a decision, unless it commits what another launch has uploaded that has taken our generation."""
     is_own = not state.is_trainer or checkpoint.id.generation == state.local.generation
     if is_own and not _is_of_us(state, checkpoint, decision):
-        _fence(state, state.local.generation)
+        fencing.fence(state, state.local.generation)
         return
     _learn(state, checkpoint, decision)
 
@@ -349,7 +282,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     )
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
     state.record(event, notices=state.teller.decided(decision))
-    state.outcomes.add(event)
+    state.reports.outcomes.add(event)
     _forget_watches(state, [checkpoint.id])
     if decision.outcome is Outcome.ABORT:
         logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, one_line(decision.reason))
@@ -357,7 +290,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
         is_known = is_known or any(each.failure for each in checkpoint.shards.values())
         if checkpoint.sealed and not is_known and not state.is_left_over(checkpoint.id):
             error = CkptAsyncError(f"{checkpoint.id} was given up: {decision.reason}")
-            state.failures.append(Failure(error, checkpoint.id, is_given_up=True))
+            state.reports.failures.append(Failure(error, checkpoint.id, is_given_up=True))
         return
     if decision.outcome is Outcome.COMMIT and state.is_left_over(checkpoint.id):
         # Whoever committed it may have died before it could move latest.

@@ -19,7 +19,7 @@ RETRY_ACTION_S = 30.0
 RETRY_HURRIED_S = 1.0
 
 
-class Book:
+class InFlight:
     """The actions under way, with their tasks, and the actions that failed.
 
     Several actions with one task are a series of uploads.
