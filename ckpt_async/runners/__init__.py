@@ -130,14 +130,3 @@ class MakeRunner(Protocol):
         observer: Observer,
         on_change: Callable[[], None],
     ) -> Runner: ...
-
-
-def runner_of(name: str) -> MakeRunner:
-    """Return the runner class that the setting `runner` names, imported on demand."""
-    if name == "process":
-        from ckpt_async.runners.process import ProcessRunner
-
-        return ProcessRunner
-    from ckpt_async.runners.thread import ThreadRunner
-
-    return ThreadRunner

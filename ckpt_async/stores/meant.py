@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Collection
 
+from ckpt_async.errors import SettingsError
+
 # Every form of an S3 object's web address that AWS documents: bucket.s3[.-]region.…, and s3[.-]region.…/bucket.
 _AWS = re.compile(
     r"https?://(?:(?P<host>[a-z0-9.-]+)\.)?s3[.-](?:[a-z0-9.-]+\.)?amazonaws\.com/(?P<path>.*)", re.IGNORECASE
@@ -34,3 +36,10 @@ def meant(url: str, schemes: Collection[str], folder: str = "") -> str:
         slashes = ":///" if known == ["file"] else "://"
         return f"{known[0]}{slashes}{found['rest']}" if known else ""
     return f"s3://{url}" if re.fullmatch(r"[a-z0-9][a-z0-9.-]*/.+", url) else ""
+
+
+def read_only(url: str) -> SettingsError:
+    """Return the error about uploading to a web server."""
+    better = meant(url, ())
+    hint = f"did you mean {better}?" if better else "upload to a store: s3://, gs://, az:// and others"
+    return SettingsError(f"{url!r} is a web server, which can only be read", hint=hint)

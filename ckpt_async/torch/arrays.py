@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_async.core.pickled import Function, refuse
 from ckpt_async.errors import FormatError
-
-if TYPE_CHECKING:
-    from ckpt_async.torch.plain import PlainRules
 
 _CODE = re.compile(r"[biufcSU][0-9]{1,9}")
 _ORDERS = ("<", ">", "|", "=")
@@ -41,11 +39,13 @@ def is_there(module: str, name: str) -> bool:
 
 
 class ArrayRules:
-    def __init__(self, rules: PlainRules) -> None:
+    """`new_object` registers an object that may be given a state, `spend` counts its bytes."""
+
+    def __init__(self, new_object: Callable[[Any], Any], spend: Callable[[int], None]) -> None:
         import numpy as np
 
         self._numpy: Any = np
-        self._rules = rules
+        self._new_object, self._spend = new_object, spend
         self._array_type = Function(_not_called)
 
     def names(self) -> dict[tuple[str, str], object]:
@@ -77,7 +77,7 @@ class ArrayRules:
         if type(code) is not str or not _CODE.fullmatch(code) or not (_is(align, 0, 1) and _is(copy, 0, 1)):
             refuse(f"it has arrays of {str(code)[:100]!r}: only numbers and strings are plain data")
         # A copy, because BUILD changes its byte order in place.
-        return self._rules.new_object(self._numpy.dtype(code, False, True))
+        return self._new_object(self._numpy.dtype(code, False, True))
 
     def _build_dtype(self, target: Any, state: object) -> None:
         sizes = (target.itemsize, target.alignment) if target.kind in "SU" else (-1, -1)
@@ -93,7 +93,7 @@ class ArrayRules:
         is_empty = type(shape) is tuple and len(shape) == 1 and _is(shape[0], 0)
         if type_ is not self._array_type or not is_empty or not _is(code, b"b", "b"):
             refuse("it makes an array in a different way from numpy")
-        return self._rules.new_object(self._numpy.ndarray((0,), "b"))
+        return self._new_object(self._numpy.ndarray((0,), "b"))
 
     def _build_array(self, target: Any, state: object) -> None:
         if type(state) is not tuple or len(state) != 5 or not _is(state[0], 1):
@@ -102,7 +102,7 @@ class ArrayRules:
         self._check_fits(shape, dtype, content)
         if not _is(is_fortran, 0, 1):
             refuse("it has an array without an order")
-        self._rules.spend(len(content))
+        self._spend(len(content))
         target.__setstate__((1, shape, dtype, bool(is_fortran), content))
 
     def _frombuffer(self, content: object, dtype: object, shape: object, order: object) -> Any:
@@ -110,14 +110,14 @@ class ArrayRules:
         size_bytes = self._check_fits(shape, dtype, content)
         if not _is(order, "C", "F"):
             refuse("it has an array without an order")
-        self._rules.spend(1024)
+        self._spend(1024)
         if size_bytes == 0:
             return self._numpy.empty(shape, dtype)
         return self._numpy.frombuffer(content, dtype).reshape(shape, order=order)
 
     def _scalar(self, dtype: object, content: object) -> Any:
         self._check_fits((), dtype, content)
-        self._rules.spend(64)
+        self._spend(64)
         return self._numpy.frombuffer(content, dtype)[0]
 
     def _check_fits(self, shape: object, dtype: Any, content: Any) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import torch
 
@@ -19,10 +19,8 @@ from ckpt_async.errors import DamagedCheckpointError, FormatError, UnsafePickleE
 from ckpt_async.restore import Reader
 from ckpt_async.torch.assembly import CheckpointFile, Part, Whole
 from ckpt_async.torch.plain import PlainRules
+from ckpt_async.torch.planned import Plan
 from ckpt_async.torch.tensors import DTYPES, safetensors_places
-
-if TYPE_CHECKING:
-    from ckpt_async.torch.sharded_plans import Plan
 
 MARK = "model/metadata.json"
 _MAX_JSON_BYTES = 256 << 20

@@ -141,7 +141,7 @@ class PlainRules(Rules):
         found = self._names.get((module, name)) or self._names.get(_spelled_today(module, name))
         if found is None and module.split(".", 1)[0] == "numpy" and arrays.is_there(module, name):
             if self._array_rules is None:
-                self._array_rules = arrays.ArrayRules(self)
+                self._array_rules = arrays.ArrayRules(self.new_object, self.spend)
                 self._names |= self._array_rules.names()
             found = self._names.get((module, name))
         return found

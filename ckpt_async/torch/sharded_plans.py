@@ -14,8 +14,7 @@ import io
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
@@ -33,10 +32,11 @@ from ckpt_async.formats.olmo_files import METADATA_YAML, world_size
 from ckpt_async.formats.table import is_of_deepspeed
 from ckpt_async.restore import Reader, ReadInto
 from ckpt_async.torch import flashpoint, olmo_keys
-from ckpt_async.torch.assembly import Box, CheckpointFile, Part, Whole, part_of
+from ckpt_async.torch.assembly import CheckpointFile, Part, Whole, part_of
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
-from ckpt_async.torch.nested import MAX_DEPTH, Nested, nest, with_lists
+from ckpt_async.torch.nested import Nested, nest, with_lists
 from ckpt_async.torch.olmo_core_files import MARK, OlmoCoreFiles
+from ckpt_async.torch.planned import Plan, Visits
 from ckpt_async.torch.sharded_rules import CLASSES, ShardedRules, Shards
 from ckpt_async.torch.tensors import safetensors_places
 from ckpt_async.torch.torchfile import Layout, read_layout, read_state
@@ -50,82 +50,8 @@ _MAX_SMALL_BYTES = 1 << 20
 _TOGETHER_BYTES = 4 << 20
 
 Allow = Mapping[tuple[str, str], type]
-WholeOf = Callable[[torch.Tensor, str], Whole]
 # File, offset, two fields not known yet (record, strides), size, whether it is in ML Flashpoint's own form.
 _Place = tuple[str, int, None, None, int, bool]
-
-
-class _Visits:
-    """Makes sure that each container of a state is planned once, however often it is in the state."""
-
-    def __init__(self) -> None:
-        # By `id`: the container, so that no other gets this `id`, and its result, which is None until known.
-        self._found: dict[int, tuple[Any, Any]] = {}
-        self._depth = 0
-
-    def once(self, value: Any, name: str, plan: Callable[[], Any]) -> Any:
-        if id(value) in self._found:
-            found = self._found[id(value)][1]
-            if found is None:
-                raise FormatError(
-                    f"the state contains itself at {name[:200]!r}: it cannot be written as a single file"
-                )
-            return found
-        if self._depth == MAX_DEPTH:
-            raise FormatError(f"the state has more than {MAX_DEPTH} containers within each other")
-        self._found[id(value)] = (value, None)
-        self._depth += 1
-        found = plan()
-        self._depth -= 1
-        self._found[id(value)] = (value, found)
-        return found
-
-
-@dataclass(slots=True)
-class Plan:
-    """A state in which tensors on the meta device stand in for the whole tensors, which are found by their `id`."""
-
-    state: Any = None
-    wholes: dict[int, Whole] = field(default_factory=dict)
-
-    def whole(self, name: str, shape: Sequence[int], dtype: torch.dtype, box: Box | None = None) -> Whole:
-        are_sizes = all(type(each) is int and each >= 0 for each in shape)
-        # Also if a dimension is 0: torch computes strides for that, too.
-        if not are_sizes or math.prod(each or 1 for each in shape) * dtype.itemsize >= 1 << 63:
-            raise DamagedCheckpointError(
-                f"{name[:200]!r} has a shape that no tensor can have, {tuple(shape)!s:.200}"
-            )
-        stand_in = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        made = Whole(name, stand_in, tuple(shape) if box is None else box)
-        self.wholes[id(stand_in)] = made
-        return made
-
-    def planned(self, value: Any, name: str, whole_of: WholeOf) -> Any:
-        """Return the value with stand-ins for its tensors; `whole_of(tensor, name)` returns the whole of each."""
-        return self._planned(value, name, whole_of, _Visits())
-
-    def _planned(self, value: Any, name: str, whole_of: WholeOf, visits: _Visits) -> Any:
-        if isinstance(value, torch.Tensor):
-            return whole_of(value, name).stand_in
-        if isinstance(value, dict | list) or type(value) is tuple:
-            return visits.once(value, name, lambda: self._planned_items(value, name, whole_of, visits))
-        return value
-
-    def _planned_items(self, value: Any, name: str, whole_of: WholeOf, visits: _Visits) -> Any:
-        if isinstance(value, dict):
-            for key in value:
-                value[key] = self._planned(value[key], f"{name}/{key}", whole_of, visits)
-            return value
-        found = [self._planned(each, f"{name}/{at}", whole_of, visits) for at, each in enumerate(value)]
-        if type(value) is tuple:
-            return tuple(found)
-        value[:] = found
-        return value
-
-    def in_memory(self, tensor: torch.Tensor, name: str) -> Whole:
-        made = self.whole(name, tensor.shape, tensor.dtype)
-        made.content = tensor
-        return made
 
 
 class Planner:
@@ -437,7 +363,7 @@ class _Merging:
 
     def __init__(self, plan: Plan, layout: Layout, file: str, *, is_first: bool) -> None:
         self._plan, self._layout, self._file, self._is_first = plan, layout, file, is_first
-        self._visits = _Visits()
+        self._visits = Visits()
 
     def merged(self, base: Any, own: Any, key: str) -> Any:
         """Return the known value merged with what this file has of it. Anything that is not a part must be equal."""

@@ -26,7 +26,8 @@ from ckpt_async.restore import Checkpoint
 from ckpt_async.torch.assembly import Assembler, Whole
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from ckpt_async.torch.plain import Allow, allowed
-from ckpt_async.torch.sharded_plans import Plan, Planner
+from ckpt_async.torch.planned import Plan
+from ckpt_async.torch.sharded_plans import Planner
 from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop, model_path, model_state
 from ckpt_async.torch.tensors import flattened
 from ckpt_async.torch.whole_files import write_safetensors, write_torch

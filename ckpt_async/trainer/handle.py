@@ -15,7 +15,7 @@ from ckpt_async.core.observe import Observer
 from ckpt_async.errors import UploaderClosedError, UploadFailedError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.runners import EngineView, Start, runner_of
+from ckpt_async.runners import EngineView, MakeRunner, Start
 from ckpt_async.threads import Bell
 
 # A predecessor that was just killed, or a sweeper that is finishing its work, releases the lock soon.
@@ -59,7 +59,7 @@ class EngineHandle:
             self._rank_lock.acquire(wait_s=LOCK_WAIT_S, is_trainer=True)
             self.journal = Journal(folder, start.rank)
             undo.callback(self.journal.close)
-            self.runner = runner_of(start.settings.runner)(
+            self.runner = _runner_of(start.settings.runner)(
                 start, folder, self.journal, self._rank_lock, observer, self._notify
             )
             self.generation = self.runner.start()
@@ -197,3 +197,14 @@ class EngineHandle:
     def _notify(self) -> None:
         self.changed.ring()
         self.on_change()
+
+
+def _runner_of(name: str) -> MakeRunner:
+    """Return the runner class that the setting `runner` names, imported on demand."""
+    if name == "process":
+        from ckpt_async.runners.process import ProcessRunner
+
+        return ProcessRunner
+    from ckpt_async.runners.thread import ThreadRunner
+
+    return ThreadRunner

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.errors import SettingsError
 from ckpt_async.stores.backend import Backend, Location
-from ckpt_async.stores.meant import meant
+from ckpt_async.stores.meant import read_only
 from ckpt_async.stores.options import StoreOptions
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class WebBackend(Backend):
 
     def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
         """Refuse: only writers ask for an address."""
-        raise refused(url)
+        raise read_only(url)
 
     def web_url(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> str | None:
         return url
@@ -44,9 +44,3 @@ class WebBackend(Backend):
         from ckpt_async.stores.web.store import WebStore
 
         return WebStore(url, options, ca_file=env.get("REQUESTS_CA_BUNDLE") or env.get("SSL_CERT_FILE"))
-
-
-def refused(url: str) -> SettingsError:
-    better = meant(url, ())
-    hint = f"did you mean {better}?" if better else "upload to a store: s3://, gs://, az:// and others"
-    return SettingsError(f"{url!r} is a web server, which can only be read", hint=hint)

@@ -50,10 +50,10 @@ from ckpt_async.stores.interface import (
     SmallGet,
     SmallPut,
 )
+from ckpt_async.stores.meant import read_only
 from ckpt_async.stores.one_by_one import get_one_by_one
 from ckpt_async.stores.opening import in_time
 from ckpt_async.stores.options import StoreOptions
-from ckpt_async.stores.web.backend import refused
 from ckpt_async.stores.whole import WholeObjects
 
 _CAPABILITIES = Capabilities(
@@ -102,7 +102,7 @@ class WebStore(WholeObjects):
     async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Check that the server answers, whatever the answer is. Raises SettingsError unless opened read-only."""
         if not is_read_only:
-            raise refused(self._url)
+            raise read_only(self._url)
         options = self._options
         self._session = session_for(options)
         self._downloads = Downloads(
