@@ -178,9 +178,10 @@ def not_taken(tree: Tree, candidates: Collection[Found]) -> dict[str, tuple[str,
 
 def _advice(path: str) -> str:
     folder = path.rpartition("/")[0]
-    if step_folder(folder) or _RANK_FOLDER.fullmatch(last(folder)) or _OF_SET.fullmatch(path):
+    is_numbered = step_folder(folder) or number_in(last(folder)) is not None
+    if is_numbered or _RANK_FOLDER.fullmatch(last(folder)) or _OF_SET.fullmatch(path):
         return "let the trainer write an empty file DONE into each checkpoint's folder last, and give --done DONE"
-    if path.endswith((".pt", ".pth", ".ckpt", ".safetensors")):
+    if path.endswith((".pt", ".pth", ".pth.tar", ".ckpt", ".safetensors")):
         return f"give --pattern '{glob_of(path)}' if each such file is a checkpoint"
     return (
         "let the trainer write it under another name, rename it when it is complete, and give"

@@ -194,7 +194,7 @@ def said(tree: Tree, path: str, keys: tuple[str, ...]) -> dict[str, int]:
     """
     if path not in tree.files:
         return {}
-    return tree.once("says", path, lambda: _said_in(tree.read(path, 0, _SEARCHED_BYTES), keys))
+    return tree.once(f"says {keys}", path, lambda: _said_in(tree.read(path, 0, _SEARCHED_BYTES), keys))
 
 
 def _said_in(data: bytes, keys: tuple[str, ...]) -> dict[str, int]:

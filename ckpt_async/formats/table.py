@@ -41,7 +41,7 @@ ASKED_FOLDERS = ("", "model_and_optim/", "model/", "optim/")
 ASKED_OF_RANK = "train/rank{rank}.pt"
 ASKED_POINTERS = ("latest-rank0.pt.symlink", "latest-rank0.symlink")
 # Suffixes of files with tensors or states in them.
-TENSORS = re.compile(r".*\.(?:pt|pth|bin|safetensors|ckpt|distcp|pkl|npz|msgpack|h5)")
+TENSORS = re.compile(r".*\.(?:pt|pth|pth\.tar|bin|safetensors|ckpt|distcp|pkl|npz|msgpack|h5)")
 _NONE = re.compile(r"(?!)")
 _TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,12})")
 _TRANSFORMERS_STATE = re.compile(
@@ -379,7 +379,19 @@ def _check_automodel(tree: Tree, found: Found, rules: Rules) -> Found:
 
 
 def _deepspeed(tree: Tree, folder: str) -> Found | None:
-    """Recognise DeepSpeed: `latest` names the folder. Rank 0 writes it before the other ranks are done."""
+    """Recognise DeepSpeed: `latest` names the folder. Rank 0 writes it before the other ranks are done.
+
+    Lightning has both in a folder `….ckpt`, and its own state, with the step, in the model's.
+    """
+    name = last(folder) or tree.root
+    inner = [join(folder, each) for each in sorted(tree.parts(folder))] if name.endswith(".ckpt") else []
+    states = (join(part, each) for part in inner for each in sorted(tree.names(part)))
+    if of_model := next((each for each in states if _DEEPSPEED_MODEL.fullmatch(last(each))), ""):
+        is_marked = "latest" in tree.names(folder)
+        begun = "" if is_marked else "there is no `latest` in it yet"
+        found = of_folder(tree, "deepspeed", folder, join(folder, "latest") if is_marked else "", begun=begun)
+        told = {} if step_named(name) is not None else said(tree, of_model, ("global_step",))
+        return replace(found, step=told.get("global_step", found.step))
     if not folder or not any(map(is_of_deepspeed, tree.names(folder))):
         return None
     latest = join(folder.rpartition("/")[0], "latest")
@@ -390,10 +402,11 @@ def _deepspeed(tree: Tree, folder: str) -> Found | None:
 
 def _check_deepspeed(tree: Tree, found: Found, rules: Rules) -> Found:
     told = tree.text(found.mark).strip()
-    if told != last(found.path):
-        is_begun = (step_named(told) or 0) <= found.step
+    is_within = found.mark in found.files
+    if told not in tree.parts(found.path) if is_within else told != last(found.path):
+        is_begun = is_within or (step_named(told) or 0) <= found.step
         return replace(found, reason=f"`latest` names {told or 'nothing yet'}", is_begun=is_begun)
-    return _of_deepspeed(tree, found, found.path, rules)
+    return _of_deepspeed(tree, found, join(found.path, told) if is_within else found.path, rules)
 
 
 def _with_deepspeed(tree: Tree, found: Found, rules: Rules) -> Found:
@@ -606,7 +619,7 @@ FOLDERS: dict[str, Format] = {
         _check_deepspeed,
         re.compile(r".*_states\.pt"),
         re.compile(
-            rf"(?:bf16_|fp16_)?zero_pp_rank_[1-9]\d*_mp_rank_\d+_\w+_states\.pt|{_DEEPSPEED_UNCOUNTED}"
+            rf"(?:.*/)?(?:(?:bf16_|fp16_)?zero_pp_rank_[1-9]\d*_mp_rank_\d+_\w+_states\.pt|{_DEEPSPEED_UNCOUNTED})"
         ),
     ),
     "lightning": Format(_lightning, anew=_NONE, is_named=True),

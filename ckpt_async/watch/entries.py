@@ -71,7 +71,7 @@ class Entry:
     is_copied: bool = False
     is_followed: bool = False  # another node has announced it
     told_ns: int = 0  # time of its mark, according to the announcing node
-    is_doubtful: bool = False  # an earlier watcher that lost its memory may have sent it
+    is_doubtful: bool = False  # another watcher, or one that lost its memory, may have sent it
     # For a single file: the checksums of its tensors, as the file records them.
     tensors: Mapping[str, int] = field(default_factory=dict)
     mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: unknown

@@ -126,6 +126,7 @@ class Lookout:
             elif verdict.of is not None:
                 late |= {(verdict.of.number, path): verdict.of for path in verdict.late}
             elif verdict.refusal is not None and self._disk.is_so(found.files, self.tree):
+                self._withdraw(found)
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
             elif verdict.refusal is not None:
                 self.num_left += 1  # judged by data written since this look
@@ -149,12 +150,25 @@ class Lookout:
         plain = [path for each in candidates if each.is_plain for path in each.files]
         if self._first is None:
             self._first = self._entries.there_before(plain, self.tree, self._began_ns)
+            self._tell_of_first(self._first)
         first, files = self._first, self.tree.files
         return [
             each
             for each in candidates
             if not each.is_plain or any(first.get(path) != files[path] for path in each.files)
         ]
+
+    def _tell_of_first(self, first: Mapping[str, Identity]) -> None:
+        files = self.tree.files
+        left = [
+            each for each, was in first.items() if files.get(each) == was and not self._entries.of_path(each)
+        ]
+        if left:
+            what = (
+                f"{few(left)}: there before the first watcher, and not uploaded. If they are checkpoints, end this"
+                " watcher and run it with --once first"
+            )
+            self._teller.say("there_before", "", what)
 
     def _untorn(self, found: Found) -> Found:
         """Return `found`, with a reason if one of its files was deleted while it was being linked.
@@ -276,7 +290,8 @@ class Lookout:
         is_plain = found.is_plain and not self._options.rules.formats
         try:
             entry = entry_of(found, self.tree, self._entries.next_number(), expected=expected)
-            entry = replace(entry, is_plain=is_plain, is_doubtful=not self._has_looked)
+            is_doubtful = not (self._has_looked and self._entries.of_path(found.path))
+            entry = replace(entry, is_plain=is_plain, is_doubtful=is_doubtful)
             entry = self._entries.stage(entry, self._options.folder)
         except VanishedError as error:
             self.num_left += 1
@@ -295,6 +310,14 @@ class Lookout:
             ):
                 self._entries.drop(less)
         logger.info("complete path=%s step=%d format=%s", entry.path, entry.step, entry.format)
+
+    def _withdraw(self, refused: Found) -> None:
+        """Drop what was staged of it before the rest was there: it would be a part as a checkpoint."""
+        there = {(path, self.tree.files[path]) for path in refused.files}
+        for entry in self._entries.open():
+            is_new = entry.state is State.STAGED and not entry.generation
+            if is_new and not there.isdisjoint(entry.files.items()):
+                self._entries.drop(entry)
 
     def is_whole(self, entry: Entry, meanwhile: Callable[[], None]) -> bool:
         """Return whether a torch.save file has the checksums that it records; if not, drop the entry and look again.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckpt_async.core import naming
-from ckpt_async.core.model import CheckpointId, Checksum, Outcome
+from ckpt_async.core.model import CheckpointId, Checksum, Decision, Outcome
 from ckpt_async.errors import StoreError
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
@@ -100,11 +100,20 @@ def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Sa
     akin = [each for each in plan.akin(entry, known, generation) if each.state is State.COMMITTED]
     compared = _Compared(entry, entries.staged(entry))
     if entry.is_doubtful or plan.is_perhaps_copy(entry, known, generation):
-        for decision in remote.committed_as(naming.checkpoint_name(entry.name, entry.step)):
+        for decision in _committed_like(remote, entry):
             files = remote.files(decision)
             if compared.are(files):
                 return Same(decision.checkpoint, sums_of(files))
     return _known_as(remote, entry, akin, compared) if akin else None
+
+
+def _committed_like(remote: Remote, entry: Entry) -> list[Decision]:
+    """Return the commits that may be the same, by name; or by size, if the name tells no step, as that of a folder to
+    which a checkpoint was pulled to resume from it.
+    """
+    if entry.is_doubtful and plan.has_no_step(entry):
+        return remote.committed_of_size(len(entry.files), entry.size_bytes)
+    return remote.committed_as(naming.checkpoint_name(entry.name, entry.step))
 
 
 def _known_as(remote: Remote, entry: Entry, akin: Collection[Entry], compared: _Compared) -> Same | None:

@@ -125,6 +125,24 @@ class Remote:
 
         return self.call(work)
 
+    def committed_of_size(self, num_shards: int, size_bytes: int) -> list[Decision]:
+        """Return every readable committed checkpoint of this size, newest first. Reads all decisions of the run."""
+
+        async def work(store: PatientStore) -> list[Decision]:
+            known: steps.KnownDecisions = {}
+            await steps.read_decisions(store, await store.list(keys.DECISIONS), known)
+            found = sorted(
+                (each for _, each in known.values()), key=lambda each: each.checkpoint, reverse=True
+            )
+            return [
+                each
+                for each in found
+                if each.outcome is Outcome.COMMIT
+                and (each.num_shards, each.size_bytes) == (num_shards, size_bytes)
+            ]
+
+        return self.call(work)
+
     def lost(self, committed: Collection[CheckpointId]) -> list[CheckpointId]:
         """Return which of these committed checkpoints the store has lost: it was wiped or put back since."""
         return self.call(lambda store: steps.lost(store, committed))

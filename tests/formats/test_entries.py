@@ -307,6 +307,16 @@ SAVES = {
     "deepspeed with ZeRO 3": Save(
         "deepspeed", 30, {**below("global_step30", ZERO_3), "latest": b"global_step30"}, names=True
     ),
+    "deepspeed of lightning": Save(
+        "deepspeed",
+        9,
+        below(
+            "e=0-step=9.ckpt",
+            {**below("checkpoint", DEEPSPEED), "zero_to_fp32.py": b"x", "latest": b"checkpoint"},
+        ),
+        ("zero_to_fp32.py", "latest"),
+        names=True,
+    ),
     "megatron": Save(
         "megatron",
         100,

@@ -631,3 +631,12 @@ def test_automodel_s_mark_of_a_save_and_what_is_written_after_its_end(metadata: 
     (found,) = find(tree_of({**written, **late}))
     assert found.is_refused
     assert "is_async: false" in found.reason
+
+
+def test_lightning_s_deepspeed_tells_the_step() -> None:
+    written = {
+        "last.ckpt/checkpoint/mp_rank_00_model_states.pt": torch_zip(dp_world_size=1, global_step=70),
+        "last.ckpt/latest": b"checkpoint",
+    }
+    assert [(each.path, each.step) for each in complete(written)] == [("last.ckpt", 70)]
+    assert "`latest` names nothing yet" in reasons(written | {"last.ckpt/latest": b""})

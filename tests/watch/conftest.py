@@ -74,7 +74,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.here = folder
         self.out = folder / "out"
-        self.out.mkdir()
+        self.out.mkdir(parents=True)
         self.state = folder / ".out.ckpt-async"
         self.remote = f"file://{folder}/remote"
         self._started: list[Watching] = []

@@ -21,7 +21,7 @@ from ckpt_async.watch.disk import Disk, sample
 from ckpt_async.watch.entries import Entries, Entry
 from ckpt_async.watch.lookout import UNWHOLE_S
 from tests.watch.looking import Place
-from tests.watch.trees import torch_zip
+from tests.watch.trees import safetensors, torch_zip
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_format_that_is_not_known_is_named_once_for_each_folder(
     assert heard == [("mine-1", Refusal.UNKNOWN)]
     [said] = [each.getMessage() for each in caplog.records if "its format is unknown" in each.getMessage()]
     assert "mine-1/" in said
-    assert "--pattern" in said
+    assert "--done" in said
     lookout.end()
     assert heard == [("mine-1", Refusal.UNKNOWN), ("mine-2", Refusal.UNKNOWN)]
 
@@ -324,3 +324,54 @@ def test_what_settles_and_grows_is_one_checkpoint_with_all_of_it(place: Place) -
     lookout.review()
     assert place.entries.open() == [entry]
     assert place.entries.is_intact(entry)
+
+
+@pytest.mark.parametrize("second", ["step_1/optimizer.pt", "step_1/D_1.pth"])
+def test_a_part_taken_before_the_other_is_dropped(place: Place, second: str) -> None:
+    lookout = place.lookout(Rules())
+    lookout.look_and_take()
+    first = place.folder / ("step_1/model.safetensors" if "optimizer" in second else "step_1/G_1.pth")
+    first.parent.mkdir()
+    if "optimizer" in second:
+        first.write_bytes(safetensors(64))
+        (place.folder / "step_1/model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "model.safetensors"}})
+        )
+    else:
+        first.write_bytes(torch_zip(x=1))
+        first = first.rename(place.folder / first.name)
+        second = Path(second).name
+    lookout.look_and_take()
+    assert len(place.entries.open()) == 1
+    (place.folder / second).write_bytes(torch_zip(x=1))
+    lookout.look_and_take()
+    assert place.entries.open() == []
+    assert len(place.teller.refused) == 1
+
+
+def test_plain_files_that_were_there_are_named(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    (place.folder / "step1.pt").write_bytes(torch_zip(x=1))
+    time.sleep(0.02)  # the kernel's clock is coarse
+    for _ in range(2):
+        place.lookout(Rules()).look_and_take()
+    [said] = [each.getMessage() for each in caplog.records if "step1.pt" in each.getMessage()]
+    assert "--once" in said
+
+
+def test_another_suffix_of_torch_save_is_named(place: Place) -> None:
+    lookout = place.lookout(Rules(settle_s=0.0))
+    lookout.look_and_take()
+    (place.folder / "checkpoint_1.pth.tar").write_bytes(torch_zip(x=1))
+    lookout.look_and_take()
+    assert "--pattern 'checkpoint_*.pth.tar'" in place.teller.unknown["."]
+
+
+def test_parts_in_a_numbered_folder_want_a_marker(place: Place) -> None:
+    lookout = place.lookout(Rules(settle_s=0.0))
+    lookout.look_and_take()
+    (place.folder / "epoch_1").mkdir()
+    for name in ("model.pt", "optimizer.pt"):
+        (place.folder / "epoch_1" / name).write_bytes(torch_zip(x=1))
+    lookout.look_and_take()
+    assert "--done DONE" in place.teller.unknown["epoch_1"]
+    assert "--pattern" not in place.teller.unknown["epoch_1"]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -669,6 +669,52 @@ def test_a_copy_over_a_copy_of_another_one_is_known_by_its_bytes(place: Place) -
         os.utime(place.out / "best/.metadata")
         assert watching.until("there")["step"] == step
     assert (watching.end(), place.newest()) == (0, 20)
+
+
+@pytest.fixture
+def new_node(place: Place) -> Iterator[Place]:
+    """Another node of the run, whose watcher remembers nothing."""
+    node = Place(place.here / "new")
+    node.remote = place.remote
+    yield node
+    node.end()
+
+
+@pytest.mark.parametrize("name", ["step-10", "resume"])
+def test_an_older_one_pulled_elsewhere_is_not_the_newest(place: Place, new_node: Place, name: str) -> None:
+    for step in (10, 20):
+        save_dcp(place, step)
+    assert place.once()[0] == 0
+    watching = new_node.watch()
+    before = save_dcp(new_node, 5)
+    watching.until("committed", 5)
+    assert cli.main(["pull", place.remote, str(new_node.out / name), "--step", "10"]) == 0
+    assert watching.until("there")["step"] == 10
+    assert (watching.end(), place.committed(5), place.newest()) == (0, before, 5)
+
+
+def test_a_run_continues_from_what_was_pulled(place: Place, new_node: Place) -> None:
+    for step in (10, 20):
+        save_dcp(place, step)
+    assert place.once()[0] == 0
+    assert cli.main(["pull", place.remote, str(new_node.out / "resume")]) == 0
+    saved = save_dcp(place, 30)
+    copying = f"import shutil; shutil.move({str(place.out / 'step-30')!r}, {str(new_node.out)!r})"
+    code, told = new_node.main("--", sys.executable, "-c", copying, command="run")
+    assert (code, told["committed"], told["there"]) == (0, 1, 1)
+    assert (place.newest(), place.committed(30)) == (30, saved)
+
+
+def test_a_faithful_copy_of_a_folder_is_taken_whole(place: Place, new_node: Place) -> None:
+    saved = {step: save_dcp(new_node, step) for step in (10, 20, 30)}
+    watching = place.watch()
+    save_dcp(place, 5)
+    watching.until("committed", 5)
+    shutil.copytree(new_node.out, place.out, dirs_exist_ok=True)
+    watching.until("committed", 30)
+    assert watching.end() == 0
+    assert {step: place.committed(step) for step in saved} == saved
+    assert place.newest() == 30
 
 
 def test_one_that_cannot_be_judged_holds_up_nothing_else(
