@@ -290,7 +290,8 @@ class Lookout:
         is_plain = found.is_plain and not self._options.rules.formats
         try:
             entry = entry_of(found, self.tree, self._entries.next_number(), expected=expected)
-            is_doubtful = not (self._has_looked and self._entries.of_path(found.path))
+            sent = [each for each in self._entries.of_path(found.path) if each.generation]
+            is_doubtful = not (self._has_looked and sent)
             entry = replace(entry, is_plain=is_plain, is_doubtful=is_doubtful)
             entry = self._entries.stage(entry, self._options.folder)
         except VanishedError as error:
