@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 from ckpt_async.core.naming import check_relative
@@ -36,6 +37,9 @@ class Destination:
         self._is_verified, self._may_overwrite = is_verified, may_overwrite
         self._partials = self.path / PARTIAL_FOLDER
         self._new: list[Path] = []
+        # What is fetched gets one time, whatever the order in which it arrives: a marker that is older than the files
+        # for which it stands tells `watch` that they are being rewritten.
+        self._began_ns = time.time_ns()
         of = (
             f"{checkpoint.remote} generation {checkpoint.generation} step {checkpoint.step} {checkpoint.name}"
         )
@@ -156,7 +160,7 @@ class Destination:
         return True
 
     def publish(self, partial: PartialFile, file: RemoteFile) -> None:
-        partial.publish(self.target(file))
+        partial.publish(self.target(file), modified_ns=self._began_ns)
 
     def sync(self, files: list[RemoteFile]) -> None:
         """Make the names durable, including those of new folders, and of files that another process has published

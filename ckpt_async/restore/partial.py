@@ -122,12 +122,13 @@ class PartialFile:
         self._whole.clear()
         _record_of(self._path).unlink(missing_ok=True)
 
-    def publish(self, target: Path) -> None:
-        """Move the file to its place, atomically. Its bytes are then durable; its name is durable once the folder
-        has been fsynced.
+    def publish(self, target: Path, *, modified_ns: int) -> None:
+        """Give the file its time, and move it to its place, atomically. Its bytes are then durable; its name is durable
+        once the folder has been fsynced.
 
         Raises FsyncError and discards the file if the fsync fails: its cached pages may never reach the disk.
         """
+        os.utime(self._descriptor, ns=(modified_ns, modified_ns))
         try:
             fsync_descriptor(self._descriptor, target)
         except FsyncError:

@@ -95,6 +95,13 @@ def test_only_selected_files_are_fetched(run_: Run, tmp_path: Path, num_gets: li
             fetch(num_concurrent_reads=number)
 
 
+def test_what_is_fetched_has_one_time(run_: Run, tmp_path: Path) -> None:
+    """A marker that came before the files for which it stands would be taken for one that is out of date."""
+    checkpoint = _committed(run_, files={0: {f"{number}.pt": b"1" for number in range(8)}})
+    report = restore.fetch(checkpoint, tmp_path / "there")
+    assert len({path.stat().st_mtime_ns for path in report.paths.values()}) == 1
+
+
 def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
     """In a run's first launch `find` returns None, which callers may forget."""
     with pytest.raises(
@@ -280,7 +287,7 @@ def test_damage_takes_nothing_from_a_process_that_fetches_the_same(run_: Run, tm
         held.prepare()
         with pytest.raises(restore.DamagedCheckpointError):
             restore.fetch(checkpoint, there)
-        held.publish(there / "rank-0.pt")
+        held.publish(there / "rank-0.pt", modified_ns=0)
     assert left_in(there) == ["rank-0.pt"]
 
 

@@ -358,9 +358,9 @@ def test_an_expired_lease_stops_a_series(
         held.append(self)
         await keep(self)
 
-    def then_it_runs_out(self: partial.PartialFile, target: Path) -> None:
+    def then_it_runs_out(self: partial.PartialFile, target: Path, **options: int) -> None:
         nonlocal num_published
-        publish(self, target)
+        publish(self, target, **options)
         num_published += 1
         if num_published == 3:
             held[0]._good_until = 0.0
