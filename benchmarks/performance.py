@@ -2,8 +2,8 @@
 
 `./dev bench performance --run` runs every benchmark with the arguments below and saves one file for each to
 `--from`, which takes an hour on two cores; give names to select some of them. Without `--run` it uses the
-saved results. A benchmark without saved results keeps its previous table; text outside the markers is left
-unchanged.
+saved results. A table keeps what it has unless the results of all its runs are saved; text outside the markers is
+left unchanged.
 
 `--quick` is for your machine: one round of most benchmarks, ten minutes in all. The page is written beside
 the results, with their tables only.
@@ -34,135 +34,113 @@ SAVED = ROOT / ".venv" / "benchmarks" / "results"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One run of a benchmark and its table."""
+class Run:
+    """One run of a benchmark."""
 
     name: str
     command: str
-    title: str
     counted: str  # the check that keeps the result honest
     quick: str | None = None  # arguments to add for a rough answer; None: takes too long for that
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A question, and its table: the results of its runs, side by side."""
+
+    title: str
+    runs: Mapping[str, str]  # by what precedes the names of its columns
+    columns: tuple[str, ...] = ()  # all of them, if none is named
+    # A row "link: client" becomes a row for each link, and a column for each client.
+    is_by_client: bool = False
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.runs.values()))
 
 
 SINK = "bytes counted by a sink that reads all of them before it answers"
 LINK = "bytes counted by a sink that models the link"
 GRID = "network --clients ours obstore s5cmd boto3+crt"
-SOME = "'5 of 100 MiB/s, 50 ms' '20 of 400 MiB/s, 30 ms' '60 of 400 MiB/s, 30 ms'"
-TLS_GRID = f"network --server tls --clients ours obstore s5cmd boto3+crt --links {SOME} ceiling"
-LARGE = (
-    "network --mib 8192 --clients ours obstore boto3+crt s3torchconnector --links '20 of 400 MiB/s, 30 ms'"
-)
 QUICK = "--rounds 1"
-FEW = "--mib 256 --clients ours obstore boto3+crt"
-PARTS = [
-    Part(
-        "network-up",
-        f"{GRID} --way up",
-        "Up a link that behaves like S3",
-        LINK,
-        "--mib 256 --clients ours obstore boto3+crt",
+PEERS = "--clients ours obstore boto3+crt"
+LOOPS = "--loops python --clients 'ours, thread' 'ours, process' obstore"
+RUNS = [
+    Run("network-up", f"{GRID} --way up", LINK, f"--mib 256 {PEERS}"),
+    Run("network-down", f"{GRID} --way down", LINK, f"--mib 256 {PEERS}"),
+    Run("network-engines", "network --clients ours obstore 'obstore, unsigned' --mib 128 --engines 8", LINK),
+    Run("upload", "upload", SINK, QUICK),
+    Run("upload-tls", "upload --server tls", SINK, QUICK),
+    Run("download", "download", "size of the file, and bytes that left the sink", QUICK),
+    Run("download-tls", "download --server tls", "the same", QUICK),
+    Run("resume", "resume", SINK, QUICK),
+    Run("end_to_end", "end_to_end", SINK, f"{QUICK} --mib 256"),
+    Run("save", "save --rounds 3 --saves 2", SINK),
+    Run("interference", "interference", SINK, f"{QUICK} --windows 2 {LOOPS}"),
+    Run("interference-tls", f"interference --server tls {LOOPS}", SINK),
+    Run("enqueue", "enqueue", SINK, "--total 160"),
+    Run("enqueue-quiet", "enqueue --quiet", SINK),
+    Run("small_shards", "small_shards", "one PUT for each by the sink's log", QUICK),
+    Run("small_shards-10000", "small_shards --shards 10000 --rounds 3", "the same"),
+    Run("small_files", "small_files", "one GET for each by the sink's log, every byte compared", QUICK),
+    Run("commit", "commit", "requests by the sink's log", QUICK),
+    Run("memory", "memory", SINK, QUICK),
+    Run("growth", "growth", "decisions counted in the store"),
+    Run("scale_model", "scale_model", "requests by the simulated store"),
+]
+NETWORK = ("MiB/s",)
+BYTES = ("MiB/s", "CPU s/GiB", "anon MiB", "ours/it")
+SMALL = ("shards/s", "files/s", "CPU ms/shard", "CPU ms/file", "of s5cmd")
+TABLES = [
+    Table("1 GiB on a link", {"up": "network-up", "down": "network-down"}, NETWORK, is_by_client=True),
+    Table("Eight processes on one link", {"": "network-engines"}, NETWORK, is_by_client=True),
+    Table("Upload of 1 GiB", {"": "upload", "TLS:": "upload-tls"}, BYTES),
+    Table("Download of 1 GiB to a file", {"": "download", "TLS:": "download-tls"}, BYTES),
+    Table("Resume", {"": "resume"}),
+    Table("End to end: blocked, and until durable", {"": "end_to_end"}),
+    Table("What a save costs training", {"": "save"}),
+    Table("What training loses per GiB uploaded", {"": "interference", "TLS:": "interference-tls"}),
+    Table("`enqueue`", {"": "enqueue", "quiet:": "enqueue-quiet"}, ("wall", "core", "held")),
+    Table(
+        "Shards and files of 64 KiB",
+        {"2,000 up:": "small_shards", "10,000 up:": "small_shards-10000", "2,000 down:": "small_files"},
+        SMALL,
     ),
-    Part(
-        "network-down",
-        f"{GRID} --way down",
-        "Down such a link",
-        LINK,
-        "--mib 256 --clients ours obstore boto3+crt",
-    ),
-    Part(
-        "network-engines",
-        "network --clients ours obstore 'obstore, unsigned' --mib 128 --engines 8",
-        "Eight processes on one link",
-        LINK,
-    ),
-    Part("network-tls-up", f"{TLS_GRID} --way up", "Up such a link over TLS", LINK),
-    Part("network-tls-down", f"{TLS_GRID} --way down", "Down such a link over TLS", LINK),
-    Part("network-large", LARGE, "8 GiB up such a link", LINK),
-    Part("upload", "upload", "Upload of 1 GiB, plain HTTP", SINK, QUICK),
-    Part("upload-tls", "upload --server tls", "Upload of 1 GiB, TLS", SINK, QUICK),
-    Part(
-        "upload-seaweed",
-        "upload --server seaweed",
-        "Upload of 1 GiB to SeaweedFS",
-        "size asked of the server",
-    ),
-    Part(
-        "download",
-        "download",
-        "Download of 1 GiB to a file",
-        "size of the file, and bytes that left the sink",
-        QUICK,
-    ),
-    Part("download-tls", "download --server tls", "Download of 1 GiB, TLS", "the same", QUICK),
-    Part("resume", "resume", "Resume", SINK, QUICK),
-    Part("end_to_end", "end_to_end", "End to end: blocked, and until durable", SINK, f"{QUICK} --mib 256"),
-    Part("save", "save --rounds 3 --saves 2", "What a save costs training", SINK),
-    Part("overlap", "overlap", "Sent while it is written", SINK),
-    Part(
-        "interference",
-        "interference",
-        "What training loses per GiB uploaded",
-        SINK,
-        f"{QUICK} --windows 2 --loops python --clients 'ours, thread' 'ours, process' obstore",
-    ),
-    Part(
-        "interference-tls",
-        "interference --server tls --loops python --clients 'ours, thread' 'ours, process' obstore",
-        "What training loses per GiB uploaded over TLS",
-        SINK,
-    ),
-    Part("enqueue", "enqueue", "`enqueue`, while shards are written beside it", SINK, "--total 160"),
-    Part("enqueue-quiet", "enqueue --quiet", "`enqueue`, nothing written beside it", SINK),
-    Part(
-        "small_shards", "small_shards", "2,000 shards of 64 KiB", "one PUT for each by the sink's log", QUICK
-    ),
-    Part(
-        "small_shards-10000", "small_shards --shards 10000 --rounds 3", "10,000 shards of 64 KiB", "the same"
-    ),
-    Part(
-        "small_files",
-        "small_files",
-        "2,000 files of 64 KiB come back",
-        "one GET for each by the sink's log, every byte compared",
-        QUICK,
-    ),
-    Part("commit", "commit", "From the last seal to the commit", "requests by the sink's log", QUICK),
-    Part("memory", "memory", "Memory of an upload", SINK, QUICK),
-    Part("growth", "growth", "10 to 10,000 checkpoints", "decisions counted in the store"),
-    Part(
-        "scale_model",
-        "scale_model",
-        "10,000 ranks, on paper and simulated",
-        "requests by the simulated store",
-    ),
+    Table("From the last seal to the commit", {"": "commit"}),
+    Table("Memory of an upload", {"": "memory"}),
+    Table("10 to 10,000 checkpoints", {"": "growth"}),
+    Table("10,000 ranks, on paper and simulated", {"": "scale_model"}),
 ]
 
 
 # --- running -----------------------------------------------------------------------------------------------
 
 
-def run(part: Part, folder: Path) -> bool:
-    name, *arguments = shlex.split(part.command)
+def start(run: Run, folder: Path) -> bool:
+    name, *arguments = shlex.split(run.command)
     command = [sys.executable, str(Path(__file__).with_name(f"{name}.py")), *arguments, "--json"]
-    print(f"./dev bench {part.command}", file=sys.stderr, flush=True)
+    print(f"./dev bench {run.command}", file=sys.stderr, flush=True)
     began = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     took_s = time.monotonic() - began
     if done.returncode:
-        print(f"benchmarks: {part.name} failed after {took_s:.0f} s; the others go on", file=sys.stderr)
+        print(f"benchmarks: {run.name} failed after {took_s:.0f} s; the others go on", file=sys.stderr)
         return False
-    (folder / f"{part.name}.json").write_text(json.dumps({"seconds": took_s, **json.loads(done.stdout)}))
+    (folder / f"{run.name}.json").write_text(
+        json.dumps({"command": run.command, "seconds": took_s, **json.loads(done.stdout)})
+    )
     return True
 
 
 # --- the page ----------------------------------------------------------------------------------------------
 
 
-def table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def lines_of(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a Markdown table; a spread is shown by its median and range. Columns that hold more than a
     number appear only in the JSON.
     """
-    columns = [name for name, value in next(iter(rows.values())).items() if not is_nested(value)]
+    columns = list(
+        dict.fromkeys(name for row in rows.values() for name, value in row.items() if not is_nested(value))
+    )
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
     for name, row in rows.items():
         lines.append(f"| {name} | {' | '.join(cell(row.get(column)) for column in columns)} |")
@@ -173,16 +151,27 @@ def is_nested(value: Any) -> bool:
     return isinstance(value, Mapping) and "median" not in value
 
 
-def section(part: Part, saved: Mapping[str, Any]) -> list[str]:
-    load = saved["machine"]["load_1_min"]
-    lines = [
-        f"`./dev bench {part.command}`; {part.counted}; {saved['seconds']:.0f} s, load {load:.1f} at its end.",
-        "",
-    ]
-    lines += table(saved["rows"])
-    if saved.get("simulated"):
-        lines += ["", "One checkpoint, simulated with the real engines:", "", *table(saved["simulated"])]
-    return lines
+def side_by_side(table: Table, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the rows of those runs of a table that were saved."""
+    rows: dict[str, dict[str, Any]] = {}
+    for label, name in table.runs.items():
+        for row, values in saved.get(name, {"rows": {}})["rows"].items():
+            link, _, client = row.rpartition(": ")
+            for column in table.columns or values:
+                if column in values:
+                    key, head = (link, client) if table.is_by_client else (row, column)
+                    rows.setdefault(key, {})[f"{label} {head}".strip()] = values[column]
+    return rows
+
+
+def section(table: Table, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for run in (each for each in RUNS if each.name in table.runs.values() and each.name in saved):
+        result = saved[run.name]
+        load, took_s = result["machine"]["load_1_min"], result["seconds"]
+        how = f"`./dev bench {result['command']}`; {run.counted}; {took_s:.0f} s, load {load:.1f} at its end."
+        lines.append(f"- {how}" if len(table.runs) > 1 else how)
+    return [*lines, "", *lines_of(side_by_side(table, saved))]
 
 
 def machine_lines(machines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -286,36 +275,36 @@ def use_memory_once() -> None:
 def write(saved: Mapping[str, Mapping[str, Any]]) -> None:
     page = PAGE.read_text(encoding="utf-8")
     page = replaced(page, "machine", machine_lines(each["machine"] for each in saved.values()))
-    for part in PARTS:
-        if part.name in saved:
-            page = replaced(page, part.name, section(part, saved[part.name]))
+    for table in TABLES:
+        if saved.keys() >= {*table.runs.values()}:
+            page = replaced(page, table.name, section(table, saved))
     PAGE.write_text(page, encoding="utf-8")
     if all(name in saved for name, _, _ in PANELS):  # otherwise the chart that is there shows more
         CHART.write_text(chart(saved), encoding="utf-8")
 
 
-def write_quick(parts: Iterable[Part], saved: Mapping[str, Mapping[str, Any]], page: Path) -> None:
+def write_quick(saved: Mapping[str, Mapping[str, Any]], page: Path) -> None:
     lines = ["# Performance of this machine", ""]
     lines += machine_lines(each["machine"] for each in saved.values())
-    for part in parts:
-        if part.name in saved:
-            lines += ["", f"## {part.title}", "", *section(part, saved[part.name])]
+    for table in TABLES:
+        if saved.keys() & {*table.runs.values()}:
+            lines += ["", f"## {table.title}", "", *section(table, saved)]
     page.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(each.name for each in PARTS)}"
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(each.name for each in RUNS)}"
     )
     parser.add_argument("--run", action="store_true", help="run them first")
     parser.add_argument("--from", dest="folder", type=Path, default=SAVED, help="where the results are")
     parser.add_argument("--quick", action="store_true", help="a rough answer for this machine in ten minutes")
     arguments: argparse.Namespace = parser.parse_args()
-    unknown = set(arguments.names) - {each.name for each in PARTS}
+    unknown = set(arguments.names) - {each.name for each in RUNS}
     if unknown:
         parser.error(f"no such result: {', '.join(sorted(unknown))}")
-    wanted = [each for each in PARTS if not arguments.names or each.name in arguments.names]
+    wanted = [each for each in RUNS if not arguments.names or each.name in arguments.names]
     if arguments.quick:
         arguments.run, arguments.folder = True, arguments.folder / "quick"
         wanted = [
@@ -324,17 +313,17 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.run:
         use_memory_once()
-    failed = [each.name for each in wanted if arguments.run and not run(each, arguments.folder)]
+    failed = [each.name for each in wanted if arguments.run and not start(each, arguments.folder)]
     saved = {}
-    for part in PARTS:
-        path = arguments.folder / f"{part.name}.json"
+    for run in wanted if arguments.quick else RUNS:
+        path = arguments.folder / f"{run.name}.json"
         if path.exists():
-            saved[part.name] = json.loads(path.read_text(encoding="utf-8"))
+            saved[run.name] = json.loads(path.read_text(encoding="utf-8"))
     if not saved:
         sys.exit(f"benchmarks: no results in {arguments.folder}: --run makes them")
     if arguments.quick:
         page = arguments.folder / "performance.md"
-        write_quick(wanted, saved, page)
+        write_quick(saved, page)
         print(page.read_text(encoding="utf-8") if not arguments.json else json.dumps(saved))
     else:
         write(saved)

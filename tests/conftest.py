@@ -95,7 +95,24 @@ os.environ["GOMAXPROCS"] = "1"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fault",
+        action="append",
+        metavar="ID",
+        help="run only the tests of this fault of docs/reliability.md",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if wanted := config.getoption("--fault"):
+
+        def is_wanted(item: pytest.Item) -> bool:
+            return any({*wanted}.intersection(mark.args) for mark in item.iter_markers("fault"))
+
+        config.hook.pytest_deselected(items=[each for each in items if not is_wanted(each)])
+        items[:] = [each for each in items if is_wanted(each)]
+
     def place(item: pytest.Item) -> int:
         name = item.path.relative_to(TESTS).as_posix()
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)

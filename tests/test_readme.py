@@ -50,6 +50,7 @@ def test_a_block_runs_alone(page: str, number: int, tmp_path: Path) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
+@pytest.mark.fault("O12")
 def test_the_readme_works_as_written(tmp_path: Path) -> None:
     """The steps run in the order of the page, each in a process of its own, without a launcher."""
     remote = f"file://{tmp_path}/store/run-a"
@@ -96,6 +97,7 @@ def test_the_readme_works_as_written(tmp_path: Path) -> None:
     assert pulled["batch"] == 300
 
 
+@pytest.mark.fault("O12")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_command_lines_of_a_page_parse(page: Path) -> None:
     for arguments in commands(page):

@@ -62,7 +62,7 @@ KINDS = "kinds/"
 
 # One component of a name: what POSIX, S3, GCS, R2 and shells all accept without quoting, plus '=+@,' for Lightning's
 # 'epoch=1-step=100.ckpt'. No spaces, backslashes, control or non-ASCII characters: SeaweedFS accepts a newline and
-# folds 'p//q' into 'p/q', so ambiguous names must be refused (table rows F25, F26). None begins like PRIVATE, as our
+# folds 'p//q' into 'p/q', so ambiguous names must be refused (faults F25, F26). None begins like PRIVATE, as our
 # own folders and temporary files do, in capitals either (some file systems ignore case): else whoever can write to a
 # bucket could plant a journal in a folder. None begins with '-', which a command would take for an option.
 COMPONENT = rf"(?!-|(?i:{re.escape(PRIVATE)}))[A-Za-z0-9._=+@,-]{{1,200}}"

@@ -1,7 +1,7 @@
 """Protocol objects <-> bytes: JSON with a format version, canonical, size-capped, schema-checked. Pure.
 
 Whatever another machine wrote is untrusted input: every decoder raises InvalidRecordError for anything that this
-package cannot have written, before it costs memory or time (table row F28). No pickle, no YAML, ever.
+package cannot have written, before it costs memory or time (fault F28). No pickle, no YAML, ever.
 """
 
 from __future__ import annotations

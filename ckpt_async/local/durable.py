@@ -75,7 +75,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def point_symlink(link: Path, target: Path, private: Path) -> None:
-    """Make `link` a relative symlink to `target`; readers never find it missing (table row F20). Whatever a kill
+    """Make `link` a relative symlink to `target`; readers never find it missing (fault F20). Whatever a kill
     leaves half done is in `private`, where the next `Folder` removes it.
 
     The link's folder is made if it is missing. Refuses to replace anything that is not a symlink, or not a folder,

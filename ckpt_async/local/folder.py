@@ -1,7 +1,7 @@
 """The checkpoint folder: everything that touches it goes through here. Blocking calls, safe from any thread.
 
 Nothing outside the folder is ever opened, linked or removed: paths are walked component by component with
-`O_NOFOLLOW`, so a symlink on the way is refused rather than followed (invariant I10, table row F27).
+`O_NOFOLLOW`, so a symlink on the way is refused rather than followed (invariant I10, fault F27).
 """
 
 from __future__ import annotations

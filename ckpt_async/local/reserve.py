@@ -1,8 +1,7 @@
 """Space in a folder that is reserved for a full disk.
 
 Only a commit frees space, and a commit itself needs some: for the journal, manifests and the symlink. Without the
-reserve, a disk full of checkpoints that are waiting for upload would stay full, and no restart could help (table
-row F5).
+reserve, a disk full of checkpoints that are waiting for upload would stay full, and no restart could help (fault F5).
 
 It is released when a write lacked space, because no statistics tell that: of a quota they know nothing, and on btrfs
 what they call free may be of no use. Whoever writes next gets what is released, often the trainer, to whose checkpoint

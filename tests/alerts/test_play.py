@@ -22,6 +22,7 @@ def test_all_times_of_a_rule_are_scaled() -> None:
     )
 
 
+@pytest.mark.fault("O11")
 @pytest.mark.soak
 @pytest.mark.skipif("CKPT_ASYNC_SOAK_MINUTES" not in os.environ, reason="./dev alerts: 2 minutes")
 def test_every_alert_fires_and_resolves_in_a_real_prometheus() -> None:

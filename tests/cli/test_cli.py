@@ -212,6 +212,7 @@ def test_ls_omits_decisions_voided_by_the_boundary(
     assert cli.main(["pin", remote, "2"]) == 3
 
 
+@pytest.mark.fault("F41")
 def test_ls_shows_readable_checkpoints_beside_unreadable_records(
     folder: Path, remote: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -412,6 +413,7 @@ def test_a_store_that_answers_slowly_is_not_called_silent(
     assert "answers slowly" in told
 
 
+@pytest.mark.fault("O1")
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -604,6 +606,7 @@ def test_a_broken_pipe_is_not_reported_as_an_error(arguments: list[str]) -> None
     assert "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.fault("O15")
 @pytest.mark.parametrize("arguments", [["version"], ["version", "--json"], ["bogus", "--json"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_unwritable_output_is_reported(arguments: list[str], unbuffered: str) -> None:
@@ -648,6 +651,7 @@ def test_output_that_is_cut_short_is_one_error(
     assert done.stderr == "ckpt-async: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.fault("O15")
 @pytest.mark.parametrize(
     ("closed", "arguments", "code", "out"),
     [
@@ -672,6 +676,7 @@ def test_a_closed_standard_stream_is_not_an_error(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.fault("O15")
 def test_a_name_that_the_terminal_cannot_encode_is_shown_escaped(tmp_path: Path) -> None:
     folder, remote = tmp_path / "ü✓", f"file://{tmp_path}/über"
     train(folder, remote, 1)

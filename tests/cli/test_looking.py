@@ -229,6 +229,7 @@ def test_a_checkpoint_whose_record_cannot_be_read_is_not_said_to_be_missing(remo
     assert call("ls", remote, "1")[0] == 4
 
 
+@pytest.mark.fault("F121")
 def test_what_is_not_known_to_be_missing_is_never_reported_as_missing(
     tmp_path: Path, remote: str, call: Call
 ) -> None:
@@ -327,6 +328,7 @@ def test_du_of_a_prefix_sums_its_runs(tmp_path: Path, remote: str, call: Call, t
     assert in_all == sum(runs) == sum(each["objects"] for run in told["runs"] for each in run["used"])
 
 
+@pytest.mark.fault("F153")
 def test_du_tells_of_a_bucket_that_keeps_versions(
     tmp_path: Path, s3_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

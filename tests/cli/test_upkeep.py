@@ -396,6 +396,7 @@ def test_sigterm_during_a_sweep_ends_it_and_frees_the_folder(
 # --- prune, pin, unpin -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("O3")
 def test_prune_is_a_dry_run_without_yes(
     call: Call, folder: Path, remote: str, stored: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -444,6 +445,7 @@ def test_prune_takes_its_policy_from_the_environment(
     assert steps(call, remote) == [1, 3]
 
 
+@pytest.mark.fault("O3")
 @pytest.mark.parametrize("keep", ["best=1:los", "named=nobody", "every-steps=1000"])
 def test_a_policy_that_matches_nothing_prunes_nothing(
     call: Call, folder: Path, remote: str, keep: str
@@ -482,6 +484,7 @@ def test_a_pin_holds_until_it_is_removed(
         assert (code, told["error"]["kind"]) == (3, "ObjectNotFoundError")
 
 
+@pytest.mark.fault("O2")
 def test_a_step_of_one_generation_can_be_selected(call: Call, stored: Path, tmp_path: Path) -> None:
     """Restarted runs save the same steps again, and without `@g` an older one could not be selected on its own."""
     remote = f"file://{stored}"

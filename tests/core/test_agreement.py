@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from ckpt_async.core.agreement import obstacle
 from ckpt_async.core.model import CheckpointId, Checksum, Receipt, StoredShard
 
@@ -30,6 +32,7 @@ def test_ranks_that_call_the_checkpoint_differently_are_named() -> None:
     assert obstacle(ID, receipts) == "rank 2 calls it 'best-100', other ranks 'step-100'"
 
 
+@pytest.mark.fault("F108")
 def test_receipts_of_different_launches_are_not_committed_together() -> None:
     """Two launches that have opened the same generation of a remote that was wiped write under the same keys."""
     receipts = [replace(receipt(rank, 3), nonce=nonce) for rank, nonce in enumerate("aab")]

@@ -82,6 +82,7 @@ def test_impossible_rank_is_refused(
         launch.rank_and_world_size(environment, rank, world_size)
 
 
+@pytest.mark.fault("F34")
 @pytest.mark.parametrize(
     ("environment", "rank", "world_size", "message"),
     [
@@ -150,6 +151,7 @@ def test_contradicting_launcher_variables_are_rejected() -> None:
         launch.rank_and_world_size({**SRUN, **MPIRUN, "SLURM_PROCID": "1"}, None, None)
 
 
+@pytest.mark.fault("F34")
 @pytest.mark.parametrize(
     "environment", [{"RANK": "1", "WORLD_SIZE": "2"}, {**SRUN, "SLURM_PROCID": "1"}, MPIRUN]
 )

@@ -104,6 +104,7 @@ def test_only_committed_checkpoints_count_and_are_removed() -> None:
     assert [each.checkpoint.step for each in actions if isinstance(each, Forget)] == [20]
 
 
+@pytest.mark.fault("F40")
 def test_checkpoints_kept_for_good_leave_the_journal() -> None:
     """The journal need not remember them forever, and a later launch that keeps fewer checkpoints must not remove them.
 

@@ -16,9 +16,10 @@ from ckpt_async.errors import InvalidNameError
 from tests.core.hostile import HOSTILE
 
 
+@pytest.mark.fault("F25")
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_hostile_path_is_refused(name: str) -> None:
-    """Table row F25: traversal, absolute, NUL, newline, drive letters, look-alikes, too long."""
+    """Fault F25: traversal, absolute, NUL, newline, drive letters, look-alikes, too long."""
     with pytest.raises(InvalidNameError):
         naming.check_relative(name, "path")
 
@@ -132,6 +133,7 @@ def test_a_string_is_not_accepted_as_a_collection_of_names() -> None:
             naming.several(wrong, "files")
 
 
+@pytest.mark.fault("F52")
 @pytest.mark.parametrize(
     "template",
     [

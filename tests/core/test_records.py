@@ -1,4 +1,4 @@
-"""Records written by other machines are untrusted input: read back exactly, or refused quickly with one error (row
+"""Records written by other machines are untrusted input: read back exactly, or refused quickly with one error (fault
 F28).
 """
 
@@ -210,6 +210,7 @@ def field_with(kind: str, name: str, text: str) -> bytes:
     return json.dumps(document).replace('"PLACE"', text).encode()
 
 
+@pytest.mark.fault("F28")
 @every_kind
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_oversized_or_deeply_nested_record_is_rejected(kind: str, bomb: str) -> None:
@@ -261,6 +262,7 @@ def test_missing_field_is_refused(kind: str) -> None:
             decode(json.dumps(document).encode())
 
 
+@pytest.mark.fault("F28")
 @every_kind
 @given(data=st.data())
 def test_any_corruption_is_rejected_or_harmless(kind: str, data: st.DataObject) -> None:

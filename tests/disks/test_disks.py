@@ -36,21 +36,25 @@ def tried(name: str, check: str) -> str:
     return found.rpartition(": ")[2]
 
 
+@pytest.mark.fault("F159")
 @pytest.mark.parametrize("name", ["ext3", "gluster"])
 def test_swaps_from_two_nodes_lose_nothing(name: str) -> None:
     """GlusterFS remembers names, ext3 has whole seconds."""
     assert tried(name, "Swaps") == "400, none lost"
 
 
+@pytest.mark.fault("F159")
 def test_two_nodes_may_open_at_the_same_instant() -> None:
     tried("gluster", "Opened at once")
 
 
+@pytest.mark.fault("F160")
 @pytest.mark.parametrize("name", ["sshfs", "rclone"])
 def test_rank_0_decides_where_nodes_see_different_things(name: str) -> None:
     assert tried(name, "Swaps") == "rank 0 alone"
 
 
+@pytest.mark.fault("F161")
 def test_names_that_differ_in_case_are_refused() -> None:
     assert tried("ntfs", "Case") == "the second name is refused"
 

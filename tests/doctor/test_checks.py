@@ -438,6 +438,7 @@ def test_a_tmpfs_folder_is_a_warning(call: Examine) -> None:
     assert call("/dev/shm")[1]["file system"]["level"] == ("warn" if filesystem == "tmpfs" else "ok")
 
 
+@pytest.mark.fault("F21")
 def test_a_network_file_system_fails_with_the_uploaders_message(
     folder: Path, call: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def azure_proxy(
         yield proxy
 
 
+@pytest.mark.fault("F82")
 @pytest.mark.parametrize(
     ("lane", "query"),
     [(SHARDS, "^(?!comp)"), (SHARDS, BLOCKS), (rf"{CONTROL}(receipts|decisions|latest)", "")],
@@ -72,6 +73,7 @@ def test_every_kind_of_request_failure_is_survived(
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+@pytest.mark.fault("F82")
 def test_a_lost_reply_to_any_conditional_write_is_survived(
     azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ def test_a_lost_reply_to_any_conditional_write_is_survived(
     assert not oracle.aborted
 
 
+@pytest.mark.fault("F82")
 def test_a_lost_reply_to_the_commit_of_a_block_list_is_survived(
     azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
@@ -134,6 +137,7 @@ def test_refusing_half_of_all_requests_loses_nothing(
     assert len(Oracle(f"{azure_url}/run", 1, num_shards=4).look()) == 5
 
 
+@pytest.mark.fault("F82")
 def test_a_killed_upload_is_resumed_and_no_finished_block_is_sent_again(
     nursery: Nursery, azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
@@ -198,6 +202,7 @@ def test_uploads_wait_for_credentials_to_be_renewed(
     assert Oracle(f"{azure_url}/run", 1).look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
 
 
+@pytest.mark.fault("F82")
 def test_a_download_that_is_cut_short_or_changed_on_the_way_is_done_again(
     azure_proxy: FaultProxy, azure_url: str, tmp_path: Path
 ) -> None:
@@ -215,6 +220,7 @@ def test_a_download_that_is_cut_short_or_changed_on_the_way_is_done_again(
     assert [fault.num_hits for fault in faults] == [1, 1]
 
 
+@pytest.mark.fault("F82")
 @pytest.mark.parametrize(("query", "num_parts"), [("^(?!comp)", 0), (BLOCKS, 3)], ids=["blob", "blocks"])
 def test_a_bit_that_is_changed_on_its_way_to_the_service_is_refused_and_sent_again(
     azure_proxy: FaultProxy, azure_url: str, tmp_path: Path, query: str, num_parts: int
@@ -232,6 +238,7 @@ def test_a_bit_that_is_changed_on_its_way_to_the_service_is_refused_and_sent_aga
     assert Oracle(f"{azure_url}/run", 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
 
 
+@pytest.mark.fault("F82")
 def test_an_upload_whose_blocks_the_service_has_forgotten_begins_anew(
     nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +305,7 @@ def test_configuration_errors_are_raised_at_open(
     assert "sig=" not in str(caught.value)
 
 
+@pytest.mark.fault("F82")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_rounds", [15, pytest.param(1000, marks=SOAK)])
 def test_of_eight_writers_one_wins_and_each_knows_who(

@@ -1,4 +1,4 @@
-"""Row F11: a trainer that changes a shard in place right after `enqueue`, tested on a
+"""Fault F11: a trainer that changes a shard in place right after `enqueue`, tested on a
 real file system with real times.
 """
 
@@ -54,6 +54,7 @@ def is_aborted(uploader: Uploader, step: int) -> bool:
     return True
 
 
+@pytest.mark.fault("F11")
 def test_a_change_within_the_same_mtime_tick_is_never_committed(tmp_path: Path, seed: int) -> None:
     """One bit or the end of the file changes. Either the file's times reveal the change, or it came too late and
     the enqueued bytes are committed.
@@ -85,6 +86,7 @@ def test_a_change_within_the_same_mtime_tick_is_never_committed(tmp_path: Path, 
     assert len(aborted) > NUM_SHARDS / 2
 
 
+@pytest.mark.fault("F11")
 def test_where_times_are_coarse_no_mixture_is_committed(tmp_path: Path) -> None:
     """A file changes twice within the second in which it was enqueued, so that its time does not show it."""
     if os.geteuid():

@@ -26,6 +26,7 @@ from tests.faults.oracle import Oracle
 from tests.faults.small_disk import disk_image, on_small_disk
 
 
+@pytest.mark.fault("F21")
 @pytest.mark.parametrize("kind", ["not writable", "a file", "network"])
 def test_an_unusable_folder_is_rejected_at_open(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -48,6 +49,7 @@ def test_an_unusable_folder_is_rejected_at_open(
     assert not (tmp_path / "remote").exists()
 
 
+@pytest.mark.fault("F5")
 def test_a_disk_that_became_read_only_is_reported_with_a_hint(tmp_path: Path) -> None:
     """ext4 remounts itself read-only after an error."""
     done = on_small_disk(
@@ -76,6 +78,7 @@ def test_an_unwritable_remote_folder_is_rejected_at_open(tmp_path: Path) -> None
         assert uploader.generation == 1
 
 
+@pytest.mark.fault("F5")
 def test_a_full_disk_raises_and_recovers_when_there_is_space(tmp_path: Path) -> None:
     """A full disk is the most common accident of all. The trainer gets an error, loses nothing, and
     continues when there is space again.
@@ -114,6 +117,7 @@ def test_a_full_disk_raises_and_recovers_when_there_is_space(tmp_path: Path) -> 
     assert Oracle(f"file://{tmp_path}/remote", 1).look() == {CheckpointId(1, 1), CheckpointId(1, 2)}
 
 
+@pytest.mark.fault("F111")
 @pytest.mark.parametrize("make", ["mkfs.btrfs -q -f", "mkfs.ext4 -q -b 1024"])
 def test_no_full_disk_kills_a_trainer_with_a_journal(tmp_path: Path, make: str) -> None:
     """A page of a mapping needs space when it is written, always (btrfs) or at first (small blocks): a SIGBUS."""
@@ -149,6 +153,7 @@ def test_no_full_disk_kills_a_trainer_with_a_journal(tmp_path: Path, make: str) 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.fault("F5")
 def test_an_upload_waits_for_space_when_the_disk_runs_full(tmp_path: Path) -> None:
     """Uploading what is enqueued needs no more space than the journal's rows, and those
     are written as soon as possible.
@@ -230,6 +235,7 @@ FILLING = """
 """
 
 
+@pytest.mark.fault("F5")
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "alive"])
 def test_a_disk_that_only_checkpoints_fill_is_emptied_by_committing_them(
     tmp_path: Path, is_killed: bool
@@ -268,6 +274,7 @@ def test_a_disk_that_only_checkpoints_fill_is_emptied_by_committing_them(
     assert newest.step == int(sealed[-1][0])
 
 
+@pytest.mark.fault("F5")
 @pytest.mark.parametrize(
     ("make", "has_quota"), [("mkfs.btrfs -q -f", True), ("mkfs.btrfs -q -f --mixed", False)]
 )
@@ -340,6 +347,7 @@ EATING = """
 """
 
 
+@pytest.mark.fault("F5")
 def test_a_trainer_that_takes_what_was_released_for_commits_does_not_get_it_all(tmp_path: Path) -> None:
     """All of the reserve was released at once, to a trainer that was writing its next checkpoint. It died, and no drain
     could commit anything on the full disk.
@@ -393,6 +401,7 @@ MANY = """
 """
 
 
+@pytest.mark.fault("F5")
 def test_a_drain_finishes_on_a_disk_that_commits_do_not_empty(tmp_path: Path) -> None:
     """The user's files stay, so that only the reserve is there for the records of all commits. The journal once took
     all of it, and `latest` was moved to a commit that could not be recorded yet, which crashed the engine.
@@ -442,6 +451,7 @@ def test_a_folder_that_finds_no_space_at_fsync_is_synced_again(
     assert refused
 
 
+@pytest.mark.fault("F5")
 def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> None:
     """If a shared file system fills up overnight, that night's checkpoints must not be lost."""
     done = on_small_disk(
@@ -464,6 +474,7 @@ def test_a_full_remote_disk_is_retried_until_there_is_space(tmp_path: Path) -> N
     assert done.stdout == "full\ncommitted\n"
 
 
+@pytest.mark.fault("F5")
 @pytest.mark.parametrize("make", ["", "mkfs.ext4 -q", "mkfs.btrfs -q -f", "mkfs.xfs -q -f"])
 def test_a_full_remote_is_freed_by_pruning_it(tmp_path: Path, make: str) -> None:
     """Both commands wrote first, and failed: nothing but deleting by hand was left."""
@@ -519,6 +530,7 @@ def test_a_trainer_that_fills_the_remote_can_be_pruned_beside(tmp_path: Path) ->
     assert done.stdout.split() == ["True"]
 
 
+@pytest.mark.fault("F154")
 @pytest.mark.parametrize("number", [errno.ENOTCONN, errno.EHOSTDOWN, errno.ESTALE, errno.EREMOTEIO])
 def test_a_file_server_that_is_away_ends_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -570,6 +582,7 @@ def test_shards_on_another_mount_inside_the_folder_are_uploaded_without_a_link(t
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.fault("F4")
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
@@ -640,6 +653,7 @@ def test_a_failed_fsync_is_never_committed(
     ]
 
 
+@pytest.mark.fault("F5")
 def test_a_step_that_did_not_fit_can_be_given_up_while_the_disk_is_full(tmp_path: Path) -> None:
     """It held what had been enqueued of it, on a disk too full to note that it was given up."""
     done = on_small_disk(
@@ -700,6 +714,7 @@ def test_where_there_is_no_reserve_the_hint_says_that_giving_up_needs_space(tmp_
     assert "the disk was full" in done.stdout
 
 
+@pytest.mark.fault("F5")
 @pytest.mark.parametrize(("size", "has_reserve"), [("80m", True), ("16m", False)])
 def test_a_saver_gives_up_what_did_not_fit(tmp_path: Path, size: str, has_reserve: bool) -> None:
     """A save that failed between two calls kept its links, and their space, until the end of the process."""

@@ -58,6 +58,7 @@ def stop(trainer: Trainer) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.fault("F13")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_paused_trainer_that_wakes_up_after_a_takeover_is_fenced(
     nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path, moment: str

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from ckpt_async import StoreOptions, Uploader, restore
 from tests.restore.relay import Relay
 from tests.restore.runs import content
@@ -10,6 +12,7 @@ from tests.seaweed import SeaweedServer
 NUM_CONNECTIONS = 4
 
 
+@pytest.mark.fault("F99")
 def test_a_proxy_that_resets_connections_only_delays_uploads(
     s3_server: SeaweedServer, s3_url: str, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def webdav_proxy(
         yield proxy
 
 
+@pytest.mark.fault("F83")
 def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
     nursery: Nursery, tmp_path: Path, sftp_url: str, sftp_server, seed: int
 ) -> None:
@@ -92,6 +93,7 @@ def test_ranks_that_are_killed_lose_nothing_on_an_sftp_server(
     assert oracle.latest == max(oracle.committed)
 
 
+@pytest.mark.fault("F83")
 def test_an_sftp_connection_that_breaks_anywhere_loses_and_doubles_nothing(
     sftp_server: FileServer, sftp_url: str, tmp_path: Path, seed: int
 ) -> None:
@@ -115,6 +117,7 @@ def test_an_sftp_connection_that_breaks_anywhere_loses_and_doubles_nothing(
             assert restore.fetch_latest(remote, tmp_path / f"restored-{number}") is not None
 
 
+@pytest.mark.fault("F84")
 @pytest.mark.parametrize("method", ["PUT", "MOVE", "MKCOL", "PROPFIND", "GET", ""])
 def test_a_lost_reply_of_a_webdav_server_is_survived(
     webdav_proxy: FaultProxy, webdav_url: str, tmp_path: Path, method: str
@@ -135,6 +138,7 @@ def test_a_lost_reply_of_a_webdav_server_is_survived(
     assert oracle.latest == CheckpointId(1, 2)
 
 
+@pytest.mark.fault("F84")
 @pytest.mark.parametrize("kind", ["cut_reply", "flip_reply", "flip_request", "reset", "stall"])
 def test_bytes_that_a_webdav_server_gets_or_gives_wrong_do_not_count(
     webdav_proxy: FaultProxy, webdav_url: str, tmp_path: Path, kind: str
@@ -151,6 +155,7 @@ def test_bytes_that_a_webdav_server_gets_or_gives_wrong_do_not_count(
     assert Oracle(f"{webdav_url}/run", 1, num_shards=1, size_bytes=size_bytes).look() == {CheckpointId(1, 1)}
 
 
+@pytest.mark.fault("F85")
 @pytest.mark.parametrize(
     "kind", ["drop_reply", "cut_reply", "flip_reply", "unavailable", "too_many", "stall"]
 )

@@ -211,6 +211,7 @@ def _weaknesses(decoders: dict[str, Decoder]) -> list[str]:
     return found
 
 
+@pytest.mark.fault("F28")
 def test_a_changed_record_is_refused_or_read_in_little_memory(tmp_path: Path) -> None:
     assert _weaknesses({**dict(_records()), **dict(_of_a_run(tmp_path)), **dict(_others())}) == []
 

@@ -65,6 +65,7 @@ def _lane(request: Request) -> str:
     return "part" if request.is_part else ""
 
 
+@pytest.mark.fault("F81")
 @pytest.mark.parametrize(
     ("kind", "lane"),
     [
@@ -105,6 +106,7 @@ def test_every_kind_of_request_failure_is_survived(
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+@pytest.mark.fault("F81")
 def test_refusing_half_of_all_requests_loses_nothing(
     peer: GcsPeer, remote: str, tmp_path: Path, seed: int
 ) -> None:
@@ -124,6 +126,7 @@ def test_refusing_half_of_all_requests_loses_nothing(
     assert len(Oracle(remote, 1, num_shards=4).look()) == 10
 
 
+@pytest.mark.fault("F81")
 def test_a_byte_that_changes_on_the_way_is_sent_again(peer: GcsPeer, remote: str, tmp_path: Path) -> None:
     """The store refuses a changed small shard or part, and the file that arrives in the end is correct."""
     flipped: Counter[str] = Counter()
@@ -154,6 +157,7 @@ def test_a_byte_that_changes_on_the_way_is_sent_again(peer: GcsPeer, remote: str
     assert (found.num_committed, found.violations) == (2, [])
 
 
+@pytest.mark.fault("F81")
 def test_a_killed_upload_is_resumed_and_no_finished_part_is_sent_again(
     nursery: Nursery, peer: GcsPeer, remote: str, tmp_path: Path
 ) -> None:
@@ -199,6 +203,7 @@ def test_a_killed_upload_is_resumed_and_no_finished_part_is_sent_again(
     assert not peer.uploads
 
 
+@pytest.mark.fault("F81")
 def test_a_damaged_answer_is_not_restored(peer: GcsPeer, remote: str, tmp_path: Path) -> None:
     """Every byte that is read is compared with its checksum; what was changed on the way is requested again."""
     with Uploader(tmp_path / "folder", remote, **QUICK) as uploader:
@@ -229,6 +234,7 @@ def test_a_damaged_answer_is_not_restored(peer: GcsPeer, remote: str, tmp_path: 
     assert whole == there
 
 
+@pytest.mark.fault("F81")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("server", ["peer", "emulator"])
 @pytest.mark.parametrize("num_rounds", [20, pytest.param(1000, marks=SOAK)])

@@ -50,8 +50,9 @@ def committed(folder: Path, remote: Path, *steps: int) -> None:
             uploader.wait(step, timeout_s=60)
 
 
+@pytest.mark.fault("F25", "F27")
 def test_no_name_path_or_key_escapes_the_folder_or_prefix(tmp_path: Path) -> None:
-    """Rows F25 and F27: CPython's audit events report every call that takes a path, and none may be
+    """Faults F25 and F27: CPython's audit events report every call that takes a path, and none may be
     outside the folder and the run.
     """
     outside = tmp_path / "outside"
@@ -72,9 +73,10 @@ def test_no_name_path_or_key_escapes_the_folder_or_prefix(tmp_path: Path) -> Non
     assert (outside / "canary").stat().st_nlink == 1, "something was linked that is not ours"
 
 
+@pytest.mark.fault("F26")
 @pytest.mark.parametrize("is_s3", [False, True], ids=["file", "s3"])
 def test_nothing_is_deleted_by_prefix(tmp_path: Path, request: pytest.FixtureRequest, is_s3: bool) -> None:
-    """Row F26: `step-1` is a prefix of `step-10`, and one run's name is a prefix of another's;
+    """Fault F26: `step-1` is a prefix of `step-10`, and one run's name is a prefix of another's;
     retention may take only its own.
     """
     root = request.getfixturevalue("s3_url") if is_s3 else f"file://{tmp_path}/store"
@@ -92,6 +94,7 @@ def test_nothing_is_deleted_by_prefix(tmp_path: Path, request: pytest.FixtureReq
     assert (other.findings, other.num_committed, other.num_shards_read) == ([], 2, 4)
 
 
+@pytest.mark.fault("F25")
 def test_forged_receipts_cannot_delete_another_checkpoints_shards(tmp_path: Path) -> None:
     """The sweeper deletes what receipts list, so it must refuse a receipt that lists paths
     or another checkpoint's objects.
@@ -121,8 +124,9 @@ def test_forged_receipts_cannot_delete_another_checkpoints_shards(tmp_path: Path
         assert (remote / "ckpt/step-2.g1/rank-0-0.pt").exists()
 
 
+@pytest.mark.fault("F28")
 def test_a_bomb_in_any_record_is_rejected_within_little_memory(tmp_path: Path) -> None:
-    """Row F28: nested, huge, endless and wrong records, in every place where a sweeper and `verify` read one."""
+    """Fault F28: nested, huge, endless and wrong records, in every place where a sweeper and `verify` read one."""
     template = tmp_path / "template"
     committed(tmp_path / "folder", template, 1, 2)
     places = {

@@ -64,6 +64,7 @@ def begun(proxy: FaultProxy) -> list[Exchange]:
     return [each for each in proxy.exchanges if each.method == "POST" and "uploads" in each.query]
 
 
+@pytest.mark.fault("F6")
 @pytest.mark.parametrize("outage_s", [5.0, pytest.param(60.0, marks=SOAK)])
 def test_uploads_survive_three_of_four_requests_refused(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, outage_s: float
@@ -109,6 +110,7 @@ def check(remote: str, num_steps: int, sizes: tuple[int, ...]) -> None:
     assert oracle.latest == CheckpointId(1, num_steps)
 
 
+@pytest.mark.fault("F7")
 @pytest.mark.parametrize("num_faults", [14, pytest.param(210, marks=SOAK)])
 def test_a_connection_that_breaks_at_any_byte_costs_at_most_one_part(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, seed: int, num_faults: int
@@ -167,6 +169,7 @@ OPERATIONS: dict[str, Fault] = {
 }
 
 
+@pytest.mark.fault("F7", "F18")
 @pytest.mark.parametrize("kind", ["drop_reply", "cut_reply"])
 def test_losing_one_reply_of_each_kind_of_request_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, kind: str
@@ -201,6 +204,7 @@ def check_one(remote: str, oracle: Oracle) -> None:
     assert oracle.latest == CheckpointId(1, 3)
 
 
+@pytest.mark.fault("F9")
 @pytest.mark.parametrize(
     ("kind", "outage_s"),
     [

@@ -39,6 +39,8 @@ from ckpt_async.local.journal import Journal
 from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
 
+pytestmark = pytest.mark.fault("F4a")
+
 NAME = keys.journal_name(0)
 STEPS = range(1, 7)
 NUM_SHARDS = 3

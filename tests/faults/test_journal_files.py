@@ -36,6 +36,8 @@ from ckpt_async.sweep import drain as drains
 from ckpt_async.sweep.sweeper import Sweeper
 from tests.faults.processes import SOAK
 
+pytestmark = pytest.mark.fault("F4b")
+
 # --- many processes on one folder --------------------------------------------------------------------------
 
 
@@ -222,6 +224,7 @@ class Disk:
         )
 
 
+@pytest.mark.fault("F3")
 def test_durable_data_is_fsynced_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each record must become durable after what it refers to: the shard and its folders, then the manifest that names
     it and the manifest's entry, then the journal, and only then the row that says so.

@@ -15,6 +15,8 @@ from tests.faults.oracle import Oracle, heard
 from tests.faults.processes import SOAK, Nursery, Trainer
 from tests.faults.proxy import FaultProxy
 
+pytestmark = pytest.mark.fault("F1")
+
 WORLD_SIZE = 2
 SETTINGS = {"decision_poll_s": 0.05, "close_grace_s": 0.0, "retry_initial_s": 0.01, "retry_max_s": 0.1}
 

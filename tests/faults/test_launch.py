@@ -9,6 +9,7 @@ from tests.faults.oracle import Oracle
 from tests.faults.processes import Nursery, Trainer
 
 
+@pytest.mark.fault("F33")
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_ranks_with_a_reused_launch_key_share_one_new_generation(
     nursery: Nursery, tmp_path: Path, runner: str
@@ -49,6 +50,7 @@ def test_ranks_with_a_reused_launch_key_share_one_new_generation(
     assert Oracle(remote, 2).look() == promised
 
 
+@pytest.mark.fault("F35")
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_a_start_that_can_never_commit_exits_with_an_error(
     nursery: Nursery, tmp_path: Path, runner: str

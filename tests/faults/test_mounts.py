@@ -57,6 +57,7 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.fault("F157")
 def test_a_trainer_outlives_its_file_systems_absence(tmp_path: Path, image: Path) -> None:
     """While it is not mounted, nothing is given up or made below the mount point; then uploads go on."""
     done = on_small_disk(
@@ -81,6 +82,7 @@ def test_a_trainer_outlives_its_file_systems_absence(tmp_path: Path, image: Path
     assert f"{tmp_path}/disk/folder" in said[0]
 
 
+@pytest.mark.fault("F157")
 def test_a_drain_finishes_what_an_unmounted_disk_kept(tmp_path: Path, image: Path) -> None:
     done = on_small_disk(
         tmp_path,
@@ -99,6 +101,7 @@ def test_a_drain_finishes_what_an_unmounted_disk_kept(tmp_path: Path, image: Pat
     assert num_committed(tmp_path) == STEPS, done.stderr
 
 
+@pytest.mark.fault("F157")
 def test_a_folder_mounted_as_another_device_is_left_to_drain(tmp_path: Path, image: Path) -> None:
     """The lock of its rank went with the earlier mount: the trainer goes on, but nothing more is done there."""
     done = on_small_disk(

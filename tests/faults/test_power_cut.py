@@ -172,6 +172,7 @@ def cut_power(nursery: Nursery, disk: Ext4, tmp_path: Path, seed: int, num_cuts:
     assert machine.num_at_stake, "no cut came between the promise and the upload"
 
 
+@pytest.mark.fault("F3")
 @pytest.mark.parametrize("num_cuts", [6, pytest.param(200, marks=SOAK)])
 def test_durable_checkpoints_survive_a_power_cut_on_ext4(
     nursery: Nursery, ext4: Ext4, tmp_path: Path, seed: int, num_cuts: int

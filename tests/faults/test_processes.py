@@ -29,6 +29,7 @@ def fifo_in(tmp_path: Path) -> Iterator[str]:
         os.close(writer)
 
 
+@pytest.mark.fault("F23")
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 def test_using_an_uploader_in_a_forked_child_raises_and_does_no_harm(
     nursery: Nursery, tmp_path: Path, how: str
@@ -50,6 +51,7 @@ def test_using_an_uploader_in_a_forked_child_raises_and_does_no_harm(
     assert Oracle(remote, 1, num_shards=200).look() == {CheckpointId(1, 1)}
 
 
+@pytest.mark.fault("F23")
 def test_a_forked_child_does_not_keep_the_lock_of_a_killed_parent(nursery: Nursery, tmp_path: Path) -> None:
     """Otherwise a dataloader worker that outlives its trainer would keep the restarted trainer out."""
     remote = f"file://{tmp_path}/remote"
@@ -172,6 +174,7 @@ def test_ctrl_c_while_opening_does_not_hang(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in done.stderr
 
 
+@pytest.mark.fault("F23")
 def test_a_forked_child_can_exit_normally(tmp_path: Path, s3_url: str) -> None:
     """libuv joined the threads of a name lookup, which do not exist in the child: SIGSEGV after the last line."""
     done = run_script(

@@ -20,6 +20,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"{request.getfixturevalue('s3_url')}/run"
 
 
+@pytest.mark.fault("F15")
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_the_last_rank_commits_and_a_missing_rank_delays_no_other_checkpoint(
     nursery: Nursery, tmp_path: Path, remote: str, num_ranks: int
@@ -84,6 +85,7 @@ def test_the_last_rank_commits_even_if_all_others_are_dead(nursery: Nursery, tmp
     assert Oracle(remote, 4).look() == {CheckpointId(1, 1)}
 
 
+@pytest.mark.fault("F16")
 def test_a_restart_with_another_world_size_never_mixes_shards(
     nursery: Nursery, tmp_path: Path, remote: str
 ) -> None:

@@ -36,6 +36,7 @@ CONTROL = r"/\.ckpt-async/"
 # --- one request at a time ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F8")
 @pytest.mark.parametrize("lane", [SHARDS, rf"{CONTROL}(receipts|decisions|latest)"], ids=["bulk", "control"])
 @pytest.mark.parametrize("kind", ["silent", "continue_then_stop", "unavailable", "reset", "drop_reply"])
 def test_every_kind_of_request_failure_is_survived(
@@ -78,6 +79,7 @@ def test_an_archived_shard_is_told_and_not_retried(
     assert "restore it first" in told
 
 
+@pytest.mark.fault("F8")
 def test_an_attempt_to_a_silent_server_ends_at_its_deadline(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
@@ -92,6 +94,7 @@ def test_an_attempt_to_a_silent_server_ends_at_its_deadline(
         uploader.wait(1, timeout_s=30)
 
 
+@pytest.mark.fault("F7")
 def test_a_lost_reply_to_any_conditional_write_is_survived(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
@@ -177,6 +180,7 @@ def test_concurrent_uploads_are_bounded_and_control_requests_bypass_them(
 # --- multipart ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F18")
 def test_a_killed_multipart_upload_is_resumed_and_no_finished_part_is_sent_again(
     nursery: Nursery, proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:
@@ -221,6 +225,7 @@ def test_a_killed_multipart_upload_is_resumed_and_no_finished_part_is_sent_again
     assert len(num_created) == 1
 
 
+@pytest.mark.fault("F7")
 def test_a_broken_part_is_retried_alone(proxy: FaultProxy, s3_url: str, tmp_path: Path) -> None:
     """A single reset in a terabyte must cost only one part."""
     settings = QUICK | {"part_size_bytes": PART, "num_concurrent_uploads": 3}
@@ -251,6 +256,7 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seaw
         yield server
 
 
+@pytest.mark.fault("F31")
 @pytest.mark.parametrize(
     "outage_s",
     [
@@ -380,6 +386,7 @@ def test_configuration_errors_are_raised_at_open(
     assert not journals.read(tmp_path / "folder")[0].rows
 
 
+@pytest.mark.fault("F9")
 def test_uploads_wait_for_expired_credentials_to_be_renewed(
     proxy: FaultProxy, s3_url: str, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def run(tmp_path: Path, runner: str, script: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.fault("F42")
 @both
 def test_opening_with_too_few_descriptors_raises_and_never_aborts_or_hangs(
     tmp_path: Path, runner: str
@@ -84,6 +85,7 @@ def test_opening_with_too_few_descriptors_raises_and_never_aborts_or_hangs(
     assert done.stdout.split() == ["refused"] * (4 if runner == "thread" else 2) + ["committed"]
 
 
+@pytest.mark.fault("F42")
 @pytest.mark.parametrize(("runner", "what"), [("thread", "NOFILE"), ("process", "NOFILE"), ("thread", "AS")])
 def test_an_engine_short_of_descriptors_or_memory_resumes_when_they_are_back(
     tmp_path: Path, runner: str, what: str
@@ -128,6 +130,7 @@ def test_an_engine_short_of_descriptors_or_memory_resumes_when_they_are_back(
         assert done.stderr.count("action_failed") <= 4
 
 
+@pytest.mark.fault("F43")
 @both
 def test_removing_our_folder_beside_a_live_trainer_raises(tmp_path: Path, runner: str) -> None:
     """Nothing may be promised that would not survive, and the next launch continues."""
@@ -165,6 +168,7 @@ def test_removing_our_folder_beside_a_live_trainer_raises(tmp_path: Path, runner
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.fault("F43")
 def test_a_file_system_that_becomes_read_only_is_reported_and_recovers(tmp_path: Path) -> None:
     done = on_small_disk(
         tmp_path,
@@ -190,6 +194,7 @@ def test_a_file_system_that_becomes_read_only_is_reported_and_recovers(tmp_path:
     assert done.stdout.split() == ["told", "told"]
 
 
+@pytest.mark.fault("F43")
 def test_a_full_disk_is_one_log_line_for_any_number_of_shards(tmp_path: Path) -> None:
     done = on_small_disk(
         tmp_path,
@@ -228,6 +233,7 @@ def test_a_full_disk_is_one_log_line_for_any_number_of_shards(tmp_path: Path) ->
     assert any("num_more=" in each for each in lines[1:]), lines
 
 
+@pytest.mark.fault("F43")
 def test_suppressed_log_lines_are_counted_and_reported_later() -> None:
     troubles = Troubles()
     assert troubles.is_new("disk", "a", 0.0)

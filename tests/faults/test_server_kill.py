@@ -28,6 +28,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.fault("F31")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=SOAK)])
 def test_killing_the_server_at_random_times_loses_nothing(

@@ -172,6 +172,7 @@ def survive(place: Place, kill: Kill, kill_at: int, rng: random.Random) -> None:
     place.check_nothing_is_left()
 
 
+@pytest.mark.fault("F1", "F2")
 @pytest.mark.parametrize(
     "num_points",
     [pytest.param(16, id="some"), pytest.param(10_000, id="all", marks=SOAK)],

@@ -1,4 +1,4 @@
-"""Row F32: a real S3 server that ignores conditions, with ranks as processes of their own."""
+"""Fault F32: a real S3 server that ignores conditions, with ranks as processes of their own."""
 
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ def save(trainers: list[Trainer], step: int, *, waits: bool) -> None:
             trainer.expect(f"done {what} {step}")
 
 
+@pytest.mark.fault("F32")
 def test_only_rank_0_decides_and_the_sweeper_if_it_is_dead(
     nursery: Nursery, tmp_path: Path, remote: str, proxy: FaultProxy, run: Any
 ) -> None:

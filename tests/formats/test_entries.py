@@ -452,6 +452,7 @@ def test_every_format_has_a_table() -> None:
     assert {each.format for each in SAVES.values()} == {*FORMATS}
 
 
+@pytest.mark.fault("F62")
 @every
 def test_only_the_whole_is_complete(save: Save) -> None:
     """At no moment of its save, and with no file half-written, is it complete; at the end it is."""
@@ -466,6 +467,7 @@ def test_only_the_whole_is_complete(save: Save) -> None:
     assert {*found.files} == {*paths} - {each for each in paths if "/" not in each and found.is_folder}
 
 
+@pytest.mark.fault("F62")
 @every
 def test_a_listing_of_a_store_is_judged_alike(save: Save) -> None:
     """It has no times, and its objects are there as a whole."""

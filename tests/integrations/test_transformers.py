@@ -217,6 +217,7 @@ def test_the_accelerate_recipe_of_the_docs_works(stage: Stage, tmp_path: Path, r
     assert [each["weights"] for each in resumed] == [each.hear()["weights"] for each in whole]
 
 
+@pytest.mark.fault("F34")
 def test_accelerate_without_a_process_group_is_rejected(stage: Stage, tmp_path: Path, remote: str) -> None:
     """On CPU, accelerate takes each process for the only one unless told otherwise, so two runs
     would silently share a remote.

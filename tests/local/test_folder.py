@@ -52,9 +52,10 @@ def link(folder: Folder, source: str, spool: str) -> tuple[FileIdentity, bool]:
 # --- what may be enqueued ------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F27")
 @pytest.mark.parametrize("kind", ["symlink", "folder symlink", "fifo", "socket", "device"])
 def test_only_regular_files_are_walked_and_linked(folder: Folder, tmp_path: Path, kind: str) -> None:
-    """A symlink could lead to /etc/shadow, and a FIFO would hang the trainer (table row F27)."""
+    """A symlink could lead to /etc/shadow, and a FIFO would hang the trainer (fault F27)."""
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "x").write_bytes(b"secret")
@@ -81,6 +82,7 @@ def test_only_regular_files_are_walked_and_linked(folder: Folder, tmp_path: Path
     assert not (folder.private / "spool" / "x").exists()
 
 
+@pytest.mark.fault("F27")
 def test_symlink_on_the_way_is_not_followed(folder: Folder, tmp_path: Path) -> None:
     """Someone may replace a folder with a symlink between the check and the use (I10)."""
     outside = tmp_path / "outside"
@@ -218,6 +220,7 @@ def test_leftover_link_is_replaced(folder: Folder) -> None:
     assert (folder.private / "spool/a").read_bytes() == b"new"
 
 
+@pytest.mark.fault("F11")
 @pytest.mark.parametrize("how", ["overwrite", "truncate", "append", "same size", "replace", "delete"])
 def test_changed_file_is_detected(folder: Folder, how: str) -> None:
     """A hard link does not protect against in-place writes, and mixed bytes must never be committed."""
@@ -395,8 +398,9 @@ def test_a_lock_held_by_a_fork_of_a_killed_process_only_delays(
 # --- the local symlink ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F20")
 def test_readers_never_find_the_symlink_missing(folder: Folder) -> None:
-    """Table row F20: removing and recreating the symlink leaves a moment in which a restart finds no checkpoint."""
+    """Fault F20: removing and recreating the symlink leaves a moment in which a restart finds no checkpoint."""
     targets = [write(folder, f"step-{number}/a").parent for number in range(2)]
     latest = folder.path / "latest"
     point_symlink(latest, targets[0], folder.private)
@@ -511,7 +515,7 @@ MOUNTS = [
     ],
 )
 def test_file_system_of_a_path_is_its_deepest_mount(path: str, kind: str) -> None:
-    """Otherwise a journal on NFS goes unnoticed until two nodes corrupt it (table row F21)."""
+    """Otherwise a journal on NFS goes unnoticed until two nodes corrupt it (fault F21)."""
     assert kind == parse_mountinfo(path, MOUNTS)
 
 
@@ -527,6 +531,7 @@ OVERLAYS = [
 ]
 
 
+@pytest.mark.fault("F21")
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
@@ -542,6 +547,7 @@ def test_an_overlay_counts_as_its_upper_layer(path: str, kind: str) -> None:
     assert kind == parse_mountinfo(path, OVERLAYS, lambda folder: not folder.startswith("/var"))
 
 
+@pytest.mark.fault("F21")
 @pytest.mark.parametrize(
     "kind",
     ["nfs4", "fuse.s3fs", "fuse", "lustre", "wekafs", "virtiofs", "ocfs2", "overlay on nfs4", "of tomorrow"],
@@ -567,6 +573,7 @@ def test_a_local_file_system_is_accepted(tmp_path: Path, monkeypatch: pytest.Mon
     Folder(tmp_path / "x")
 
 
+@pytest.mark.fault("F21")
 def test_a_folder_in_use_by_another_machine_is_rejected_and_a_stale_one_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,6 +613,7 @@ def test_an_impossible_folder_is_rejected(tmp_path: Path) -> None:
         Folder(tmp_path / "file" / "below")
 
 
+@pytest.mark.fault("F4")
 def test_a_write_that_fails_names_its_file(tmp_path: Path) -> None:
     """When a checkpoint is given up because of this error, the operator must see which disk is affected."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

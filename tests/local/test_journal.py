@@ -334,8 +334,9 @@ def fill(path: Path) -> None:
             pass
 
 
+@pytest.mark.fault("F5")
 def test_full_disk_is_reported_and_recovers(tmp_path: Path) -> None:
-    """Table row F5: nothing is half written, and the next append works once there is space."""
+    """Fault F5: nothing is half written, and the next append works once there is space."""
     mount = tmp_path / "small"
     mount.mkdir()
     mounted = subprocess.run(
@@ -373,6 +374,7 @@ def test_full_disk_is_reported_and_recovers(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", mount], check=True)
 
 
+@pytest.mark.fault("F4a")
 @pytest.mark.parametrize(
     "damage", ["not a journal", "overwritten", "a row that is cut short", "an unknown kind"]
 )

@@ -62,6 +62,7 @@ def always_compacts(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- torn and damaged files -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F4a")
 def test_a_file_torn_at_any_byte_keeps_whole_records(path: Path, log: Log) -> None:
     put(log, "first", "zwölf", ["last"])
     whole = path.read_bytes()
@@ -84,6 +85,7 @@ def test_an_append_after_another_process_s_torn_one_is_whole(path: Path, log: Lo
     assert values(path) == ["first", "second"]
 
 
+@pytest.mark.fault("F4a")
 def test_a_change_of_any_byte_is_noticed(path: Path) -> None:
     with contextlib.closing(opened(path)) as log:
         put(log, "first", "second", "last")
@@ -166,6 +168,7 @@ def test_a_compaction_that_does_not_fit_changes_nothing(
         assert os.listdir(path.parent) == [path.name]
 
 
+@pytest.mark.fault("F4")
 @pytest.mark.parametrize("num_failures", [1, 2, 3])
 def test_after_a_failed_fsync_nothing_is_durable_before_it_was_written_anew(
     path: Path, log: Log, monkeypatch: pytest.MonkeyPatch, num_failures: int
@@ -197,6 +200,7 @@ def test_after_a_failed_fsync_nothing_is_durable_before_it_was_written_anew(
     assert os.listdir(path.parent) == [path.name]
 
 
+@pytest.mark.fault("F4")
 def test_what_cannot_be_read_back_after_a_failed_fsync_is_not_given_up(
     path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +294,7 @@ def killed_at(number: int, work: Callable[[], object]) -> bool:
     return child(run) == signal.SIGKILL
 
 
+@pytest.mark.fault("F4b")
 @pytest.mark.usefixtures("always_compacts")
 def test_a_compaction_killed_anywhere_loses_nothing(tmp_path: Path) -> None:
     """Another process appends before and after; the next one that has the log to itself leaves nothing over."""
@@ -338,6 +343,7 @@ def test_ctrl_c_anywhere_in_an_append_leaves_all_of_it_or_nothing(path: Path, lo
 # --- several processes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F4b")
 @pytest.mark.usefixtures("always_compacts")
 def test_processes_that_append_and_compact_at_once_lose_nothing(path: Path) -> None:
     """A reader beside them never sees an error, nor fewer records than before, nor another order."""
@@ -431,6 +437,7 @@ def test_a_file_that_is_deleted_or_replaced_is_reported(path: Path, log: Log) ->
     assert values(path) == []
 
 
+@pytest.mark.fault("F4b")
 def test_a_forked_child_can_use_only_a_handle_of_its_own(path: Path, tmp_path: Path) -> None:
     from ckpt_async.core.model import CheckpointId, ReceiptStored
     from ckpt_async.errors import JournalError as Refused
@@ -455,6 +462,7 @@ def test_a_forked_child_can_use_only_a_handle_of_its_own(path: Path, tmp_path: P
         assert len(journal.rows()) == 2
 
 
+@pytest.mark.fault("F4b")
 def test_a_fork_does_not_keep_the_lock_of_a_killed_parent(path: Path, tmp_path: Path) -> None:
     """A dataloader worker may have been forked while another thread was appending."""
     from ckpt_async.local.folder import Folder

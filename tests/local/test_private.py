@@ -89,6 +89,7 @@ def test_a_private_folder_is_for_its_user_alone(folder: Path) -> None:
     assert mode_of(folder / PRIVATE / "rank-00000.lock") == 0o600
 
 
+@pytest.mark.fault("F127")
 @pytest.mark.parametrize(
     "name", ["host.json", "rank-00000.lock", "rank-00000.log", "reserve", "journal-00000.log", "spool"]
 )
@@ -114,6 +115,7 @@ def test_a_link_in_place_of_the_private_folder_is_refused(folder: Path, tmp_path
     assert not list((tmp_path / "victim").iterdir())
 
 
+@pytest.mark.fault("F127")
 def test_a_group_that_may_write_loses_that_right(folder: Path) -> None:
     saved(folder, 1)
     (folder / PRIVATE).chmod(0o2770)  # as Kubernetes does for fsGroup
@@ -131,6 +133,7 @@ def test_what_everybody_may_write_to_is_refused(folder: Path) -> None:
     assert cli.main(["drain", str(folder)]) == 1
 
 
+@pytest.mark.fault("F127")
 def test_a_replaced_private_folder_is_left_alone(folder: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
@@ -149,6 +152,7 @@ def test_a_replaced_private_folder_is_left_alone(folder: Path, tmp_path: Path) -
 # --- another user's --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F127")
 @as_root
 def test_another_users_folder_is_shown_but_not_obeyed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -166,6 +170,7 @@ def test_another_users_folder_is_shown_but_not_obeyed(
     assert num_committed(tmp_path / "own") == 1
 
 
+@pytest.mark.fault("F127")
 @as_root
 def test_another_users_node_process_is_not_talked_to(folder: Path) -> None:
     saved(folder, 1)
@@ -183,6 +188,7 @@ def test_another_users_node_process_is_not_talked_to(folder: Path) -> None:
 # --- remotes that may be touched -------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F128")
 def test_drain_touches_only_the_remotes_that_it_may(folder: Path, tmp_path: Path) -> None:
     left(folder)
     before = sorted(remote_of(folder).rglob("*"))
@@ -193,6 +199,7 @@ def test_drain_touches_only_the_remotes_that_it_may(folder: Path, tmp_path: Path
     assert cli.main(["drain", str(folder), "--grace", "0", *others, *ours]) == 4
 
 
+@pytest.mark.fault("F128")
 def test_a_link_does_not_widen_what_may_be_touched(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +212,7 @@ def test_a_link_does_not_widen_what_may_be_touched(
     assert "may be touched" in capsys.readouterr().err
 
 
+@pytest.mark.fault("F128")
 def test_a_sweep_leaves_other_remotes_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +228,7 @@ _MINE = "https://mine.blob.core.windows.net"
 _OTHER = "https://other.blob.core.windows.net"
 
 
+@pytest.mark.fault("F128")
 @pytest.mark.parametrize(
     ("url", "endpoint", "is_allowed"),
     [
@@ -261,6 +270,7 @@ def test_a_journal_that_is_no_file_is_not_waited_for(folder: Path, put: Callable
 # --- locks -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F127")
 @as_root
 def test_readers_of_a_remote_cannot_lock_it() -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -287,6 +297,7 @@ def test_whoever_may_write_to_a_remote_may_lock_it(folder: Path) -> None:
     assert mode_of(own / "lock") == 0o660
 
 
+@pytest.mark.fault("F127")
 def test_a_wait_for_a_ranks_lock_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(folder, 1)
     _assert_logged(folder / PRIVATE / "rank-00000.lock", lambda: saved(folder, 2), caplog)
@@ -347,6 +358,7 @@ def for_all() -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.fault("F158")
 @as_root
 @pytest.mark.parametrize("name", ["", "rank-00000.lock"])
 def test_what_another_user_left_is_named_with_its_owner(for_all: Path, name: str) -> None:
@@ -359,6 +371,7 @@ def test_what_another_user_left_is_named_with_its_owner(for_all: Path, name: str
         opened(for_all)
 
 
+@pytest.mark.fault("F158")
 @as_root
 def test_a_file_that_may_not_be_linked_is_told_once(for_all: Path, caplog: pytest.LogCaptureFixture) -> None:
     if Path("/proc/sys/fs/protected_hardlinks").read_text().strip() != "1":

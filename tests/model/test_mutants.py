@@ -11,6 +11,7 @@ from tests.model.world import ViolationError
 SEED, SEEDS = 2, {prunes_what_is_read: 13}
 
 
+@pytest.mark.fault("F19", "F120")
 @pytest.mark.parametrize(
     ("mutant", "machine", "invariant"), MUTANTS, ids=lambda value: getattr(value, "__name__", value)
 )

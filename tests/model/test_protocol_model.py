@@ -12,6 +12,7 @@ from tests.faults.processes import SOAK
 from tests.model.machines import Collecting, Finding, Protocol, Publishing, PublishingSteady, Steady, explore
 
 
+@pytest.mark.fault("F3", "F16", "F108")
 @pytest.mark.parametrize(
     ("machine", "max_examples"),
     [

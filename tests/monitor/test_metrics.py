@@ -199,6 +199,7 @@ def test_every_series_is_exported_from_the_start(metrics):
     assert value(samples, "fenced") == 0
 
 
+@pytest.mark.fault("F30")
 def test_names_and_labels_follow_the_conventions(metrics, journal):
     """Units and suffixes must follow Prometheus' conventions, and no label may have values that grow with the run."""
     report_everything(metrics)
@@ -223,6 +224,7 @@ OF_ATTEMPTS = set(FailureReason) - {
 }
 
 
+@pytest.mark.fault("O10")
 def test_a_rank_has_at_most_sixty_series(metrics, journal):
     """A thousand ranks then have 60,000: with all gauges present, and every failure that an attempt can have."""
     id_ = CheckpointId(1, 3)
@@ -582,6 +584,7 @@ def two_free_ports() -> int:
                 return port
 
 
+@pytest.mark.fault("O5")
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"])
 def test_each_local_rank_has_its_own_port(metrics, name):
     port = two_free_ports()
@@ -604,6 +607,7 @@ def test_any_free_port_ignores_the_rank(metrics, environment):
     two.close()
 
 
+@pytest.mark.fault("F30")
 def test_a_taken_port_is_one_warning(metrics, caplog):
     """Metrics must never stop training."""
     with socket.socket() as taken, caplog.at_level(logging.WARNING):
@@ -697,6 +701,7 @@ def test_a_sweeper_counts_what_it_did() -> None:
     assert value(scrape(sweeper), "sweep_last_completed_timestamp_seconds") == 100
 
 
+@pytest.mark.fault("O8")
 def test_a_sweeper_exports_failing_targets_with_the_time_of_the_first_failure() -> None:
     """One remote that does not answer does not mean that the sweeper is idle: everything else on its node is well."""
     clock = Clock()
@@ -726,6 +731,7 @@ def test_a_sweeper_exports_failing_targets_with_the_time_of_the_first_failure() 
     assert sweep(broken, well) == {"/unreadable": 100, "s3://b/broken": 300}
 
 
+@pytest.mark.fault("O7")
 def test_a_sweeper_exports_what_a_killed_trainer_left(folder, journal, wall, tmp_path) -> None:
     """The trainer's own port died with it. Two runs, one of them in two folders, and a folder that no trainer has
     used.

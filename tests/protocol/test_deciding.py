@@ -67,6 +67,7 @@ def lose(start: str) -> Callable[[World], None]:
     return losing
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize(
     ("operation", "key"), [("put", DECISION), ("get", keys.receipt_key(ID, 1)), ("list", DATA)]
 )

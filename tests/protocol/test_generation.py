@@ -37,6 +37,7 @@ async def count_beats(store: MemoryStore, number: int) -> int:
     return records.decode_beat(found[0], number).count if found else 0
 
 
+@pytest.mark.fault("F105")
 def test_a_number_that_has_decisions_is_not_claimed_again() -> None:
     """The store had lost the records of generations: a new launch wrote under the keys of what was committed."""
 
@@ -157,6 +158,7 @@ def test_a_creator_whose_heartbeats_are_far_apart_is_not_taken_for_dead() -> Non
     virtual_time.run(main())
 
 
+@pytest.mark.fault("F13")
 def test_a_straggler_of_an_older_launch_does_not_fence_a_newer_one() -> None:
     """The launcher took its time to end a rank that waited for a dead creator; its claim split the next launch."""
 
@@ -274,6 +276,7 @@ class Down(Meddled):
             raise trouble(FailureReason.TRANSIENT)
 
 
+@pytest.mark.fault("F33")
 @pytest.mark.parametrize("down_s", [14, 60])
 def test_an_outage_does_not_split_a_start(down_s: int) -> None:
     """The creator's heartbeat used to be in a long back-off when the others could ask again. They took it for dead, and

@@ -10,6 +10,7 @@ import pytest
 from ckpt_async.restore import PeerServer, addresses
 
 
+@pytest.mark.fault("F63")
 def test_loopback_addresses_are_never_offered_to_other_nodes() -> None:
     """Loopback (also Debian's 127.0.1.1), link-local and unspecified addresses are left out. Each of the others is
     offered once, the most likely to work first, and only a few in all.

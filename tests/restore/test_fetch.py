@@ -102,6 +102,7 @@ def test_what_is_fetched_has_one_time(run_: Run, tmp_path: Path) -> None:
     assert len({path.stat().st_mtime_ns for path in report.paths.values()}) == 1
 
 
+@pytest.mark.fault("O16")
 def test_fetching_none_is_rejected_with_an_explanation(tmp_path: Path) -> None:
     """In a run's first launch `find` returns None, which callers may forget."""
     with pytest.raises(
@@ -291,6 +292,7 @@ def test_damage_takes_nothing_from_a_process_that_fetches_the_same(run_: Run, tm
     assert left_in(there) == ["rank-0.pt"]
 
 
+@pytest.mark.fault("F79")
 @pytest.mark.parametrize("damage", ["gone", "cut short"])
 def test_damage_after_find_is_detected(any_run: Run, tmp_path: Path, damage: str) -> None:
     """When a range is refused, the object itself is checked, because damage must not be
@@ -317,6 +319,7 @@ def test_an_error_is_raised_if_all_checkpoints_are_damaged(run_: Run, tmp_path: 
     assert left_in(tmp_path / "there") == []
 
 
+@pytest.mark.fault("F79")
 @pytest.mark.parametrize("reason", [FailureReason.OTHER, FailureReason.NOT_FOUND])
 def test_a_read_refused_on_the_way_is_retried_if_the_store_has_the_object(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: FailureReason
@@ -535,6 +538,7 @@ class Disk:
 MIXED = {0: {"large.pt": content(10, "large.pt", 700_000), **{f"deep/er/{n}": b"x" * 99 for n in range(9)}}}
 
 
+@pytest.mark.fault("F64")
 def test_files_and_folders_are_durable_on_return(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -554,6 +558,7 @@ def test_files_and_folders_are_durable_on_return(
         assert ("fsync", folder.stat().st_ino) in disk.events[last:], folder
 
 
+@pytest.mark.fault("F64")
 def test_a_file_whose_fsync_failed_is_fetched_again(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,6 +574,7 @@ def test_a_file_whose_fsync_failed_is_fetched_again(
     assert restore.fetch(checkpoint, tmp_path / "there").bytes_from == {"remote": 3000}
 
 
+@pytest.mark.fault("F64")
 def test_names_whose_fsync_failed_are_removed(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

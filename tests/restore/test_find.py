@@ -48,6 +48,7 @@ def test_a_place_where_no_run_can_be_is_not_a_fresh_start(tmp_path: Path, place:
     assert restore.find(f"file://{tmp_path}/unmounted/run") is None
 
 
+@pytest.mark.fault("F74")
 def test_a_run_that_left_traces_is_not_a_fresh_start(any_run: Run) -> None:
     """The listing may have lost the decision or not show it yet, but a request for the
     object by name still finds it.
@@ -63,6 +64,7 @@ def test_a_run_that_left_traces_is_not_a_fresh_start(any_run: Run) -> None:
     assert restore.find(any_run.url) is None
 
 
+@pytest.mark.fault("F74")
 @pytest.mark.parametrize("commits", [False, True])
 def test_a_run_known_to_the_journal_is_not_a_fresh_start(tmp_path: Path, commits: bool) -> None:
     """The folder may be unmounted, the bucket may have been swapped, or the listing may be wrongly empty."""
@@ -110,6 +112,7 @@ def _latest(step: int, generation: int = 1) -> bytes:
     return records.encode_latest(Latest(CheckpointId(generation, step), name, prefix, 99, "nonce"))
 
 
+@pytest.mark.fault("F19")
 @pytest.mark.parametrize("latest", [None, b"nonsense", b"", _latest(10), _latest(5), _latest(77)])
 def test_a_stale_latest_hides_no_checkpoint(run_: Run, latest: bytes | None) -> None:
     """`latest` may be missing, nonsense, stale, pruned or never have existed: it is only a hint."""
@@ -228,6 +231,7 @@ def test_a_mark_is_believed_unless_the_step_is_given(run_: Run) -> None:
     assert _found(run_, step=20).rejected == ()
 
 
+@pytest.mark.fault("F17")
 def test_pruning_during_find_is_not_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention may prune a checkpoint after its decision is read and before its shards are listed."""
     run_.commit(10)
@@ -246,6 +250,7 @@ def test_pruning_during_find_is_not_damage(run_: Run, monkeypatch: pytest.Monkey
     assert run_.damages() == {}
 
 
+@pytest.mark.fault("F120")
 @pytest.mark.parametrize("latest_lags", [False, True])
 def test_find_is_never_older_than_what_was_there(
     run_: Run, monkeypatch: pytest.MonkeyPatch, latest_lags: bool
@@ -267,6 +272,7 @@ def test_find_is_never_older_than_what_was_there(
     assert (checkpoint.step, checkpoint.rejected) == (30, ())
 
 
+@pytest.mark.fault("F120")
 def test_a_first_commit_during_find_is_found(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came after the listing and before `latest` was read, which is no contradiction."""
     run_.put(keys.generation_key(1), b"{}")
@@ -282,6 +288,7 @@ def test_a_first_commit_during_find_is_found(run_: Run, monkeypatch: pytest.Monk
     assert _found(run_).step == 10
 
 
+@pytest.mark.fault("F121")
 def test_a_place_where_nothing_was_ever_saved_is_told(
     run_: Run, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -323,6 +330,7 @@ def test_a_newer_format_version_is_not_damage(run_: Run) -> None:
     assert run_.damages() == {}
 
 
+@pytest.mark.fault("F41")
 @pytest.mark.parametrize("boundary", [b"nonsense", bytes(records.MAX_RECORD_SIZE_BYTES + 1)])
 def test_an_unreadable_boundary_hides_and_marks_nothing(run_: Run, boundary: bytes) -> None:
     """What the boundary might void is checked like everything else: nothing incomplete is shown, and the unreadable

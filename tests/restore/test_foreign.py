@@ -144,6 +144,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.fault("F62")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_are_found_and_fetched(run_: Run, tmp_path: Path, layout: str) -> None:
     names, (tool, step, path) = LAYOUTS[layout]
@@ -452,6 +453,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.fault("F62")
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_marker_without_all_its_files_is_damage(run_: Run, broken: str) -> None:
     """The files behind the marker are checked. If any is missing, an older checkpoint is used,
@@ -477,6 +479,7 @@ def test_a_marker_without_all_its_files_is_damage(run_: Run, broken: str) -> Non
     assert [each.id.step for each in checkpoint.rejected] == [20]
 
 
+@pytest.mark.fault("F62")
 @pytest.mark.parametrize(
     "names",
     [
@@ -540,6 +543,7 @@ def test_the_step_of_a_folder_above_is_its_step(run_: Run, layout: str) -> None:
     assert at_200.name == layout.partition("/")[0].format(200)
 
 
+@pytest.mark.fault("F62")
 def test_two_checkpoints_of_one_step_are_an_error_that_names_them(run_: Run) -> None:
     for place in ("a/step_5", "b/step_5"):
         _put(
@@ -574,6 +578,7 @@ def test_a_copy_of_a_torch_file_is_no_other_checkpoint(run_: Run) -> None:
         restore.find(run_.url)
 
 
+@pytest.mark.fault("F62")
 def test_unknown_parts_are_refused_and_never_an_older_step(run_: Run) -> None:
     for folder in ("step_4", "step_5/actor", "step_5/critic"):
         _put(run_, f"{folder}/.metadata", f"{folder}/__0_0.distcp")
@@ -618,6 +623,7 @@ def test_file_names_are_read_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.fault("F62")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_file_names_of_real_metadata(tmp_path: Path) -> None:
     """The names must be those that torch itself reads, for tensors of many kinds. A file

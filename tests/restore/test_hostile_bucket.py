@@ -57,6 +57,7 @@ def _rewrite(run: Run, id_: CheckpointId, receipt: dict[str, Any], **changed: ob
     run.put(keys.decision_key(id_), json.dumps(decision).encode())
 
 
+@pytest.mark.fault("F25")
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
 def test_a_bucket_writes_nothing_into_a_private_folder(run_: Run, tmp_path: Path, name: str) -> None:
     """A journal planted there would tell `drain` and `sweep` where to send credentials, and what to delete."""
@@ -66,6 +67,7 @@ def test_a_bucket_writes_nothing_into_a_private_folder(run_: Run, tmp_path: Path
     assert not (tmp_path / "there").exists()
 
 
+@pytest.mark.fault("F25")
 @pytest.mark.parametrize("name", [".ckpt-async", ".Ckpt-Async-10", "step-1", "step-", "-10", "--delete=10"])
 def test_a_checkpoint_from_a_bucket_is_named_as_we_name(run_: Run, tmp_path: Path, name: str) -> None:
     """The README's `fetch(…, f"shards/{checkpoint.name}")`, and commands that are given the name, rely on it."""
@@ -75,6 +77,7 @@ def test_a_checkpoint_from_a_bucket_is_named_as_we_name(run_: Run, tmp_path: Pat
     assert not (tmp_path / "shards").exists()
 
 
+@pytest.mark.fault("F25")
 @pytest.mark.parametrize("planted", ["step-20/.ckpt-async/journal-00000.log", ".ckpt-async-20/.metadata"])
 def test_another_tools_checkpoint_has_no_private_names(run_: Run, tmp_path: Path, planted: str) -> None:
     from tests.dcp_metadata import metadata_of
@@ -124,6 +127,7 @@ def test_a_bucket_cannot_make_a_fetch_delete_the_users_files(run_: Run, tmp_path
     assert left_in(there) == ["mine.txt"]
 
 
+@pytest.mark.fault("F102")
 def test_another_users_record_deletes_nothing(run_: Run, tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("only root can give a folder to another user")
@@ -184,6 +188,7 @@ BOMBS: dict[str, Callable[[int], bytes]] = {
 }
 
 
+@pytest.mark.fault("F28")
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_small_metadata_takes_little_memory(run_: Run, bomb: str) -> None:
     data = BOMBS[bomb](2 * MIB)
@@ -201,6 +206,7 @@ def test_a_mark_that_is_no_mark_is_refused(run_: Run) -> None:
         restore.find(run_.url)
 
 
+@pytest.mark.fault("F28")
 def test_find_ends_with_the_first_missing_shards(run_: Run) -> None:
     """A receipt may list 300,000 shards, each of which would cost a request."""
     id_ = forged(run_, {"model.pt": b"weights"})

@@ -318,6 +318,7 @@ def test_a_store_that_stays_unavailable_raises(
     assert Run(s3_url).keys(keys.DAMAGED) == []
 
 
+@pytest.mark.fault("F61")
 @pytest.mark.parametrize("kind", ["denied", "expired", "unavailable", "silent"])
 def test_a_store_that_refuses_the_data_raises_when_the_retry_budget_ends(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -126,6 +126,7 @@ def test_a_silent_peer_is_asked_only_a_few_times(
     assert 1 <= num_connections <= peers.MAX_FAILURES + 2
 
 
+@pytest.mark.fault("F63")
 def test_another_address_is_tried_if_one_does_not_respond(
     run_: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -151,6 +152,7 @@ def test_another_address_is_tried_if_one_does_not_respond(
     assert caplog.records == []
 
 
+@pytest.mark.fault("F63")
 @pytest.mark.parametrize("how", ["dead", "wrong bytes"])
 def test_a_failing_peer_is_logged_once_by_name(
     run_: Run, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
@@ -266,6 +268,7 @@ def _answer(url: str, request: bytes) -> bytes:
     return received.partition(b"\r\n\r\n")[0]
 
 
+@pytest.mark.fault("F143")
 def test_a_captured_request_reads_nothing_else(run_: Run, tmp_path: Path) -> None:
     """Whoever sees a request on its way learns no secret, and can ask for nothing but the same bytes, and not for
     long.
@@ -314,6 +317,7 @@ def test_a_captured_request_reads_nothing_else(run_: Run, tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.fault("F143")
 def test_a_peer_listens_only_where_it_was_asked_to(tmp_path: Path) -> None:
     with PeerServer({"a": tmp_path}, "127.0.0.2") as server:
         assert server.peer is not None
@@ -343,6 +347,7 @@ def _is_hung_up(client: socket.socket) -> bool:
         return True
 
 
+@pytest.mark.fault("F143")
 def test_a_client_that_drips_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "READ_TIMEOUT_S", 0.3)
     with PeerServer({"a": tmp_path}, "127.0.0.1") as server:
@@ -353,6 +358,7 @@ def test_a_client_that_drips_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.M
             assert any(_is_hung_up(client) for _ in range(200))
 
 
+@pytest.mark.fault("F143")
 def test_many_clients_of_a_peer_take_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each connection takes a thread and a descriptor of a training process."""
     monkeypatch.setattr(peers._Server, "max_connections", 4)

@@ -31,6 +31,7 @@ def spoilt_run(s3_url: str) -> Run:
     return run
 
 
+@pytest.mark.fault("F60")
 @pytest.mark.parametrize(
     ("keys_", "at"),
     [(DATA, 0), (RECORDS_AND_DATA, 0), (RECORDS_AND_DATA, 50), (r"/(decisions|receipts)/", 0)],
@@ -62,6 +63,7 @@ def test_nothing_is_marked_when_every_response_is_corrupted(
     assert left_in(tmp_path / "there") == sorted(FILES[0])
 
 
+@pytest.mark.fault("F60")
 @pytest.mark.parametrize("keys_", [DATA, RECORDS_AND_DATA], ids=["data", "everything"])
 def test_data_corrupted_a_few_times_is_read_again(
     proxy: FaultProxy, spoilt_run: Run, tmp_path: Path, keys_: str
@@ -76,6 +78,7 @@ def test_data_corrupted_a_few_times_is_read_again(
     assert spoilt_run.damages() == {}
 
 
+@pytest.mark.fault("F60")
 def test_records_corrupted_in_transit_are_not_damage(run_: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store sends no checksums with these records, so only their content can reveal the corruption."""
     for step in (5, 10):
@@ -96,6 +99,7 @@ def test_records_corrupted_in_transit_are_not_damage(run_: Run, monkeypatch: pyt
     assert run_.keys(keys.LEASES) == []
 
 
+@pytest.mark.fault("F60")
 def test_the_same_wrong_bytes_twice_are_proof_of_damage(
     proxy: FaultProxy, spoilt_run: Run, tmp_path: Path
 ) -> None:
@@ -110,6 +114,7 @@ def test_the_same_wrong_bytes_twice_are_proof_of_damage(
     assert len(connections) == 2
 
 
+@pytest.mark.fault("F60")
 def test_verify_blames_the_store_only_for_what_it_says_twice(
     proxy: FaultProxy, spoilt_run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +171,7 @@ def test_who_reads_back_something_else_than_it_has_just_written_marks_nothing(
     assert (run_.damages(), run_.leases()) == ({}, [])
 
 
+@pytest.mark.fault("F60")
 def test_a_damage_mark_can_be_removed(run_: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A `verify` that reads all data suggests removing the mark from a checkpoint that is
     whole, and `unmark` removes it.

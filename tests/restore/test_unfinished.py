@@ -42,6 +42,7 @@ def is_only(there: Path, step: int) -> bool:
     return found == files_of(step)[0]
 
 
+@pytest.mark.fault("F102")
 @pytest.mark.parametrize("num_kills", [1, 3])
 def test_a_killed_fetch_leaves_nothing_among_the_files_of_another_checkpoint(
     run_: Run, tmp_path: Path, num_kills: int
@@ -63,6 +64,7 @@ def test_a_killed_fetch_is_finished_by_the_next_one_and_then_stays(run_: Run, tm
     assert set(left_in(there)) == {*files_of(1)[0], *files_of(2)[0]}
 
 
+@pytest.mark.fault("F102")
 def test_a_fallback_leaves_nothing_of_the_damaged_checkpoint(run_: Run, tmp_path: Path) -> None:
     there = tmp_path / "there"
     committed(run_, 1)
@@ -120,6 +122,7 @@ def test_what_others_have_put_there_since_stays(run_: Run, tmp_path: Path) -> No
     assert set(left_in(there)) == {name, "notes.txt", *files_of(2)[0]}
 
 
+@pytest.mark.fault("F102")
 def test_a_fetch_that_is_running_keeps_its_files(run_: Run, tmp_path: Path) -> None:
     there, old, new = tmp_path / "there", committed(run_, 1), committed(run_, 2)
     is_second_done = False

@@ -268,6 +268,7 @@ def test_what_a_killed_fetch_has_left_is_fetched_again_from_a_server_without_ran
     assert report.bytes_from == {"remote": len(data) + len(b"{}")}
 
 
+@pytest.mark.fault("F141")
 def test_every_hop_is_encrypted_if_the_first_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """https → http → https would let anybody on the way choose the last address, and the bytes."""
     authority, tls = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -307,6 +308,7 @@ def test_every_hop_is_encrypted_if_the_first_is(tmp_path: Path, monkeypatch: pyt
     asyncio.run(body())
 
 
+@pytest.mark.fault("F141")
 def test_a_redirect_to_another_host_takes_no_credentials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

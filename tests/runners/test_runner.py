@@ -426,6 +426,7 @@ def test_ctrl_c_before_the_engine_has_begun_is_not_waited_for(
     assert is_free(tmp_path / "folder")
 
 
+@pytest.mark.fault("F22")
 def test_byte_threads_are_niced_unless_somebody_waits(tmp_path: Path, proxy: FaultProxy, s3_url: str) -> None:
     """On a busy node, the last seconds went into waiting for a core: a niced thread cannot undo that."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -785,6 +786,7 @@ def test_closing_while_the_runner_is_dead_loses_nothing(
     assert {each.step for each in Oracle(remote, 1).look()} == {1}
 
 
+@pytest.mark.fault("F53")
 def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` must keep to its timeout, whatever is wrong with the process, and leave no process behind."""
     monkeypatch.setattr(process_module, "STOP_TIMEOUT_S", 0.2)
@@ -798,6 +800,7 @@ def test_a_hung_runner_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert is_free(folder)
 
 
+@pytest.mark.fault("F53")
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_close_does_not_wait_again_for_a_stopped_runner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_shared: bool
@@ -816,6 +819,7 @@ def test_close_does_not_wait_again_for_a_stopped_runner(
     wait_until(lambda: not runners(folder))
 
 
+@pytest.mark.fault("F53")
 @pytest.mark.parametrize("timeout_s", [None, 0.0])
 def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
     timeout_s: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -842,6 +846,7 @@ def test_a_runner_that_could_not_read_for_a_while_learns_what_the_trainer_wants(
     assert uploader.is_committed(1) or timeout_s == 0.0
 
 
+@pytest.mark.fault("F53")
 def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -868,6 +873,7 @@ def test_a_hung_shared_runner_is_killed_and_the_other_ranks_continue(
     assert {each.step for each in Oracle(remote, 2).look()} == {1}
 
 
+@pytest.mark.fault("F53")
 def test_a_hung_rank_in_a_shared_runner_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -898,6 +904,7 @@ def test_a_runner_that_ends_while_it_is_asked_whether_it_hangs_is_not_killed(
     assert "runner_hangs" not in caplog.text
 
 
+@pytest.mark.fault("F53")
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_runner_killed_while_it_starts_is_restarted(
     tmp_path: Path, proxy: FaultProxy, s3_url: str, is_shared: bool
@@ -919,6 +926,7 @@ def test_a_runner_killed_while_it_starts_is_restarted(
             uploader.wait(1, timeout_s=PATIENCE_S)
 
 
+@pytest.mark.fault("F53")
 def test_a_runner_always_killed_while_it_starts_is_reported(
     tmp_path: Path, proxy: FaultProxy, s3_url: str
 ) -> None:

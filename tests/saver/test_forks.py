@@ -89,6 +89,7 @@ def lines(reading: int) -> list[str]:
     return told.decode().splitlines()
 
 
+@pytest.mark.fault("F23")
 @pytest.mark.parametrize("has_remote", [True, False])
 @pytest.mark.parametrize("how", ["os.fork", "multiprocessing"])
 def test_a_saver_in_a_forked_child_raises_at_once_and_does_no_harm(

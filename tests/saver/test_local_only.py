@@ -145,6 +145,7 @@ def test_files_that_were_not_saved_here_or_have_changed_since_stay(tmp_path: Pat
     assert names(saver) == ["ba0.pt", "ba1.pt", "ba2.pt", "ba4.pt", "ba5.pt", "renamed.pt"]
 
 
+@pytest.mark.fault("F97")
 def test_a_copy_of_the_folder_is_pruned_like_the_folder(tmp_path: Path) -> None:
     """The first save in it forgot all that was saved before: they were neither loaded nor pruned any more."""
     saver = launch(tmp_path / "a")

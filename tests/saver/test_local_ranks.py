@@ -22,6 +22,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return found.__getitem__
 
 
+@pytest.mark.fault("F96")
 def test_ranks_resume_from_the_newest_that_all_of_them_have(told: Told) -> None:
     """Each followed its own link: a rank that was killed while it saved went on from an older state than the other.
 
@@ -30,6 +31,7 @@ def test_ranks_resume_from_the_newest_that_all_of_them_have(told: Told) -> None:
     assert told("killed_in_a_save") == [["fresh", "fresh"], ["20", "20"], ["20", "20"]]
 
 
+@pytest.mark.fault("F109")
 def test_a_run_whose_first_save_was_killed_on_one_rank_starts_from_scratch(told: Told) -> None:
     """Every relaunch raised NoUsableCheckpointError, because some ranks had a file and others had none."""
     *launches, files, warnings = told("killed_in_the_first_save")
@@ -42,6 +44,7 @@ def test_a_run_whose_first_save_was_killed_on_one_rank_starts_from_scratch(told:
     )
 
 
+@pytest.mark.fault("F109")
 def test_a_run_whose_first_save_was_killed_on_one_rank_starts_from_scratch_with_a_remote(told: Told) -> None:
     """It was refused, with the advice to load the newest without the remote, which has none either."""
     *launches, warnings = told("killed_in_the_first_save_before_a_remote")
@@ -59,6 +62,7 @@ def test_with_a_remote_what_was_complete_here_once_is_no_fresh_start(told: Told)
         assert "saved without a remote: ep0-ba10, ep0-ba20" in each
 
 
+@pytest.mark.fault("F109")
 def test_a_run_that_has_lost_a_complete_checkpoint_does_not_start_from_scratch(told: Told) -> None:
     """What is left looks like a first save in which one rank was killed."""
     first, lost, no_load, last = told("the_other_rank_has_lost_what_it_had")
@@ -69,6 +73,7 @@ def test_a_run_that_has_lost_a_complete_checkpoint_does_not_start_from_scratch(t
         assert each.startswith("NoUsableCheckpointError: no checkpoint can be loaded on all ranks: ep0-ba")
 
 
+@pytest.mark.fault("F96")
 def test_ranks_do_not_mix_launches_of_different_sizes(told: Told) -> None:
     """Each rank counted the launches that it had seen, so that two launches had the same number: all loaded batch 30,
     rank 0 from the third launch and rank 1 from the second.
@@ -76,6 +81,7 @@ def test_ranks_do_not_mix_launches_of_different_sizes(told: Told) -> None:
     assert told("fewer_ranks_in_between") == [["fresh"] * 2, ["20", "20"], ["20"], ["20", "20"]]
 
 
+@pytest.mark.fault("F96")
 def test_ranks_agree_on_the_launch_although_the_saver_came_first(told: Told) -> None:
     """The ranks only agreed when the saver was created. Then all loaded batch 30, each from another launch; and, after
     one rank had missed a save, none of what all of them saved.
@@ -129,6 +135,7 @@ def test_ranks_that_cannot_talk_to_each_other_do_not_resume(told: Told) -> None:
         assert each.startswith("SettingsError: with remote=None, 2 ranks must agree")
 
 
+@pytest.mark.fault("F98")
 def test_what_is_only_here_is_refused_on_all_ranks_alike(told: Told) -> None:
     """Only the rank that writes said so; the others waited for it in vain."""
     conflict, not_there, step = told("only_here")

@@ -110,6 +110,7 @@ def test_without_the_link_the_notes_say_what_is_newest(tmp_path: Path) -> None:
     assert load(tmp_path, latest_filename=None) is None
 
 
+@pytest.mark.fault("F97")
 def test_a_copy_of_the_folder_can_be_resumed_from(tmp_path: Path) -> None:
     train(tmp_path / "a", range(1, 4))
     (tmp_path / "b").mkdir()
@@ -130,6 +131,7 @@ def test_a_file_of_the_same_stem_is_not_loaded_instead(tmp_path: Path) -> None:
     assert load(tmp_path) == 2
 
 
+@pytest.mark.fault("F98")
 def test_from_here_to_a_remote_and_back(tmp_path: Path) -> None:
     """The first launch with a remote was told that this is a fresh start; or that what this run has saved is another
     run's, and that overwrite=True replaces it.
@@ -171,6 +173,7 @@ def save_to_a_dead_store(folder: Path, remote: Path, batches: range) -> None:
         saver.close(timeout_s=0)
 
 
+@pytest.mark.fault("F106")
 def test_what_a_remote_never_took_is_loaded_without_it(tmp_path: Path) -> None:
     """A launch without the remote went on from the checkpoint before, without a word, and replaced these; or was told
     that they are another run's.
@@ -183,6 +186,7 @@ def test_what_a_remote_never_took_is_loaded_without_it(tmp_path: Path) -> None:
     assert train(folder, range(0)) == 5, "what was saved since is newer"
 
 
+@pytest.mark.fault("F106")
 def test_what_a_remote_never_took_after_a_time_without_it_is_loaded(tmp_path: Path) -> None:
     folder, remote = tmp_path / "local", tmp_path / "remote"
     train(folder, range(1, 3))
@@ -210,6 +214,7 @@ saver.step({"batch": 2}, 2)
 """
 
 
+@pytest.mark.fault("F110")
 def test_a_file_whose_launch_was_killed_before_it_noted_it_does_not_keep_a_launch_with_the_remote_out(
     tmp_path: Path,
 ) -> None:
@@ -228,6 +233,7 @@ def test_a_file_whose_launch_was_killed_before_it_noted_it_does_not_keep_a_launc
         CheckpointSaver(folder, f"{remote}-2")
 
 
+@pytest.mark.fault("F106")
 def test_beside_a_launch_with_the_remote_nothing_is_saved_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +250,7 @@ def test_beside_a_launch_with_the_remote_nothing_is_saved_without_it(
     assert train(folder, range(2, 3)) == 1
 
 
+@pytest.mark.fault("F106")
 def test_what_another_run_saved_with_a_remote_is_a_conflict(tmp_path: Path) -> None:
     folder = tmp_path / "local"
     train(folder, range(1, 3), remote=f"file://{tmp_path}/remote")
@@ -262,6 +269,7 @@ def move(folder: Path, remote: str) -> None:
         saver.step(state(2), 2)
 
 
+@pytest.mark.fault("F98")
 def test_what_was_saved_here_since_the_newest_in_the_store_is_neither_forgotten_nor_replaced(
     tmp_path: Path,
 ) -> None:

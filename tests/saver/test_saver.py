@@ -512,6 +512,7 @@ def sealed(tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(DirectoryStore, "put", put)
 
 
+@pytest.mark.fault("F121")
 def test_what_is_sealed_and_can_be_committed_is_no_fresh_start(
     open_saver: Open, sealed: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -527,6 +528,7 @@ def test_what_is_sealed_and_can_be_committed_is_no_fresh_start(
     assert "7@g1 can still be committed" in caplog.text
 
 
+@pytest.mark.fault("F121")
 def test_what_was_lost_with_its_node_is_a_fresh_start(
     open_saver: Open, sealed: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -816,6 +818,7 @@ def test_wrong_arguments_are_refused_before_the_folder_is_made(open_saver: Open,
     assert not (tmp_path / "local").exists()
 
 
+@pytest.mark.fault("O18")
 def test_a_tilde_is_the_home_folder(
     open_saver: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ if end == "destroys":
 """
 
 
+@pytest.mark.fault("F103")
 @pytest.mark.parametrize("end", ["raises", "ends", "destroys"])
 def test_a_rank_that_leaves_ends_at_once_and_the_others_notice(tmp_path: Path, end: str) -> None:
     """It waited for them, up to gloo's 30 minutes, while they waited for it."""

@@ -67,6 +67,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in folder.glob("ep*.pt")}
 
 
+@pytest.mark.fault("F100")
 def test_the_second_launch_is_refused_and_changes_nothing_until_the_first_is_killed(tmp_path: Path) -> None:
     with other_launch(tmp_path) as other:
         before = files(tmp_path)
@@ -83,6 +84,7 @@ def test_the_second_launch_is_refused_and_changes_nothing_until_the_first_is_kil
     assert sorted(files(tmp_path)) == ["ep0-ba1-rank0.pt", "ep0-ba2-rank0.pt"]
 
 
+@pytest.mark.fault("F106")
 def test_beside_a_launch_without_the_remote_none_with_it_begins(tmp_path: Path) -> None:
     """Both replaced each other's files."""
     folder, remote = tmp_path / "local", f"file://{tmp_path}/remote"
@@ -137,6 +139,7 @@ def test_a_closed_saver_lets_other_processes_save(tmp_path: Path) -> None:
     assert sorted(files(tmp_path)) == ["ep0-ba100-rank0.pt", "ep0-ba101-rank0.pt"]
 
 
+@pytest.mark.fault("F100")
 def test_a_launch_that_looked_before_the_first_one_ended_replaces_nothing_of_what_that_saved(
     tmp_path: Path,
 ) -> None:

@@ -94,6 +94,7 @@ def play(seeds: Iterable[int]) -> Counter[str]:
     return counts
 
 
+@pytest.mark.fault("F14", "F16")
 def test_no_simulated_schedule_breaks_an_invariant() -> None:
     """I1-I8 and I10 hold after every effect; once it is quiet again, everything is finished and nothing is left
     behind.

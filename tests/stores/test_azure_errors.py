@@ -151,6 +151,7 @@ def test_refusals_of_a_conditional_put(run, status, code, error, condition):
     run(body())
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.parametrize(
     ("off_by_s", "hint"),
     [(7200, "clock is wrong: .* GMT here and .* GMT at the store"), (60, "key or SAS does not belong")],

@@ -54,6 +54,7 @@ async def server_called(name: str, authority: trustme.CA):
         yield peer, url
 
 
+@pytest.mark.fault("F73")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("name", "is_right"), [("127.0.0.1", True), ("other.example", False)])
 def test_a_wrong_host_certificate_is_rejected_by_our_connections(
@@ -75,6 +76,7 @@ def test_a_wrong_host_certificate_is_rejected_by_our_connections(
     run(body())
 
 
+@pytest.mark.fault("F73")
 def test_a_wrong_host_certificate_is_rejected_by_the_store(run, authority, ca_file, monkeypatch):
     monkeypatch.setenv("AWS_CA_BUNDLE", ca_file)
 
@@ -97,6 +99,7 @@ def test_a_wrong_host_certificate_is_rejected_by_the_store(run, authority, ca_fi
     run(body())
 
 
+@pytest.mark.fault("F89")
 def test_a_bundle_that_is_replaced_is_read_again(run, authority, tmp_path, monkeypatch):
     """After a rotation of certificates, all clients of a store must carry on without a restart."""
     bundle, other = tmp_path / "ca.pem", trustme.CA()
@@ -127,6 +130,7 @@ def test_a_bundle_that_is_replaced_is_read_again(run, authority, tmp_path, monke
     run(body())
 
 
+@pytest.mark.fault("F89")
 @pytest.mark.parametrize("kind", ["gs", "az"])
 def test_a_replaced_bundle_is_read_again_by_small_requests(run, authority, tmp_path, monkeypatch, kind):
     """Small requests are made by an HTTP client that is kept between requests."""

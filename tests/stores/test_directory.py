@@ -115,6 +115,7 @@ def test_old_leftovers_are_removed_at_open(store, tmp_path, run):
     assert {each.name for each in own.iterdir()} == {young, idle, "lock", "reserve", "notes.txt"}
 
 
+@pytest.mark.fault("F127")
 @pytest.mark.parametrize("place", [".ckpt-async", OWN])
 def test_no_link_is_followed_to_temporary_files(tmp_path, run, place):
     """Whoever may write to a shared folder could have old files of somebody else deleted."""
@@ -212,6 +213,7 @@ def test_an_error_that_nobody_has_listed_is_tried_again(store, run, monkeypatch)
     assert raised.value.reason is FailureReason.TRANSIENT
 
 
+@pytest.mark.fault("F154")
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.ENOTCONN])
 def test_a_refused_link_to_what_exists_is_a_lost_race(store, run, monkeypatch, number):
     """sshfs says EPERM; and after a lost answer, what is there may be our own (R13)."""
@@ -228,6 +230,7 @@ def test_a_refused_link_to_what_exists_is_a_lost_race(store, run, monkeypatch, n
             run(put(store, "b", b"2", condition=Create()))
 
 
+@pytest.mark.fault("F154")
 def test_nothing_counts_as_deleted_while_the_file_server_is_away(store, run, monkeypatch):
     run(put(store, "a", b"1"))
     lstat = os.lstat
@@ -259,6 +262,7 @@ def test_an_io_error_names_what_to_look_at(store, run, monkeypatch, filesystem, 
     assert raised.value.reason.is_retryable
 
 
+@pytest.mark.fault("F160")
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EIO, errno.EINVAL, errno.EACCES])
 def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch, caplog, number):
     """The last three are what mounted buckets answer."""
@@ -277,6 +281,7 @@ def test_works_on_a_file_system_without_hard_links(tmp_path, run, monkeypatch, c
     assert run(store.get("b", max_size_bytes=9))[0] == b"1"
 
 
+@pytest.mark.fault("F160")
 @pytest.mark.parametrize(
     ("filesystem", "decides_by_swap"),
     [
@@ -297,6 +302,7 @@ def test_the_type_of_mount_tells_who_decides(tmp_path, run, monkeypatch, caplog,
     assert len(told) == (0 if decides_by_swap else 1)
 
 
+@pytest.mark.fault("F159")
 def test_a_lock_that_another_node_has_just_made_is_taken(tmp_path, run, monkeypatch):
     """On GlusterFS, the slower of two nodes is told that the file exists, although it does not ask for a new one."""
     opened, refused = os.open, []
@@ -312,6 +318,7 @@ def test_a_lock_that_another_node_has_just_made_is_taken(tmp_path, run, monkeypa
     assert len(refused) == 2
 
 
+@pytest.mark.fault("F159")
 def test_a_swap_does_not_trust_what_a_name_stood_for(store, run, monkeypatch):
     """As on GlusterFS: this node still sees the file that another has replaced."""
     stale = run(put(store, "a", b"1")).etag
@@ -331,6 +338,7 @@ def test_a_swap_does_not_trust_what_a_name_stood_for(store, run, monkeypatch):
     assert run(store.get("a", max_size_bytes=9))[0] == b"2"
 
 
+@pytest.mark.fault("F159")
 def test_etags_never_repeat_where_times_are_whole_seconds(store, run, monkeypatch):
     utime = os.utime
 
@@ -467,6 +475,7 @@ def test_cancelled_puts_leave_no_file_open_or_behind(store, tmp_path, run, monke
 # --- the file system's clock, and what is not there --------------------------------------------------------
 
 
+@pytest.mark.fault("F75")
 def test_times_come_from_the_file_systems_clock(store, tmp_path, run, monkeypatch):
     """A machine whose clock is two hours ahead must not take a fresh lease for an old one."""
     run(put(store, "a", b"1"))
@@ -487,6 +496,7 @@ def test_times_come_from_the_file_systems_clock(store, tmp_path, run, monkeypatc
     assert young.exists()
 
 
+@pytest.mark.fault("F74")
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_listing_a_vanished_folder_is_an_error(store, tmp_path, run, is_read_only):
     """If the file system was unmounted, with or without a visible mount point, that is not an empty listing."""
@@ -505,6 +515,7 @@ def test_listing_a_vanished_folder_is_an_error(store, tmp_path, run, is_read_onl
     assert [each.key for each in run(store.list("")).objects] == [".ckpt-async/leases/x"]
 
 
+@pytest.mark.fault("F74")
 def test_reading_or_writing_in_a_vanished_folder_is_an_error(store, tmp_path, run):
     """Otherwise new data would go into the mount point, and be hidden once the file system is back."""
     root, away = tmp_path / "run", tmp_path / "away"
@@ -541,6 +552,7 @@ def test_a_reader_can_write_to_a_copied_run_without_our_own_folder(store, tmp_pa
     assert run(reader.get(".ckpt-async/leases/x", max_size_bytes=9))[0] == b"1"
 
 
+@pytest.mark.fault("F74")
 def test_a_write_in_progress_is_not_published_after_the_folder_vanished(store, tmp_path, run, monkeypatch):
     root, away = tmp_path / "run", tmp_path / "away"
     link = os.link
@@ -580,6 +592,7 @@ def test_nothing_is_committed_below_a_mount_point_that_another_has_opened(tmp_pa
     assert (root / "ckpt/step-2.g1/b").read_bytes() == b"2"
 
 
+@pytest.mark.fault("F74")
 def test_a_trainer_waits_for_a_remote_folder_that_comes_back(tmp_path):
     root, away, folder = tmp_path / "mnt" / "run", tmp_path / "away", tmp_path / "local"
     folder.mkdir()
@@ -608,6 +621,7 @@ asyncio.run(store.delete(["ckpt/step-1.g1/a"]))
 """
 
 
+@pytest.mark.fault("F76")
 def test_a_folder_left_empty_by_a_kill_is_removed(store, tmp_path, run):
     """SIGKILL may hit between deleting the last file and its folder. Other people's folders and new ones must stay."""
     root = tmp_path / "run"

@@ -56,6 +56,7 @@ class Interrupting(ReusingBody):
             self.has_ended.set()
 
 
+@pytest.mark.fault("F83")
 def test_a_server_that_dies_in_the_middle_leaves_nothing_and_is_found_again(
     server: FileServer, run: Any
 ) -> None:
@@ -248,6 +249,7 @@ def opened(kind: type[LocalFileSystem], url: str) -> Any:
     return open_store(url)
 
 
+@pytest.mark.fault("F84")
 def test_a_bit_that_was_stored_otherwise_is_found_by_reading_back(url: str, run: Any) -> None:
     async def body() -> None:
         store = opened(Spoiling, url)

@@ -724,6 +724,7 @@ def test_another_process_finds_the_same_store():
         address_of("gs://b/run", None, env={"STORAGE_EMULATOR_HOST": "ftp://x"})
 
 
+@pytest.mark.fault("F142")
 @pytest.mark.parametrize("named", ["by nobody", "by an option", "by the environment"])
 def test_no_token_goes_to_an_endpoint_that_only_a_journal_names(
     secure_peer, tmp_path, monkeypatch, capsys, named
@@ -751,6 +752,7 @@ def test_no_token_goes_to_an_endpoint_that_only_a_journal_names(
             assert f"--endpoint-url {secure_peer.url}" in told.out + told.err
 
 
+@pytest.mark.fault("F142")
 @pytest.mark.parametrize(
     ("url", "endpoint_url", "env", "is_obeyed"),
     [

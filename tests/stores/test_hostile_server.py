@@ -40,6 +40,7 @@ def endless(status: bytes):
         yield f"http://127.0.0.1:{server.port}", sent_bytes
 
 
+@pytest.mark.fault("F140")
 @pytest.mark.parametrize("status", [b"200", b"404"])
 @pytest.mark.parametrize("operation", ["list", "get"])
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "az://container/run", "http"])
@@ -71,6 +72,7 @@ def test_a_body_without_end_is_an_error(run, url, operation, status):
     assert sent_bytes[0] < 64 * MIB
 
 
+@pytest.mark.fault("F141")
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_redirect_takes_a_session_token_to_another_host(run, monkeypatch, call, status):
@@ -96,6 +98,7 @@ def test_no_redirect_takes_a_session_token_to_another_host(run, monkeypatch, cal
     run(body())
 
 
+@pytest.mark.fault("F141")
 def test_a_bucket_of_another_region_is_asked_at_that_regions_own_host(run, monkeypatch, tmp_path):
     """As AWS answers: the SDK derives the host from the region, and signs for it. The Location counts for nothing."""
     authority, seen = trustme.CA(), []

@@ -159,6 +159,7 @@ BAD_ANSWERS = {
 }
 
 
+@pytest.mark.fault("F71")
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
 def test_an_invalid_response_is_an_error(run: Any, bad: str) -> None:
     """Its connection is not reused, because the rest of the response would be taken for the next answer."""
@@ -211,6 +212,7 @@ def test_a_connection_close_response_ends_its_connection(run: Any, last: str) ->
 EVIL = _answer(10, b"other text")
 
 
+@pytest.mark.fault("F72")
 def test_unsolicited_bytes_are_not_read_as_the_next_response(
     run: Any, tls: ssl.SSLContext | None, certificate: Path
 ) -> None:
@@ -242,6 +244,7 @@ def test_unsolicited_bytes_are_not_read_as_the_next_response(
     run(main())
 
 
+@pytest.mark.fault("F72")
 @ENCRYPTED
 def test_unsolicited_bytes_already_decrypted_are_detected(
     run: Any, tls: ssl.SSLContext, certificate: Path
@@ -267,6 +270,7 @@ def test_unsolicited_bytes_already_decrypted_are_detected(
     run(main())
 
 
+@pytest.mark.fault("F72")
 def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> None:
     """An intermediary may have dropped the connection without notice."""
 
@@ -282,6 +286,7 @@ def test_a_long_idle_connection_is_not_reused(run: Any, monkeypatch: Any) -> Non
     run(main())
 
 
+@pytest.mark.fault("F99")
 def test_idle_connections_are_closed_although_nobody_asks_for_another(run: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(connections, "KEEPALIVE_S", 0.1)
     closed: list[threading.Event] = []

@@ -234,6 +234,7 @@ def _stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
+@pytest.mark.fault("F107")
 @pytest.mark.parametrize("harm", [_kill, _stop])
 def test_a_lost_process_costs_one_attempt(
     run: Any,
@@ -276,6 +277,7 @@ def test_a_lost_process_costs_one_attempt(
     assert warning.endswith("; decrypting in this process")
 
 
+@pytest.mark.fault("F107")
 def test_a_process_without_memory_costs_one_attempt(
     run: Any, tls: ssl.SSLContext, ca_file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +308,7 @@ def test_a_process_without_memory_costs_one_attempt(
     assert [LOST in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.fault("F107")
 def test_a_process_that_cannot_be_started_is_done_without(
     run: Any,
     tls: ssl.SSLContext,
@@ -459,6 +462,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.fault("F107")
 def test_the_process_ends_with_a_trainer_that_is_killed(tls: ssl.SSLContext, ca_file: str) -> None:
     reached = threading.Event()
     with (

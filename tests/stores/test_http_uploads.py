@@ -421,6 +421,7 @@ def test_responses_of_every_framing_are_read(run: Any, wire: Wire, kind: str, pi
     run(main())
 
 
+@pytest.mark.fault("F71")
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
 def test_an_invalid_response_is_an_error(run: Any, wire: Wire, kind: str) -> None:
     def talk(near: socket.socket) -> None:
@@ -709,6 +710,7 @@ class Unpaced:
 # --- what the kernel has taken -------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F86")
 @pytest.mark.usefixtures("quick")
 def test_what_is_still_on_its_way_needs_no_answer_yet(run: Any, wire: Wire) -> None:
     """On a slow link the kernel's buffers of 4 MiB take minutes to empty."""
@@ -771,6 +773,7 @@ class Queued(Slices):
                 self.waits.set()
 
 
+@pytest.mark.fault("F86")
 def test_of_a_request_that_is_given_up_nothing_more_is_sent(run: Any, wire: Wire) -> None:
     """The bytes of an abandoned attempt would take bandwidth from the next one."""
     may_read, arrived, body = threading.Event(), [], Queued()

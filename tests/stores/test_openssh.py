@@ -61,6 +61,7 @@ def test_objects_are_kept_as_promised(server: OpensshServer, run: Any) -> None:
     run(body())
 
 
+@pytest.mark.fault("F83")
 def test_a_server_that_is_killed_and_started_again_costs_no_checkpoint(
     server: OpensshServer, tmp_path: Path
 ) -> None:

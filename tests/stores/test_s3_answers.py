@@ -70,11 +70,13 @@ def check_refused(calls: dict[str, tuple[str, bytes]]) -> None:
         assert "s3://bucket/run/" in str(error), kind
 
 
+@pytest.mark.fault("F70")
 @pytest.mark.parametrize("call", [*LISTINGS, "delete", "create_multipart", "complete_multipart"])
 def test_a_foreign_response_is_not_read_as_empty(call):
     check_refused({kind: (call, body) for kind, body in FOREIGN.items()})
 
 
+@pytest.mark.fault("F70")
 @pytest.mark.parametrize("call", LISTINGS)
 def test_a_listing_truncated_at_any_byte_is_rejected(call):
     whole = LISTINGS[call]()
@@ -114,6 +116,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.fault("F70")
 def test_a_response_to_another_request_is_rejected():
     check_refused(OTHERS)
 
@@ -166,6 +169,7 @@ GOOD = {
 }
 
 
+@pytest.mark.fault("F70", "F78")
 def test_listings_of_s3_compatible_stores_are_understood(run):
     async def body():
         async with answering() as (store, left):
@@ -178,6 +182,7 @@ def test_listings_of_s3_compatible_stores_are_understood(run):
     run(body())
 
 
+@pytest.mark.fault("F78")
 @pytest.mark.parametrize("root", ["ListPartsResult", "ListPartsResponse", "ListMultipartUploadResult"])
 def test_part_listings_with_a_stores_own_element_name_are_understood(run, root):
     """Both moto and stores modelled on an old Ceph use their own name."""
@@ -190,6 +195,7 @@ def test_part_listings_with_a_stores_own_element_name_are_understood(run, root):
     run(body())
 
 
+@pytest.mark.fault("F78")
 def test_upload_listings_with_a_stores_own_element_name_are_understood(run):
     async def body():
         async with answering() as (store, left):
@@ -199,6 +205,7 @@ def test_upload_listings_with_a_stores_own_element_name_are_understood(run):
     run(body())
 
 
+@pytest.mark.fault("F78")
 @pytest.mark.parametrize("prefix", ["p%2Bq/", "a+b c%2B d/lr=1e-4+x", "100%/", "p%20q/"])
 def test_a_prefix_that_looks_url_encoded_is_recognised(prefix):
     """Stores return it verbatim, silently encoded, or decoded by the SDK though never encoded (SeaweedFS 4.48)."""
@@ -210,6 +217,7 @@ def test_a_prefix_that_looks_url_encoded_is_recognised(prefix):
         s3_answers.next_page(s3_answers.OBJECTS, asked, page | {"Prefix": f"{prefix}x"})
 
 
+@pytest.mark.fault("F78")
 def test_a_checksum_of_the_wrong_length_is_ignored():
     whole = {"ChecksumCRC64NVME": "DlfLM4aqZUQ=", "ChecksumType": "FULL_OBJECT"}
     assert s3_answers.checksum(whole) == Checksum("crc64nvme", "DlfLM4aqZUQ=")
@@ -240,6 +248,7 @@ def test_a_delete_error_without_a_key_is_reported():
     assert "InternalError" in str(error)
 
 
+@pytest.mark.fault("F70")
 @pytest.mark.parametrize("body", [HTML, b"", b"404 page not found\n"], ids=["HTML", "empty", "text"])
 def test_a_404_not_from_the_store_is_not_a_missing_object(body):
     """An ingress whose backend is down answers like this."""
@@ -308,6 +317,7 @@ def with_field(body: bytes, name: str, value: str | None) -> bytes:
     return before + (b"" if value is None else start + value.encode() + end) + rest.partition(end)[2]
 
 
+@pytest.mark.fault("F71")
 def test_a_missing_or_invalid_field_is_reported():
     calls = {}
     for call, (body, names) in WHOLE.items():
@@ -393,6 +403,7 @@ def bodies(draw) -> bytes:
     return whole[:at] + draw(st.binary(max_size=4)) + whole[at + draw(st.integers(0, 8)) :]
 
 
+@pytest.mark.fault("F71")
 def test_any_response_is_understood_or_rejected():
     """Any answer must give a value of the right kind or a StoreError."""
 

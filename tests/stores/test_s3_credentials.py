@@ -27,6 +27,7 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "us-east-1")
 
 
+@pytest.mark.fault("F91")
 @pytest.mark.parametrize("call", ["put", "get", "get_range", "list", "put_part"])
 @pytest.mark.parametrize(("status", "code"), [(403, "InvalidAccessKeyId"), (400, "ExpiredToken")])
 def test_keys_that_are_replaced_in_their_file_are_used(
@@ -75,6 +76,7 @@ def test_keys_that_are_replaced_in_their_file_are_used(
     run(main())
 
 
+@pytest.mark.fault("F92")
 def test_requests_that_give_up_start_no_further_process(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

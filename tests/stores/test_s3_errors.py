@@ -73,6 +73,7 @@ HTML = b"<html><title>Please log in</title></html>"
 ELSEWHERE = {"Location": "http://127.0.0.1:1/login"}
 
 
+@pytest.mark.fault("F10")
 @pytest.mark.parametrize(
     ("reply", "reason", "hint"),
     [
@@ -191,6 +192,7 @@ def test_what_ceph_answers_is_explained(run, call, status, code, hint):
     run(body())
 
 
+@pytest.mark.fault("F150")
 @pytest.mark.parametrize(("etag", "is_deleted"), [('"e"', True), ('"f"', False)])
 def test_an_ignored_condition_deletes_nothing_else(run, etag, is_deleted):
     """Ceph and LocalStack delete whatever is there."""
@@ -210,6 +212,7 @@ def test_an_ignored_condition_deletes_nothing_else(run, etag, is_deleted):
     run(body())
 
 
+@pytest.mark.fault("F153")
 @pytest.mark.parametrize(("version", "is_kept"), [("3HL4kqtJlcpXroDTDm", True), ("null", False)])
 def test_a_bucket_that_keeps_versions_is_told(run, caplog, version, is_kept):
     """What is deleted there stays, and is paid for."""
@@ -433,6 +436,7 @@ def test_a_listing_stops_when_the_caller_has_enough(run, first, num_pages):
 # --- connections -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F8")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_silent_server_and_cancellation_leave_no_task(run, call):
     """The engine enforces every deadline by cancellation (rule R14)."""
@@ -680,6 +684,7 @@ async def open_failure(url: str, **options) -> StoreError:
     return raised.value
 
 
+@pytest.mark.fault("O17")
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_first_error_message_is_short(run, answers):
     """The probe's keys are as long as possible, but messages about them must not be."""
@@ -748,6 +753,7 @@ def test_a_silent_endpoint_is_reported_at_open(run):
     assert run(body()).reason is FailureReason.TIMEOUT
 
 
+@pytest.mark.fault("F32", "F150")
 @pytest.mark.parametrize(
     ("kept", "current", "checked", "expected"),
     [

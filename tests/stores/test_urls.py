@@ -304,6 +304,7 @@ def test_parsing_a_url_does_not_import_the_sdk():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+@pytest.mark.fault("O1")
 @pytest.mark.parametrize(
     ("url", "better"),
     [
@@ -357,6 +358,7 @@ def test_bytes_that_are_no_utf_8_are_named_as_such(url):
 LONGEST = max(map(len, keys.longest_keys()))
 
 
+@pytest.mark.fault("F77")
 @pytest.mark.parametrize(
     ("scheme", "most"), [("s3://bucket/", 1024), ("memory://bucket/", 1024), ("file:///", 4094)]
 )
@@ -377,11 +379,13 @@ def test_no_key_exceeds_the_documented_maximum_of_its_kind() -> None:
     assert len(keys.receipt_key(CheckpointId(1, 1), 0)) <= LONGEST
 
 
+@pytest.mark.fault("F77")
 def test_a_trainer_with_a_too_long_prefix_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(InvalidNameError, match="more than 1024"):
         Uploader(tmp_path, f"s3://bucket/{'p' * 975}", rank=0, world_size=1)
 
 
+@pytest.mark.fault("F77")
 def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None:
     """The probe's keys are as long as any key of a run."""
 

@@ -59,6 +59,7 @@ PLACES = {
 }
 
 
+@pytest.mark.fault("F41")
 @pytest.mark.parametrize("bad", [TOO_LARGE, b"", NEWER], ids=["large", "empty", "newer"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_sweep_works_around_unreadable_records(run: Any, place: str, bad: bytes) -> None:
@@ -123,6 +124,7 @@ def _run(folder: Path, remote: str, *steps: int, generation: int) -> None:
             uploader.wait(step, timeout_s=60)
 
 
+@pytest.mark.fault("F41")
 def test_a_huge_lease_costs_a_sweep_neither_memory_nor_its_other_work(
     run: Any, tmp_path: Path, s3_url: str
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_huge_lease_costs_a_sweep_neither_memory_nor_its_other_work(
     assert key in finding.message
 
 
+@pytest.mark.fault("F41")
 def test_nothing_is_decided_while_the_boundary_is_unreadable(
     run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -248,6 +251,7 @@ def test_an_unreadable_lease_counts_for_the_longest_term(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.fault("F41")
 @pytest.mark.parametrize("bad", [TOO_LARGE, b"", b"nonsense"], ids=["large", "empty", "nonsense"])
 def test_an_unreadable_generation_does_not_block_a_start(run: Any, bad: bytes) -> None:
     """All ranks skip it, and meet in the next one. A record of a newer version is different: its writer can read it."""

@@ -95,6 +95,7 @@ def copied(folder: Path, place: Path, how: str = "-a") -> Path:
     return copy
 
 
+@pytest.mark.fault("F95")
 @pytest.mark.parametrize("how", ["-a", "-r"])
 @pytest.mark.parametrize("has_journal", [True, False])
 def test_a_copy_of_unfinished_uploads_is_refused(
@@ -130,6 +131,7 @@ def test_a_copy_without_unfinished_uploads_is_like_any_folder(
         assert uploader.generation == 2
 
 
+@pytest.mark.fault("F95")
 def test_an_adopted_copy_gives_up_what_it_lacks(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
@@ -150,6 +152,7 @@ def test_an_adopted_copy_gives_up_what_it_lacks(
     assert call("drain", copy)[0] == 0
 
 
+@pytest.mark.fault("F95")
 def test_of_a_copy_without_times_nothing_is_committed(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
@@ -163,6 +166,7 @@ def test_of_a_copy_without_times_nothing_is_committed(
     assert sorted(each.parent.name for each in copy.glob("*/rank0.bin")) == ["step-100", "step-200"]
 
 
+@pytest.mark.fault("F95")
 @pytest.mark.parametrize("has_journal", [True, False])
 def test_a_copy_is_adopted_once_and_for_all(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, has_journal: bool
@@ -191,6 +195,7 @@ def test_local_retention_removes_files_of_an_adopted_copy(
     assert [each.parent.name for each in copy.glob("step-*/rank0.bin")] == ["step-200"]
 
 
+@pytest.mark.fault("F95")
 @pytest.mark.parametrize("has_journal", [True, False])
 def test_a_moved_folder_is_no_copy(
     trainers: Trainers,
@@ -215,6 +220,7 @@ def test_a_moved_folder_is_no_copy(
     assert (code, steps(told["ranks"][0]["committed"])) == (0, [100])
 
 
+@pytest.mark.fault("F95")
 def test_where_a_mount_changes_inodes_nothing_is_taken_for_a_copy(
     trainers: Trainers,
     call: Drain,
@@ -520,6 +526,7 @@ def test_what_is_given_takes_precedence_over_what_is_recorded_and_the_rest_is_ke
         assert change(recorded) == replace(recorded, **wanted)
 
 
+@pytest.mark.fault("F94")
 @pytest.mark.parametrize("who", ["drain", "trainer"])
 def test_what_one_server_has_verified_is_looked_up_at_another(
     folder: Path, s3_url: str, s3_server: SeaweedServer, call: Drain, who: str
@@ -561,6 +568,7 @@ def test_what_one_server_has_verified_is_looked_up_at_another(
     assert address.endpoint_url == endpoint
 
 
+@pytest.mark.fault("F101")
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_a_drain_says_as_a_start_does_that_the_remote_was_put_back(
     call: Drain, folder: Path, remote: str, tmp_path: Path, runner: Any
@@ -615,6 +623,7 @@ def _save(folder: Path, remote: str, step: int, **settings: Any) -> int:
         return uploader.generation
 
 
+@pytest.mark.fault("F105")
 @pytest.mark.parametrize("who", ["drain", "sweep", "trainer"])
 @pytest.mark.parametrize("kind", [None, "weights"])
 def test_what_another_start_saved_in_a_wiped_remote_is_not_overwritten(
@@ -642,6 +651,7 @@ def test_what_another_start_saved_in_a_wiped_remote_is_not_overwritten(
     assert waiting.decision is None
 
 
+@pytest.mark.fault("F105")
 def test_an_earlier_number_of_another_start_is_not_overwritten(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
@@ -659,6 +669,7 @@ def test_an_earlier_number_of_another_start_is_not_overwritten(
     assert _objects(store) == before
 
 
+@pytest.mark.fault("F105")
 def test_what_a_rank_has_left_of_an_earlier_number_is_refused_by_every_drain(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
@@ -696,6 +707,7 @@ def test_what_was_drained_again_after_another_start_is_refused_too(
     assert _objects(store) == before
 
 
+@pytest.mark.fault("F105")
 def test_a_start_in_a_wiped_remote_is_not_fenced_by_the_drain_of_an_old_folder(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
@@ -713,6 +725,7 @@ def test_a_start_in_a_wiped_remote_is_not_fenced_by_the_drain_of_an_old_folder(
         assert _objects(store) == before
 
 
+@pytest.mark.fault("F105")
 def test_a_drain_into_a_remote_that_was_put_back_takes_its_number_again(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
@@ -729,6 +742,7 @@ def test_a_drain_into_a_remote_that_was_put_back_takes_its_number_again(
     assert call("ls", remote)[1]["latest"] == {"generation": 3, "step": 3}
 
 
+@pytest.mark.fault("F105")
 @pytest.mark.parametrize("who", ["drain", "trainer"])
 def test_a_folder_that_has_lost_its_journal_too_overwrites_nothing_in_a_wiped_remote(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, who: str
@@ -747,6 +761,7 @@ def test_a_folder_that_has_lost_its_journal_too_overwrites_nothing_in_a_wiped_re
     assert _objects(store) == before
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_drain_does_not_take_the_commit_of_a_launch_that_has_taken_its_generation_meanwhile_for_its_own(
     trainers: Trainers,
@@ -792,6 +807,7 @@ async def _never(*_: object) -> None:
     await asyncio.Event().wait()
 
 
+@pytest.mark.fault("F105")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_drain_into_a_wiped_remote_takes_its_number_again(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, num_ranks: int
@@ -809,6 +825,7 @@ def test_a_drain_into_a_wiped_remote_takes_its_number_again(
     assert drained.items() <= _objects(store / "ckpt").items()
 
 
+@pytest.mark.fault("F108")
 def test_what_a_wiped_remote_had_confirmed_is_uploaded_again(call: Drain, folder: Path, remote: str) -> None:
     """A drain committed it without the shards of rank 0, and deleted the only copies. The next launch of the folder was
     refused, because the generation that the drain had taken again had no members.
@@ -839,6 +856,7 @@ def test_what_a_wiped_remote_had_confirmed_is_uploaded_again(call: Drain, folder
         assert uploader.generation == 2
 
 
+@pytest.mark.fault("F105")
 def test_what_a_copy_of_the_folder_has_drained_is_not_sent_again(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path
 ) -> None:
@@ -866,6 +884,7 @@ def test_a_lost_journal_is_rebuilt_with_the_remote_that_the_manifests_name(
     assert found["step"] == 100
 
 
+@pytest.mark.fault("O18")
 @pytest.mark.parametrize("command", ["drain", "status"])
 def test_a_remote_given_instead_of_its_folder_is_named_and_unchanged(
     trainers: Trainers, call: Drain, folder: Path, remote: str, tmp_path: Path, command: str
@@ -881,6 +900,7 @@ def test_a_remote_given_instead_of_its_folder_is_named_and_unchanged(
     assert call("drain", folder)[0] == 0
 
 
+@pytest.mark.fault("O18")
 @pytest.mark.parametrize("command", ["drain", "status"])
 @pytest.mark.parametrize("place", [".", ".ckpt-async"])
 def test_a_folder_of_another_user_is_named_with_what_to_do(folder: Path, command: str, place: str) -> None:
@@ -902,6 +922,7 @@ def test_a_folder_of_another_user_is_named_with_what_to_do(folder: Path, command
     assert line.endswith("cannot be used: Permission denied (run this as the user whose trainer created it)")
 
 
+@pytest.mark.fault("O18")
 def test_a_tilde_is_the_home_folder(
     call: Drain, tmp_path: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

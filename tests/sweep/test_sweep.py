@@ -204,6 +204,7 @@ def test_a_pin_set_between_plan_and_prune_wins(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.fault("F17")
 def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
     """A slow restore never sees a shard vanish; a dead reader does not hold space forever."""
 
@@ -225,6 +226,7 @@ def test_pruning_waits_for_readers_until_their_lease_expires(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.fault("F17")
 def test_a_lease_taken_after_pruning_began_is_refused(run: Any) -> None:
     """R3: take the lease, then read the decision again. The reader moves on to another checkpoint and leaves nothing
     behind.
@@ -286,6 +288,7 @@ def test_commit_is_finished_for_engines_that_died(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.fault("F15")
 @pytest.mark.parametrize(
     ("is_superseded", "limit_s"), [(True, Ages().superseded_s), (False, Ages().newest_s)]
 )
@@ -391,6 +394,7 @@ def test_old_decisions_are_collected_and_stay_settled(run: Any, monkeypatch: pyt
     run(main())
 
 
+@pytest.mark.fault("F18")
 def test_stale_multiparts_leases_members_and_probes_are_removed(run: Any) -> None:
     """They are billed although invisible, or would make every listing longer."""
 
@@ -420,6 +424,7 @@ def test_stale_multiparts_leases_members_and_probes_are_removed(run: Any) -> Non
     run(main())
 
 
+@pytest.mark.fault("F10")
 def test_ages_are_measured_by_the_stores_clock(run: Any) -> None:
     """A sweeper whose own clock is a year ahead must make the same decisions."""
 
@@ -461,6 +466,7 @@ async def _assert_settled(world: World) -> None:
     assert latest.checkpoint == CheckpointId(2, 3)
 
 
+@pytest.mark.fault("F2")
 @pytest.mark.parametrize("after_effect", [False, True])
 def test_killed_at_any_request_the_next_sweep_finishes(run: Any, after_effect: bool) -> None:
     """Each request of a sweep in turn is its last one; at no such moment may anything committed be damaged."""
@@ -530,6 +536,7 @@ def test_void_decisions_stay_void_as_the_boundary_moves(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.fault("F122")
 @pytest.mark.usefixtures("collects_one")
 def test_old_decisions_of_the_newest_generation_are_collected_exactly(run: Any) -> None:
     """Requests grow with what is there, and everybody still knows what became of each checkpoint."""
@@ -576,6 +583,7 @@ def test_old_decisions_of_the_newest_generation_are_collected_exactly(run: Any) 
     run(main())
 
 
+@pytest.mark.fault("F122")
 @pytest.mark.usefixtures("collects_one")
 def test_a_full_boundary_collects_nothing_more(
     run: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -159,6 +159,7 @@ def test_the_sweeper_works_on_s3(
     assert (result.findings, result.num_committed) == ([], 2)
 
 
+@pytest.mark.fault("F14")
 def test_a_live_owner_is_left_alone(trainers: Trainers, folder: Path, remote: str) -> None:
     """A trainer that is merely slow keeps its journal and its uploads in progress."""
     owner = trainers.start(folder, remote, 1)
@@ -221,6 +222,7 @@ def test_a_string_is_not_accepted_as_a_list_of_targets(wrong: dict[str, Any]) ->
         Sweeper(**wrong)
 
 
+@pytest.mark.fault("F14")
 def test_two_concurrent_sweepers_are_safe(trainers: Trainers, folder: Path, remote: str) -> None:
     """A DaemonSet and an impatient operator may overlap: one adopts, the other finds a live owner or nothing to do."""
     trainers.die(folder, remote, *range(1, 9))
@@ -312,6 +314,7 @@ def test_a_lock_is_released_while_the_store_does_not_respond(
     assert [each.checkpoint.step for each in ranks_of(sweep(folder))[0].committed] == [1]
 
 
+@pytest.mark.fault("F2")
 def test_the_next_sweep_finishes_after_a_kill_at_any_moment(
     trainers: Trainers, folder: Path, remote: str
 ) -> None:

@@ -39,6 +39,7 @@ def test_a_sound_run_has_no_findings(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.fault("F60")
 def test_one_damaged_byte_is_named(run: Any) -> None:
     """It is found by the store's own checksum, and by reading where the store only repeats what it was told."""
 
@@ -104,6 +105,7 @@ def test_a_forged_decision_is_named(run: Any) -> None:
     run(main())
 
 
+@pytest.mark.fault("F19")
 def test_latest_that_names_nothing_committed_is_named(run: Any) -> None:
     """latest is a hint and may be behind, but it must never lead to something that does not exist."""
 

@@ -11,6 +11,7 @@ from ckpt_async.core import arguments
 from ckpt_async.errors import InvalidNameError, SettingsError
 
 
+@pytest.mark.fault("F52")
 @pytest.mark.parametrize(
     "step", [True, np.True_, torch.tensor(True), torch.tensor(7.0), "3", -1, 10**5000, None], ids=range(8)
 )
@@ -21,6 +22,7 @@ def test_a_value_that_is_not_an_integer_is_rejected(step: Any) -> None:
         assert type(arguments.whole(number, "step", 0, 9)) is int
 
 
+@pytest.mark.fault("F52")
 @pytest.mark.parametrize("timeout_s", ["3", b"3", True, float("nan"), None, 1j, [1]])
 def test_a_value_that_is_not_a_duration_is_rejected(timeout_s: Any) -> None:
     with pytest.raises(SettingsError, match=r"^timeout_s=.{1,100} must be a number of seconds$"):
@@ -29,6 +31,7 @@ def test_a_value_that_is_not_a_duration_is_rejected(timeout_s: Any) -> None:
     assert arguments.seconds(10**5000, "timeout_s") == float("inf")
 
 
+@pytest.mark.fault("F52")
 @pytest.mark.parametrize("step", ["3", -1, True])
 def test_an_impossible_step_is_rejected(step: Any) -> None:
     """If such a step were accepted, finding nothing for it would look like a fresh start."""

@@ -264,6 +264,7 @@ def test_damage_in_the_store_is_marked_for_later_readers(tmp_path: Path, run_: R
     assert name in str(again.rejected[0])
 
 
+@pytest.mark.fault("F60")
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_corruption_in_transit_is_not_marked(
     tmp_path: Path, run_: Run, name: str, monkeypatch: pytest.MonkeyPatch
@@ -490,6 +491,7 @@ def test_metadata_that_does_not_match_the_files_is_damage(
     assert is_equal(loaded, state)
 
 
+@pytest.mark.fault("F52")
 def test_a_checkpoint_that_is_not_dcp_is_reported(run_: Run) -> None:
     run_.commit(1)
     with pytest.raises(InvalidNameError, match=r"^step-1 has no \.metadata: torch.* has not saved it"):

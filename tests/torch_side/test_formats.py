@@ -305,6 +305,7 @@ class Runs:
         return os.mkdir, ("pwned",)
 
 
+@pytest.mark.fault("F29")
 def test_a_file_that_would_run_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved(tmp_path / "a.pt", {"a": Runs()})

@@ -90,6 +90,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     }
 
 
+@pytest.mark.fault("F63")
 @pytest.mark.parametrize("name", ["ipv6", "loopback", "no-name", "interface"])
 def test_each_byte_leaves_the_store_once(results: Any, name: str) -> None:
     """This must hold over IPv6 alone, where the master's host name resolves to its own loopback, where that name does
@@ -100,6 +101,7 @@ def test_each_byte_leaves_the_store_once(results: Any, name: str) -> None:
         assert each["lines"] == []
 
 
+@pytest.mark.fault("F63")
 def test_an_unreachable_node_is_reported_once(results: Any) -> None:
     """The report names the node and says how much came from the store instead."""
     first, second = results["dead"]

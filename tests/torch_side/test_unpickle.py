@@ -231,6 +231,7 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.fault("F29")
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickles_are_rejected_without_effect(name: str, somewhere: Path) -> None:
     data, complaint = HOSTILE[name]
@@ -310,6 +311,7 @@ def test_every_truncation_of_real_metadata_is_rejected(saved: Path) -> None:
             load_metadata(data[:end])
 
 
+@pytest.mark.fault("F29")
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(0, 1 << 20), st.binary(max_size=6)), min_size=1, max_size=4))
 @example(edits=[(0, b"")])

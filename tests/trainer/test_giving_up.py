@@ -23,6 +23,7 @@ from tests.stores.misbehaving import Meddled
 from tests.trainer.uploads import Open, decisions, save, wait_until, write
 
 
+@pytest.mark.fault("F51")
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_contradicting_ranks_raise_on_all_ranks(opened: Open, tmp_path: Path, on_error: str) -> None:
     """If nobody calls `wait`, every checkpoint could be given up while training still ends successfully."""
@@ -47,6 +48,7 @@ def test_contradicting_ranks_raise_on_all_ranks(opened: Open, tmp_path: Path, on
                 uploader.wait(1, timeout_s=10)
 
 
+@pytest.mark.fault("F51")
 def test_an_error_raised_by_wait_is_not_raised_again(opened: Open) -> None:
     """A trainer that handles the error and continues must not be stopped by the next save."""
     with opened(Meddled()) as uploader:

@@ -227,6 +227,7 @@ def test_the_limits_of_all_kinds_are_common(folder: Path, held: Slow) -> None:
     assert not loops[0].is_alive()
 
 
+@pytest.mark.fault("F80")
 def test_an_engine_that_dies_leaves_the_other_kinds_alone(folder: Path, held: Slow) -> None:
     held.go.set()
     full, weights = (opened(folder, "memory://test", kind) for kind in KINDS)
@@ -241,6 +242,7 @@ def test_an_engine_that_dies_leaves_the_other_kinds_alone(folder: Path, held: Sl
         weights.close()
 
 
+@pytest.mark.fault("F80")
 def test_kinds_have_one_runner_process_and_restart_it_together(
     folder: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,6 +479,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.fault("F80")
 @pytest.mark.parametrize(
     ("by", "runner"),
     [("drain", "thread"), ("sweep", "thread"), ("find", "thread"), ("start", "thread"), ("start", "process")],

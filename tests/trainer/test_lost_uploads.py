@@ -78,6 +78,7 @@ def _is_given_up(store: Undecided, caplog: pytest.LogCaptureFixture, *lost: str)
     return is_named and decision.outcome is Outcome.ABORT and decision.is_lost_by_store
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize(
     "lost",
     [(DATA, RECEIPTS), (DATA,), (RECEIPTS,), (f"{DATA}a.pt",), (f"{DATA}a.pt", RECEIPTS)],
@@ -133,6 +134,7 @@ def test_what_was_pruned_meanwhile_is_not_uploaded_again(opened: Open) -> None:
     assert not store.keys(DATA)
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize("lost", [f"{DATA}a.pt", f"{DATA}b.pt", RECEIPTS])
 def test_a_live_launch_gives_up_lost_objects(
     opened: Open, caplog: pytest.LogCaptureFixture, lost: str
@@ -163,6 +165,7 @@ def test_a_live_launch_gives_up_lost_objects(
         assert [(zero.folder / "step-1" / name).exists() for name in ("a.pt", "b.pt")] == [True, True]
 
 
+@pytest.mark.fault("F108")
 def test_lost_checkpoints_keep_links_until_a_newer_commit(opened: Open) -> None:
     """The links may be all that is left of it: the trainer has deleted its own files."""
     store = Undecided()
@@ -182,6 +185,7 @@ def test_lost_checkpoints_keep_links_until_a_newer_commit(opened: Open) -> None:
         wait_until(lambda: not _spooled(uploader), uploader)
 
 
+@pytest.mark.fault("F108")
 def test_another_remote_is_refused_while_lost_files_remain(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +282,7 @@ class HidingFromGet(Hiding):
             raise ObjectNotFoundError(key)
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize("hidden", [f"{DATA}a.pt", keys.receipt_key(FIRST, 0)], ids=["shard", "receipt"])
 def test_what_the_store_never_shows_costs_few_requests(opened: Open, hidden: str) -> None:
     """It was asked 2,500 times a second."""
@@ -293,6 +298,7 @@ def test_what_the_store_never_shows_costs_few_requests(opened: Open, hidden: str
     assert store.asked["head", hidden] == store.asked["put", f"{DATA}a.pt"] == 1
 
 
+@pytest.mark.fault("F108")
 def test_an_unreadable_listed_receipt_is_polled_with_pauses(opened: Open) -> None:
     store = HidingFromGet()
     store.hides = keys.receipt_key(FIRST, 0)
@@ -310,6 +316,7 @@ def test_an_unreadable_listed_receipt_is_polled_with_pauses(opened: Open) -> Non
     assert store.asked["put", f"{DATA}a.pt"] == 1
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_wiped_remote_costs_only_what_was_open(
     opened: Open, caplog: pytest.LogCaptureFixture, world_size: int
@@ -389,6 +396,7 @@ def _wipe_while_idle(uploader: Uploader, store: Meddled) -> None:
     store.bucket.objects.clear()
 
 
+@pytest.mark.fault("F108")
 def test_a_launch_that_was_idle_writes_nothing_where_another_has_taken_its_generation(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -460,6 +468,7 @@ def test_a_launch_that_never_looked_before_does_not_take_the_record_of_another_f
         live()
 
 
+@pytest.mark.fault("F108")
 def test_a_commit_of_what_another_launch_has_uploaded_is_not_taken_for_ones_own(
     opened: Open, tmp_path: Path
 ) -> None:
@@ -546,6 +555,7 @@ class ListsNothing(Meddled):
         return hiding
 
 
+@pytest.mark.fault("F155")
 def test_a_launch_takes_no_empty_listing_for_a_wiped_remote(opened: Open) -> None:
     store = ListsNothing()
     with opened(store) as uploader:
@@ -557,6 +567,7 @@ def test_a_launch_takes_no_empty_listing_for_a_wiped_remote(opened: Open) -> Non
         assert uploader.generation == 2
 
 
+@pytest.mark.fault("F155")
 def test_what_was_put_back_is_told_without_what_is_still_there(opened: Open) -> None:
     store = ListsNothing()
     with opened(store) as uploader:
@@ -618,6 +629,7 @@ def test_a_generation_that_is_taken_is_known_beside_a_newer_one(
     assert len([each for each in caplog.messages if each.startswith("fenced")]) == 1
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_a_foreign_receipt_ends_the_launch_whose_generation_is_taken_and_no_other(
     opened: Open, is_taken: bool, monkeypatch: pytest.MonkeyPatch
@@ -663,6 +675,7 @@ def test_a_launch_is_fenced_by_another_start_in_its_wiped_remote(opened: Open) -
     assert json.loads(store.bucket.objects[GENERATION].data)["nonce"] == "nonce"
 
 
+@pytest.mark.fault("F108")
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_lost_record_stays_lost_beside_another_launch(opened: Open, number: int) -> None:
     """The other launch took a number below ours, or above; the store has none of our own record any more."""

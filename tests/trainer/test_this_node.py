@@ -50,6 +50,7 @@ def test_a_shard_that_the_disk_does_not_return_is_no_outage_of_the_store(
     assert "store_failing" not in caplog.text
 
 
+@pytest.mark.fault("F43")
 def test_links_of_a_folder_moved_during_an_upload_are_removed_by_the_next_launch(
     opened: Open, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_links_of_a_folder_moved_during_an_upload_are_removed_by_the_next_launch
     assert decisions(store) == {FIRST: "commit"}
 
 
+@pytest.mark.fault("F158")
 def test_a_file_system_without_symlinks_is_told_once(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,6 +123,7 @@ def _counter(uploader: Uploader, name: str, label: str = "") -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize("is_closing", [False, True])
 @pytest.mark.parametrize("where", ["ckpt/", keys.RECEIPTS, keys.DECISIONS, keys.LATEST])
 def test_a_crashed_engine_restarts_is_counted_and_loses_nothing(
@@ -149,6 +150,7 @@ def test_a_crashed_engine_restarts_is_counted_and_loses_nothing(
     assert json.loads(store.bucket.objects[keys.LATEST].data)["step"] == 100
 
 
+@pytest.mark.fault("F24")
 def test_a_crash_while_closing_raises_and_the_next_start_finishes(opened: Open) -> None:
     """The last seconds of a run must neither hide a bug nor lose the last checkpoint to it."""
     store = Slow()
@@ -253,6 +255,7 @@ class Denying(Meddled):
             raise trouble(FailureReason.AUTH)
 
 
+@pytest.mark.fault("F50")
 @pytest.mark.parametrize("is_told", [True, False])
 @pytest.mark.parametrize("how", ["close", "wait", "flush"])
 def test_waiting_retries_failed_uploads_that_can_succeed_now(
@@ -282,6 +285,7 @@ def test_waiting_retries_failed_uploads_that_can_succeed_now(
             uploader.raise_failures()  # it has healed
 
 
+@pytest.mark.fault("F50")
 @pytest.mark.parametrize("how", ["close", "wait"])
 def test_waiting_lasts_for_the_given_time_despite_failures(
     opened: Open, monkeypatch: pytest.MonkeyPatch, how: str
@@ -331,6 +335,7 @@ def test_wait_names_what_is_missing(opened: Open) -> None:
             uploader.wait(1, timeout_s=0.01)
 
 
+@pytest.mark.fault("F104")
 def test_a_store_that_does_not_say_who_is_absent_is_no_success(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +367,7 @@ def test_a_caller_that_leaves_no_time_to_find_out_who_is_absent_gets_no_error(op
         uploader.close(1.0)
 
 
+@pytest.mark.fault("F35")
 def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close(
     opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -391,6 +397,7 @@ def test_steps_that_two_starts_have_left_are_told_apart(
     assert "closed_with_unfinished steps=[1@g1, 1, 2] " in caplog.text
 
 
+@pytest.mark.fault("F90")
 @pytest.mark.parametrize(
     ("settings", "timeout_s", "raises"),
     [({}, None, True), ({"on_error": "warn"}, None, False), ({}, 1.0, False)],
@@ -498,6 +505,7 @@ def test_calls_after_close_raise(opened: Open) -> None:
         uploader.close()
 
 
+@pytest.mark.fault("F23")
 def test_pickling_an_uploader_is_rejected(opened: Open) -> None:
     """Otherwise a spawn-started dataloader would get a copy that shares lock and journal."""
     with opened(Meddled()) as uploader, pytest.raises(TypeError, match="cannot be pickled"):
@@ -553,6 +561,7 @@ def test_uploads_are_bounded_and_do_not_delay_enqueue(opened: Open) -> None:
 # --- generations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F13")
 def test_a_fenced_trainer_accepts_nothing_new_and_its_sealed_checkpoints_commit(
     opened: Open, tmp_path: Path
 ) -> None:
@@ -578,6 +587,7 @@ def test_a_fenced_trainer_accepts_nothing_new_and_its_sealed_checkpoints_commit(
     assert (latest["generation"], latest["step"]) == (2, 1)
 
 
+@pytest.mark.fault("F13")
 def test_a_superseded_trainer_is_fenced_even_if_its_uploads_make_no_progress(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -599,6 +609,7 @@ def test_a_superseded_trainer_is_fenced_even_if_its_uploads_make_no_progress(
         store.go.set()
 
 
+@pytest.mark.fault("F13")
 def test_waiting_for_ranks_ends_when_a_newer_start_takes_over(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -677,6 +688,7 @@ def test_a_shard_slower_to_read_than_the_stall_timeout_is_uploaded(
         assert _counter(uploader, "ckpt_async_upload_attempt_failures_total") == 0
 
 
+@pytest.mark.fault("F11", "F12")
 @pytest.mark.parametrize("how", ["deleted", "truncated", "overwritten", "replaced"])
 def test_changes_to_a_file_after_enqueue(opened: Open, how: str) -> None:
     """Rotation must cost nothing; a change in place must never be committed as if it were the checkpoint."""
@@ -734,6 +746,7 @@ def test_a_predecessors_lost_shard_is_reported_and_does_not_end_the_successor(
     assert "shard_failed generation 1 step 1" in caplog.text
 
 
+@pytest.mark.fault("F12")
 def test_without_hard_links_a_deleted_file_is_reported_as_lost(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -835,6 +848,7 @@ def _commit(uploader: Uploader, *steps: int) -> None:
         uploader.wait(step, timeout_s=10)
 
 
+@pytest.mark.fault("F40")
 def test_local_retention_covers_what_an_earlier_start_kept_for_good(opened: Open) -> None:
     """First -1, then 2: what the first launch kept counts and is removed in its turn, except files that were replaced
     or rotated away by the trainer. The times of the saves are remembered too, because `every-seconds` needs them.
@@ -861,6 +875,7 @@ def test_local_retention_covers_what_an_earlier_start_kept_for_good(opened: Open
     assert sorted(path.name for path in (folder / "step-1").iterdir()) == ["a.pt"]
 
 
+@pytest.mark.fault("F56")
 def test_a_start_with_a_remote_that_cannot_be_opened_forgets_nothing(tmp_path: Path) -> None:
     """After a mistyped URL, the next launch with the right one must still know what it keeps, and prune it in turn."""
     folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
@@ -876,6 +891,7 @@ def test_a_start_with_a_remote_that_cannot_be_opened_forgets_nothing(tmp_path: P
         wait_until(lambda: _steps(folder) == {2, 3}, uploader)
 
 
+@pytest.mark.fault("F56")
 def test_a_start_with_another_remote_leaves_existing_files_to_the_user(tmp_path: Path) -> None:
     folder, more = tmp_path / "folder", QUICK | {"num_checkpoints_to_keep": 1}
     for name, step in (("a", 1), ("a", 2), ("b", 3)):
@@ -885,6 +901,7 @@ def test_a_start_with_another_remote_leaves_existing_files_to_the_user(tmp_path:
     assert _steps(folder) == {2, 3}
 
 
+@pytest.mark.fault("O16")
 def test_steps_never_sealed_are_reported_at_close(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     with opened(Meddled()) as uploader:
         _commit(uploader, 1)
@@ -1218,6 +1235,7 @@ def _run(opened: Open, store: Meddled, *steps: int, **settings: Any) -> None:
             uploader.wait(step, timeout_s=10)
 
 
+@pytest.mark.fault("F101")
 @pytest.mark.parametrize("kept", [2, -1])
 @pytest.mark.parametrize("has_latest", [False, True])
 def test_a_remote_that_was_put_back_is_refused_and_both_sides_stay_as_they_are(
@@ -1252,6 +1270,7 @@ def test_a_run_goes_on_in_another_folder_after_its_remote_was_put_back(opened: O
     assert decisions(store)[CheckpointId(2, 3)] == "commit"
 
 
+@pytest.mark.fault("F101")
 def test_each_kind_and_rank_asks_for_its_own_commits(opened: Open, tmp_path: Path) -> None:
     """Another rank, of a replaced node, may already have begun the next generation."""
     store = Meddled()
@@ -1275,6 +1294,7 @@ def test_each_kind_and_rank_asks_for_its_own_commits(opened: Open, tmp_path: Pat
         assert set(store.keys()) == before
 
 
+@pytest.mark.fault("F101")
 @pytest.mark.parametrize("outcome", ["pruned", "aborted", "ephemeral", "collected"])
 def test_what_was_pruned_given_up_or_collected_is_not_missed(opened: Open, outcome: str) -> None:
     store = Meddled()
@@ -1338,6 +1358,7 @@ def test_the_question_for_the_newest_commit_is_one_request_and_an_error_is_no_an
         pass
 
 
+@pytest.mark.fault("F94")
 def test_an_endpoint_that_lacks_the_newest_commit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ def local(*steps: int, world_size: int = 8) -> Local:
     )
 
 
+@pytest.mark.fault("O6")
 @pytest.mark.parametrize(
     ("receipts", "text"),
     [
@@ -63,6 +64,7 @@ def test_the_lowest_delivered_rank_logs_first() -> None:
     assert {backlog.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
 
 
+@pytest.mark.fault("O6")
 def test_waiting_ranks_report_a_rank_that_never_delivers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,12 +72,14 @@ def resumed(folder: Path, store: MemoryStore, num_parts: int) -> MemoryBucket:
     return store._bucket
 
 
+@pytest.mark.fault("F152")
 def test_a_shard_cut_short_is_sent_again(tmp_path: Path) -> None:
     bucket = resumed(tmp_path, LikeCeph(MemoryBucket()), num_parts=3)
     assert bucket.objects["a"].data == DATA
     assert [each for each in bucket.uploads.values() if not each.is_completed] == []
 
 
+@pytest.mark.fault("F152")
 @pytest.mark.parametrize("reason", [FailureReason.OTHER, FailureReason.AUTH])
 def test_a_shard_whose_parts_are_not_listed_is_sent_again(tmp_path: Path, reason: FailureReason) -> None:
     """Waiting for the right to list them would last until the upload is given up."""

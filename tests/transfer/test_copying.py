@@ -55,6 +55,7 @@ def test_a_copy_in_parts_that_fails_leaves_none_of_them() -> None:
     assert (raw.keys(), raw.bucket.uploads) == (["source"], {})
 
 
+@pytest.mark.fault("F151")
 def test_a_copy_is_found_where_no_checksum_is_reported() -> None:
     """Otherwise it would be taken for somebody else's when its checkpoint is pruned, and stay."""
 

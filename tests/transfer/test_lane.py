@@ -403,6 +403,7 @@ async def forwarded(proxy: Forwarder, num: int, size_bytes: int, **settings: int
     return store
 
 
+@pytest.mark.fault("F86a")
 @pytest.mark.parametrize(
     ("num", "size_mib", "rate_mib", "longer", "sent"),
     [
@@ -430,6 +431,7 @@ def test_what_a_proxy_forwards_slowly_is_not_sent_again_and_again(
     run(main())
 
 
+@pytest.mark.fault("F86a")
 def test_a_store_that_takes_all_bytes_and_falls_silent_is_given_up() -> None:
     """However much is under way, no request waits longer than four times the time for its own bytes."""
 

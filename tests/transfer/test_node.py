@@ -96,6 +96,7 @@ def test_nobody_waits_for_a_process_that_stopped_while_it_joined(
     assert Node("up", there).tell(1, 1, NOW_S) == (4, [1])
 
 
+@pytest.mark.fault("F87")
 @pytest.mark.parametrize("how", ["full", "truncated", "closed beneath it"])
 def test_a_file_that_cannot_be_used_does_no_harm(there: dict[str, str], tmp_path: Path, how: str) -> None:
     """For example, if a container's /dev/shm is full, touching the mapped page kills the trainer with SIGBUS."""

@@ -243,6 +243,7 @@ async def _moving(progress: Progress, bytes_per_s: int, size_bytes: int) -> None
         progress.moved(is_last=progress.moved_bytes == size_bytes)
 
 
+@pytest.mark.fault("F86")
 def test_on_a_thin_link_a_request_that_gets_on_is_not_begun_again() -> None:
     """Eight parts of 16 MiB share 2 MiB/s: previously all hit their deadline and were restarted, forever."""
 
@@ -261,6 +262,7 @@ def test_on_a_thin_link_a_request_that_gets_on_is_not_begun_again() -> None:
     run(main())
 
 
+@pytest.mark.fault("F86")
 @pytest.mark.parametrize(
     ("bytes_per_s", "size_bytes", "ends_s"),
     [
@@ -287,6 +289,7 @@ def test_a_request_that_hardly_gets_on_ends_and_fewer_are_made_at_once(
     run(main())
 
 
+@pytest.mark.fault("F86")
 @pytest.mark.parametrize(("stops_s", "ends_s"), [(30, 30 + 20), (60, 60 + 20), (50, 50 + 20)])
 def test_a_late_request_still_ends_when_no_byte_moves(stops_s: int, ends_s: float) -> None:
     async def main() -> None:
@@ -367,6 +370,7 @@ def test_the_store_has_time_to_answer_after_the_last_byte(takes_s: float, is_in_
     run(main())
 
 
+@pytest.mark.fault("F86a")
 @pytest.mark.parametrize(("is_arrived", "concurrency"), [(True, 4), (False, 8)])
 def test_a_socket_that_waits_in_vain_for_an_answer_is_a_late_request_too(
     is_arrived: bool, concurrency: int
@@ -389,6 +393,7 @@ def test_a_socket_that_waits_in_vain_for_an_answer_is_a_late_request_too(
     run(main())
 
 
+@pytest.mark.fault("F86")
 @pytest.mark.parametrize(
     ("bytes_per_s", "ends_s"),
     [
@@ -572,6 +577,7 @@ def test_retries_depend_on_the_class_of_error(reason: FailureReason, lane: str) 
     run(main())
 
 
+@pytest.mark.fault("F6")
 def test_an_hour_of_outage_costs_few_requests_and_is_then_reported() -> None:
     """Back-off is capped and jittered and ends at `upload_timeout_s`: there is no request storm, and no endless
     retrying.
@@ -750,6 +756,7 @@ def test_an_outage_is_one_warning_and_one_line_at_its_end(caplog: pytest.LogCapt
     ]
 
 
+@pytest.mark.fault("F112")
 def test_a_store_that_only_answers_reads_is_an_outage(caplog: pytest.LogCaptureFixture) -> None:
     """It is over its quota, or the right to write was withdrawn: what is listed meanwhile proves nothing."""
 
@@ -891,6 +898,7 @@ def test_a_thread_that_is_held_back_does_not_stall() -> None:
     run(main())
 
 
+@pytest.mark.fault("F88")
 @pytest.mark.parametrize("outage_s", [60, 3])
 def test_when_the_store_answers_again_nobody_sits_out_the_rest_of_a_pause(outage_s: float) -> None:
     """A part that fails now and then while others succeed keeps its pause."""
@@ -922,6 +930,7 @@ def test_when_the_store_answers_again_nobody_sits_out_the_rest_of_a_pause(outage
 # --- a reader's patience -----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("F61")
 @pytest.mark.parametrize(
     "reason", [FailureReason.AUTH, FailureReason.THROTTLED, FailureReason.TRANSIENT, None]
 )
@@ -965,6 +974,7 @@ def test_progress_renews_the_retry_budget() -> None:
     run(main())
 
 
+@pytest.mark.fault("F61")
 @pytest.mark.parametrize("reason", [FailureReason.THROTTLED, FailureReason.AUTH])
 def test_the_retry_budget_with_a_store_busy_with_others(reason: FailureReason) -> None:
     """A store busy with others will get to this request too, but one that refuses this request will not."""

@@ -92,6 +92,7 @@ class AnswersForNothing(KeepsNoChecksum):
         return info
 
 
+@pytest.mark.fault("F93")
 def test_what_was_stored_only_by_its_answer_is_sent_again(run: Any, tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(DATA)
     bucket = MemoryBucket()

@@ -108,6 +108,7 @@ class Watcher:
         self._log.close()
 
 
+@pytest.mark.fault("F1a")
 def test_kills_at_random_moments_lose_nothing_and_publish_no_half(
     tmp_path: Path, s3_server: SeaweedServer, s3_url: str
 ) -> None:

@@ -88,6 +88,7 @@ class Play:
             log.close()
 
 
+@pytest.mark.fault("F1a")
 @pytest.mark.parametrize("num_kept", NUM_KEPT)
 def test_kills_on_two_nodes_publish_no_half_and_lose_nothing_that_is_still_there(
     tmp_path: Path, num_kept: int

@@ -185,6 +185,7 @@ def test_what_cannot_name_the_files_of_other_nodes_is_refused_at_once(nodes: Nod
     assert "does not name the files of the others" in first.errors()
 
 
+@pytest.mark.fault("F1a")
 def test_a_node_whose_watcher_was_killed_comes_back_and_nothing_is_lost(nodes: Nodes) -> None:
     first, second = nodes.watch(0), nodes.watch(1)
     nodes.save(10)
@@ -202,6 +203,7 @@ def test_a_node_whose_watcher_was_killed_comes_back_and_nothing_is_lost(nodes: N
     assert found.step == 30
 
 
+@pytest.mark.fault("F1a")
 def test_what_a_node_has_rotated_away_while_the_store_was_away_is_given_up_and_the_rest_is_sent(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,7 @@ TRAINER = """
 """
 
 
+@pytest.mark.fault("F5")
 @pytest.mark.timeout(90)
 def test_a_trainer_on_a_small_disk_does_not_notice_that_the_store_is_away(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAINER))
