@@ -21,7 +21,7 @@ LANGUAGES = {
     ".sbatch": "bash",
     ".service": "ini",
 }
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
