@@ -10,7 +10,7 @@ A checkpoint is one rank's part of a save. Its state is what the journal says ab
   sealed     the trainer will add nothing. Only now can the checkpoint be committed.
   verified   the store has confirmed size and checksum of each shard of this rank.
   receipt    this rank's promise to the others, created once.
-  decided    one object in the store says commit or abort. Nobody can change its mind (R4).
+  decided    one object in the store says commit or abort, for good (R4).
   released   the spool's links are gone; then local retention decides about the user's files.
 
 Events come from the trainer (enqueue, seal, give_up), from the disk (lost, changed), from the store (verified, decided)

@@ -33,9 +33,9 @@ async def look_for_successor(state: State) -> None:
 
 def fence(state: State, by: int) -> None:
     own = state.local.generation
-    if state.fence.is_taken or (state.fence.by is not None and by > own):
+    if state.is_taken or (state.fence.by is not None and by > own):
         return  # another look, beside this one, has found out
-    state.fence.by, state.fence.is_taken = by, by <= own
+    state.fence.by = by
     if not state.is_trainer:
         logger.error(
             "generation_taken generation=%d; another launch has it, or an earlier one: nothing more is uploaded",
@@ -69,7 +69,7 @@ async def _has_record(state: State, record: ObjectInfo | None, newest: int) -> b
 
 async def is_still_ours(state: State) -> bool:
     await look_for_successor(state)
-    return not state.fence.is_taken
+    return not state.is_taken
 
 
 async def look_for_members(state: State) -> None:

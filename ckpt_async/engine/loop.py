@@ -243,7 +243,7 @@ class Engine:
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []
         actions = decide.decide(state.local, state.remote, state.policy, now)
-        for action in () if state.fence.is_taken else actions:
+        for action in () if state.is_taken else actions:
             if isinstance(action, decide.WaitUntil):
                 wake_at = min(wake_at, action.time)
                 continue

@@ -35,7 +35,6 @@ class Fence:
     """What looks at other launches have found."""
 
     by: int | None = None  # a newer launch; or our own generation, if another launch has taken that
-    is_taken: bool = False  # another launch has our generation: nothing may be written any more
     absent_ranks: list[int] | None = None  # those that never opened this generation
     # By which a listing tells the record of our generation from one that was written later; "": none is there.
     record_mark: str | None = None
@@ -106,12 +105,17 @@ class State:
     def succeed(self, dead: State) -> None:
         """Take over what a crashed engine knew that is not in the journal."""
         self.reports, self.is_hurried = dead.reports, dead.is_hurried
-        self.fence = Fence(dead.fence.by, dead.fence.is_taken)
+        self.fence = Fence(dead.fence.by)
         self.look_first()
 
     def look_first(self) -> None:
         """Write nothing before a look for a successor: an engine before this one, which died, was the last to look."""
         self.remote = replace(self.remote, look_for_successor_at=0.0)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another launch has our generation: nothing may be written any more."""
+        return self.fence.by is not None and self.fence.by <= self.local.generation
 
     def now(self) -> float:
         return self.loop.time()

@@ -520,5 +520,5 @@ def _report(adopted: _Adopted) -> RankReport:
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
         events=adopted.deliveries,
-        error=repr(crash) if crash is not None else recovery.TAKEN if engine.state.fence.is_taken else "",
+        error=repr(crash) if crash is not None else recovery.TAKEN if engine.state.is_taken else "",
     )

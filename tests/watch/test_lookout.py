@@ -351,7 +351,7 @@ def test_a_part_taken_before_the_other_is_dropped(place: Place, second: str) -> 
 
 def test_plain_files_that_were_there_are_named(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     (place.folder / "step1.pt").write_bytes(torch_zip(x=1))
-    time.sleep(0.02)  # the kernel's clock is coarse
+    os.utime(place.folder / "step1.pt", (1_700_000_000, 1_700_000_000))
     for _ in range(2):
         place.lookout(Rules()).look_and_take()
     [said] = [each.getMessage() for each in caplog.records if "step1.pt" in each.getMessage()]
