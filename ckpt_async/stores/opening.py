@@ -16,10 +16,13 @@ T = TypeVar("T")
 PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
 
-async def in_time(request: Callable[[], Awaitable[T]], timeout_s: float, hint: str = "") -> T:
+async def in_time(
+    request: Callable[[], Awaitable[T]], timeout_s: float, hint: str = "", *, is_answer: bool = True
+) -> T:
     """Return the result of `request`, which is made again if the store is too busy for it: it has done nothing then.
 
-    Raises StoreError (TIMEOUT) if that takes longer; `hint`: what to do about it.
+    Raises StoreError (TIMEOUT) if that takes longer; `hint`: what to do about it. `is_answer`: whether success shows
+    that the store answers; some are opened to read without any request.
     """
     pause_s = PAUSE_S
     try:
@@ -37,5 +40,6 @@ async def in_time(request: Callable[[], Awaitable[T]], timeout_s: float, hint: s
         raise StoreError(
             f"no answer within {timeout_s:g} s", reason=FailureReason.TIMEOUT, operation="open", hint=hint
         ) from error
-    count_answer()
+    if is_answer:
+        count_answer()
     return result

@@ -187,7 +187,7 @@ class PatientStore:
                 opening = functools.partial(
                     self._store.open, is_read_only=is_read_only, request_timeout_s=timeout_each_s
                 )
-                return await in_time(opening, OPENING_REQUESTS * timeout_each_s)
+                return await in_time(opening, OPENING_REQUESTS * timeout_each_s, is_answer=False)
             except StoreError as error:
                 if error.reason not in patient or time.monotonic() + pause_s > deadline:
                     raise
