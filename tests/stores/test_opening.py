@@ -15,10 +15,10 @@ from ckpt_async.stores import open_store
 from ckpt_async.stores.azure.probe import Probe as AzureProbe
 from ckpt_async.stores.gcs.probe import Probe as GcsProbe
 from ckpt_async.stores.interface import Body, Condition, ObjectInfo
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.stores.s3.errors import S3Location
 from ckpt_async.stores.s3.probe import Probe as S3Probe
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryStore
 from tests.virtual_time import run
 
 ANSWERS_AFTER_S = 8

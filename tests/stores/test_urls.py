@@ -16,9 +16,9 @@ from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.restore import session
 from ckpt_async.stores import Location, StoreOptions, address_of, open_store, parse_url
 from ckpt_async.stores.backend import Backend
-from ckpt_async.stores.memory import MemoryStore, shared_bucket
 from ckpt_async.stores.s3.backend import find_endpoint
 from ckpt_async.stores.s3.probe import Probe
+from tests.stores.memory import MemoryStore, shared_bucket
 
 ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
 
@@ -281,6 +281,13 @@ def test_another_package_registers_a_kind_of_store(tmp_path, monkeypatch, value,
     else:
         assert isinstance(open_store("theirs://bucket/run"), MemoryStore)
         assert address_of("theirs://bucket/run", None, env={}).url == "theirs://bucket/run"
+
+
+def test_the_memory_of_a_process_is_no_place_for_a_run(monkeypatch):
+    """fsspec has such a file system: what it holds ends with the trainer. (The tests register one of their own.)"""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not each.endswith("tests/registered")])
+    with pytest.raises(SettingsError, match="not a known kind of store"):
+        open_store("memory://name/run")
 
 
 def test_memory_stores_with_one_name_share_their_objects(run):

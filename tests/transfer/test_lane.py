@@ -11,12 +11,12 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.interface import Moved, Store
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.budgets import LOOK_S, Lane
 from ckpt_async.transfer.concurrency import Concurrency
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
+from tests.stores.memory import MemoryStore
 from tests.stores.misbehaving import trouble
 from tests.virtual_time import run
 

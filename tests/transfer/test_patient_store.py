@@ -15,12 +15,12 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol.cas import advance, create_once, read
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Create, Store
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import patient, progress
 from ckpt_async.transfer.budgets import Bandwidth
 from ckpt_async.transfer.patience import MAX_CHECKSUM_ATTEMPTS
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress, Series
+from tests.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.misbehaving import Ambiguous, Meddled, trouble
 from tests.virtual_time import run
 
