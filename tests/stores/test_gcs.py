@@ -647,18 +647,6 @@ def test_what_cannot_be_opened_says_why_and_what_to_do(run, peer, url, reply, hi
     run(body())
 
 
-def test_a_proxy_is_refused_at_open(run, monkeypatch, no_credentials):
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
-    monkeypatch.delenv("no_proxy", raising=False)
-
-    async def body():
-        with pytest.raises(StoreError, match="proxy") as raised:
-            await open_store("gs://ckpt/run").open()
-        assert "NO_PROXY=storage.googleapis.com" in raised.value.hint
-
-    run(body())
-
-
 def test_without_google_auth_it_is_said_what_to_install(monkeypatch):
     for name in [each for each in sys.modules if each.startswith("ckpt_async.stores.gcs.")]:
         if not name.endswith("backend"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import aiohttp
 
@@ -15,7 +15,6 @@ from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.answers import MAX_DOCUMENT_BYTES, ask, session_for
-from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.interface import Body
@@ -37,13 +36,6 @@ class AzureSession:
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def open(self) -> None:
-        if has_proxy(self.location.account.endpoint_url):
-            raise self.location.error(
-                "the environment sends requests through a proxy, which this store cannot use",
-                reason=FailureReason.OTHER,
-                operation="open",
-                hint=f"add {urlsplit(self.location.account.endpoint_url).hostname} to NO_PROXY, if it can be reached",
-            )
         with translating("open", "", self.location):
             self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
             await self.access.grant()  # report missing credentials at once

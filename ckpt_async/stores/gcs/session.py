@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import google.auth.exceptions
@@ -15,7 +15,7 @@ from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.gcs.credentials import Anonymous, Credentials, GoogleCredentials
 from ckpt_async.stores.gcs.errors import GcsLocation, refusal, translating
 from ckpt_async.stores.http.answers import MAX_DOCUMENT_BYTES, ask, session_for
-from ckpt_async.stores.http.connections import has_proxy, trusted_for
+from ckpt_async.stores.http.connections import trusted_for
 from ckpt_async.stores.http.downloads import NO_HEADERS
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.pools import Pools
@@ -38,13 +38,6 @@ class GcsSession:
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def open(self, *, is_read_only: bool) -> None:
-        if has_proxy(self.endpoint):
-            raise self.location.error(
-                "gs:// does not go through a proxy",
-                reason=FailureReason.OTHER,
-                operation="open",
-                hint=f"set NO_PROXY={urlsplit(self.endpoint).hostname} if it can be reached without one",
-            )
         with translating("open", "", self.location):
             # Over plain HTTP there can only be an emulator, which must not get any real credentials.
             if self.is_tls:

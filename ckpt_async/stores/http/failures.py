@@ -16,8 +16,8 @@ from typing import ParamSpec
 import aiohttp
 
 from ckpt_async.errors import CkptAsyncError, FailureReason
-from ckpt_async.stores.http.connections import proxy_of
 from ckpt_async.stores.http.messages import MalformedResponseError, http_date
+from ckpt_async.stores.http.proxies import proxy_of
 
 P = ParamSpec("P")
 

@@ -40,6 +40,7 @@ from ckpt_async.stores.http.messages import (
     read_by_library,
     without_interim,
 )
+from ckpt_async.stores.http.proxies import told
 from ckpt_async.stores.http.tls import BLOCKED
 from ckpt_async.stores.http.traffic import acknowledged_bytes
 from ckpt_async.stores.interface import Body
@@ -85,7 +86,7 @@ class Uploads(Connections):
         try:
             connected = self._dial(connection) if is_fresh else connection.sock
             token.uses(connected)
-            answer, is_last = Exchange(connected, self._read_timeout_s).make(head, body)
+            answer, is_last = Exchange(connected, self._read_timeout_s).make(told(connection, head), body)
             token.uses(None)
         except BaseException:
             abort(connection)

@@ -11,7 +11,6 @@ import botocore.parsers
 
 from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
 from ckpt_async.stores.http.answers import LargeBodyError
-from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.failures import (
     UNTRUSTED,
     clock_hint,
@@ -24,6 +23,7 @@ from ckpt_async.stores.http.failures import (
 )
 from ckpt_async.stores.http.location import BucketLocation, legible
 from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError
+from ckpt_async.stores.http.proxies import has_proxy
 from ckpt_async.stores.s3.standing import KEY, KEY_FILE
 
 

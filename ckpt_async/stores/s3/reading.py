@@ -7,15 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
 
-from ckpt_async.errors import FailureReason, StoreError
+from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_size
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.http.connections import has_proxy
 from ckpt_async.stores.http.failures import telling_failures_of
-from ckpt_async.stores.http.messages import Response, range_total, total_of_range
+from ckpt_async.stores.http.messages import Response, total_of_range
 from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
 from ckpt_async.stores.one_by_one import get_one_by_one
 from ckpt_async.stores.s3 import answers
@@ -34,17 +31,8 @@ _SIGNED_BY_SDK_S = 20.0
 _asked: ContextVar[str] = ContextVar("asked", default="")
 
 
-@dataclass(frozen=True, slots=True)
-class SignedUrl:
-    """A signed URL for reading one object."""
-
-    url: str
-    is_proxied: bool
-    signed_at: float  # by time.monotonic()
-
-
 class Reader:
-    """Reads ranges, and small objects in series. Through a proxy, the SDK reads them."""
+    """Reads ranges, and small objects in series."""
 
     def __init__(self, session: S3Session) -> None:
         self._session, self._location = session, session.location
@@ -52,8 +40,9 @@ class Reader:
         self._small: RequestTemplate | None = None  # the pattern of a GET, as the SDK made it
         session.on_get = self._learn
         self._template: UrlTemplate | None = None
-        self._is_proxied = False  # whether URLs made from that template go through a proxy
-        self._urls: dict[str, SignedUrl] = {}  # by key
+        self._urls: dict[
+            str, tuple[str, float]
+        ] = {}  # by key: the signed URL, and when (by time.monotonic())
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """Read a small object by a request modelled on the SDK's. If the answer is not plain, ask again through the
@@ -108,9 +97,7 @@ class Reader:
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
         """Read a range of at least one byte."""
-        signed = await self._signed(key)
-        if signed.is_proxied:
-            return await self._get_range_through_sdk(key, offset, size_bytes, sink)
+        url = await self._signed(key)
         found: list[ObjectInfo] = []
 
         def check(response: Response) -> None:
@@ -118,20 +105,20 @@ class Reader:
 
         with telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
             response = await self._session.pools.downloads.get_range(
-                signed.url, offset, size_bytes, guarded, check, self._headers
+                url, offset, size_bytes, guarded, check, self._headers
             )
         if not found:
             raise self._refused(key, response)
         return found[0]
 
     async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        """Read small objects in series, unless only the SDK can sign, or requests go through a proxy."""
+        """Read small objects in series, unless only the SDK can sign."""
         with translating("get_object", "", self._location):
             if self._template is None:  # any key will do
                 await self._sign(self._session.name("small", "get_object"))
             credentials = await self._session.signer.credentials()
         template = self._template
-        if template is None or credentials is None or self._is_proxied:
+        if template is None or credentials is None:
             await get_one_by_one(self, gets, got)
             return
 
@@ -152,29 +139,28 @@ class Reader:
             get, response = refused
             raise self._refused(get.key, response)
 
-    async def _signed(self, key: str) -> SignedUrl:
+    async def _signed(self, key: str) -> str:
         """Return a signed URL, the same for all ranges of an object: signing takes as much CPU as receiving 2 MiB."""
-        found = self._urls.get(key)
+        url, signed_at = self._urls.get(key, ("", 0.0))
         good_s = _SIGNED_BY_SDK_S if self._template is None else _SIGNED_S
-        if found is None or time.monotonic() >= found.signed_at + good_s:
+        if not url or time.monotonic() >= signed_at + good_s:
             name = self._session.name(key, "get_object")
             with translating("get_object", key, self._location):
-                found = await self._sign(name)
+                url = await self._sign(name)
             if len(self._urls) >= _MAX_SIGNED:
                 self._urls.clear()
-            self._urls[key] = found
-        return found
+            self._urls[key] = url, time.monotonic()
+        return url
 
-    async def _sign(self, name: str) -> SignedUrl:
+    async def _sign(self, name: str) -> str:
         credentials = await self._session.signer.credentials()
         if self._template is None or credentials is None:
             url: str = await self._session.client.generate_presigned_url(
                 "get_object", {"Bucket": self._location.bucket, "Key": name}
             )
-            self._template, self._is_proxied = UrlTemplate.of(url, name, self._headers), has_proxy(url)
-        else:
-            url = self._template.url(name, credentials, time.time())
-        return SignedUrl(url, self._is_proxied, time.monotonic())
+            self._template = UrlTemplate.of(url, name, self._headers)
+            return url
+        return self._template.url(name, credentials, time.time())
 
     def _refused(self, key: str, response: Response) -> StoreError:
         """Forget the signed URL and its template, and return the error. The credentials may have been replaced, and the
@@ -187,38 +173,3 @@ class Reader:
     def _told(self, key: str, response: Response) -> StoreError:
         error = refusal(response.as_sdk_response(), "get_object", key, self._location)
         return self._session.signer.heed(error)
-
-    async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """Read a range through the SDK: slower, but it supports proxies."""
-        with translating("get_object", key, self._location):
-            response = await self._session.call(
-                "get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}"
-            )
-        stream = response["Body"]
-        try:
-            with translating("get_object", key, self._location):
-                info = answers.info(key, response)
-                status = response["ResponseMetadata"]["HTTPStatusCode"]
-                total_bytes = range_total(
-                    status, response.get("ContentRange"), info.size_bytes, offset, size_bytes
-                )
-            # Bypass the SDK's reader, which joins what has arrived into pieces of the size asked for.
-            raw: Any = getattr(stream, "raw_stream", stream)
-            content = raw.content
-            received = 0
-            while received < size_bytes:
-                with translating("get_object", key, self._location):
-                    data, _ = await content.readchunk()
-                    if not data and content.at_eof():
-                        raise self._location.error(
-                            f"the body ended after {received} of {size_bytes} bytes",
-                            reason=FailureReason.TRANSIENT,
-                            operation="get_object",
-                            key=key,
-                        )
-                if data:
-                    sink(memoryview(data))
-                    received += len(data)
-        finally:
-            stream.close()
-        return replace(info, size_bytes=total_bytes)

@@ -14,7 +14,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.small_uploads import SmallRequest
-from ckpt_async.stores.interface import Body, BytesBody, ObjectInfo, PartBody, SmallPut
+from ckpt_async.stores.interface import Body, ObjectInfo, PartBody, SmallPut
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse
 from ckpt_async.stores.s3.errors import refusal, translating, unmet
@@ -170,25 +170,14 @@ class Sender:
             return Response(200, {"etag": '"not sent"'})
 
         with contextlib.suppress(StoreError):
-            await self._call(put, SdkBody(BytesBody(b""), learn), 0, checksum_of(b"", algorithm))
+            await self._call(put, SdkBody(learn), 0, checksum_of(b"", algorithm))
 
     async def _put_by_sdk(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
         async def send(url: str, headers: Mapping[str, str | bytes]) -> Response:
             self._learn(put, url, headers)
             return await self._session.pools.uploads_for(body).put(url, headers, body)
 
-        payload = SdkBody(body, send)
-        try:
-            response = await self._call(put, payload, body.size_bytes, checksum)
-        except StoreError:
-            if payload.failure is not None:
-                raise payload.failure from None  # it is the reason why the connection broke
-            raise
-        finally:
-            await payload.stop()
-        if payload.is_cut_short:
-            raise self._again(put, "the store answered before it had received the whole body")
-        return response
+        return await self._call(put, SdkBody(send), body.size_bytes, checksum)
 
     async def _call(self, put: Put, payload: SdkBody, size_bytes: int, checksum: Checksum) -> SdkResponse:
         return await self._session.call(

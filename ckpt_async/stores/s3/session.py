@@ -34,7 +34,7 @@ from botocore.loaders import Loader, create_loader
 from ckpt_async.errors import StoreError
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.answers import body_of
-from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
+from ckpt_async.stores.http.connections import enable_keepalive
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
 from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.http.tls import trusting
@@ -43,7 +43,7 @@ from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import SdkResponse
 from ckpt_async.stores.s3.credentials import Signer
 from ckpt_async.stores.s3.errors import S3Location, translating, unmet
-from ckpt_async.stores.s3.payload import Content, SdkBody
+from ckpt_async.stores.s3.payload import Content, hand_over
 from ckpt_async.stores.s3.signing import Credentials
 from ckpt_async.stores.s3.standing import AddStanding
 
@@ -90,7 +90,7 @@ class S3Session:
         events = self.client.meta.events
         events.register("provide-client-params.s3", AddStanding(self.standing))
         for operation in ("PutObject", "UploadPart"):
-            events.register(f"before-send.s3.{operation}", _hand_over)
+            events.register(f"before-send.s3.{operation}", hand_over)
         events.register("before-send.s3.GetObject", self._tell_of_get)
         # The SDK waits for "100 Continue" without any timeout (rule R14), and sending a body in vain is cheaper than a
         # round trip for each one that is accepted.
@@ -172,14 +172,6 @@ class S3Session:
 def _say_versions(bucket: str) -> None:
     """Warn once in this process."""
     logger.warning("bucket_keeps_versions bucket=%s; %s", bucket, KEEPS_VERSIONS)
-
-
-async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
-    """Answer in place of the SDK's HTTP client. None lets the SDK send the request itself, through aiohttp."""
-    body, url = request.body, request.url
-    return (
-        None if not isinstance(body, SdkBody) or has_proxy(url) else await body.answer(url, request.headers)
-    )
 
 
 def _create_client(session: AioSession, options: StoreOptions, location: S3Location) -> Any:
