@@ -428,7 +428,7 @@ def test_the_loser_of_a_lost_reply_is_refused_and_finds_its_own_bytes(run, peer)
 
 
 def test_a_delete_is_conditional_whatever_the_store_heeds(run, peer):
-    """Google heeds the condition, so nobody can interfere. For stores that ignore it, the generation is compared first."""
+    """Google heeds the condition, so nobody can interfere. For others the generation is compared first."""
 
     def ignore(request, serve):
         if request.method == "DELETE":

@@ -16,7 +16,7 @@ from ckpt_async.stores.azure.probe import AzureProbe
 from ckpt_async.stores.gcs.probe import GcsProbe
 from ckpt_async.stores.interface import Body, Condition, ObjectInfo
 from ckpt_async.stores.s3.errors import S3Location
-from ckpt_async.stores.s3.probe import Probe as S3Probe
+from ckpt_async.stores.s3.probe import S3Probe
 from ckpt_async.transfer.patient import PatientStore
 from tests.stores.memory import MemoryStore
 from tests.virtual_time import run

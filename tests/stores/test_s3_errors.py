@@ -484,7 +484,7 @@ def test_cancelling_in_the_middle_of_a_body(run):
         server = await asyncio.start_server(read_nothing, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
-        await store._session.open()
+        await store._session.open(is_read_only=True)
         watched = Watched(bytes(64 * MIB), MIB)
         calling = asyncio.ensure_future(store.put("a", watched, crc(b"")))
         await began.wait()
@@ -755,7 +755,7 @@ def test_errors_name_the_proxy_but_not_its_password(run, monkeypatch, scheme):
             monkeypatch.delenv("NO_PROXY", raising=False)
             monkeypatch.delenv("no_proxy", raising=False)
             store = open_store("s3://bucket/run", StoreOptions(endpoint_url=f"{scheme}://store.example"))
-            await store._session.open()
+            await store._session.open(is_read_only=True)
             with pytest.raises(StoreError) as raised:
                 await store.head("a")
             await store.close()

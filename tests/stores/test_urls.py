@@ -17,7 +17,7 @@ from ckpt_async.restore import session
 from ckpt_async.stores import Location, StoreOptions, address_of, open_store, parse_url
 from ckpt_async.stores.backend import Backend
 from ckpt_async.stores.s3.backend import find_endpoint
-from ckpt_async.stores.s3.probe import Probe
+from ckpt_async.stores.s3.probe import S3Probe
 from tests.stores.memory import MemoryStore, shared_bucket
 
 ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
@@ -407,7 +407,7 @@ def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None
             return await put(key, *rest, **options)
 
         store.put = noting
-        await Probe(store, store._session, store._sender, 30.0).capabilities()
+        await S3Probe(store, store._session, store._sender, 30.0).capabilities()
         await store.close()
         assert {len(key) for key in found} == {LONGEST}
 

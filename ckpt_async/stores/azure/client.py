@@ -118,6 +118,9 @@ class AzureStore(BucketStore[AzureSession]):
         url_of = functools.partial(self._session.url, operation="get_blob", grant=grant)
         return Way(self._location.account.endpoint_url, url_of, self._session.headers(grant))
 
+    def _check_origin(self, answer: Response) -> None:
+        answers.check_origin(answer)
+
     def _info_of_part(self, key: str, answer: Response, size_bytes: int) -> ObjectInfo:
         return answers.info_of_part(key, answer, size_bytes)
 

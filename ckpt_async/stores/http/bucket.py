@@ -142,6 +142,9 @@ class BucketStore(ABC, Generic[S]):
         way = await self._way()
         return way.url_of(key), way.headers
 
+    def _check_origin(self, answer: Response) -> None:
+        """Raise MalformedResponseError if an answer shows that it is not from the service."""
+
     @abstractmethod
     def _info_of_part(self, key: str, answer: Response, size_bytes: int) -> ObjectInfo:
         """Return what the answer with a part of an object says about the whole, which has `size_bytes`."""
@@ -175,6 +178,7 @@ class BucketStore(ABC, Generic[S]):
         found: list[ObjectInfo] = []
 
         def check(answer: Response) -> None:
+            self._check_origin(answer)
             found.append(self._info_of_part(key, answer, total_of_range(answer, offset, size_bytes)))
 
         with telling_failures_of(sink) as guarded, self._translating(self.get_operation, key):
@@ -190,8 +194,8 @@ class BucketStore(ABC, Generic[S]):
 
         def check(get: SmallGet, answer: Response) -> None:
             with self._translating(self.get_operation, get.key):
+                self._check_origin(answer)
                 check_size(total_of_range(answer, 0, get.size_bytes), get)
-                self._info_of_part(get.key, answer, get.size_bytes)
 
         with telling_failures_of(got) as guarded, self._translating(self.get_operation, ""):
             refused = await self._session.pools.small_downloads.get_many(

@@ -17,7 +17,7 @@ from ckpt_async.stores.http.small_uploads import SmallRequest
 from ckpt_async.stores.interface import Body, ObjectInfo, PartBody, SmallPut
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse
-from ckpt_async.stores.s3.errors import refusal, translating, unmet
+from ckpt_async.stores.s3.errors import refusal, unmet
 from ckpt_async.stores.s3.payload import SdkBody
 from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import NO_QUERY, RequestTemplate
@@ -74,7 +74,7 @@ class Sender:
         if (template := self.templates.get(put.operation)) is None:
             return await self._put_by_sdk(put, body, checksum)
         name = self._session.name(put.key, put.operation)
-        with translating(put.operation, put.key, self._location):
+        with self._location.translating(put.operation, put.key):
             credentials = await self._session.credentials()
             now, size_bytes = time.time(), body.size_bytes
             if conditions := put.conditions:
@@ -104,7 +104,7 @@ class Sender:
         self, template: RequestTemplate, put: Put, body: PartBody, digest: Digest
     ) -> Response:
         name = self._session.name(put.key, put.operation)
-        with translating(put.operation, put.key, self._location):
+        with self._location.translating(put.operation, put.key):
             credentials = await self._session.credentials()
 
             def prepare(check: Callable[[], None]) -> tuple[str, Mapping[str, str | bytes]]:
@@ -129,7 +129,7 @@ class Sender:
 
     async def try_trailer(self, template: RequestTemplate, put: Put, body: Body, digest: Digest) -> Response:
         name = self._session.name(put.key, put.operation)
-        with translating(put.operation, put.key, self._location):
+        with self._location.translating(put.operation, put.key):
             credentials = await self._session.credentials()
             url, headers = template.request_with_trailer(
                 name, body.size_bytes, digest.algorithm, credentials, time.time(), put.query
@@ -151,7 +151,7 @@ class Sender:
             parsed = self._parsed("put_object", request.key, response)
             stored(ObjectInfo(request.key, len(request.data), parsed["ETag"], answers.checksum(parsed)))
 
-        with translating("put_object", "", self._location):
+        with self._location.translating("put_object", ""):
             credentials = await self._session.credentials()
             refused = await self._session.pools.small_uploads.put_many(template.origin, requests(), answered)
         if refused is not None:
@@ -215,7 +215,7 @@ class Sender:
 
     def _parsed(self, operation: str, key: str, response: Response) -> SdkResponse:
         parsed = answers.past_sdk(response)
-        with translating(operation, key, self._location):
+        with self._location.translating(operation, key):
             answers.check_needed(operation, parsed)
         return parsed
 
