@@ -3,6 +3,8 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -317,7 +319,11 @@ def test_a_request_whose_piece_the_kernel_has_not_taken_yet_is_not_slow() -> Non
             async def attempt(_: Store, progress: Progress) -> None:
                 attempts[number] += 1
                 began_s, progress.moved_bytes = loop.time(), 8_000_000
-                progress.acknowledged_bytes = lambda: int((loop.time() - began_s) * 2_000_000)
+                writer: Any = SimpleNamespace(
+                    queued_bytes=lambda: 0,
+                    acknowledged_bytes=lambda: int((loop.time() - began_s) * 2_000_000),
+                )
+                progress.sends_through(writer)
                 progress.moved()
                 await asyncio.sleep(5)
 
