@@ -83,19 +83,12 @@ class WebStore(WholeObjects):
     no_parts_reason = FailureReason.AUTH
 
     def __init__(self, url: str, options: StoreOptions, *, ca_file: str | None) -> None:
-        self._url, self._options, self._ca_file = url, options, ca_file
+        super().__init__(url, _CAPABILITIES)
+        self._options, self._ca_file = options, ca_file
         self._root = _sendable(url.removesuffix("/")) + "/"
         self._session: aiohttp.ClientSession | None = None
         self._downloads: Downloads | None = None
         self._traffic = Traffic()
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return _CAPABILITIES
 
     def moved(self) -> Moved | None:
         return self._traffic.read()
