@@ -52,9 +52,6 @@ _UNREACHABLE = frozenset(
 # there is no hurry.
 LISTEN_S = 0.1
 _MAX_POLL_S = 60.0  # poll(2) takes milliseconds, as an int
-# Makes the URL and headers. If that takes long, it regularly calls its argument, which raises once nobody wants the
-# request any more.
-Prepare = Callable[[Callable[[], None]], tuple[str, Mapping[str, str | bytes]]]
 
 
 class Uploads(Connections):
@@ -67,16 +64,8 @@ class Uploads(Connections):
 
         Raises whatever the socket or `body` raise. A refusal is returned.
         """
-        return await self.put_prepared(lambda _: (url, headers), body, method=method)
-
-    async def put_prepared(self, prepare: Prepare, body: Body, *, method: str = "PUT") -> Response:
-        """Like `put`, for a request that is prepared in the sending thread, which may read the body to prepare it."""
-
-        def work(token: CancelToken) -> Response:
-            url, headers = prepare(partial(token.uses, None, is_at_work=True))
-            return self._put(token, head_of(urlsplit(url), headers, method), urlsplit(url), body)
-
-        return await self._in_thread(work)
+        head = head_of(urlsplit(url), headers, method)
+        return await self._in_thread(lambda token: self._put(token, head, urlsplit(url), body))
 
     # --- in a worker thread --------------------------------------------------------------------------------
 

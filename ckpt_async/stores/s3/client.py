@@ -31,7 +31,6 @@ from ckpt_async.stores.interface import (
     Match,
     MultipartInfo,
     ObjectInfo,
-    PartBody,
     SmallGet,
     SmallPut,
     StoredPart,
@@ -238,7 +237,7 @@ class S3Store(BucketStore[S3Session]):
         return upload_id
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: PartBody, checksum: Checksum | None
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         put = Put(
             "upload_part",

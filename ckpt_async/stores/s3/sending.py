@@ -14,7 +14,7 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.small_uploads import SmallRequest
-from ckpt_async.stores.interface import Body, ObjectInfo, PartBody, SmallPut
+from ckpt_async.stores.interface import Body, ObjectInfo, SmallPut
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse
 from ckpt_async.stores.s3.errors import refusal, unmet
@@ -50,8 +50,7 @@ class Put:
 
 class Sender:
     """Learns templates from the requests that the SDK makes. If the store was seen to honour trailers, checksums follow
-    the parts; otherwise the thread that sends a part first reads it, as a separate thread would wake the event loop
-    once more.
+    the parts.
     """
 
     def __init__(self, session: S3Session) -> None:
@@ -61,13 +60,8 @@ class Sender:
 
     @property
     def finds_checksums(self) -> bool:
-        """Whether `put_part` can compute the checksums of parts itself."""
-        return "upload_part" in self.templates
-
-    @property
-    def trails_checksums(self) -> bool:
-        """Whether checksums are sent after the parts, so that their bytes are read only once."""
-        return time.monotonic() >= self.trailers_from
+        """Whether checksums of parts are sent after them, so that their bytes are read only once."""
+        return "upload_part" in self.templates and time.monotonic() >= self.trailers_from
 
     async def put(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
         """Make one attempt. Once this has returned or raised, nothing reads the body or its buffers any more."""
@@ -89,35 +83,10 @@ class Sender:
             raise self._again(put, f"{response.status}, but with an error: {response.error[:80]!r}")
         return self._parsed(put.operation, put.key, response)
 
-    async def put_found(self, put: Put, body: PartBody, digest: Digest) -> SdkResponse:
-        """Like `put`, with a checksum that is that of `digest` once the body is sent."""
-        if (template := self.templates.get(put.operation)) is None:
-            raise self._again(put, "the request template was discarded")
-        if self.trails_checksums:
-            return await self._put_trailed(template, put, body, digest)
-        response = await self._put_read_first(template, put, body, digest)
-        if response.status >= 300:
-            raise self._refused(put, response)
-        return self._parsed(put.operation, put.key, response)
-
-    async def _put_read_first(
-        self, template: RequestTemplate, put: Put, body: PartBody, digest: Digest
-    ) -> Response:
-        name = self._session.name(put.key, put.operation)
-        with self._location.translating(put.operation, put.key):
-            credentials = await self._session.credentials()
-
-            def prepare(check: Callable[[], None]) -> tuple[str, Mapping[str, str | bytes]]:
-                body.read(digest.update, check)
-                return template.request(
-                    name, body.size_bytes, digest.checksum(), credentials, time.time(), put.query
-                )
-
-            return await self._session.pools.uploads_for(body).put_prepared(prepare, body)
-
-    async def _put_trailed(
-        self, template: RequestTemplate, put: Put, body: Body, digest: Digest
-    ) -> SdkResponse:
+    async def put_found(self, put: Put, body: Body, digest: Digest) -> SdkResponse:
+        """Like `put`, with a checksum that is that of `digest` once the body is sent, which then follows it."""
+        if (template := self.templates.get(put.operation)) is None or not self.finds_checksums:
+            raise self._again(put, "a checksum can no longer follow the part")
         response = await self.try_trailer(template, put, body, digest)
         if response.status >= 300:
             error = self._refused(put, response)
