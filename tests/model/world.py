@@ -186,6 +186,9 @@ class LossyStore(PatientStore):
     def answering_within(self, timeout_s: float) -> "LossyStore":
         return self
 
+    def within(self, group: Any) -> "LossyStore":
+        return self
+
     async def from_the_start(self, attempt: Callable[[PatientStore], Any]) -> Any:
         return await attempt(self)
 
