@@ -148,7 +148,7 @@ def test_a_wrong_progress_record_is_not_trusted(
     checkpoint = _committed(run_, files)
     there = tmp_path / "there"
 
-    def fail(self: partial.PartialFile, target: Path) -> None:
+    def fail(self: partial.PartialFile, target: Path, **options: int) -> None:
         raise OSError(5, "by the test")
 
     publish = partial.PartialFile.publish
