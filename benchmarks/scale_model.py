@@ -65,11 +65,11 @@ from ckpt_async.stores.interface import (
     Match,
     ObjectInfo,
 )
-from ckpt_async.stores.memory import CAPABILITIES
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS
 from ckpt_async.transfer.patient import PatientStore
 
+CAPABILITIES = Capabilities(conditional_put=True, multipart=True, checksum_algorithm="crc64nvme")
 GIB = 1 << 30
 PAGE = 1000  # S3 API reference, ListObjectsV2: keys per answer
 # S3 user guide, "best practices design patterns": per partitioned prefix.

@@ -301,14 +301,14 @@ def test_allowed_imports_are_not_reported() -> None:
         ("engine/loop.py", "from ckpt_async import Uploader", "engine must not import __init__"),
         ("stores/s3/client.py", "from ...transfer import Parts", "stores must not import transfer"),
         (
-            "stores/memory.py",
+            "stores/directory.py",
             "from ..local import folder",
             "stores must not import local, which is not below it",
         ),
         (
-            "stores/memory.py",
+            "stores/directory.py",
             "async def f():\n    from ..engine import x",
-            "memory.py:2: stores must not import engine",
+            "directory.py:2: stores must not import engine",
         ),
         (
             "stores/interface.py",

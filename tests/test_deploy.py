@@ -27,10 +27,10 @@ from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import Settings
 from ckpt_async.monitor.definitions import DEFINITIONS, SWEEPER_DEFINITIONS, Definition
 from ckpt_async.protocol.sweep_plan import Ages
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.patient import PatientStore
 from tests.kustomize import build
 from tests.kustomize import containers as containers_of
+from tests.stores.memory import MemoryStore
 from tests.stores.misbehaving import Meddled
 from tests.sweep.trainers import Trainers
 from tests.sweep.world import World

@@ -280,7 +280,7 @@ def _as_recorded(
 def _has_proxy(url: str, options: StoreOptions, environment: Mapping[str, str]) -> bool:
     if (address := web_url(url, options, env=environment)) is None:
         return False
-    from ckpt_async.stores.http.connections import has_proxy
+    from ckpt_async.stores.http.proxies import has_proxy
 
     return has_proxy(address)
 

@@ -308,7 +308,7 @@ def _of_remote(remote: Remote) -> Iterator[Finding]:
         yield Finding(
             "proxy",
             Level.WARN,
-            "requests go through a proxy: this is slower and takes more CPU",
+            "requests go through a proxy, which may be slower",
             "set NO_PROXY to exclude hosts",
         )
     if remote.capabilities is not None:

@@ -81,8 +81,6 @@ class ProcessRunner:
         observer: Observer,
         on_change: Callable[[], None],
     ) -> None:
-        if start.address.url.startswith("memory:"):
-            raise SettingsError("a memory:// store exists only in this process", hint="use runner='thread'")
         self.death: BaseException | None = None
         self._place = start.folder, start.rank
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer

@@ -57,25 +57,11 @@ class FileBackend(Backend):
         return DirectoryStore(location.prefix, url=url)
 
 
-class MemoryBackend(Backend):
-    schemes = ("memory",)
-    example = "memory://name"
-
-    def address(self, url: str, options: StoreOptions, env: Mapping[str, str]) -> RemoteAddress:
-        return RemoteAddress(url)
-
-    def open(self, location: Location, options: StoreOptions, url: str, env: Mapping[str, str]) -> Store:
-        from ckpt_async.stores.memory import MemoryStore, shared_bucket
-
-        return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
-
-
 BACKENDS: tuple[Backend, ...] = (
     FileBackend(),
     S3Backend(),
     GcsBackend(),
     AzureBackend(),
-    MemoryBackend(),
     WebBackend(),
 )
 # For schemes that are neither in the table nor registered by another package.

@@ -81,25 +81,6 @@ async def send_in_thread(body: Body, writer: LocalWriter) -> None:
     check_complete(body, writer.written_bytes)
 
 
-async def collected(body: Body) -> bytes:
-    """Return the whole body, collected in the calling thread: for small bodies in stores that use no threads."""
-    data = bytearray()
-    writer = _Collector(data.extend)
-    body.send(writer)
-    check_complete(body, len(data))
-    await asyncio.sleep(writer.held_s)
-    return bytes(data)
-
-
-class _Collector(LocalWriter):
-    """A collector that waits afterwards: a bandwidth cap's wait counts from now, however long earlier ones took."""
-
-    held_s = 0.0
-
-    def wait(self, duration_s: float) -> None:
-        self.held_s = max(self.held_s, duration_s)
-
-
 def check_complete(body: Body, written_bytes: int) -> None:
     """Raise SourceError if the body has written more or less than it promised."""
     if written_bytes != body.size_bytes:

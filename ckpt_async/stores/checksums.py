@@ -40,6 +40,12 @@ def checksum_of(data: bytes | memoryview, algorithm: str) -> Checksum:
     return _checksum(algorithm, function(data, 0), width)
 
 
+def stated(algorithm: str, value: object) -> Checksum | None:
+    """Return the checksum that a store states. One of the wrong length is not of that kind, and counts as missing."""
+    is_right = isinstance(value, str) and len(value) == -(-_ALGORITHMS[algorithm][2] // 3) * 4
+    return Checksum(algorithm, str(value)) if is_right else None
+
+
 def combine(parts: Iterable[tuple[Checksum, int]], algorithm: str) -> Checksum:
     """Return the checksum of the whole from those of its parts, given in order with their sizes in bytes."""
     _, join, width = _ALGORITHMS[algorithm]

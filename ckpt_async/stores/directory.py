@@ -28,16 +28,13 @@ from pathlib import Path
 from ckpt_async.core.keys import PRIVATE, RESERVE
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
-    FailureReason,
     IntegrityError,
-    ObjectTooLargeError,
     PreconditionFailedError,
-    StoreError,
 )
 from ckpt_async.filesystems import excludes_all_writers, filesystem_of
 from ckpt_async.stores.bodies import LocalWriter, send_in_thread
-from ckpt_async.stores.checks import check_key, check_prefix, check_size
-from ckpt_async.stores.checksums import Digest
+from ckpt_async.stores.checks import check_prefix, check_size
+from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.interface import (
     REQUEST_TIMEOUT_S,
     Body,
@@ -53,8 +50,8 @@ from ckpt_async.stores.interface import (
     SmallPut,
 )
 from ckpt_async.stores.one_by_one import put_one_by_one
-from ckpt_async.stores.tree import OWN, Tree, sync_folder, unlink_if_there
-from ckpt_async.stores.whole import WholeObjects
+from ckpt_async.stores.tree import Tree, sync_folder, unlink_if_there
+from ckpt_async.stores.whole import WholeObjects, check_folder_key, check_limit, check_range, check_same
 from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -81,21 +78,8 @@ class DirectoryStore(WholeObjects):
 
     def __init__(self, root: Path | str, *, url: str = "") -> None:
         self._tree = Tree(Path(root))
-        self._url = url or f"file://{self._tree.root}"
-        self._capabilities = Capabilities(
-            conditional_put=True, multipart=False, checksum_algorithm=_ALGORITHM
-        )
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def moved(self) -> None:
-        pass
+        capabilities = Capabilities(conditional_put=True, multipart=False, checksum_algorithm=_ALGORITHM)
+        super().__init__(url or f"file://{self._tree.root}", capabilities)
 
     async def open(
         self,
@@ -131,7 +115,7 @@ class DirectoryStore(WholeObjects):
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
-        self._check_key(key, "put")
+        check_folder_key(key, "put")
         with self._tree.translating("put", key):
             held = contextlib.ExitStack()
             try:
@@ -155,12 +139,12 @@ class DirectoryStore(WholeObjects):
         await put_one_by_one(self, puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        self._check_key(key, "get")
+        check_folder_key(key, "get")
         with self._tree.translating("get", key):
             return await in_thread(self._read_whole, key, max_size_bytes)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        self._check_key(key, "get_range")
+        check_folder_key(key, "get_range")
         return await in_thread(self._read_range, key, offset, size_bytes, sink)
 
     async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
@@ -170,7 +154,7 @@ class DirectoryStore(WholeObjects):
 
     async def head(self, key: str) -> ObjectInfo:
         """As specified, with a checksum: computing it reads the whole file."""
-        self._check_key(key, "head")
+        check_folder_key(key, "head")
         with self._tree.translating("head", key):
             return await in_thread(self._read_back, key)
 
@@ -181,36 +165,24 @@ class DirectoryStore(WholeObjects):
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._check_key(key, "delete")
+            check_folder_key(key, "delete")
         for key in keys:
             with self._tree.translating("delete", key):
                 await in_thread(self._delete, key)
 
     async def delete_if(self, key: str, etag: str) -> None:
-        self._check_key(key, "delete")
+        check_folder_key(key, "delete")
         with self._tree.translating("delete", key):
             await in_thread(self._delete, key, etag)
 
     async def copy(self, source: str, etag: str, key: str) -> None:
         """Make a hard link: another name for the same file. Without hard links, the bytes are copied."""
-        self._check_key(source, "copy")
-        self._check_key(key, "copy")
+        check_folder_key(source, "copy")
+        check_folder_key(key, "copy")
         with self._tree.translating("copy", source):
             await in_thread(self._copy, source, etag, key)
 
-    # --- names; everything below blocks and runs in a worker thread ----------------------------------------
-
-    def _check_key(self, key: str, operation: str) -> None:
-        check_key(key, operation)
-        if f"{key}/".startswith(f"{OWN}/") and (key, operation) != (RESERVE, "delete"):
-            raise StoreError(
-                "the store keeps its own files under this key",
-                reason=FailureReason.OTHER,
-                operation=operation,
-                key=key,
-            )
-
-    # --- writing -------------------------------------------------------------------------------------------
+    # --- writing; everything below blocks and runs in a worker thread --------------------------------------
 
     def _publish(self, temporary: Path, key: str, condition: Condition) -> os.stat_result:
         """Make a finished, synced file visible under its key, durably, and return the status of what is visible now."""
@@ -246,23 +218,21 @@ class DirectoryStore(WholeObjects):
                 status = os.lstat(self._tree.link_temporary(key, held) or self._tree.path(key))
             except FileNotFoundError:
                 raise PreconditionFailedError("there is no object", operation=operation, key=key) from None
-        if _etag(status) != etag:
-            raise PreconditionFailedError(operation=operation, key=key)
+        check_same(key, _etag(status), etag, operation)
         return status
 
     def _copy(self, source: str, etag: str, key: str) -> None:
         with contextlib.ExitStack() as held:
             descriptor = self._tree.open(source)
             held.callback(os.close, descriptor)
-            if _etag(os.fstat(descriptor)) != etag:
-                raise PreconditionFailedError(operation="copy", key=source)
+            check_same(source, _etag(os.fstat(descriptor)), etag, "copy")
             temporary = self._tree.link_temporary(source, held)
             # Files are never modified in place: the file that was linked is either the one opened above, or has just
             # been swapped in.
             if temporary is None:
                 temporary = self._copy_bytes(descriptor, held)
-            elif _etag(os.stat(temporary)) != etag:
-                raise PreconditionFailedError(operation="copy", key=source)
+            else:
+                check_same(source, _etag(os.stat(temporary)), etag, "copy")
             self._publish(temporary, key, None)
 
     def _copy_bytes(self, source: int, held: contextlib.ExitStack) -> Path:
@@ -301,20 +271,15 @@ class DirectoryStore(WholeObjects):
     def _read_whole(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         with open(self._tree.open(key), "rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_size > max_size_bytes:
-                raise ObjectTooLargeError(
-                    f"has {status.st_size} bytes, more than {max_size_bytes}", operation="get", key=key
-                )
+            check_limit(key, status.st_size, max_size_bytes)
             data = file.read()
-        digest = Digest(_ALGORITHM)
-        digest.update(data)
-        return data, _info(key, status, digest.checksum())
+        return data, _info(key, status, checksum_of(data, _ALGORITHM))
 
     def _read_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> int:
         """Return how many were read."""
         num_read = 0
         for each in gets:
-            self._check_key(each.key, "get")
+            check_folder_key(each.key, "get")
             with self._tree.translating("get", each.key):
                 data, _ = self._read_whole(each.key, each.size_bytes)
                 check_size(len(data), each)
@@ -327,14 +292,8 @@ class DirectoryStore(WholeObjects):
             descriptor = self._tree.open(key)
         try:
             status = os.fstat(descriptor)
+            check_range(key, status.st_size, offset, size_bytes)
             end = offset + size_bytes
-            if end > status.st_size:
-                raise StoreError(
-                    f"bytes {offset}+{size_bytes} are beyond the object's {status.st_size}",
-                    reason=FailureReason.OTHER,
-                    operation="get_range",
-                    key=key,
-                )
             buffer = memoryview(bytearray(min(size_bytes, _SLICE_BYTES)))
             while offset < end:
                 with self._tree.translating("get_range", key):

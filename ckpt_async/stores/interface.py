@@ -26,7 +26,7 @@ class Capabilities:
     checksum_algorithm: str  # "crc64nvme" or "crc32c": verified by the store over the whole object
     min_part_size_bytes: int = 5 << 20  # S3: applies to every part but the last
     max_parts: int = 10_000  # S3 user guide, multipart upload limits
-    finds_checksums: bool = False  # `put_part` can compute a part's checksum itself
+    finds_checksums: bool = False  # `put_part` can compute a part's checksum as it sends the bytes
     copies: bool = True  # has `copy`
     copies_parts: bool = True  # has `copy_part`, provided that it has `multipart`
     max_copy_bytes: int = 5 << 30  # S3: larger objects are copied part by part (S3 API reference, CopyObject)
@@ -156,16 +156,6 @@ class Body(Protocol):
 Sink = Callable[[memoryview], None]
 
 
-class PartBody(Body, Protocol):
-    """A body that can be read before it is sent."""
-
-    def read(self, sink: Sink, check: Callable[[], None]) -> None:
-        """Pass all bytes to `sink`, in order, in slices whose buffer is reused. Blocks, as `send` does. `check` is
-        called now and then, and stops the reading by raising.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class BytesBody:
     """A small body held in memory."""
@@ -178,10 +168,6 @@ class BytesBody:
 
     def send(self, writer: BodyWriter) -> None:
         writer.write(memoryview(self.data))
-
-    def read(self, sink: Sink, check: Callable[[], None]) -> None:
-        check()
-        sink(memoryview(self.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +292,11 @@ class Store(Protocol):
         ...
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: PartBody, checksum: Checksum | None
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         """Send one part, which the store compares with `checksum`; the returned part has it. If `checksum` is None,
-        which `capabilities.finds_checksums` must allow, the sending thread computes it: before it sends the bytes, or
-        while it does, and then sends the checksum after them.
+        which `capabilities.finds_checksums` must allow, the sending thread computes it while it sends the bytes, and
+        then sends it after them, or compares it with the answer.
         """
         ...
 

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import tenacity
 
@@ -14,6 +16,8 @@ from ckpt_async.errors import FailureReason, LocalReadError, StoreError
 from ckpt_async.transfer.progress import Silence
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # A wrong checksum comes from a broken network or a broken client; a few attempts tell which.
 MAX_CHECKSUM_ATTEMPTS = 5
@@ -26,12 +30,22 @@ _WRITES = frozenset({"put", "create_multipart", "upload_part", "complete", "copy
 class Patience:
     """What is retried, and until when. See `PatientStore`, whose settings these are."""
 
-    def __init__(self, settings: Settings, health: Health, *, is_patient: bool, silence_s: float) -> None:
-        self._settings, self._health = settings, health
+    def __init__(
+        self,
+        settings: Settings,
+        health: Health,
+        *,
+        is_patient: bool,
+        silence_s: float,
+        is_retried: bool = True,
+    ) -> None:
+        self._settings, self._health, self._is_retried = settings, health, is_retried
         self.is_patient, self.silence_s = is_patient, silence_s
 
-    def retrying(self, silence: Silence | None = None) -> tenacity.AsyncRetrying:
-        """Return what calls a function until it succeeds, a retry cannot help, or `upload_timeout_s` has passed."""
+    async def persist(self, attempt: Callable[[], Awaitable[T]], silence: Silence | None = None) -> T:
+        """Call `attempt` until it succeeds, a retry cannot help, or `upload_timeout_s` has passed."""
+        if not self._is_retried:
+            return await attempt()
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.upload_timeout_s
         backoff = tenacity.wait_random_exponential(
@@ -46,13 +60,14 @@ class Patience:
             next_at = now + state.upcoming_sleep
             return now >= give_up_at or (silence is not None and self._is_silent(silence, error, next_at))
 
-        return tenacity.AsyncRetrying(
+        retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(self.may_heal),
             wait=backoff,
             stop=is_final,
             sleep=self._health.pause,
             reraise=True,
         )
+        return await retrying(attempt)
 
     def _is_silent(self, silence: Silence, error: BaseException | None, next_at: float) -> bool:
         """Return whether, at its next attempt, a request will have moved no byte for too long.
@@ -67,6 +82,16 @@ class Patience:
         )
         since = silence.since if is_refused else max(silence.since, self._health.answered_at)
         return next_at - since >= self.silence_s
+
+    def once(self) -> Patience:
+        """Return the same, except that nothing is retried."""
+        return Patience(
+            self._settings,
+            self._health,
+            is_patient=self.is_patient,
+            silence_s=self.silence_s,
+            is_retried=False,
+        )
 
     def may_heal(self, error: BaseException) -> bool:
         """Return whether a request that failed like this is made again."""

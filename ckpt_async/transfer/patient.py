@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import logging
 import math
@@ -20,10 +19,9 @@ from typing import Any, TypeVar
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
-from ckpt_async.errors import FailureReason, LocalReadError, StoreError
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.heard import count_answer
 from ckpt_async.stores.interface import (
     BytesBody,
     Capabilities,
@@ -38,8 +36,10 @@ from ckpt_async.stores.interface import (
     StoredPart,
 )
 from ckpt_async.stores.opening import in_time
+from ckpt_async.transfer.admitted import Admitted
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS, Budgets
 from ckpt_async.transfer.concurrency import Concurrency
+from ckpt_async.transfer.metered import Metered
 from ckpt_async.transfer.patience import Health, Patience
 from ckpt_async.transfer.progress import Answers, Progress, Series, Silence
 
@@ -50,15 +50,9 @@ T = TypeVar("T")
 # To open a store takes fewer requests than this one after the other, each of which has its own deadline. All together
 # have this many times that: whatever falls silent would otherwise block for ever (R14).
 OPENING_REQUESTS = 10
-# How often one request is begun again because other connections are faster.
-MAX_SLOW_CONNECTIONS = 2
 # Keys per delete request, so that the deadline of an attempt covers a single S3 request.
 DELETE_BATCH = 1000
 
-# What a request may come to, besides success.
-_ANSWERS = frozenset({FailureReason.PRECONDITION, FailureReason.NOT_FOUND})
-
-Place = Callable[[], AbstractAsyncContextManager[None]]
 Receiver = Callable[[], AbstractAsyncContextManager[Sink]]
 Got = Callable[[SmallGet, memoryview], None]
 
@@ -93,6 +87,9 @@ def connect(
 class PatientStore:
     """A store whose requests are retried until they succeed, for one engine or command. Belongs to one event loop.
 
+    A request passes through `Patience`, which makes it again, `Metered`, which accounts for each attempt, and, if it
+    carries shard bytes, `Admitted`, which has it wait for its turn and watches over it.
+
     Every method raises the last StoreError once `upload_timeout_s` has passed, or immediately if a retry cannot help.
     `is_patient`: whether to retry refused credentials and a full or read-only disk, because new credentials may be
     rotated in and space may be freed; not where someone is waiting for the answer. `silence_s`: for how long a request
@@ -110,12 +107,17 @@ class PatientStore:
         budgets: Budgets | None = None,
         owner: Hashable = 0,
     ) -> None:
-        self._store, self._settings, self._observer = store, settings, observer or Observer()
-        self._budgets, self._owner = budgets or Budgets(settings), owner
-        self._place: Place = functools.partial(self._budgets.bulk.hold, owner)
-        self._health = Health(store.url)
-        self._is_retried = True
-        self._patience = Patience(settings, self._health, is_patient=is_patient, silence_s=silence_s)
+        health = Health(store.url)
+        patience = Patience(settings, health, is_patient=is_patient, silence_s=silence_s)
+        admitted = Admitted(budgets or Budgets(settings), settings, owner)
+        self._made_of(store, health, patience, admitted, observer or Observer())
+
+    def _made_of(
+        self, store: Store, health: Health, patience: Patience, admitted: Admitted, observer: Observer
+    ) -> None:
+        self._store, self._health, self._patience, self._admitted = store, health, patience, admitted
+        self._metered, self._observer = Metered(observer, health, patience), observer
+        self._settings, self._budgets, self._owner = admitted.settings, admitted.budgets, admitted.owner
 
     # The same store within the same budgets, used differently.
 
@@ -146,14 +148,19 @@ class PatientStore:
             owner=owner,
         )
 
+    def _with(self, patience: Patience, admitted: Admitted) -> PatientStore:
+        """Return the store over these wrappers, of the same health."""
+        made = PatientStore.__new__(PatientStore)
+        made._made_of(self._store, self._health, patience, admitted, self._observer)  # noqa: SLF001  ours
+        return made
+
     async def from_the_start(self, attempt: Callable[[PatientStore], Awaitable[T]]) -> T:
         """Make requests, the last of which is right only while what the others have found out holds.
 
         `attempt` is given a store whose requests are made only once; if one of them fails, all of `attempt` is retried.
         """
-        once = copy.copy(self)
-        once._is_retried = False  # noqa: SLF001  our own class
-        return await self._patience.retrying()(attempt, once)
+        once = self._with(self._patience.once(), self._admitted)
+        return await self._patience.persist(functools.partial(attempt, once))
 
     # --- the store -----------------------------------------------------------------------------------------
 
@@ -305,9 +312,7 @@ class PatientStore:
 
     def within(self, group: Hashable) -> PatientStore:
         """Return the store for requests that carry shard bytes of this group; see `set_urgency`."""
-        grouped = copy.copy(self)
-        grouped._place = functools.partial(self._budgets.bulk.hold, self._owner, group)  # noqa: SLF001  our own class
-        return grouped
+        return self._with(self._patience, replace(self._admitted, group=group))
 
     def is_moving(self, group: Hashable) -> bool:
         """Return whether a request of this group is under way, or waits for its turn."""
@@ -325,9 +330,7 @@ class PatientStore:
         for once it has its turn.
         """
         async with self._budgets.bulk.hold(self._owner, is_for_many=True):
-            admitted = copy.copy(self)
-            admitted._place = contextlib.nullcontext  # noqa: SLF001  our own class
-            yield admitted
+            yield self._with(self._patience, replace(self._admitted, has_place=True))
 
     async def get_range(self, key: str, offset: int, size_bytes: int, receive: Receiver) -> ObjectInfo:
         """Read a range.
@@ -366,14 +369,10 @@ class PatientStore:
     async def bulk(
         self, operation: str, size_bytes: int, attempt: Callable[[Store, Progress], Awaitable[T]]
     ) -> T:
-        """Make a request that carries shard bytes, within the budgets of requests and bytes.
-
-        Each attempt has a deadline that grows with its size and is put off as long as enough bytes move. The attempt
-        ends early when none do (rule R14: aiobotocore's own read timeout is not armed while a body is being written).
-        """
+        """Make a request that carries shard bytes, within the budgets of requests and bytes: see `Admitted`."""
         silence = Silence()
-        once = functools.partial(silence.attempted, functools.partial(attempt, self._store))
-        return await self._persist(operation, lambda: self._admitted(size_bytes, once), silence)
+        request = functools.partial(silence.attempted, functools.partial(attempt, self._store))
+        return await self._persist(operation, lambda: self._admitted.attempt(size_bytes, request), silence)
 
     async def series(
         self,
@@ -399,94 +398,16 @@ class PatientStore:
                 raise
 
         try:
-            await self._heeded(operation, lambda: self._admitted(size_bytes, once, num_requests))
+            await self._metered.heeded(
+                operation, lambda: self._admitted.attempt(size_bytes, once, num_requests)
+            )
         finally:
             self._observer.requests_finished(operation, answers.durations_s)
             self._budgets.bulk.took_each(answers.durations_s, answers.moved_bytes)
 
-    # --- patience ------------------------------------------------------------------------------------------
-
-    async def _admitted(
-        self, size_bytes: int, attempt: Callable[[Progress], Awaitable[T]], num_requests: int = 1
-    ) -> T:
-        settings, budgets, loop = self._settings, self._budgets, asyncio.get_running_loop()
-        num_slow = 0
-
-        def all_answered_s() -> float:
-            return settings.request_timeout_s + budgets.bytes.held_bytes / settings.minimum_rate_bytes_per_s
-
-        async with self._place(), budgets.bytes.hold(size_bytes):
-            while True:
-                began = loop.time()
-                allowed_s = num_requests * settings.request_timeout_s
-                allowed_s += size_bytes / settings.minimum_rate_bytes_per_s
-                may_begin_again = num_requests == 1 and num_slow < MAX_SLOW_CONNECTIONS
-                may_begin_again &= not budgets.bandwidth.is_capped  # the cap itself may make it slow
-                try:
-                    async with asyncio.timeout(None) as scope:
-                        progress = Progress(
-                            scope, size_bytes, allowed_s, settings.stall_timeout_s, budgets.bandwidth
-                        )
-                        progress.all_answered_s = all_answered_s
-                        with progress, budgets.bulk.watching(progress, size_bytes if may_begin_again else 0):
-                            return await attempt(progress)
-                except TimeoutError:
-                    if not progress.is_too_slow:
-                        if progress.is_late:  # with fewer at once, each has more of the link
-                            budgets.bulk.throttled(began, loop.time(), progress.waited_s)
-                        raise TimeoutError(progress.how_far()) from None
-                    num_slow += 1
-                except StoreError as error:
-                    # The socket's own patience may be shorter than ours.
-                    is_unanswered = error.reason is FailureReason.TIMEOUT and progress.waited_s > 0
-                    if error.reason is FailureReason.THROTTLED or is_unanswered:
-                        budgets.bulk.throttled(began, loop.time(), progress.waited_s)
-                    raise
-
     async def _persist(
-        self, operation: str, once: Callable[[], Awaitable[T]], silence: Silence | None = None
+        self, operation: str, attempt: Callable[[], Awaitable[T]], silence: Silence | None = None
     ) -> T:
-        made = functools.partial(self._observed, operation, once)
-        return await (self._patience.retrying(silence)(made) if self._is_retried else made())
-
-    async def _observed(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
-        """Make one attempt and report how long it took."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            return await self._heeded(operation, once)
-        finally:
-            self._observer.requests_finished(operation, [loop.time() - started])
-
-    async def _heeded(self, operation: str, once: Callable[[], Awaitable[T]]) -> T:
-        """Make one attempt, classify its error, and note the store's health."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            result = await once()
-        except TimeoutError as timeout:
-            error = StoreError(
-                str(timeout) or f"no answer or no progress within {loop.time() - started:.1f} s",
-                reason=FailureReason.TIMEOUT,
-                operation=operation,
-            )
-            self._failed(operation, error)
-            raise error from None
-        except StoreError as error:
-            self._failed(operation, error)
-            if error.reason in _ANSWERS:
-                count_answer()
-            raise
-        count_answer()
-        self._health.succeeded(operation, loop.time())
-        return result
-
-    def _failed(self, operation: str, error: StoreError) -> None:
-        if error.reason in _ANSWERS:
-            return  # an answer, not a failure; the caller decides what it means
-        self._observer.attempt_failed(error.reason)
-        is_final = not self._patience.may_heal(error)
-        if isinstance(error, LocalReadError):
-            self._health.failed_here(error, is_final=is_final)
-        else:
-            self._health.failed(operation, error, asyncio.get_running_loop().time(), is_final=is_final)
+        return await self._patience.persist(
+            functools.partial(self._metered.timed, operation, attempt), silence
+        )

@@ -7,10 +7,12 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TypeVar
 
+from ckpt_async.core.settings import Settings
 from ckpt_async.stores.interface import BodyWriter
-from ckpt_async.transfer.budgets import Bandwidth
+from ckpt_async.transfer.budgets import Budgets
 
 T = TypeVar("T")
 
@@ -25,7 +27,7 @@ LOOK_S = 5.0
 
 
 class Progress:
-    """The watchdog of one attempt, as a context manager around it.
+    """The watchdog of one attempt, as a context manager around it, which ends it by a TimeoutError.
 
     It is told of every byte that moves, and puts off the attempt's stall deadline accordingly.
 
@@ -33,90 +35,97 @@ class Progress:
     is woken only if the attempt must end earlier than the timer is set for.
     """
 
-    def __init__(
-        self,
-        scope: asyncio.Timeout,
-        size_bytes: int,
-        allowed_s: float,
-        stall_timeout_s: float,
-        bandwidth: Bandwidth,
-    ) -> None:
+    def __init__(self, size_bytes: int, num_requests: int, settings: Settings, budgets: Budgets) -> None:
         self._loop = asyncio.get_running_loop()
-        self._size_bytes, self._allowed_s = size_bytes, allowed_s
-        self._deadline = self._loop.time() + allowed_s
+        self._size_bytes, self._settings, self._budgets = size_bytes, settings, budgets
+        self._stall_timeout_s = settings.stall_timeout_s
+        self._allowed_s = num_requests * settings.request_timeout_s
+        self._allowed_s += size_bytes / settings.minimum_rate_bytes_per_s
+        self.began_s = self._loop.time()
+        self._deadline = self.began_s + self._allowed_s
         # When to end. The timer is set for that time or earlier: a new timer for every byte that moves would cost more
         # than the bytes.
-        self._ends_at = min(self._deadline, self._loop.time() + stall_timeout_s)
+        self._ends_at = min(self._deadline, self.began_s + self._stall_timeout_s)
         self._timer: asyncio.TimerHandle | None = None
         self._rings_at = math.inf
         self.moved_at: float | None = None
         self.moved_bytes = 0  # to or from the kernel
-        # How many of these have not reached the other side yet. On a link that many requests share, it takes minutes to
-        # empty the kernel's buffers of one.
-        self.queued_bytes: Callable[[], int] = lambda: 0
+        self._writer: BodyWriter | None = None
+        self._acknowledged_before: int | None = None  # by its peer, when the body began
         self._queued_bytes = 0  # as last seen, once all have moved
-        # How many have reached the other side; None: unknown.
-        self.acknowledged_bytes: Callable[[], int | None] = lambda: None
-        self._seen: tuple[float | None, int | None] = (
-            -math.inf,
-            None,
-        )  # `moved_at` and this, when last checked
-        # How long the store may take for the bytes of all requests under way. A proxy may have accepted all of them at
-        # once and be forwarding them slowly.
-        self.all_answered_s: Callable[[], float] = lambda: 0.0
+        # `moved_at` and the acknowledged bytes, when last checked.
+        self._seen: tuple[float | None, int | None] = (-math.inf, None)
         self._arrived_s = math.inf  # when the last byte arrived
-        self.began_s = self._loop.time()
         self._arrived_bytes_then = 0  # at the previous deadline
         self._is_all_moved = self.is_too_slow = self.is_late = False
-        self._scope, self._stall_timeout_s = scope, stall_timeout_s
-        self._bandwidth, self._is_over = bandwidth, False
+        self._scope, self._is_over = asyncio.timeout(None), False
         self._ahead_s = self._loop.time() - time.monotonic()
 
-    def __enter__(self) -> None:
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
         self._set_timer()
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
+        await self._scope.__aexit__(kind, error, traceback)
 
     def sends_through(self, writer: BodyWriter) -> None:
         """Note what the body is written to. Called in the worker thread, before the first byte."""
-        before = writer.acknowledged_bytes()
+        self._acknowledged_before, self._writer = writer.acknowledged_bytes(), writer
 
-        def acknowledged_bytes() -> int | None:
-            now = writer.acknowledged_bytes()
-            return None if before is None or now is None else now - before
+    def _acknowledged_bytes(self) -> int | None:
+        """Return how many of the body's bytes have reached the other side; None if that is not known."""
+        before = self._acknowledged_before
+        now = self._writer.acknowledged_bytes() if self._writer is not None else None
+        return None if before is None or now is None else now - before
 
-        self.queued_bytes, self.acknowledged_bytes = writer.queued_bytes, acknowledged_bytes
+    def _bytes_in_queue(self) -> int:
+        """Return how many have not reached the other side yet. On a link that many requests share, it takes minutes to
+        empty the kernel's buffers of one.
+        """
+        return self._writer.queued_bytes() if self._writer is not None else 0
+
+    def _all_answered_s(self) -> float:
+        """Return how long the store may take for the bytes of all requests under way. A proxy may have accepted all of
+        them at once and be forwarding them slowly.
+        """
+        all_s = self._budgets.bytes.held_bytes / self._settings.minimum_rate_bytes_per_s
+        return self._settings.request_timeout_s + all_s
 
     async def may_send(self, size_bytes: int) -> None:
         """Wait until the bandwidth cap lets this many more bytes go. Being held back is not a stall."""
-        held_s = self._bandwidth.reserve(size_bytes, self._loop.time())
+        held_s = self._budgets.bandwidth.reserve(size_bytes, self._loop.time())
         if held_s > 0:
             self._held(held_s)
             try:
                 await asyncio.sleep(held_s)
             except BaseException:
-                self._bandwidth.give_back(size_bytes)  # otherwise the other requests would pay for it
+                self._budgets.bandwidth.give_back(size_bytes)  # otherwise the other requests would pay for it
                 raise
 
     def may_send_in_thread(self, size_bytes: int, wait: Callable[[float], None]) -> None:
         """Do the same as `may_send`, in a worker thread that waits by calling `wait`."""
         self.moved_bytes += size_bytes
-        held_s = self._bandwidth.reserve(size_bytes, self._now_in_thread())
+        held_s = self._budgets.bandwidth.reserve(size_bytes, self._now_in_thread())
         if held_s > 0:
             self._loop.call_soon_threadsafe(self._held, held_s)
             try:
                 wait(held_s)
             except BaseException:
-                self._bandwidth.give_back(size_bytes)
+                self._budgets.bandwidth.give_back(size_bytes)
                 raise
 
     def not_sent(self, size_bytes: int) -> None:
         """Report that so much less was sent than `may_send` allowed."""
         self.moved_bytes -= size_bytes
-        self._bandwidth.give_back(size_bytes)
+        self._budgets.bandwidth.give_back(size_bytes)
 
     def _held(self, held_s: float) -> None:
         self._deadline += held_s
@@ -178,7 +187,7 @@ class Progress:
             return
         self.is_late = self._ends_at >= self._deadline and self.moved_bytes > 0
         has_arrived = self._is_all_moved and not self._queued_bytes
-        answers_s = min(LONGEST_ANSWER * self._allowed_s, self.all_answered_s())
+        answers_s = min(LONGEST_ANSWER * self._allowed_s, self._all_answered_s())
         if has_arrived and self._arrived_s + answers_s > self._rings_at:
             self._ends_at = self._arrived_s + answers_s
             self._set_timer()
@@ -195,7 +204,7 @@ class Progress:
 
         As long as it shrinks, bytes still move; once all have arrived, the store's time to answer begins.
         """
-        before, self._queued_bytes = self._queued_bytes, self.queued_bytes()
+        before, self._queued_bytes = self._queued_bytes, self._bytes_in_queue()
         if self._queued_bytes and self._queued_bytes != before:
             self.moved_at = now
         if self._queued_bytes:
@@ -215,7 +224,7 @@ class Progress:
         to hand over a large piece. (The length of the kernel's queue does not tell: it is filled up to the same length
         again.)
         """
-        (moved_at, before), acknowledged = self._seen, self.acknowledged_bytes()
+        (moved_at, before), acknowledged = self._seen, self._acknowledged_bytes()
         is_known = before is not None and acknowledged is not None
         if is_known and moved_at == self.moved_at and acknowledged != before:
             self.moved_at = now
@@ -224,9 +233,9 @@ class Progress:
 
     def arrived_bytes(self) -> int:
         """Return how many bytes have reached the other side (or this one), as far as known."""
-        acknowledged = self.acknowledged_bytes()
+        acknowledged = self._acknowledged_bytes()
         if acknowledged is None:
-            return self.moved_bytes - self.queued_bytes()
+            return self.moved_bytes - self._bytes_in_queue()
         return min(acknowledged, self.moved_bytes)  # over TLS, somewhat more is sent than the body has
 
     def _gets_on(self) -> bool:

@@ -11,10 +11,8 @@ import contextlib
 import hashlib
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from ckpt_async import filesystems
 from ckpt_async.core import errnos
@@ -42,7 +40,6 @@ FAST_S = 0.1
 # Checksums run at 8 GiB/s. More of one shard at once would only make all its parts wait for their checksums at the same
 # time, with nothing on the wire: measured, 8 at once cost about a quarter of the throughput of a 1 GiB file.
 CHECKSUMS_AT_ONCE = 2
-TURN_S = 0.1
 # How much is read in one go for a checksum: even at 10 MB/s, a bad disk, this takes far less than `stall_timeout_s`.
 CHECKSUM_BYTES = 64 * MIB
 
@@ -73,7 +70,6 @@ class Source:
     def __init__(self, descriptor: int, identity: FileIdentity, path: str) -> None:
         self.descriptor, self.identity, self.path = descriptor, identity, path
         self._checksums = asyncio.Semaphore(CHECKSUMS_AT_ONCE)
-        self._turns, self._num_slices_read = threading.Semaphore(CHECKSUMS_AT_ONCE), 0
         self._on_read: list[Callable[[], None]] = []
         self.send_bytes = FIRST_SEND_BYTES  # per call, as its last part left it, since all parts share a link
 
@@ -109,35 +105,6 @@ class Source:
             self._on_read.remove(moved)
         return digest.checksum()
 
-    def read_out(
-        self,
-        sink: Sink,
-        offset: int,
-        size_bytes: int,
-        moved: Callable[[], None] = lambda: None,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Pass a range to `sink`, in the calling thread.
-
-        `moved` is called as long as some thread makes progress with this shard. `check` is called now and then, and may
-        end the reading by raising.
-        """
-        num_slices_read = self._num_slices_read
-        check()
-        while not self._turns.acquire(timeout=TURN_S):
-            check()
-            if num_slices_read != self._num_slices_read:
-                num_slices_read = self._num_slices_read
-                moved()  # a range that waits for its turn has not stalled either
-        try:
-            for piece in self._pieces(offset, size_bytes):
-                sink(piece)
-                self._num_slices_read += 1
-                moved()
-                check()
-        finally:
-            self._turns.release()
-
     async def md5(self, offset: int, size_bytes: int) -> str:
         """Return the MD5 of a range in hex, read in a worker thread: a part's ETag if the store gives no checksum."""
         digest = hashlib.md5(usedforsecurity=False)
@@ -149,10 +116,12 @@ class Source:
         closed next.
         """
         writer = LocalWriter(update)
-        reading = asyncio.to_thread(
-            self.read_out, writer.write, offset, size_bytes, check=partial(writer.wait, 0)
-        )
-        await result_of(asyncio.ensure_future(reading), writer.cancel)
+
+        def read() -> None:
+            for piece in self._pieces(offset, size_bytes):
+                writer.write(piece)
+
+        await result_of(asyncio.ensure_future(asyncio.to_thread(read)), writer.cancel)
 
     def _pieces(self, offset: int, size_bytes: int) -> Iterator[memoryview]:
         end = offset + size_bytes
@@ -214,10 +183,6 @@ class FileBody:
     def mode(self) -> int:
         """The file's permission bits."""
         return os.fstat(self._source.descriptor).st_mode
-
-    def read(self, sink: Sink, check: Callable[[], None]) -> None:
-        """Read the body, see `Body.read`. Only CHECKSUMS_AT_ONCE bodies of one shard are read at a time."""
-        self._source.read_out(sink, self._offset, self._size_bytes, self._progress.moved_in_thread, check)
 
     def send(self, writer: BodyWriter) -> None:
         """Send the body.

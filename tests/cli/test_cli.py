@@ -44,9 +44,9 @@ from ckpt_async.protocol.steps import (
     new_decision,
     set_pin,
 )
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.stores.s3.client import S3Store
 from ckpt_async.transfer.patient import PatientStore, connect
+from tests.stores.memory import MemoryStore
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("aiobotocore", "aiohttp", "asyncio", "awscrt", "botocore", "prometheus_client", "tenacity", "torch")

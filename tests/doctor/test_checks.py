@@ -33,10 +33,9 @@ from ckpt_async.filesystems import filesystem_of
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import StoreOptions, open_store
-from ckpt_async.stores.bodies import collected
 from ckpt_async.stores.interface import Body, Condition, Listing, MultipartInfo, ObjectInfo, StoredPart
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS
+from tests.stores.memory import MemoryBucket, MemoryStore, collected
 
 ROOT = Path(__file__).resolve().parents[2]
 Json = dict[str, Any]

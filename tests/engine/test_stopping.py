@@ -13,8 +13,8 @@ from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 
 @pytest.mark.timeout(60)  # what this finds keeps the loop from ever running a timeout

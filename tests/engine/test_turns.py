@@ -19,8 +19,8 @@ from ckpt_async.engine.state import State
 from ckpt_async.engine.upload_queue import ASKING_S, BEGINNING_S, UploadQueue
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(1, 2)
 

@@ -36,8 +36,8 @@ from ckpt_async.local import journals
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 pytestmark = pytest.mark.fault("F4a")
 

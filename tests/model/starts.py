@@ -16,9 +16,9 @@ from ckpt_async.core import keys
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FencedError
 from ckpt_async.protocol import generation as generations
-from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
 from tests.model.world import ViolationError
+from tests.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 
 AGAIN = "make the request again"
 LOST = 0.05  # share of requests whose reply is lost

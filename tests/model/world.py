@@ -61,10 +61,10 @@ from ckpt_async.restore.lanes import Pace
 from ckpt_async.restore.session import Session
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.sweep import remote as remote_sweep
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import SmallShard
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 COMMITTED = (Outcome.COMMIT, Outcome.PRUNING, Outcome.PRUNED)
 NEXT = {
@@ -184,6 +184,9 @@ class LossyStore(PatientStore):
         self.world = world
 
     def answering_within(self, timeout_s: float) -> "LossyStore":
+        return self
+
+    def within(self, group: Any) -> "LossyStore":
         return self
 
     async def from_the_start(self, attempt: Callable[[PatientStore], Any]) -> Any:

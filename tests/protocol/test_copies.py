@@ -16,8 +16,8 @@ from ckpt_async.errors import ObjectNotFoundError, StoreError
 from ckpt_async.protocol import copies
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Condition
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import copying
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 KEY = "exact/latest.pt"
 Work = Coroutine[Any, Any, Any]

@@ -14,9 +14,9 @@ from ckpt_async.errors import FailureReason, FencedError, SettingsError
 from ckpt_async.protocol import generation as generations
 from ckpt_async.protocol.cas import read
 from ckpt_async.protocol.generation import agree, beat, beat_pause_s, newest_generation
-from ckpt_async.stores.memory import CAPABILITIES, MemoryStore
 from ckpt_async.transfer.patient import PatientStore
 from tests import virtual_time
+from tests.stores.memory import CAPABILITIES, MemoryStore
 from tests.stores.misbehaving import Meddled, trouble
 
 WORLD_SIZE = 3

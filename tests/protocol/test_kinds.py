@@ -11,8 +11,8 @@ from ckpt_async.errors import UnknownKindError
 from ckpt_async.protocol.kinds import check_known, kinds_below
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
-from ckpt_async.stores.memory import PAGE_KEYS
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import PAGE_KEYS
 from tests.stores.misbehaving import Meddled
 
 

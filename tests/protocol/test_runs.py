@@ -8,8 +8,8 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.protocol.runs import run_of, runs_below
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
-from ckpt_async.stores.memory import PAGE_KEYS
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import PAGE_KEYS
 from tests.stores.misbehaving import Meddled
 
 

@@ -25,10 +25,10 @@ from ckpt_async.restore import destination, partial, sources
 from ckpt_async.restore.lanes import Pace
 from ckpt_async.restore.session import Session
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
 from tests.restore.runs import Run, content, files_of, is_whole, left_in, shard_key
+from tests.stores.memory import MemoryStore
 
 
 def _committed(run: Run, step: int = 10, **options: Any) -> restore.Checkpoint:

@@ -13,10 +13,9 @@ from typing import Any
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.stores.bodies import collected
 from ckpt_async.stores.interface import Body, BytesBody, Capabilities, Condition, Enough, Listing, ObjectInfo
-from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.simulation.processes import Process
+from tests.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore, collected
 
 URL = "memory://simulated/run"
 # Parts are small, since their number matters, not their size.

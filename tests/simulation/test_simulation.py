@@ -16,7 +16,6 @@ import pytest
 
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer import patient
 from ckpt_async.transfer.patient import PatientStore
 from tests import virtual_time
@@ -24,6 +23,7 @@ from tests.faults.processes import SOAK
 from tests.model.world import ViolationError
 from tests.simulation.faults import KINDS, REASONS
 from tests.simulation.simulation import simulate
+from tests.stores.memory import MemoryStore
 
 # Enough to find every mistake of `test_simulated_mutants`. The soak plays others, for as long as it is told
 # to.

@@ -31,8 +31,8 @@ from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.protocol import steps
 from ckpt_async.stores.interface import Enough, Listing, ObjectInfo
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryStore
 from tests.virtual_time import VirtualTimeLoop
 
 LATENCY_S = 0.03

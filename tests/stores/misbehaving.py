@@ -8,8 +8,8 @@ from typing import Any
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.interface import Capabilities, ObjectInfo, SmallPut, Store
-from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from ckpt_async.stores.one_by_one import put_one_by_one
+from tests.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 
 
 class Meddled:

@@ -32,7 +32,7 @@ async def connected(peer: Peer, **options):
     """Yield a store that talks to `peer` without having probed it."""
     async with peer.serve() as url:
         store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url, **options))
-        await store._session.open()
+        await store._session.open(is_read_only=True)
         store._capabilities = CAPABILITIES
         try:
             yield store

@@ -137,10 +137,3 @@ def test_who_gives_up_on_a_silent_identity_leaves_its_thread_to_the_next(monkeyp
                 await asking
 
     run(asyncio.wait_for(body(), 60))
-
-
-def test_a_proxy_is_refused_at_once(monkeypatch, run):
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
-    store = open_store(f"{CLOUD}/box/run", env={"AZURE_STORAGE_KEY": "c2VjcmV0"})
-    with pytest.raises(StoreError, match="NO_PROXY"):
-        run(store.open())

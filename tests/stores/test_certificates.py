@@ -143,11 +143,12 @@ def test_a_replaced_bundle_is_read_again_by_small_requests(run, authority, tmp_p
         async with server_called("127.0.0.1", authority) as (peer, url):
             if kind == "gs":
                 session = open_store("gs://bucket/run", StoreOptions(endpoint_url=url))._session
-                session._connect()  # looking for credentials would use the network
+                session.is_tls = False  # looking for credentials would use the network
+                await session.open(is_read_only=True)
                 asking = partial(session.request, "get", "a", "GET", f"{url}/a")
             else:
                 session = open_store("az://bucket/run", StoreOptions(endpoint_url=f"{url}/account"))._session
-                await session.open()
+                await session.open(is_read_only=True)
                 asking = partial(session.call, "HEAD", "head", "a")
             with pytest.raises(StoreError, match="certificate"):
                 await asking()
@@ -202,7 +203,8 @@ def test_an_authority_without_key_usage_is_trusted_by_the_stores(run, lax, monke
         async with peer.serve() as url:
             if scheme == "gs":
                 session = open_store("gs://bucket/run", StoreOptions(endpoint_url=url))._session
-                session._connect()  # looking for credentials would use the network
+                session.is_tls = False  # looking for credentials would use the network
+                await session.open(is_read_only=True)
                 await session.request("get", "a", "GET", f"{url}/a")
                 await session.close()
             else:

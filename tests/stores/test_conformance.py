@@ -24,12 +24,12 @@ from ckpt_async.errors import (
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Create, Match, SmallGet, SmallPut
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.azurite import AzuriteServer
 from tests.faults.proxy import FaultProxy
 from tests.s3_servers.servers import FAULTS, chosen
 from tests.stores.azure_peer import AzurePeer
 from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, put
+from tests.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.s3_peer import S3Peer
 
 MIB = 1 << 20

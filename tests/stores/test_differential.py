@@ -19,8 +19,8 @@ import pytest
 from ckpt_async.errors import CkptAsyncError, StoreError
 from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, ObjectInfo, Store, StoredPart
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.bodies import crc, put
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 # No key is a folder of another: see `folder_and_object`.
 KEYS = ["a", "b/c", "b/c-d", "b/d", "b/d1", "step-1/x", "step-10/x", "step-1.g1/x", "é/ü +%41", "z/y/x/w"]

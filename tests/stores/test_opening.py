@@ -12,13 +12,13 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import open_store
-from ckpt_async.stores.azure.probe import Probe as AzureProbe
-from ckpt_async.stores.gcs.probe import Probe as GcsProbe
+from ckpt_async.stores.azure.probe import AzureProbe
+from ckpt_async.stores.gcs.probe import GcsProbe
 from ckpt_async.stores.interface import Body, Condition, ObjectInfo
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.stores.s3.errors import S3Location
-from ckpt_async.stores.s3.probe import Probe as S3Probe
+from ckpt_async.stores.s3.probe import S3Probe
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryStore
 from tests.virtual_time import run
 
 ANSWERS_AFTER_S = 8
@@ -60,8 +60,7 @@ def by_s3(store: Slow, timeout_s: float) -> Any:
 
 
 def by_gcs(store: Slow, timeout_s: float) -> Any:
-    session = SimpleNamespace(endpoint="https://storage.googleapis.com")
-    return GcsProbe(store, session, timeout_s).find_out()  # type: ignore[arg-type]
+    return GcsProbe(store, timeout_s, "", "1").find_out()
 
 
 def by_azure(store: Slow, timeout_s: float) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import CkptAsyncError, FailureReason, ObjectNotFoundError, StoreError
-from ckpt_async.stores.http.messages import MalformedResponseError
+from ckpt_async.stores.http.messages import MalformedResponseError, server_time
 from ckpt_async.stores.s3 import answers as s3_answers
 from tests.stores.documents import contents, deleted, document, item, objects, parts, uploads
 from tests.stores.peer import Peer, answer
@@ -296,8 +296,7 @@ def test_a_listing_without_the_stores_time_is_rejected():
 
 
 def test_a_date_without_a_zone_is_utc(monkeypatch):
-    page = {"ResponseMetadata": {"HTTPHeaders": {"date": "Sat, 21 Nov 2026 04:00:00"}}}
-    assert s3_answers.server_time(page) == 1795233600.0
+    assert server_time({"date": "Sat, 21 Nov 2026 04:00:00"}) == 1795233600.0
 
 
 # --- fields ------------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """How S3Store handles answers that a healthy server does not give, over real sockets."""
 
 import asyncio
-import random
 import traceback
 
-import aiohttp
 import pytest
 
 from ckpt_async.core.model import Checksum
@@ -18,9 +16,8 @@ from ckpt_async.errors import (
 )
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.interface import BytesBody, Create, Match
-from ckpt_async.stores.s3.payload import SdkBody
 from tests.stores import documents
-from tests.stores.bodies import ChangedBody, ReusingBody, ShortBody, crc, put
+from tests.stores.bodies import ChangedBody, ReusingBody, crc, put
 from tests.stores.peer import RESET, SILENCE, Peer, answer
 from tests.stores.s3_calls import CALLS, MIB, connected
 from tests.stores.s3_calls import credentials as given_credentials  # noqa: F401  a fixture
@@ -487,7 +484,7 @@ def test_cancelling_in_the_middle_of_a_body(run):
         server = await asyncio.start_server(read_nothing, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         store = open_store("s3://bucket/run", StoreOptions(endpoint_url=url))
-        await store._session.open()
+        await store._session.open(is_read_only=True)
         watched = Watched(bytes(64 * MIB), MIB)
         calling = asyncio.ensure_future(store.put("a", watched, crc(b"")))
         await began.wait()
@@ -600,75 +597,6 @@ def test_get_compares_the_bytes_with_the_stores_checksum(run):
         async with connected(Peer(lambda _: answer(200, headers=headers, body=b"hello"))) as store:
             with pytest.raises(IntegrityError):
                 await store.get("a", max_size_bytes=9)
-
-    run(body())
-
-
-class Wire:
-    """An aiohttp writer and its transport, which keeps what it could not send at once."""
-
-    def __init__(self, *, is_stuck=False):
-        self.transport = self
-        self.kept = []
-        self.is_aborted = asyncio.Event()
-        self.is_reached = asyncio.Event()
-        self.is_stuck = is_stuck
-
-    def abort(self):
-        self.is_aborted.set()
-
-    async def write(self, chunk):
-        self.kept.append(chunk)
-        self.is_reached.set()
-        if self.is_stuck:
-            await self.is_aborted.wait()
-            raise ConnectionResetError
-
-
-async def never(*_):
-    raise AssertionError("handed over")
-
-
-def test_through_a_proxy_slices_are_copied(run):
-    """A transport may keep a reference to what it could not send at once, and our buffers are reused."""
-
-    async def body():
-        wire, data = Wire(), random.Random(2).randbytes(MIB)
-        payload = SdkBody(ReusingBody(data, 1 << 16), never)
-        await payload.write(wire)
-        assert (b"".join(wire.kept), payload.is_cut_short) == (data, False)
-        with pytest.raises(aiohttp.ClientConnectionError):
-            await payload.write(wire)  # one call is one attempt
-
-    run(body())
-
-
-@pytest.mark.parametrize("bad", [ChangedBody(MIB, 1 << 16), ShortBody(b"hello")])
-def test_through_a_proxy_a_failed_body_is_still_the_shards_failure(run, bad):
-    """None of aiohttp's errors tells what happened to the file."""
-
-    async def body():
-        payload = SdkBody(bad, never)
-        with pytest.raises(SourceError) as raised:
-            await payload.write(Wire())
-        assert payload.failure is raised.value
-        assert payload.is_cut_short
-
-    run(body())
-
-
-def test_through_a_proxy_cancelling_waits_for_the_thread(run):
-    """The thread is waiting for a peer that accepts nothing."""
-
-    async def body():
-        wire = Wire(is_stuck=True)
-        payload = SdkBody(ReusingBody(bytes(MIB), 1 << 16), never)
-        writing = asyncio.ensure_future(payload.write(wire))
-        await wire.is_reached.wait()
-        await payload.stop()
-        assert writing.cancelled()
-        assert wire.is_aborted.is_set()
-        assert len(wire.kept) == 1
 
     run(body())
 
@@ -827,7 +755,7 @@ def test_errors_name_the_proxy_but_not_its_password(run, monkeypatch, scheme):
             monkeypatch.delenv("NO_PROXY", raising=False)
             monkeypatch.delenv("no_proxy", raising=False)
             store = open_store("s3://bucket/run", StoreOptions(endpoint_url=f"{scheme}://store.example"))
-            await store._session.open()
+            await store._session.open(is_read_only=True)
             with pytest.raises(StoreError) as raised:
                 await store.head("a")
             await store.close()

@@ -7,7 +7,7 @@ import pytest
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores import StoreOptions, open_store
 from ckpt_async.stores.interface import Capabilities
-from ckpt_async.stores.s3.probe import Probe
+from ckpt_async.stores.s3.probe import S3Probe
 
 
 async def found_by(url: str, options: StoreOptions | None = None) -> Capabilities:
@@ -32,7 +32,7 @@ def test_a_store_that_never_answers_is_not_asked_again(run: Any, s3_url: str) ->
         store.put = refused
         store.delete = lambda keys: refused(keys[0])
         with pytest.raises(StoreError, match="refused"):
-            await Probe(store, store._session, store._sender, 30.0).capabilities()
+            await S3Probe(store, store._session, store._sender, 30.0).capabilities()
         await store.close()
         assert len(made) == 3
 

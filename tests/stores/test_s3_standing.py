@@ -113,7 +113,7 @@ def test_every_object_and_part_is_read_and_written_with_the_customers_key(
         ours = peer.environment() | {KEY_FILE: str(tmp_path / "key")}
         async with opened("s3://ckpt/run", None, ours) as store:
             await use_everything(store, "crc64nvme")
-            assert store._sender.trails_checksums
+            assert store.capabilities.finds_checksums
             await put(store, "kept", b"hello")
         wrong = peer.environment() | {KEY: b64encode(OTHER_KEY).decode()}
         for env, said in ((peer.environment(), KEY_FILE), (wrong, "another key")):

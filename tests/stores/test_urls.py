@@ -16,9 +16,9 @@ from ckpt_async.errors import InvalidNameError, SettingsError
 from ckpt_async.restore import session
 from ckpt_async.stores import Location, StoreOptions, address_of, open_store, parse_url
 from ckpt_async.stores.backend import Backend
-from ckpt_async.stores.memory import MemoryStore, shared_bucket
 from ckpt_async.stores.s3.backend import find_endpoint
-from ckpt_async.stores.s3.probe import Probe
+from ckpt_async.stores.s3.probe import S3Probe
+from tests.stores.memory import MemoryStore, shared_bucket
 
 ACCESS_POINT = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
 
@@ -283,6 +283,13 @@ def test_another_package_registers_a_kind_of_store(tmp_path, monkeypatch, value,
         assert address_of("theirs://bucket/run", None, env={}).url == "theirs://bucket/run"
 
 
+def test_the_memory_of_a_process_is_no_place_for_a_run(monkeypatch):
+    """fsspec has such a file system: what it holds ends with the trainer. (The tests register one of their own.)"""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not each.endswith("tests/registered")])
+    with pytest.raises(SettingsError, match="not a known kind of store"):
+        open_store("memory://name/run")
+
+
 def test_memory_stores_with_one_name_share_their_objects(run):
     async def body():
         from tests.stores.bodies import put
@@ -400,7 +407,7 @@ def test_a_lower_key_limit_of_the_store_is_detected_at_open(s3_url: str) -> None
             return await put(key, *rest, **options)
 
         store.put = noting
-        await Probe(store, store._session, store._sender, 30.0).capabilities()
+        await S3Probe(store, store._session, store._sender, 30.0).capabilities()
         await store.close()
         assert {len(key) for key in found} == {LONGEST}
 

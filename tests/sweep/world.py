@@ -16,9 +16,9 @@ from ckpt_async.protocol.cas import create_once
 from ckpt_async.protocol.sweep_plan import Ages
 from ckpt_async.protocol.verify import Verification, verify
 from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.sweep.remote import RemoteReport, RemoteSweep
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 HOUR_S = 3600.0
 

@@ -22,7 +22,7 @@ from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import BacklogError, SettingsError
 from ckpt_async.local.folder import Folder
-from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
+from tests.stores.memory import CAPABILITIES, MemoryBucket, MemoryStore
 from tests.stores.misbehaving import Meddled, Slow
 from tests.trainer.uploads import Open, decisions, wait_until, write
 

@@ -34,8 +34,8 @@ from ckpt_async.local import claims
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.runners.process import ProcessRunner
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer.upload import SMALL_BYTES
+from tests.stores.memory import MemoryStore
 from tests.stores.misbehaving import Meddled, Slow
 from tests.trainer.uploads import QUICK, wait_until
 

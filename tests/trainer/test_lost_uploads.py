@@ -20,7 +20,7 @@ from ckpt_async.errors import FailureReason, JournalError, ObjectNotFoundError
 from ckpt_async.protocol import steps
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
-from ckpt_async.stores.memory import MemoryBucket
+from tests.stores.memory import MemoryBucket
 from tests.stores.misbehaving import Meddled, trouble
 from tests.trainer.uploads import Open, decisions, save, wait_until, write
 

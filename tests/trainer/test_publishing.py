@@ -28,12 +28,12 @@ from ckpt_async.errors import (
 )
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
-from ckpt_async.stores.memory import CAPABILITIES
 from ckpt_async.sweep.drain import drain
 from ckpt_async.trainer.checkpoints import OpenCheckpoint
 from ckpt_async.transfer import copying
 from tests.conftest import Run
 from tests.stores.gcs_peer import GcsPeer
+from tests.stores.memory import CAPABILITIES
 from tests.stores.misbehaving import Meddled, trouble
 from tests.stores.objects import objects
 from tests.trainer.uploads import Open, decisions, wait_until, write

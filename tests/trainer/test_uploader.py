@@ -45,9 +45,9 @@ from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
 from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores import StoreOptions
-from ckpt_async.stores.memory import CAPABILITIES, MemoryBucket
 from ckpt_async.trainer import closing
 from ckpt_async.transfer import source
+from tests.stores.memory import CAPABILITIES, MemoryBucket
 from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
 from tests.trainer.uploads import QUICK, Open, decisions, save, wait_until, write
 

@@ -12,11 +12,11 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, IntegrityError, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores.interface import BytesBody, ObjectInfo, StoredPart
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.source import Source
 from tests.stores.bodies import crc
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 PART_BYTES = 5 << 20
 DATA = random.Random(14).randbytes(2 * PART_BYTES)

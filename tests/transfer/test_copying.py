@@ -9,9 +9,9 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, IntegrityError, StoreError
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Capabilities, ObjectInfo
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import copying
 from ckpt_async.transfer.patient import PatientStore
+from tests.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.misbehaving import Meddled, trouble
 from tests.virtual_time import run
 

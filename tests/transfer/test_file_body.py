@@ -9,6 +9,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ import trustme
 
 from ckpt_async.errors import FailureReason, SourceError, StoreError
 from ckpt_async.local.folder import Folder
+from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http import uploads
 from ckpt_async.stores.http.connections import let_block
 from ckpt_async.stores.http.uploads import Exchange
@@ -334,128 +336,44 @@ def test_nobody_listens_on_a_fast_link(
     assert kernel.num_calls > 1
 
 
-# --- read before it is sent ----------------------------------------------------------------------------------------
+# --- checksums ---------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """Reads a range of a shard in a thread, and blocks at its first slice until released."""
+def test_few_checksums_of_a_shard_are_computed_at_once(
+    source: Source, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its parts would wait for theirs at the same time, with nothing on the wire. The buffers are kept."""
+    at_once, most, lock, read_into = 0, 0, threading.Lock(), Source.read_into
+    buffers: list[memoryview] = []
+    monkeypatch.setattr(source_module, "_free_buffers", buffers)
 
-    def __init__(self, pool: ThreadPoolExecutor, source: Source, offset: int = 0) -> None:
-        self.has_some, self.goes_on = threading.Event(), threading.Event()
-        self.is_unwanted, self.num_checks, self.moves = False, 0, Moves()
-        self.received = bytearray()
-        progress: Any = self.moves
-        body = FileBody(source, offset, SIZE - offset, progress)
-        self.reading = pool.submit(body.read, self._take, self._check)
+    def counting(source: Source, piece: memoryview, offset: int) -> None:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        time.sleep(0.01)
+        read_into(source, piece, offset)
+        with lock:
+            at_once -= 1
 
-    def _take(self, piece: memoryview) -> None:
-        self.received += piece
-        self.has_some.set()
-        assert self.goes_on.wait(PATIENCE_S)
+    monkeypatch.setattr(Source, "read_into", counting)
 
-    def _check(self) -> None:
-        self.num_checks += 1
-        if self.is_unwanted:
-            raise TimeoutError
+    async def main() -> None:
+        ranges = [(number * MIB, MIB) for number in range(8)]
+        found = await asyncio.gather(*(source.checksum(*each, "crc64nvme") for each in ranges))
+        data = path.read_bytes()
+        assert found == [checksum_of(data[at : at + size], "crc64nvme") for at, size in ranges]
+
+    asyncio.run(main())
+    assert most == source_module.CHECKSUMS_AT_ONCE
+    assert 1 <= len(buffers) <= source_module.CHECKSUMS_AT_ONCE
 
 
-@pytest.fixture
-def readers(source: Source, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Reader]]:
-    monkeypatch.setattr(source_module, "TURN_S", 0.01)
-    monkeypatch.setattr(source_module, "SLICE_BYTES", MIB)
+def test_a_fork_shares_none_of_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_free_buffers", [])
-    begun: list[Reader] = []
-    with ThreadPoolExecutor(8) as pool:
-
-        def begin() -> Reader:
-            begun.append(Reader(pool, source, OFFSET))
-            return begun[-1]
-
-        yield begin
-        for each in begun:
-            each.goes_on.set()
-
-
-def test_a_range_is_read_before_it_is_sent(path: Path, readers: Callable[[], Reader]) -> None:
-    reader = readers()
-    reader.goes_on.set()
-    reader.reading.result(PATIENCE_S)
-    assert reader.received == path.read_bytes()[OFFSET:]
-    assert reader.moves.lasts == [False] * 9
-    assert reader.num_checks == 10
-
-
-def test_few_ranges_of_a_shard_are_read_at_once(path: Path, readers: Callable[[], Reader]) -> None:
-    """A reader that waits for its turn may be told to stop."""
-    first, second = readers(), readers()
-    assert first.has_some.wait(PATIENCE_S)
-    assert second.has_some.wait(PATIENCE_S)
-    third, fourth = readers(), readers()
-    while third.num_checks < 9 or fourth.num_checks < 9:
-        assert not third.reading.done()
-    assert not third.has_some.is_set()
-    fourth.is_unwanted = True
-    with pytest.raises(TimeoutError):
-        fourth.reading.result(PATIENCE_S)
-    first.goes_on.set()
-    first.reading.result(PATIENCE_S)
-    third.goes_on.set()
-    third.reading.result(PATIENCE_S)
-    assert third.received == path.read_bytes()[OFFSET:]
-    fifth = readers()
-    assert fifth.has_some.wait(PATIENCE_S)  # the stopped reader has given up its turn
-
-
-def test_who_waits_for_its_turn_has_not_stalled_while_others_get_on(source: Source) -> None:
-    told: list[int] = []
-
-    class Turns:
-        num_calls = 0
-
-        def acquire(self, timeout: float) -> bool:
-            assert 0 < timeout < 1
-            self.num_calls += 1
-            source._num_slices_read += self.num_calls in (2, 3)
-            return self.num_calls == 5
-
-        def release(self) -> None:
-            pass
-
-    turns: Any = Turns()
-    source._turns = turns
-    source.read_out(lambda _: None, 0, 0, lambda: told.append(turns.num_calls))
-    assert told == [2, 3]
-
-
-def test_a_reader_that_nobody_wants_stops_after_a_slice(readers: Callable[[], Reader]) -> None:
-    readers_ = [readers() for _ in range(source_module.CHECKSUMS_AT_ONCE)]
-    for each in readers_:
-        assert each.has_some.wait(PATIENCE_S)
-        each.is_unwanted = True
-        each.goes_on.set()
-        with pytest.raises(TimeoutError):
-            each.reading.result(PATIENCE_S)
-        assert len(each.received) == MIB
-    last = readers()
-    last.goes_on.set()
-    last.reading.result(PATIENCE_S)
-
-
-def test_buffers_are_kept_but_not_all(readers: Callable[[], Reader]) -> None:
-    """The kept buffers belong to one process: a fork shares none of them."""
-    for _ in range(2):
-        both = [readers() for _ in range(source_module.CHECKSUMS_AT_ONCE)]
-        for each in both:
-            assert each.has_some.wait(PATIENCE_S)
-        assert not source_module._free_buffers
-        for each in both:
-            each.goes_on.set()
-            each.reading.result(PATIENCE_S)
-        kept = [id(each.obj) for each in source_module._free_buffers]
-        assert len(kept) == source_module.CHECKSUMS_AT_ONCE
     with contextlib.ExitStack() as stack:
         many = [stack.enter_context(source_module._slice_buffer()) for _ in range(5)]
-        assert {id(each.obj) for each in many[:2]} == set(kept)
         many[0][0] = 1
         if not (child := os.fork()):
             many[0][0] = 2
@@ -463,9 +381,6 @@ def test_buffers_are_kept_but_not_all(readers: Callable[[], Reader]) -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert many[0][0] == 1
     assert len(source_module._free_buffers) == source_module.CHECKSUMS_AT_ONCE
-
-
-# --- checksums ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["checksum", "md5"])

@@ -3,6 +3,8 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,12 +13,12 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import MIB
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.interface import Moved, Store
-from ckpt_async.stores.memory import MemoryStore
 from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.budgets import LOOK_S, Lane
 from ckpt_async.transfer.concurrency import Concurrency
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
+from tests.stores.memory import MemoryStore
 from tests.stores.misbehaving import trouble
 from tests.virtual_time import run
 
@@ -317,7 +319,11 @@ def test_a_request_whose_piece_the_kernel_has_not_taken_yet_is_not_slow() -> Non
             async def attempt(_: Store, progress: Progress) -> None:
                 attempts[number] += 1
                 began_s, progress.moved_bytes = loop.time(), 8_000_000
-                progress.acknowledged_bytes = lambda: int((loop.time() - began_s) * 2_000_000)
+                writer: Any = SimpleNamespace(
+                    queued_bytes=lambda: 0,
+                    acknowledged_bytes=lambda: int((loop.time() - began_s) * 2_000_000),
+                )
+                progress.sends_through(writer)
                 progress.moved()
                 await asyncio.sleep(5)
 

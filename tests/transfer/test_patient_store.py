@@ -15,12 +15,12 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.protocol.cas import advance, create_once, read
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Create, Store
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import patient, progress
-from ckpt_async.transfer.budgets import Bandwidth
+from ckpt_async.transfer.budgets import Bandwidth, Budgets
 from ckpt_async.transfer.patience import MAX_CHECKSUM_ATTEMPTS
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress, Series
+from tests.stores.memory import MemoryBucket, MemoryStore
 from tests.stores.misbehaving import Ambiguous, Meddled, trouble
 from tests.virtual_time import run
 
@@ -36,6 +36,11 @@ class Counting(Observer):
 
     def attempt_failed(self, reason: FailureReason) -> None:
         self.failures.append(reason)
+
+
+def wire(queued_bytes: Callable[[], int], acknowledged_bytes: Callable[[], int | None] = lambda: None) -> Any:
+    """Return what a body is written to, as far as it tells what has become of the bytes."""
+    return SimpleNamespace(queued_bytes=queued_bytes, acknowledged_bytes=acknowledged_bytes)
 
 
 def make(store: Store | None = None, **settings: float) -> PatientStore:
@@ -410,7 +415,7 @@ def test_what_the_kernel_has_taken_is_watched_until_it_has_arrived(bytes_per_s: 
 
         async def attempt(_: Store, progress: Progress) -> str:
             began, progress.moved_bytes = loop.time(), 16 * MIB
-            progress.queued_bytes = lambda: max(0, 16 * MIB - int((loop.time() - began) * bytes_per_s))
+            progress.sends_through(wire(lambda: max(0, 16 * MIB - int((loop.time() - began) * bytes_per_s))))
             progress.moved(is_last=True)
             await asyncio.sleep(64 if bytes_per_s else 3600)
             return "answer"
@@ -448,8 +453,8 @@ def test_a_call_that_takes_long_to_hand_over_a_piece_has_not_stalled(
         loop, store = asyncio.get_running_loop(), make(upload_timeout_s=1, request_timeout_s=3600)
 
         async def attempt(_: Store, progress: Progress) -> None:
-            progress.queued_bytes = lambda: 4 * MIB  # filled up again and again
-            progress.acknowledged_bytes = lambda: acknowledged(loop.time())
+            # Its queue is filled up again and again.
+            progress.sends_through(wire(lambda: 4 * MIB, lambda: acknowledged(loop.time())))
             progress.moved()
             await asyncio.sleep(60)
 
@@ -475,9 +480,7 @@ def test_what_has_arrived_is_what_was_acknowledged_since_the_body_began(
 ) -> None:
     """A piece counts as moved when it is handed to the kernel, which may take it only seconds later."""
 
-    writer: Any = SimpleNamespace(
-        queued_bytes=lambda: 5 * MIB, acknowledged_bytes=iter(acknowledged).__next__
-    )
+    writer = wire(lambda: 5 * MIB, iter(acknowledged).__next__)
 
     async def main() -> None:
         async def attempt(_: Store, progress: Progress) -> None:
@@ -498,7 +501,7 @@ def test_the_store_has_time_to_answer_once_all_has_arrived() -> None:
 
         async def attempt(_: Store, progress: Progress) -> None:
             began, progress.moved_bytes = loop.time(), 16 * MIB
-            progress.queued_bytes = lambda: max(0, 16 * MIB - int((loop.time() - began) * MIB // 4))
+            progress.sends_through(wire(lambda: max(0, 16 * MIB - int((loop.time() - began) * MIB // 4))))
             progress.moved(is_last=True)
             await asyncio.Event().wait()
 
@@ -541,7 +544,7 @@ def test_a_thread_reads_the_clock_by_which_its_deadline_is_kept(
         asleep, real = 0.0, 0.0
         monkeypatch.setattr(loop, "time", lambda: asleep)
         monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 70.0 + real))
-        watched = Progress(asyncio.timeout(None), 1, 100.0, 20.0, Bandwidth(0.0))
+        watched = Progress(1, 1, Settings(), Budgets(Settings()))
         asleep, real = (30.0, 1.0) if is_simulated else (0.0, 30.0)
         watched.moved_in_thread()
         assert watched.moved_at == 30.0

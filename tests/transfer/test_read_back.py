@@ -11,10 +11,10 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.stores.interface import ObjectInfo
-from ckpt_async.stores.memory import MemoryBucket, MemoryStore
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.source import Source
+from tests.stores.memory import MemoryBucket, MemoryStore
 
 DATA = b"weights" * 1000
 

@@ -10,23 +10,27 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from urllib.parse import unquote
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.stores.azure.blocks import ALGORITHM, Block, block_of
+from ckpt_async.stores.checksums import stated
+from ckpt_async.stores.http.bucket import Page
 from ckpt_async.stores.http.messages import (
     MalformedResponseError,
     Response,
+    check_advances,
+    check_age,
+    check_below,
     http_date,
-    total_of_range,
+    server_time,
     whole_number,
+    xml_document,
 )
 from ckpt_async.stores.interface import ObjectInfo
 
 # Metadata names must be valid C# identifiers, so they have no dashes.
 _METADATA = {"crc64nvme": "x-ms-meta-ckptcrc64nvme", "crc32c": "x-ms-meta-ckptcrc32c"}
-_CHECKSUM_LENGTHS = {"crc64nvme": 12, "crc32c": 8}  # in base64
 
 
 def check_origin(answer: Response) -> None:
@@ -44,11 +48,8 @@ def metadata(checksum: Checksum) -> dict[str, str]:
 
 
 def kept_checksum(answer: Response) -> Checksum | None:
-    for algorithm, name in _METADATA.items():
-        value = answer.headers.get(name, "")
-        if len(value) == _CHECKSUM_LENGTHS[algorithm]:
-            return Checksum(algorithm, value)
-    return None
+    told = (stated(algorithm, answer.headers.get(name)) for algorithm, name in _METADATA.items())
+    return next(filter(None, told), None)
 
 
 def crc64_header(checksum: Checksum) -> str:
@@ -88,9 +89,8 @@ def info(key: str, answer: Response) -> ObjectInfo:
     return _info(key, answer, whole_number("Content-Length", length))
 
 
-def info_of_range(key: str, answer: Response, offset: int, size_bytes: int) -> ObjectInfo:
-    check_origin(answer)
-    return _info(key, answer, total_of_range(answer, offset, size_bytes))
+def info_of_part(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
+    return _info(key, answer, size_bytes)
 
 
 def _info(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
@@ -102,19 +102,12 @@ def _info(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
 # --- listings ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One page of a container's blobs. A blob that has only uncommitted blocks has size 0."""
-
-    objects: tuple[ObjectInfo, ...]
-    marker: str  # "" on the last page
-
-
-def page(answer: Response, prefix: str, asked_marker: str) -> Page:
-    """Parse one page of a listing, which must repeat the prefix and tell how it continues."""
-    root = _document(answer, "EnumerationResults")
-    if answer.headers.get("age", "0") != "0":  # a store does not state the age of its answer, but caches do
-        raise MalformedResponseError(f"the listing is {answer.headers['age'][:20]} s old")
+def page(answer: Response, prefix: str, asked_marker: str) -> tuple[Page, str]:
+    """Parse one page of a listing, which must repeat the prefix and tell how it continues. Return it and the marker of
+    the next one. A blob that has only uncommitted blocks has size 0.
+    """
+    root = xml_document(answer.error, "EnumerationResults")
+    check_age(answer.headers)
     if (said := root.findtext("Prefix") or "") != prefix:
         raise MalformedResponseError(
             f"the response belongs to another request: its prefix is {said!r}, not {prefix!r}"
@@ -123,14 +116,8 @@ def page(answer: Response, prefix: str, asked_marker: str) -> Page:
     if blobs is None or following is None:
         raise MalformedResponseError("the listing was cut short: it has no Blobs or no NextMarker")
     marker = following.text or ""
-    if marker and marker == asked_marker:
-        raise MalformedResponseError(f"the listing does not advance: NextMarker is again {marker[:80]!r}")
-    return Page(tuple(_listed(blobs, prefix)), marker)
-
-
-def server_time(answer: Response) -> float:
-    """Return the store's own time. Ages are measured against it, so our clock must not stand in for it."""
-    return http_date("Date", answer.headers.get("date", ""))
+    check_advances(marker, asked_marker)
+    return Page(tuple(_listed(blobs, prefix)), server_time(answer.headers), not marker), marker
 
 
 def _listed(blobs: ET.Element, prefix: str) -> Iterator[ObjectInfo]:
@@ -143,8 +130,7 @@ def _listed(blobs: ET.Element, prefix: str) -> Iterator[ObjectInfo]:
         name = (named.text if named is not None else None) or ""
         if named is not None and named.get("Encoded") == "true":
             name = unquote(name)
-        if not name or not name.startswith(prefix):
-            raise MalformedResponseError(f"the store answered with {name!r}, a key outside of {prefix!r}")
+        check_below(name, prefix)
         size_bytes = whole_number("Content-Length", properties.findtext("Content-Length") or "0")
         tag = properties.findtext("Etag") or ""
         modified = properties.findtext("Last-Modified")
@@ -154,7 +140,7 @@ def _listed(blobs: ET.Element, prefix: str) -> Iterator[ObjectInfo]:
 
 def uncommitted_blocks(answer: Response) -> tuple[Sequence[Block], bool]:
     """Parse a blob's block list. Return our blocks, and whether another program has sent some too."""
-    root = _document(answer, "BlockList")
+    root = xml_document(answer.error, "BlockList")
     if (listed := root.find("UncommittedBlocks")) is None:
         raise MalformedResponseError("the block list has no UncommittedBlocks")
     found = [
@@ -171,16 +157,6 @@ def block_list(ids: Sequence[str]) -> bytes:
     """
     listed = "".join(f"<Uncommitted>{each}</Uncommitted>" for each in ids)
     return f'<?xml version="1.0" encoding="utf-8"?><BlockList>{listed}</BlockList>'.encode()
-
-
-def _document(answer: Response, name: str) -> ET.Element:
-    try:
-        root = ET.fromstring(answer.error)  # noqa: S314  expat expands no external entities, and limits the others
-    except ET.ParseError as error:
-        raise MalformedResponseError(f"expected {name}, got {answer.error[:80]!r}: {error}") from error
-    if root.tag != name:
-        raise MalformedResponseError(f"expected {name}, got {answer.error[:80]!r}")
-    return root
 
 
 def _quoted(tag: str) -> str:

@@ -11,44 +11,36 @@ repeated once by aiohttp if the connection breaks before an answer.)
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import itertools
+import functools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.core.units import MIB
-from ckpt_async.errors import ObjectNotFoundError, PreconditionFailedError
+from ckpt_async.errors import ObjectNotFoundError, PreconditionFailedError, StoreError
 from ckpt_async.stores.azure import answers, blocks
 from ckpt_async.stores.azure.access import Access
 from ckpt_async.stores.azure.account import Account
 from ckpt_async.stores.azure.blocks import ALGORITHM, Block
-from ckpt_async.stores.azure.errors import AzureLocation, translating
-from ckpt_async.stores.azure.probe import Probe
+from ckpt_async.stores.azure.errors import AzureLocation
+from ckpt_async.stores.azure.probe import AzureProbe
 from ckpt_async.stores.azure.sending import BLOB, Sender
 from ckpt_async.stores.azure.session import NOTHING, AzureSession
-from ckpt_async.stores.checks import check_prefix, check_size
+from ckpt_async.stores.checks import check_prefix
 from ckpt_async.stores.checksums import checksum_of, combine
-from ckpt_async.stores.http.failures import telling_failures_of
-from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.http.bucket import BucketStore, Page, Way, at_once
+from ckpt_async.stores.http.messages import Response, server_time
 from ckpt_async.stores.interface import (
-    REQUEST_TIMEOUT_S,
     Body,
     BytesBody,
     Capabilities,
     Condition,
     Create,
-    Enough,
-    Listing,
     Match,
-    Moved,
     MultipartInfo,
     ObjectInfo,
-    Sink,
-    SmallGet,
     SmallPut,
     StoredPart,
 )
@@ -60,11 +52,13 @@ _AT_ONCE = 16  # small requests of one call that run concurrently
 _MARK = BytesBody(b".")  # a block has at least one byte
 
 
-class AzureStore:
-    """Blobs below `prefix` of one container. Belongs to the event loop that opened it.
+class AzureStore(BucketStore[AzureSession]):
+    """Blobs below `prefix` of one container.
 
     `put` answers with the size it sent: a blob is stored whole, exactly Content-Length bytes, or not at all.
     """
+
+    get_operation, list_operation = "get_blob", "list_blobs"
 
     def __init__(
         self,
@@ -76,39 +70,15 @@ class AzureStore:
         url: str,
         env: Mapping[str, str],
     ) -> None:
-        self._root = f"{prefix}/" if prefix else ""
-        self._url = url
-        self._location = AzureLocation(container, self._root, account.endpoint_url, account)
-        self._session = AzureSession(self._location, Access(account, container, env), options)
+        root = f"{prefix}/" if prefix else ""
+        location = AzureLocation(container, root, account.endpoint_url, account)
+        super().__init__(AzureSession(location, Access(account, container, env), options), url)
         self._sender = Sender(self._session)
-        self._capabilities: Capabilities | None = None
         self._ahead_s = 0.0  # how far the store's clock is ahead of ours
 
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        assert self._capabilities is not None, "open() first"
-        return self._capabilities
-
-    def moved(self) -> Moved | None:
-        return self._session.pools.traffic.read()
-
-    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Connect, then find out what the store enforces (see `Probe`)."""
-        is_conditional = False  # read-only: declare nothing that a writer would rely on
-        try:
-            await self._session.open()
-            if not is_read_only:
-                probe = Probe(self, self._session, self._sender, request_timeout_s)
-                is_conditional = await probe.is_conditional()
-        except BaseException:
-            await self.close()
-            raise
-        self._capabilities = Capabilities(
-            conditional_put=is_conditional,
+    def _unproven(self) -> Capabilities:
+        return Capabilities(
+            conditional_put=False,
             multipart=True,
             checksum_algorithm=ALGORITHM,
             min_part_size_bytes=1,
@@ -116,8 +86,9 @@ class AzureStore:
             max_copy_bytes=_MAX_COPY_BYTES,
         )
 
-    async def close(self) -> None:
-        await self._session.close()
+    async def _find_out(self, request_timeout_s: float) -> Capabilities:
+        probe = AzureProbe(self, self._session, self._sender, request_timeout_s)
+        return replace(self._unproven(), conditional_put=await probe.is_conditional())
 
     # --- objects -------------------------------------------------------------------------------------------
 
@@ -128,7 +99,7 @@ class AzureStore:
         answer, told = await self._sender.put(
             "put_blob", key, body, checksum, headers=headers, is_conditional=condition is not None
         )
-        with translating("put_blob", key, self._location):
+        with self._translating("put_blob", key):
             return ObjectInfo(key, body.size_bytes, answers.etag(answer), told)
 
     async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
@@ -137,95 +108,44 @@ class AzureStore:
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """As specified. If the blob has our checksum, the bytes have been compared with it."""
         answer = await self._session.call("GET", "get_blob", key, max_size_bytes=max_size_bytes)
-        data = answer.error
-        with translating("get_blob", key, self._location):
+        with self._translating("get_blob", key):
             info = answers.info(key, answer)
-        if info.checksum is not None and checksum_of(data, info.checksum.algorithm) != info.checksum:
-            raise self._location.spoilt(
-                f"its bytes do not match {info.checksum}", operation="get_blob", key=key
-            )
-        return data, info
+        self._check_data(key, answer.error, info)
+        return answer.error, info
 
-    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        if size_bytes == 0:
-            return await self.head(key)  # HTTP cannot express an empty range
-        found: list[ObjectInfo] = []
-
-        def check(answer: Response) -> None:
-            found.append(answers.info_of_range(key, answer, offset, size_bytes))
-
-        url = self._session.url(key, "get_blob", grant := await self._session.access.grant())
-        with telling_failures_of(sink) as guarded, translating("get_blob", key, self._location):
-            answer = await self._session.pools.downloads.get_range(
-                url, offset, size_bytes, guarded, check, self._session.headers(grant)
-            )
-        if not found:
-            raise self._session.refused(answer, "get_blob", key)
-        return found[0]
-
-    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
+    async def _way(self) -> Way:
         grant = await self._session.access.grant()
-        asked = ((each, self._session.url(each.key, "get_blob", grant)) for each in gets)
+        url_of = functools.partial(self._session.url, operation="get_blob", grant=grant)
+        return Way(self._location.account.endpoint_url, url_of, self._session.headers(grant))
 
-        def check(get: SmallGet, answer: Response) -> None:
-            with translating("get_blob", get.key, self._location):
-                check_size(answers.info_of_range(get.key, answer, 0, get.size_bytes).size_bytes, get)
+    def _check_origin(self, answer: Response) -> None:
+        answers.check_origin(answer)
 
-        with telling_failures_of(got) as guarded, translating("get_blob", "", self._location):
-            refused = await self._session.pools.small_downloads.get_many(
-                self._location.account.endpoint_url, asked, check, guarded, self._session.headers(grant)
-            )
-        if refused is not None:
-            get, answer = refused
-            raise self._session.refused(answer, "get_blob", get.key)
+    def _info_of_part(self, key: str, answer: Response, size_bytes: int) -> ObjectInfo:
+        return answers.info_of_part(key, answer, size_bytes)
+
+    async def _read_refused(self, key: str, answer: Response) -> StoreError:
+        return self._session.refused(answer, "get_blob", key)
 
     async def head(self, key: str) -> ObjectInfo:
         answer = await self._session.call("HEAD", "head_blob", key)
-        with translating("head_blob", key, self._location):
+        with self._translating("head_blob", key):
             return answers.info(key, answer)
 
-    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
+    async def _pages(self, prefix: str, start_after: str = "", **asked: str) -> AsyncIterator[Page]:  # noqa: ARG002
         """As specified. Azure cannot start a listing in the middle, so the keys before `start_after` are listed too."""
-        check_prefix(prefix, "list_blobs")
-        found: dict[str, ObjectInfo] = {}
-        server_time, is_whole = 0.0, False
-        async for answer, page in self._pages(prefix):
-            with translating("list_blobs", prefix, self._location):
-                # Take the time of the first page: measured against a later one, ages would come out too large.
-                server_time = server_time or answers.server_time(answer)
-            found |= {each.key: each for each in page.objects if each.key > start_after}
-            is_whole = not page.marker
-            if not is_whole and enough is not None and _is_in_order(found) and enough(tuple(found.values())):
-                break
-        return Listing(tuple(found[key] for key in sorted(found)), server_time, is_whole)
-
-    async def _pages(
-        self, prefix: str, operation: str = "list_blobs", **asked: str
-    ) -> AsyncIterator[tuple[Response, answers.Page]]:
-        """Yield all pages of a listing, with keys relative to the root."""
         asked |= {"restype": "container", "comp": "list", "prefix": self._root + prefix}
-        while True:
-            answer = await self._session.call("GET", operation, None, asked, about=prefix)
-            with translating(operation, prefix, self._location):
-                page = answers.page(answer, asked["prefix"], asked.get("marker", ""))
-            objects = tuple(replace(each, key=each.key.removeprefix(self._root)) for each in page.objects)
-            yield answer, replace(page, objects=objects)
-            if not page.marker:
-                return
-            asked["marker"] = page.marker
+        marker, is_last = "", False
+        while not is_last:
+            query = {**asked, "marker": marker} if marker else asked
+            answer = await self._session.call("GET", "list_blobs", None, query, about=prefix)
+            with self._translating("list_blobs", prefix):
+                page, marker = answers.page(answer, asked["prefix"], marker)
+            yield page
+            is_last = page.is_last
 
-    async def delete(self, keys: Sequence[str]) -> None:
-        """Send one request per key, several at a time."""
-        for key in keys:
-            self._session.name(key, "delete_blob")
-        left = iter(keys)
-
-        async def work() -> None:
-            for key in left:
-                with contextlib.suppress(ObjectNotFoundError):
-                    await self._session.call("DELETE", "delete_blob", key)
-
-        await _gather([work() for _ in range(min(_AT_ONCE, len(keys)))])
+    async def _delete_one(self, key: str) -> None:
+        await self._session.call("DELETE", "delete_blob", key)
 
     async def delete_if(self, key: str, etag: str) -> None:
         await self._session.call("DELETE", "delete_blob", key, headers={"If-Match": etag})
@@ -248,8 +168,8 @@ class AzureStore:
         upload_id = blocks.new_upload_id(time.time() + self._ahead_s)
         checksum = checksum_of(_MARK.data, ALGORITHM)
         answer = await self._put_block(key, upload_id, blocks.MARK, _MARK, checksum)
-        with translating("put_block", key, self._location):
-            self._ahead_s = answers.server_time(answer) - time.time()
+        with self._translating("put_block", key):
+            self._ahead_s = server_time(answer.headers) - time.time()
         return upload_id
 
     async def put_part(
@@ -280,7 +200,7 @@ class AzureStore:
         answer = await self._session.put(
             "copy_block", key, query, headers, BytesBody(b""), is_conditional=True
         )
-        with translating("copy_block", key, self._location):
+        with self._translating("copy_block", key):
             return StoredPart(number, size_bytes, id_, answers.told_crc64(answer))
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
@@ -294,26 +214,18 @@ class AzureStore:
         """Return our uncommitted blocks, and whether there are others. ObjectNotFoundError if there is nothing."""
         query = {"comp": "blocklist", "blocklisttype": "uncommitted"}
         answer = await self._session.call("GET", "get_block_list", key, query)
-        with translating("get_block_list", key, self._location):
+        with self._translating("get_block_list", key):
             return answers.uncommitted_blocks(answer)
 
-    async def complete_multipart(
+    async def _complete(
         self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
     ) -> ObjectInfo:
         """As specified: the checksums of the blocks, each compared by the service, must combine to that of the whole.
-        Once blocks are committed, be it by this upload or another one of this key, they are gone; then the blob itself
-        must show whether it is what this call would have made.
+        Once blocks are committed, be it by this upload or another one of this key, they are gone.
         """
         self._check_whole(key, upload_id, parts, checksum, size_bytes)
-        try:
-            answer = await self._commit(key, [part.etag for part in parts], answers.metadata(checksum))
-        except ObjectNotFoundError:
-            with contextlib.suppress(ObjectNotFoundError):
-                info = await self.head(key)
-                if info.size_bytes == size_bytes and info.checksum == checksum:
-                    return info
-            raise
-        with translating("put_block_list", key, self._location):
+        answer = await self._commit(key, [part.etag for part in parts], answers.metadata(checksum))
+        with self._translating("put_block_list", key):
             return ObjectInfo(key, size_bytes, answers.etag(answer))
 
     async def _commit(self, key: str, ids: Sequence[str], headers: Mapping[str, str]) -> Response:
@@ -359,20 +271,18 @@ class AzureStore:
     async def list_multiparts(self, prefix: str) -> Sequence[MultipartInfo]:
         """List uploads of keys without a blob: Azure does not list blocks beside a blob, which expire in a week."""
         check_prefix(prefix, "list_blobs")
-        keys: list[str] = []
-        async for _, page in self._pages(prefix, include="uncommittedblobs"):
-            keys += [each.key for each in page.objects if not each.size_bytes]
         found: list[MultipartInfo] = []
-        left = iter(keys)
 
-        async def work() -> None:
-            for key in left:
-                with contextlib.suppress(ObjectNotFoundError):
-                    ours, _ = await self._blocks(key)
-                    ids = {block.upload_id for block in ours if block.number == blocks.MARK}
-                    found.extend(MultipartInfo(key, each, blocks.began_at(each)) for each in sorted(ids))
+        async def look(name: str) -> None:
+            key = name.removeprefix(self._root)
+            ours, _ = await self._blocks(key)
+            ids = {block.upload_id for block in ours if block.number == blocks.MARK}
+            found.extend(MultipartInfo(key, each, blocks.began_at(each)) for each in sorted(ids))
 
-        await _gather([work() for _ in range(min(_AT_ONCE, len(keys)))])
+        names: list[str] = []
+        async for page in self._pages(prefix, include="uncommittedblobs"):
+            names += [each.key for each in page.objects if not each.size_bytes]
+        await at_once(look, names)
         return sorted(found, key=lambda each: (each.key, each.upload_id))
 
 
@@ -384,14 +294,3 @@ def _condition_headers(condition: Condition) -> dict[str, str]:
             return {"If-None-Match": "*"}
         case Match(etag):
             return {"If-Match": etag}
-
-
-def _is_in_order(keys: Iterable[str]) -> bool:
-    return all(one < other for one, other in itertools.pairwise(keys))
-
-
-async def _gather(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait until all have ended, then raise the first failure, if any."""
-    for outcome in await asyncio.gather(*workers, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.azure.account import Account
-from ckpt_async.stores.http.answers import LargeBodyError
 from ckpt_async.stores.http.failures import (
     SOMEBODY_ELSE,
-    UNTRUSTED,
     clock_hint,
-    failure_of,
     is_clock_wrong,
     is_of_somebody_else,
     reason_of_somebody_else,
     reason_of_status,
 )
-from ckpt_async.stores.http.location import BucketLocation, legible
-from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
-
-# URLs contain signatures, and a library may put its URL into a message.
-_SIGNATURE = re.compile(r"(?<=sig=)[^&\s'\"]+")
+from ckpt_async.stores.http.location import BucketLocation
+from ckpt_async.stores.http.messages import Response
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +28,6 @@ class AzureLocation(BucketLocation):
     listings: ClassVar[frozenset[str]] = frozenset({"list_blobs", "open"})
 
     account: Account
-
-
-@contextlib.contextmanager
-def translating(operation: str, key: str, location: AzureLocation) -> Iterator[None]:
-    """Turn every error of the HTTP clients and the system into a StoreError. Cancellation and this package's own errors
-    pass unchanged.
-    """
-    try:
-        yield
-    except CkptAsyncError:
-        raise
-    except LargeBodyError as error:
-        raise location.too_large(error.size_bytes, error.most_bytes, operation=operation, key=key) from error
-    except (MalformedResponseError, OtherRangeError) as error:
-        reason, hint = _failure(error, location)
-        raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
-    except Exception as error:
-        reason, hint = _failure(error, location)
-        message = f"{type(error).__name__}: {_SIGNATURE.sub('...', legible(str(error), key))}"
-        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
 
 
 def code_of(answer: Response) -> str:
@@ -156,8 +128,6 @@ _HINTS = {
     "AccountIsDisabled": "the storage account is disabled",
 }
 
-_UNTRUSTED = "is the endpoint's certificate trusted here? see REQUESTS_CA_BUNDLE and SSL_CERT_FILE"
-
 
 def _reason_of(code: str, status: int, message: str) -> FailureReason:
     """Classify by error code, else by HTTP status."""
@@ -166,8 +136,3 @@ def _reason_of(code: str, status: int, message: str) -> FailureReason:
     if status == 400 and "MD5" in message:
         return FailureReason.CHECKSUM  # Azurite calls it InvalidOperation
     return FailureReason.TRANSIENT if status < 400 else reason_of_status(status)
-
-
-def _failure(error: Exception, location: AzureLocation) -> tuple[FailureReason, str]:
-    reason, hint = failure_of(error, location.account.endpoint_url)
-    return reason, _UNTRUSTED if hint == UNTRUSTED else hint

@@ -1,26 +1,18 @@
-"""Finding out what a store enforces, by a few small requests on blobs below `.ckpt-async/probe/`."""
+"""What an Azure store enforces, or an emulator."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import secrets
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
 
-from ckpt_async.core.keys import PROBES, longest_keys
-from ckpt_async.errors import FailureReason, PreconditionFailedError, StoreError
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.blocks import ALGORITHM
 from ckpt_async.stores.azure.sending import BLOB, Compared, Sender
 from ckpt_async.stores.azure.session import NOTHING, AzureSession
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.http.failures import reachable_hint
-from ckpt_async.stores.interface import BytesBody, Condition, Create, Match, Store
-from ckpt_async.stores.opening import in_time
-
-T = TypeVar("T")
+from ckpt_async.stores.http.probe import Probe
+from ckpt_async.stores.interface import BytesBody, Store
 
 _WRONG = {
     Compared.CRC64: answers.crc64_header(checksum_of(b"b", ALGORITHM)),
@@ -28,16 +20,13 @@ _WRONG = {
 }
 
 
-class Probe:
+class AzureProbe(Probe):
     """Five small writes to two blobs, which are deleted again; six if the store does not compare CRC64."""
 
     def __init__(self, store: Store, session: AzureSession, sender: Sender, request_timeout_s: float) -> None:
-        self._store, self._session, self._sender = store, session, sender
-        self._timeout_s = request_timeout_s
-        self._hint = reachable_hint(session.location.account.endpoint_url)
-        # As long as the longest key of a run, to find out here if the store refuses such keys.
-        name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
-        self._key, self._spoiled = f"{name}-a", f"{name}-b"
+        hint = reachable_hint(session.location.account.endpoint_url)
+        super().__init__(store, request_timeout_s, hint, other_etag='"0x8D0000000000000"')
+        self._session, self._sender = session, sender
 
     async def is_conditional(self) -> bool:
         """Return whether conditions are enforced, and tell the sender which checksum the store compares. Raises
@@ -45,20 +34,17 @@ class Probe:
         """
         try:
             self._sender.compared = await self._compared()
-            return await self._conditions()
+            created = await self.within(lambda: self.put(ALGORITHM))
+            return await self.has_conditions(ALGORITHM, created)
         finally:
-            # Best effort: credentials without the right to delete are allowed, and leave the blobs behind.
-            with contextlib.suppress(StoreError):
-                await self._within(lambda: self._store.delete([self._key, self._spoiled]))
+            await self.clean()
 
     async def _compared(self) -> Compared:
         for each in Compared:
             headers = {**BLOB, each.value: _WRONG[each]}
+            wrong = partial(self._session.put, "put_blob", self._spoiled, NOTHING, headers, BytesBody(b"a"))
             try:
-                body = BytesBody(b"a")
-                await self._within(
-                    partial(self._session.put, "put_blob", self._spoiled, NOTHING, headers, body)
-                )
+                await self.within(wrong)
             except StoreError as error:
                 if error.reason is FailureReason.CHECKSUM:
                     return each
@@ -70,27 +56,3 @@ class Probe:
             operation="open",
             hint="is the endpoint Azure, or an emulator that verifies them (Azurite)?",
         )
-
-    async def _conditions(self) -> bool:
-        created = await self._put(None)
-        stale = Match('"0x8D0000000000000"')
-        is_refused, is_stale_refused = await asyncio.gather(
-            self._is_refused(Create()), self._is_refused(stale)
-        )
-        return is_refused and is_stale_refused and not await self._is_refused(Match(created))
-
-    async def _is_refused(self, condition: Condition) -> bool:
-        try:
-            await self._put(condition)
-        except PreconditionFailedError:
-            return True
-        return False
-
-    async def _put(self, condition: Condition) -> str:
-        body = BytesBody(secrets.token_bytes(8))
-        checksum = checksum_of(body.data, ALGORITHM)
-        put = partial(self._store.put, self._key, body, checksum, condition=condition)
-        return (await self._within(put)).etag
-
-    async def _within(self, request: Callable[[], Awaitable[T]]) -> T:
-        return await in_time(request, self._timeout_s, self._hint)

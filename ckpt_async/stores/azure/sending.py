@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 from ckpt_async.core.model import Checksum
 from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.blocks import ALGORITHM
-from ckpt_async.stores.azure.errors import translating
 from ckpt_async.stores.azure.session import NOTHING, AzureSession, Query
 from ckpt_async.stores.bodies import LocalWriter, send_in_thread
 from ckpt_async.stores.checksums import Digest
@@ -57,7 +56,7 @@ class Sender:
         answer = await self._session.put(
             operation, key, query, {**headers, **digests}, body, is_conditional=is_conditional
         )
-        with translating(operation, key, self._location):
+        with self._location.translating(operation, key):
             return answer, self._checked(operation, key, answer, digests, checksum)
 
     async def put_many(self, puts: Iterable[SmallPut], stored: Callable[[ObjectInfo], None]) -> None:
@@ -78,12 +77,12 @@ class Sender:
 
         def answered(request: SmallRequest, answer: Response) -> None:
             put, digests = sent.pop(request.key)
-            with translating("put_blob", put.key, self._location):
+            with self._location.translating("put_blob", put.key):
                 answers.check_origin(answer)
                 told = self._checked("put_blob", put.key, answer, digests, put.checksum)
                 stored(ObjectInfo(put.key, len(put.data), answers.etag(answer), told))
 
-        with translating("put_blob", "", self._location):
+        with self._location.translating("put_blob", ""):
             refused = await self._session.pools.small_uploads.put_many(
                 self._location.account.endpoint_url, requests(), answered
             )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import aiohttp
 
 from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.azure import answers
 from ckpt_async.stores.azure.access import VERSION, Access, Grant
-from ckpt_async.stores.azure.errors import AzureLocation, refusal, translating
-from ckpt_async.stores.checks import check_key
+from ckpt_async.stores.azure.errors import AzureLocation, refusal
 from ckpt_async.stores.http.answers import MAX_DOCUMENT_BYTES, ask, session_for
-from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.stores.http.bucket import BucketSession
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.interface import Body
 from ckpt_async.stores.options import StoreOptions
 
@@ -25,38 +22,20 @@ Query = Mapping[str, str]
 NOTHING: Query = {}
 
 
-class AzureSession:
-    """The connections to one container. Belongs to the event loop that opened it."""
-
-    pools: Pools  # made by `open`
-    _ca_file: str | None
-    _client: aiohttp.ClientSession
+class AzureSession(BucketSession[AzureLocation]):
+    """The connections to one container."""
 
     def __init__(self, location: AzureLocation, access: Access, options: StoreOptions) -> None:
-        self.location, self.access, self.options = location, access, options
-        self._exit_stack = contextlib.AsyncExitStack()
+        super().__init__(location, options)
+        self.access = access
+        self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
+        self._client: aiohttp.ClientSession
 
-    async def open(self) -> None:
-        if has_proxy(self.location.account.endpoint_url):
-            raise self.location.error(
-                "the environment sends requests through a proxy, which this store cannot use",
-                reason=FailureReason.OTHER,
-                operation="open",
-                hint=f"add {urlsplit(self.location.account.endpoint_url).hostname} to NO_PROXY, if it can be reached",
-            )
-        with translating("open", "", self.location):
-            self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
+    async def open(self, *, is_read_only: bool) -> None:  # noqa: ARG002
+        with self.location.translating("open", ""):
             await self.access.grant()  # report missing credentials at once
             self._client = await self._exit_stack.enter_async_context(session_for(self.options))
-        self.pools = Pools(self.options, self._ca_file)
-        self._exit_stack.callback(self.pools.close)
-
-    async def close(self) -> None:
-        await self._exit_stack.aclose()
-
-    def name(self, key: str, operation: str) -> str:
-        """Return the name of a blob in its container. Raises StoreError for a key that could lead out of the root."""
-        return self.location.root + check_key(key, operation)
+        self.connect(self._ca_file)
 
     def url(self, key: str | None, operation: str, grant: Grant, query: Query = NOTHING) -> str:
         """Return the URL of a blob, or of the container if there is no key. It contains the signature: never put it
@@ -87,7 +66,7 @@ class AzureSession:
         url = self.url(key, operation, grant := await self.access.grant(), query)
         sent = {"Content-Length": str(body.size_bytes), "Content-Type": "application/octet-stream"}
         uploads = self.pools.uploads_for(body)
-        with translating(operation, key, self.location):
+        with self.location.translating(operation, key):
             answer = await uploads.put(url, self.headers(grant, {**sent, **headers}), body)
             return self.heeded(answer, operation, key, is_conditional=is_conditional)
 
@@ -107,7 +86,7 @@ class AzureSession:
         """
         url = self.url(key, operation, grant := await self.access.grant(), query)
         about = key or about
-        with translating(operation, about, self.location):
+        with self.location.translating(operation, about):
             answer = await ask(
                 *(self._client, method, url, self.headers(grant, headers)),
                 ca_file=self._ca_file,

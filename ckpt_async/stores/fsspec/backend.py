@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from ckpt_async.stores.interface import Store
 
 # Schemes that have a store of their own here, under every name that fsspec has for them.
-_OWN = frozenset("abfs abfss adl asynclocal az file gcs gs http https local memory s3 s3a".split())
-# Schemes that are only views of another file system, or can only be read.
+_OWN = frozenset("abfs abfss adl asynclocal az file gcs gs http https local s3 s3a".split())
+# Schemes that are only views of another file system, can only be read, or end with this process.
 _NO_PLACE = frozenset(
-    "async_wrapper asyncwrapper blockcache cached data dir filecache generic gist git github libarchive pyscript"
+    "async_wrapper asyncwrapper blockcache cached data dir filecache generic gist git github libarchive memory pyscript"
     " reference simplecache tar zip".split()
 )
 # Schemes that people may use without having installed fsspec; with it, these and more are known.

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.errors import FailureReason, IntegrityError, StoreError
-from ckpt_async.stores.checksums import Digest
+from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.fsspec.lanes import FileSystem
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.stores.tree import OWN
@@ -316,8 +316,8 @@ def probe(file_system: FileSystem, root: str) -> tuple[Manners, float | None]:
     replaces = False
     can_rename = posix or _renames(file_system)
     try:
-        written = files.write(one, [b"a"], 1, _crc(b"a"))
-        files.write(two, [b"b"], 1, _crc(b"b"))
+        written = files.write(one, [b"a"], 1, checksum_of(b"a", ALGORITHM))
+        files.write(two, [b"b"], 1, checksum_of(b"b", ALGORITHM))
         if can_rename:
             with contextlib.suppress(Exception):
                 rename(file_system, files.path(two), files.path(one))
@@ -422,9 +422,3 @@ def _seconds(at: object) -> float | None:
     if isinstance(at, dt.datetime):
         return (at if at.tzinfo is not None else at.replace(tzinfo=dt.UTC)).timestamp()
     return float(at) if isinstance(at, int | float) and not isinstance(at, bool) else None
-
-
-def _crc(data: bytes) -> Checksum:
-    digest = Digest(ALGORITHM)
-    digest.update(data)
-    return digest.checksum()

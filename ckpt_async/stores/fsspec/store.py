@@ -20,12 +20,11 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.errors import (
     FailureReason,
     ObjectNotFoundError,
-    ObjectTooLargeError,
     PreconditionFailedError,
     StoreError,
 )
 from ckpt_async.stores.bodies import WriterCancelledError, send_in_thread
-from ckpt_async.stores.checks import check_key, check_prefix
+from ckpt_async.stores.checks import check_prefix
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.fsspec.failures import missing_option, options_hint, translating
 from ckpt_async.stores.fsspec.files import ALGORITHM, Files, Manners, is_posix, probe
@@ -48,7 +47,7 @@ from ckpt_async.stores.one_by_one import get_one_by_one, put_one_by_one
 from ckpt_async.stores.opening import in_time
 from ckpt_async.stores.quiet import say_once
 from ckpt_async.stores.tree import OWN
-from ckpt_async.stores.whole import WholeObjects
+from ckpt_async.stores.whole import WholeObjects, check_folder_key, check_limit, check_range, check_same
 from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,8 @@ class FsspecStore(WholeObjects):
     no_parts = "a file system has no multipart uploads"
 
     def __init__(self, url: str, scheme: str, *, max_connections: int) -> None:
-        self._url, self._scheme = url, scheme
+        super().__init__(url, _capabilities(Manners()))
+        self._scheme = scheme
         self._most_lanes = min(max_connections, _MOST_LANES)
         self._lanes: Lanes | None = None
         self._root = ""
@@ -74,18 +74,6 @@ class FsspecStore(WholeObjects):
         self._made: set[str] = set()
         self._has_own = False
         self._clock_ahead_s = 0.0  # how far the server's clock is ahead of ours
-        self._capabilities = _capabilities(self._manners)
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    def moved(self) -> None:
-        pass
 
     async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         """Connect. For writing, also make the folder if it is missing, and find out how the file system behaves by
@@ -155,7 +143,7 @@ class FsspecStore(WholeObjects):
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
     ) -> ObjectInfo:
         """As specified, but not atomic with a condition: that is only checked just before the write."""
-        self._check_key(key, "put")
+        check_folder_key(key, "put")
         with translating("put", key):
             await self._check_condition(key, condition)
             info = await self._send(key, body, checksum)
@@ -172,12 +160,14 @@ class FsspecStore(WholeObjects):
                     await self._found(key, "put")
                     raise PreconditionFailedError(operation="put", key=key)
             case Match(etag):
-                try:
-                    there = await self._found(key, "put")
-                except ObjectNotFoundError:
-                    raise PreconditionFailedError("there is no object", operation="put", key=key) from None
-                if there.etag != etag:
-                    raise PreconditionFailedError(operation="put", key=key)
+                await self._check_is(key, etag, "put")
+
+    async def _check_is(self, key: str, etag: str, operation: str) -> None:
+        try:
+            there = await self._found(key, operation)
+        except ObjectNotFoundError:
+            raise PreconditionFailedError("there is no object", operation=operation, key=key) from None
+        check_same(key, there.etag, etag, operation)
 
     async def _send(self, key: str, body: Body, checksum: Checksum) -> ObjectInfo:
         pipe, size_bytes = Pipe(), body.size_bytes
@@ -204,14 +194,11 @@ class FsspecStore(WholeObjects):
         await put_one_by_one(self, puts, stored)
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
-        self._check_key(key, "get")
+        check_folder_key(key, "get")
 
         def read(files: Files) -> tuple[bytes, ObjectInfo]:
             found = files.found(key)
-            if found.size_bytes > max_size_bytes:
-                raise ObjectTooLargeError(
-                    f"has {found.size_bytes} bytes, more than {max_size_bytes}", operation="get", key=key
-                )
+            check_limit(key, found.size_bytes, max_size_bytes)
             data = bytearray()
             files.read(key, 0, found.size_bytes, data.extend)
             return bytes(data), found.info(key, checksum_of(bytes(data), ALGORITHM))
@@ -219,18 +206,12 @@ class FsspecStore(WholeObjects):
         return await self._do("get", key, read)
 
     async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        self._check_key(key, "get_range")
+        check_folder_key(key, "get_range")
         guarded = _Guarded(sink)
 
         def read(files: Files) -> ObjectInfo:
             found = files.found(key)
-            if offset + size_bytes > found.size_bytes:
-                raise StoreError(
-                    f"bytes {offset}+{size_bytes} are beyond the object's {found.size_bytes}",
-                    reason=FailureReason.OTHER,
-                    operation="get_range",
-                    key=key,
-                )
+            check_range(key, found.size_bytes, offset, size_bytes)
             files.read(key, offset, size_bytes, guarded.take)
             return found.info(key)
 
@@ -248,7 +229,7 @@ class FsspecStore(WholeObjects):
 
     async def head(self, key: str) -> ObjectInfo:
         """As specified, with a checksum: computing it reads the whole file."""
-        self._check_key(key, "head")
+        check_folder_key(key, "head")
 
         def read(files: Files) -> ObjectInfo:
             found = files.found(key)
@@ -272,25 +253,20 @@ class FsspecStore(WholeObjects):
 
     async def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._check_key(key, "delete")
+            check_folder_key(key, "delete")
         for key in keys:
             await self._do("delete", key, lambda files, key=key: files.delete(key))  # type: ignore[misc]
 
     async def delete_if(self, key: str, etag: str) -> None:
         """As specified, but the ETag is compared just before the deletion."""
-        self._check_key(key, "delete")
-        try:
-            there = await self._found(key, "delete")
-        except ObjectNotFoundError:
-            raise PreconditionFailedError("there is no object", operation="delete", key=key) from None
-        if there.etag != etag:
-            raise PreconditionFailedError(operation="delete", key=key)
+        check_folder_key(key, "delete")
+        await self._check_is(key, etag, "delete")
         await self.delete([key])
 
     async def copy(self, source: str, etag: str, key: str) -> None:
         """Have the server copy the object, if it can. The ETag is compared just before."""
-        self._check_key(source, "copy")
-        self._check_key(key, "copy")
+        check_folder_key(source, "copy")
+        check_folder_key(key, "copy")
         if not self._manners.copies:
             raise StoreError(
                 f"{self._scheme}:// cannot copy within the store",
@@ -298,8 +274,7 @@ class FsspecStore(WholeObjects):
                 operation="copy",
                 key=source,
             )
-        if (await self._found(source, "copy")).etag != etag:
-            raise PreconditionFailedError(operation="copy", key=source)
+        check_same(source, (await self._found(source, "copy")).etag, etag, "copy")
         await self._do("copy", source, lambda files: files.copy(source, key))
 
     # --- one call in a lane --------------------------------------------------------------------------------
@@ -332,16 +307,6 @@ class FsspecStore(WholeObjects):
                 operation=operation,
                 key=key,
                 hint="was it unmounted, moved or emptied?",
-            )
-
-    def _check_key(self, key: str, operation: str) -> None:
-        check_key(key, operation)
-        if key == OWN or key.startswith(f"{OWN}/"):
-            raise StoreError(
-                "the store keeps its own files under this key",
-                reason=FailureReason.OTHER,
-                operation=operation,
-                key=key,
             )
 
 

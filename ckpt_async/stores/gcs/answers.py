@@ -14,13 +14,24 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from ckpt_async.core.model import Checksum
-from ckpt_async.stores.http.messages import MalformedResponseError, Response, http_date, seconds_of
+from ckpt_async.stores.checksums import stated
+from ckpt_async.stores.http.bucket import Page
+from ckpt_async.stores.http.messages import (
+    MalformedResponseError,
+    Response,
+    check_advances,
+    check_age,
+    check_below,
+    http_date,
+    seconds_of,
+    server_time,
+    xml_document,
+)
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo, StoredPart
 
 ALGORITHM = "crc32c"
 Resource = Mapping[str, Any]
 
-_CRC32C_LENGTH = 8  # in base64
 _HASH = re.compile(r"(?:^|,)\s*crc32c=([A-Za-z0-9+/]{6}==)\s*(?=,|$)")
 
 
@@ -32,15 +43,8 @@ def document(answer: Response, kind: str) -> Resource:
         found = None
     if not isinstance(found, dict) or found.get("kind") != kind:
         raise MalformedResponseError(f"expected {kind}, got {answer.error[:80]!r}")
-    if answer.headers.get("age", "0") != "0":
-        # A store does not state the age of its answer, but caches do (RFC 9111, 5.1).
-        raise MalformedResponseError("the answer comes from a cache: it has an Age header")
+    check_age(answer.headers)
     return found
-
-
-def server_time(answer: Response) -> float:
-    """Return the store's own time. Ages are measured against it, so our clock must not stand in for it."""
-    return http_date("Date", answer.headers.get("date", ""))
 
 
 def info(key: str, name: str, resource: Resource) -> ObjectInfo:
@@ -49,10 +53,7 @@ def info(key: str, name: str, resource: Resource) -> ObjectInfo:
     """
     if resource.get("name") != name:
         raise MalformedResponseError(f"asked for {name!r}, but the answer is about {resource.get('name')!r}")
-    value = resource.get("crc32c")
-    checksum = None
-    if isinstance(value, str) and len(value) == _CRC32C_LENGTH:
-        checksum = Checksum(ALGORITHM, value)
+    checksum = stated(ALGORITHM, resource.get("crc32c"))
     # Headers have whole seconds, and all answers about one version must give the same time.
     at = float(int(_moment("updated", resource.get("updated")))) if "updated" in resource else None
     return ObjectInfo(key, _number(resource, "size"), _generation(resource.get("generation")), checksum, at)
@@ -76,47 +77,33 @@ def hash_of(answer: Response) -> Checksum | None:
     return None if found is None else Checksum(ALGORITHM, found[1])
 
 
-def page(answer: Response, prefix: str) -> tuple[list[tuple[str, Resource]], str]:
-    """Return the names and resources of one page, and the token of the next page, "" after the last one."""
+def page(answer: Response, prefix: str, asked_token: str) -> tuple[Page, str]:
+    """Return one page, and the token of the next one, "" after the last."""
     listing = document(answer, "storage#objects")
     token, items = listing.get("nextPageToken", ""), listing.get("items", [])
     if not isinstance(token, str) or not isinstance(items, list):
         raise MalformedResponseError(f"the listing is malformed: {str(listing)[:80]}")
-    named = []
+    check_advances(token, asked_token)
+    found = []
     for item in items:
-        name = item.get("name") if isinstance(item, dict) else None
-        if not isinstance(name, str) or not name.startswith(prefix):
-            raise MalformedResponseError(f"the store answered with {name!r}, a key outside of {prefix!r}")
+        name = check_below(item.get("name") if isinstance(item, dict) else None, prefix)
         if not name.endswith("/"):  # skip the folder markers that some consoles create
-            named.append((name, item))
-    return named, token
+            found.append(info(name, name, item))
+    return Page(found, server_time(answer.headers), not token), token
 
 
 # --- XML: multipart uploads --------------------------------------------------------------------------------
 
 
-def xml(answer: Response, root: str) -> ET.Element:
-    """Return the XML document in an answer, which must have this root element, with namespaces removed."""
-    try:
-        found = ET.fromstring(answer.error)  # noqa: S314  expat stops at entities that grow
-    except ET.ParseError:
-        raise MalformedResponseError(f"expected {root}, got {answer.error[:80]!r}") from None
-    for each in found.iter():
-        each.tag = each.tag.rpartition("}")[2]
-    if found.tag != root:
-        raise MalformedResponseError(f"expected {root}, got {answer.error[:80]!r}")
-    return found
-
-
 def upload_id(answer: Response, name: str) -> str:
-    begun = xml(answer, "InitiateMultipartUploadResult")
+    begun = xml_document(answer.error, "InitiateMultipartUploadResult")
     _check_echo(begun, "Key", name)
     return _text(begun, "UploadId")
 
 
 def parts(answer: Response, name: str, upload_id: str) -> tuple[list[StoredPart], str]:
     """Return the parts on one page, and the marker of the next page, "" after the last one. Their ETags are MD5s."""
-    listing = xml(answer, "ListPartsResult")
+    listing = xml_document(answer.error, "ListPartsResult")
     _check_echo(listing, "Key", name)
     _check_echo(listing, "UploadId", upload_id)
     found = [
@@ -128,12 +115,10 @@ def parts(answer: Response, name: str, upload_id: str) -> tuple[list[StoredPart]
 
 def uploads(answer: Response, prefix: str) -> tuple[list[MultipartInfo], dict[str, str]]:
     """Return the uploads on one page, and the query for the next page, empty after the last one."""
-    listing = xml(answer, "ListMultipartUploadsResult")
+    listing = xml_document(answer.error, "ListMultipartUploadsResult")
     found = []
     for each in listing.iter("Upload"):
-        name = _text(each, "Key")
-        if not name.startswith(prefix):
-            raise MalformedResponseError(f"the store answered with {name!r}, a key outside of {prefix!r}")
+        name = check_below(_text(each, "Key"), prefix)
         at = _moment("Initiated", _text(each, "Initiated"))
         found.append(MultipartInfo(name, _text(each, "UploadId"), at))
     if not _is_truncated(listing):

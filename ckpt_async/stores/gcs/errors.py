@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 
 import google.auth.exceptions
 
-from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.gcs.credentials import NO_CREDENTIALS
-from ckpt_async.stores.http.answers import LargeBodyError
 from ckpt_async.stores.http.failures import (
     SOMEBODY_ELSE,
-    failure_of,
     is_of_somebody_else,
     reason_of_somebody_else,
     reason_of_status,
 )
-from ckpt_async.stores.http.location import BucketLocation, legible
-from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError, Response
+from ckpt_async.stores.http.location import BucketLocation
+from ckpt_async.stores.http.messages import Response
 
 
 class GcsLocation(BucketLocation):
@@ -30,28 +27,11 @@ class GcsLocation(BucketLocation):
     scheme = "gs"
     listings = frozenset({"list", "list_multiparts"})
 
-
-@contextlib.contextmanager
-def translating(operation: str, key: str, location: GcsLocation) -> Iterator[None]:
-    """Turn every error of google.auth, the HTTP clients and the system into a StoreError. Cancellation and this
-    package's own errors pass unchanged.
-    """
-    try:
-        yield
-    except CkptAsyncError:
-        raise
-    except LargeBodyError as error:
-        raise location.too_large(error.size_bytes, error.most_bytes, operation=operation, key=key) from error
-    except google.auth.exceptions.GoogleAuthError as error:
-        reason = FailureReason.TRANSIENT if _is_of_network(error) else FailureReason.AUTH
-        hint = "" if _is_of_network(error) else NO_CREDENTIALS
-        raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
-    except Exception as error:
-        reason, hint = failure_of(error, location.endpoint_url or "")
-        message = str(error)
-        if not isinstance(error, MalformedResponseError | OtherRangeError):
-            message = f"{type(error).__name__}: {legible(message, key)}"
-        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
+    def failure(self, error: Exception) -> tuple[FailureReason, str]:
+        if not isinstance(error, google.auth.exceptions.GoogleAuthError):
+            return super().failure(error)
+        is_of_network = _is_of_network(error)
+        return (FailureReason.TRANSIENT, "") if is_of_network else (FailureReason.AUTH, NO_CREDENTIALS)
 
 
 def _is_of_network(error: google.auth.exceptions.GoogleAuthError) -> bool:

@@ -9,9 +9,8 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.stores.bodies import PassingWriter
 from ckpt_async.stores.checksums import Digest, combine
 from ckpt_async.stores.gcs import answers
-from ckpt_async.stores.gcs.errors import translating
 from ckpt_async.stores.gcs.session import GcsSession
-from ckpt_async.stores.http.messages import MalformedResponseError
+from ckpt_async.stores.http.messages import MalformedResponseError, check_advances, xml_document
 from ckpt_async.stores.interface import Body, BodyWriter, MultipartInfo, StoredPart
 
 # An object's properties are fixed when its upload begins.
@@ -47,7 +46,7 @@ class Multiparts:
         url = self._session.xml_url(name, {"uploads": ""})
         headers = dict(_told(self._session.options.put_args))
         answer = await self._session.call("create_multipart", key, "POST", url, headers=headers)
-        with translating("create_multipart", key, self._location):
+        with self._location.translating("create_multipart", key):
             return answers.upload_id(answer, name)
 
     async def put(
@@ -61,7 +60,7 @@ class Multiparts:
         else:
             told["x-goog-hash"] = f"{checksum.algorithm}={checksum.value}"
         url = self._url(key, "put_part", {"partNumber": str(number), "uploadId": upload_id})
-        with translating("put_part", key, self._location):
+        with self._location.translating("put_part", key):
             headers = {
                 **await self._session.credentials.headers(),
                 "content-length": str(body.size_bytes),
@@ -70,7 +69,7 @@ class Multiparts:
             answer = await self._session.pools.uploads_for(body).put(url, headers, sent)
         if answer.status >= 300:
             raise self._session.refused(answer, "put_part", key)
-        with translating("put_part", key, self._location):
+        with self._location.translating("put_part", key):
             if not (etag := answer.headers.get("etag", "")):
                 raise MalformedResponseError("the store answered without ETag")
         found, wanted = answers.hash_of(answer), checksum or digest.checksum()
@@ -88,10 +87,9 @@ class Multiparts:
             marker, asked = following, {"uploadId": upload_id, "part-number-marker": following}
             url = self._session.xml_url(name, asked)
             answer = await self._session.call("list_parts", key, "GET", url)
-            with translating("list_parts", key, self._location):
+            with self._location.translating("list_parts", key):
                 page, following = answers.parts(answer, name, upload_id)
-                if following == marker:
-                    raise MalformedResponseError("the listing does not advance")
+                check_advances(following, marker)
             found += page
         return sorted(found, key=lambda part: part.number)
 
@@ -122,8 +120,8 @@ class Multiparts:
             headers={"content-type": "application/xml"},
             body=body,
         )
-        with translating("complete_multipart", key, self._location):
-            answers.xml(answer, "CompleteMultipartUploadResult")
+        with self._location.translating("complete_multipart", key):
+            xml_document(answer.error, "CompleteMultipartUploadResult")
 
     async def abort(self, key: str, upload_id: str) -> None:
         url = self._url(key, "abort_multipart", {"uploadId": upload_id})
@@ -144,10 +142,9 @@ class Multiparts:
                 return []
             if answer.status >= 300:
                 raise self._session.refused(answer, "list_multiparts", prefix)
-            with translating("list_multiparts", prefix, self._location):
+            with self._location.translating("list_multiparts", prefix):
                 page, following = answers.uploads(answer, root)
-                if following and following == marker:
-                    raise MalformedResponseError("the listing does not advance")
+                check_advances(following, marker)
             for each in page:
                 key = each.key.removeprefix(self._location.root)
                 found.append(MultipartInfo(key, each.upload_id, each.initiated_at))

@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 from ckpt_async.core.model import Checksum
 from ckpt_async.stores.gcs import answers
-from ckpt_async.stores.gcs.errors import translating
 from ckpt_async.stores.gcs.related import RelatedBody
 from ckpt_async.stores.gcs.session import GcsSession
 from ckpt_async.stores.http.messages import Response
@@ -42,7 +41,7 @@ class Sender:
         generation = self._generation(key, condition)
         related = self._related(name, body, checksum)
         url = self._session.upload_url(fields=_FIELDS, **generation, **self._query)
-        with translating("put", key, self._location):
+        with self._location.translating("put", key):
             headers = self._headers(await self._session.credentials.headers(), related)
             uploads = self._session.pools.uploads_for(body)
             answer = await uploads.put(url, headers, related, method="POST")
@@ -76,7 +75,7 @@ class Sender:
                 raise _SpoiltError
             stored(info)
 
-        with translating("put", "", self._location):
+        with self._location.translating("put", ""):
             credentials = await self._session.credentials.headers()
             try:
                 refused = await self._session.pools.small_uploads.put_many(url, requests(), answered)
@@ -96,7 +95,7 @@ class Sender:
         return {**credentials, "content-type": related.content_type, "content-length": length}
 
     def _stored(self, key: str, name: str, answer: Response) -> ObjectInfo:
-        with translating("put", key, self._location):
+        with self._location.translating("put", key):
             return answers.info(key, name, answers.document(answer, "storage#object"))
 
     def _generation(self, key: str, condition: Condition) -> dict[str, str]:

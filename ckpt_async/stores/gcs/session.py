@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import google.auth.exceptions
 
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.gcs.credentials import Anonymous, Credentials, GoogleCredentials
-from ckpt_async.stores.gcs.errors import GcsLocation, refusal, translating
+from ckpt_async.stores.gcs.errors import GcsLocation, refusal
 from ckpt_async.stores.http.answers import MAX_DOCUMENT_BYTES, ask, session_for
-from ckpt_async.stores.http.connections import has_proxy, trusted_for
+from ckpt_async.stores.http.bucket import BucketSession
 from ckpt_async.stores.http.downloads import NO_HEADERS
 from ckpt_async.stores.http.messages import Response
-from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.options import StoreOptions
 
 
-class GcsSession:
-    """The connections to one bucket. Belongs to the event loop that opened it."""
-
-    pools: Pools  # made by `open`
-    _ca_file: str | None
-    _http: aiohttp.ClientSession
+class GcsSession(BucketSession[GcsLocation]):
+    """The connections to one bucket."""
 
     def __init__(self, location: GcsLocation, options: StoreOptions) -> None:
+        super().__init__(location, options)
         assert location.endpoint_url is not None
-        self.location, self.options = location, options
         self.endpoint = location.endpoint_url.rstrip("/")
         self.is_tls = self.endpoint.startswith("https:")
         self.credentials: Credentials = Anonymous()
-        self._exit_stack = contextlib.AsyncExitStack()
+        self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None  # as google-auth does
+        self._http: aiohttp.ClientSession
 
     async def open(self, *, is_read_only: bool) -> None:
-        if has_proxy(self.endpoint):
-            raise self.location.error(
-                "gs:// does not go through a proxy",
-                reason=FailureReason.OTHER,
-                operation="open",
-                hint=f"set NO_PROXY={urlsplit(self.endpoint).hostname} if it can be reached without one",
-            )
-        with translating("open", "", self.location):
+        with self.location.translating("open", ""):
             # Over plain HTTP there can only be an emulator, which must not get any real credentials.
             if self.is_tls:
                 try:
@@ -54,23 +41,8 @@ class GcsSession:
                     # Anybody can read public buckets; but explicitly named credentials are meant to be used.
                     if not is_read_only or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
                         raise
-            self._connect()
-
-    def _connect(self) -> None:
-        self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None  # as google-auth does
-        self.pools = Pools(self.options, self._ca_file)
-        self._exit_stack.callback(self.pools.close)
-        # Reading certificates takes long, so do it before any request has to wait for that.
-        trusted_for(self.endpoint, self._ca_file)
-        self._http = session_for(self.options)
-        self._exit_stack.push_async_callback(self._http.close)
-
-    async def close(self) -> None:
-        await self._exit_stack.aclose()
-
-    def name(self, key: str, operation: str) -> str:
-        """Return the name of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
-        return self.location.root + check_key(key, operation)
+            self._http = await self._exit_stack.enter_async_context(session_for(self.options))
+        self.connect(self._ca_file)
 
     def json_url(self, name: str | None, what: str = "", **query: str) -> str:
         """Return the JSON API's URL of an object, or of all objects; `what` names an action on it."""
@@ -122,7 +94,7 @@ class GcsSession:
         """Send a small request and return its answer whole: the body, whatever it is, is in `error`. Raises
         ObjectTooLargeError if that of a successful answer has more than `max_size_bytes`.
         """
-        with translating(operation, key, self.location):
+        with self.location.translating(operation, key):
             headers = {**await self.credentials.headers(), **headers}
             return await ask(
                 *(self._http, method, url, headers),

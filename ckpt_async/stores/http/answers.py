@@ -9,6 +9,7 @@ import yarl
 
 from ckpt_async.stores.http.connections import trusted_for
 from ckpt_async.stores.http.messages import MAX_ERROR_BYTES, Response
+from ckpt_async.stores.http.proxies import proxy_url
 from ckpt_async.stores.options import StoreOptions
 
 # A page of a listing has 1,000 names of up to 1 KiB, which may be escaped: 6 MiB.
@@ -84,6 +85,7 @@ async def ask(
         data=body or None,
         allow_redirects=False,
         ssl=trusted_for(url, ca_file),
+        proxy=proxy_url(url) or None,
     ) as answer:
         told = {name.lower(): ", ".join(answer.headers.getall(name)) for name in answer.headers}
         if check is not None:

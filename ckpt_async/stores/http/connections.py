@@ -17,13 +17,13 @@ import sys
 import termios
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult
 
 from ckpt_async.niceness import BulkThreads
+from ckpt_async.stores.http.proxies import proxy_url, send_through
 from ckpt_async.stores.http.tls import BLOCK_S, BLOCKED, trusting
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.threads import answering, result_of
@@ -166,9 +166,14 @@ class Connections:
     def _connect(self, url: SplitResult) -> http.client.HTTPConnection:
         """Return a connection that is not established yet; `_dial` does that."""
         assert url.hostname is not None
+        made: http.client.HTTPConnection
         if url.scheme == "https":
-            return self._over_tls(url.hostname, url.port or 443)
-        return http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
+            made = self._over_tls(url.hostname, url.port or 443)
+        else:
+            made = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
+        if proxy := proxy_url(f"{url.scheme}://{url.netloc}"):
+            send_through(proxy, made, url)
+        return made
 
     def _over_tls(self, host: str, port: int) -> http.client.HTTPSConnection:
         context = trusting(self._ca_file)
@@ -314,22 +319,3 @@ def receive(connected: socket.socket, size_bytes: int, timeout_s: float) -> byte
     """Receive a few bytes, as `receive_into` does."""
     buffer = memoryview(bytearray(size_bytes))
     return bytes(buffer[: receive_into(connected, buffer, timeout_s)])
-
-
-def has_proxy(url: str) -> bool:
-    """Return whether the environment sends requests to `url` through a proxy; then an SDK's or aiohttp's client has to
-    make them.
-    """
-    return bool(proxy_of(url))
-
-
-def proxy_of(url: str) -> str:
-    """Return the proxy for `url` without the name and password that may be in its URL, or "" for none."""
-    return proxy_url(url).rpartition("@")[2]
-
-
-def proxy_url(url: str) -> str:
-    """Return the URL of the proxy for `url`, perhaps with its password, or "" for none."""
-    parts = urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme, "")
-    return proxy if proxy and not urllib.request.proxy_bypass(parts.netloc) else ""

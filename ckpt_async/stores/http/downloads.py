@@ -32,6 +32,7 @@ from ckpt_async.stores.http.messages import (
     read_by_library,
 )
 from ckpt_async.stores.http.offload import Offload, OffloadedConnection, OffloadedSocket
+from ckpt_async.stores.http.proxies import told
 from ckpt_async.stores.http.tls import TlsSocket, trusting
 from ckpt_async.stores.interface import Sink
 
@@ -147,7 +148,7 @@ class Downloads(Connections):
         """Send the request; return the head of the answer. The part of the body that came with it is in `buffer`."""
         connected: socket.socket = connection.sock or self._dial(connection)
         token.uses(connected)
-        connected.sendall(request)
+        connected.sendall(told(connection, request))
         return buffer.receive_head(connected)
 
 

@@ -16,12 +16,14 @@ from typing import ParamSpec
 import aiohttp
 
 from ckpt_async.errors import CkptAsyncError, FailureReason
-from ckpt_async.stores.http.connections import proxy_of
 from ckpt_async.stores.http.messages import MalformedResponseError, http_date
+from ckpt_async.stores.http.proxies import proxy_of
 
 P = ParamSpec("P")
 
-UNTRUSTED = "is the endpoint's certificate trusted here? see AWS_CA_BUNDLE, REQUESTS_CA_BUNDLE"
+UNTRUSTED = (
+    "is the endpoint's certificate trusted here? see SSL_CERT_FILE, REQUESTS_CA_BUNDLE, for S3 AWS_CA_BUNDLE"
+)
 SOMEBODY_ELSE = "did something other than the store respond: a proxy, a cache, a login page?"
 # S3 and Azure refuse what was signed earlier, or will be later, than this.
 MAX_SKEW_S = 15 * 60

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ckpt_async.core.keys import PROBES
 from ckpt_async.errors import (
+    CkptAsyncError,
     FailureReason,
     IntegrityError,
     ObjectArchivedError,
@@ -16,8 +19,13 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
+from ckpt_async.stores.http.answers import LargeBodyError
+from ckpt_async.stores.http.failures import failure_of
+from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError
 
 _PADDING = re.compile("0{16,}")
+# URLs may hold signatures, and a library may put its URL into a message.
+_SIGNATURE = re.compile(r"(?:\bsig|Signature)=[^&\s'\"]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,28 @@ class BucketLocation:
     def name(self, key: str) -> str:
         """Return the name by which people find an object in any other tool, or "" for an empty key."""
         return f"{self.scheme}://{self}{legible(key, key)}" if key else ""
+
+    @contextlib.contextmanager
+    def translating(self, operation: str, key: str) -> Iterator[None]:
+        """Turn every error of the HTTP clients and the system into a StoreError. Cancellation and this package's own
+        errors pass unchanged.
+        """
+        try:
+            yield
+        except CkptAsyncError:
+            raise
+        except LargeBodyError as error:
+            raise self.too_large(error.size_bytes, error.most_bytes, operation=operation, key=key) from error
+        except Exception as error:
+            reason, hint = self.failure(error)
+            message = str(error)
+            if not isinstance(error, MalformedResponseError | OtherRangeError):
+                message = f"{type(error).__name__}: {_SIGNATURE.sub('sig=...', legible(message, key))}"
+            raise self.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
+
+    def failure(self, error: Exception) -> tuple[FailureReason, str]:
+        """Return why a request got no answer, and a hint what to do about it."""
+        return failure_of(error, self.endpoint_url or "")
 
     def error(
         self, message: str, *, reason: FailureReason, operation: str = "", key: str = "", hint: str = ""

@@ -8,6 +8,7 @@ import email.utils
 import http.client
 import io
 import re
+import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,45 @@ def seconds_of(name: str, at: dt.datetime) -> float:
         return at.timestamp()
     except (ValueError, OverflowError):
         raise MalformedResponseError(f"the {name} of the answer is {at}") from None
+
+
+def server_time(headers: Mapping[str, str]) -> float:
+    """Return the store's own time. Ages are measured against it, so our clock must not stand in for it."""
+    return http_date("Date", headers.get("date", ""))
+
+
+def check_age(headers: Mapping[str, str]) -> None:
+    """Raise if the answer has an age. A store does not state the age of its answer, but caches do (RFC 9111, 5.1)."""
+    if headers.get("age", "0") != "0":
+        raise MalformedResponseError("the answer comes from a cache: it has an Age header")
+
+
+def check_below(name: object, prefix: str) -> str:
+    """Return a name from a listing of what has `prefix`."""
+    if not isinstance(name, str) or not name or not name.startswith(prefix):
+        raise MalformedResponseError(f"the store answered with {name!r}, a key outside of {prefix!r}")
+    return name
+
+
+def check_advances(marker: object, asked: object) -> None:
+    """Raise if a listing continues where it began."""
+    if marker and marker == asked:
+        raise MalformedResponseError(
+            f"the listing does not advance: it continues again at {str(marker)[:80]!r}"
+        )
+
+
+def xml_document(body: bytes, root: str) -> ET.Element:
+    """Return the XML document in an answer, which must have this root element, with namespaces removed."""
+    try:
+        found = ET.fromstring(body)  # noqa: S314  expat expands no external entities, and stops at those that grow
+    except ET.ParseError:
+        raise MalformedResponseError(f"expected {root}, got {body[:80]!r}") from None
+    for each in found.iter():
+        each.tag = each.tag.rpartition("}")[2]
+    if found.tag != root:
+        raise MalformedResponseError(f"expected {root}, got {body[:80]!r}")
+    return found
 
 
 class OtherRangeError(Exception):

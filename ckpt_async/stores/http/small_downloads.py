@@ -18,6 +18,7 @@ from ckpt_async.stores.http.messages import (
     parsed,
     read_by_library,
 )
+from ckpt_async.stores.http.proxies import told
 from ckpt_async.stores.http.series import Line, SeriesConnections
 from ckpt_async.stores.interface import SmallGet
 
@@ -87,7 +88,7 @@ class _Line(Line[_Request]):
         if len(self._data) < room_bytes:
             self._data = bytearray(room_bytes)
             self._view = memoryview(self._data)
-        return [memoryview(request.head)]
+        return [memoryview(told(self.connection, request.head))]
 
     def _receive(self) -> None:
         size_bytes = self._request.get.size_bytes

@@ -13,6 +13,7 @@ from ckpt_async.stores.http.messages import (
     complete_response,
     without_interim,
 )
+from ckpt_async.stores.http.proxies import told
 from ckpt_async.stores.http.series import Line, SeriesConnections
 from ckpt_async.stores.http.uploads import Exchange
 
@@ -60,7 +61,7 @@ class _Line(Line[SmallRequest]):
 
     def _to_send(self, request: SmallRequest) -> list[memoryview]:
         self._received = b""
-        head, data = request.head, request.data
+        head, data = told(self.connection, request.head), request.data
         # OpenSSL wants to see the same bytes again after it has asked to wait.
         return [memoryview(head + data)] if self._is_tls else [memoryview(head), memoryview(data)]
 

@@ -40,6 +40,7 @@ from ckpt_async.stores.http.messages import (
     read_by_library,
     without_interim,
 )
+from ckpt_async.stores.http.proxies import told
 from ckpt_async.stores.http.tls import BLOCKED
 from ckpt_async.stores.http.traffic import acknowledged_bytes
 from ckpt_async.stores.interface import Body
@@ -51,9 +52,6 @@ _UNREACHABLE = frozenset(
 # there is no hurry.
 LISTEN_S = 0.1
 _MAX_POLL_S = 60.0  # poll(2) takes milliseconds, as an int
-# Makes the URL and headers. If that takes long, it regularly calls its argument, which raises once nobody wants the
-# request any more.
-Prepare = Callable[[Callable[[], None]], tuple[str, Mapping[str, str | bytes]]]
 
 
 class Uploads(Connections):
@@ -66,16 +64,8 @@ class Uploads(Connections):
 
         Raises whatever the socket or `body` raise. A refusal is returned.
         """
-        return await self.put_prepared(lambda _: (url, headers), body, method=method)
-
-    async def put_prepared(self, prepare: Prepare, body: Body, *, method: str = "PUT") -> Response:
-        """Like `put`, for a request that is prepared in the sending thread, which may read the body to prepare it."""
-
-        def work(token: CancelToken) -> Response:
-            url, headers = prepare(partial(token.uses, None, is_at_work=True))
-            return self._put(token, head_of(urlsplit(url), headers, method), urlsplit(url), body)
-
-        return await self._in_thread(work)
+        head = head_of(urlsplit(url), headers, method)
+        return await self._in_thread(lambda token: self._put(token, head, urlsplit(url), body))
 
     # --- in a worker thread --------------------------------------------------------------------------------
 
@@ -85,7 +75,7 @@ class Uploads(Connections):
         try:
             connected = self._dial(connection) if is_fresh else connection.sock
             token.uses(connected)
-            answer, is_last = Exchange(connected, self._read_timeout_s).make(head, body)
+            answer, is_last = Exchange(connected, self._read_timeout_s).make(told(connection, head), body)
             token.uses(None)
         except BaseException:
             abort(connection)

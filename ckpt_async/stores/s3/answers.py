@@ -17,12 +17,16 @@ from typing import Any
 from urllib.parse import unquote_plus
 
 from ckpt_async.core.model import Checksum
+from ckpt_async.stores.checksums import stated
+from ckpt_async.stores.http.bucket import Page
 from ckpt_async.stores.http.messages import (
     MalformedResponseError,
     Response,
+    check_age,
+    check_below,
     http_date,
     seconds_of,
-    total_of_range,
+    server_time,
     whole_number,
 )
 from ckpt_async.stores.interface import MultipartInfo, ObjectInfo, StoredPart
@@ -33,7 +37,6 @@ SdkResponse = Mapping[str, Any]
 # Names of full-object checksums, the preferred one first. CRC64NVME always covers the full object; CRC32C can also be a
 # composite "…-N", which says nothing about the whole (S3 user guide, "Checking object integrity").
 CHECKSUM_FIELDS = {"crc64nvme": "ChecksumCRC64NVME", "crc32c": "ChecksumCRC32C"}
-_CHECKSUM_LENGTHS = {"crc64nvme": 12, "crc32c": 8}  # in base64
 _HEADERS = (
     ("ETag", "etag"),
     ("ChecksumType", "x-amz-checksum-type"),
@@ -120,7 +123,7 @@ def check_needed(operation: str, response: SdkResponse) -> None:
 def next_page(pages: Pages, asked: Mapping[str, Any], page: SdkResponse) -> dict[str, Any] | None:
     """Return the parameters for the next page, or None after the last one. Raises unless this page answers `asked`."""
     _check_echoes(pages, asked, page)
-    _check_age(page)
+    check_age(page["ResponseMetadata"]["HTTPHeaders"])
     if not _field(page, "IsTruncated", bool):
         return None
     following = {parameter: page[name] for name, parameter in pages.following.items() if page.get(name)}
@@ -154,16 +157,10 @@ def _is_same(parameter: str, asked: str, echo: str) -> bool:
     return not {asked, unquote_plus(asked)}.isdisjoint((echo, unquote_plus(echo)))
 
 
-def _check_age(page: SdkResponse) -> None:
-    """Raise if the answer has an age. A store does not state the age of its answer, but caches do (RFC 9111, 5.1)."""
-    if page["ResponseMetadata"]["HTTPHeaders"].get("age", "0") != "0":
-        raise MalformedResponseError("the answer comes from a cache: it has an Age header")
-
-
-def server_time(response: SdkResponse) -> float:
-    """Return the store's own time. Ages are measured against it, so our clock must not stand in for it."""
-    date = response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
-    return http_date("Date", date)
+def page_of(page: SdkResponse, prefix: str) -> Page:
+    """Return a page of OBJECTS."""
+    at = server_time(page["ResponseMetadata"]["HTTPHeaders"])
+    return Page(objects(page, prefix), at, not page["IsTruncated"])
 
 
 def objects(page: SdkResponse, prefix: str) -> Iterable[ObjectInfo]:
@@ -220,9 +217,8 @@ def info(key: str, response: SdkResponse, size_bytes: int | None = None) -> Obje
     return ObjectInfo(key, size_bytes, _field(response, "ETag", str), checksum(response), modified_at)
 
 
-def info_of_range(key: str, answer: Response, offset: int, size_bytes: int) -> ObjectInfo:
-    total = total_of_range(answer, offset, size_bytes)
-    return ObjectInfo(key, total, answer.headers["etag"], None, _modified_at(answer))
+def info_of_part(key: str, answer: Response, size_bytes: int) -> ObjectInfo:
+    return ObjectInfo(key, size_bytes, answer.headers["etag"], None, _modified_at(answer))
 
 
 def is_plain(answer: Response) -> bool:
@@ -257,11 +253,11 @@ def checksum(response: SdkResponse) -> Checksum | None:
     """
     if response.get("ChecksumType") == "COMPOSITE":
         return None
-    for algorithm, name in CHECKSUM_FIELDS.items():
-        value = response.get(name)
-        if value and "-" not in value and len(value) == _CHECKSUM_LENGTHS[algorithm]:  # a composite has "-"
-            return Checksum(algorithm, value)
-    return None
+    values = ((algorithm, response.get(name, "")) for algorithm, name in CHECKSUM_FIELDS.items())
+    told = (
+        stated(algorithm, value) for algorithm, value in values if "-" not in value
+    )  # a composite has "-"
+    return next(filter(None, told), None)
 
 
 # --- fields ------------------------------------------------------------------------------------------------
@@ -288,10 +284,7 @@ def _size(each: SdkResponse, name: str = "Size") -> int:
 
 
 def _key(each: SdkResponse, prefix: str) -> str:
-    key: str = _field(each, "Key", str)
-    if not key.startswith(prefix):
-        raise MalformedResponseError(f"the store answered with {key!r}, a key outside of {prefix!r}")
-    return key
+    return check_below(_field(each, "Key", str), prefix)
 
 
 def _moment(each: SdkResponse, name: str) -> float:

@@ -12,6 +12,7 @@ conditional delete, are repeated once by aiohttp if the connection breaks before
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,32 +21,27 @@ from ckpt_async.core.model import Checksum
 from ckpt_async.errors import FailureReason, ObjectNotFoundError, StoreError
 from ckpt_async.stores.checks import check_prefix
 from ckpt_async.stores.checksums import Digest
-from ckpt_async.stores.http.messages import MalformedResponseError
+from ckpt_async.stores.http.bucket import BucketStore, Page, Way
+from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.interface import (
-    REQUEST_TIMEOUT_S,
     Body,
     Capabilities,
     Condition,
     Create,
-    Enough,
-    Listing,
     Match,
-    Moved,
     MultipartInfo,
     ObjectInfo,
-    PartBody,
-    Sink,
     SmallGet,
     SmallPut,
     StoredPart,
 )
-from ckpt_async.stores.one_by_one import put_one_by_one
+from ckpt_async.stores.one_by_one import get_one_by_one, put_one_by_one
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import Pages, SdkResponse
-from ckpt_async.stores.s3.errors import S3Location, meaning_of, translating
-from ckpt_async.stores.s3.listing import are_first, listed_prefix, server_start
-from ckpt_async.stores.s3.probe import Probe
+from ckpt_async.stores.s3.errors import S3Location, meaning_of
+from ckpt_async.stores.s3.listing import is_directory_bucket, listed_prefix, server_start
+from ckpt_async.stores.s3.probe import S3Probe
 from ckpt_async.stores.s3.reading import Reader
 from ckpt_async.stores.s3.sending import Put, Sender, checksum_parameters
 from ckpt_async.stores.s3.session import S3Session
@@ -56,11 +52,13 @@ _COPIED_ALONG = frozenset({"CacheControl", "ContentType", "Metadata", "Tagging"}
 _DELETE_BATCH = 1000  # the limit of DeleteObjects (S3 API reference)
 
 
-class S3Store:
-    """Objects below `prefix` of one bucket. Belongs to the event loop that opened it.
+class S3Store(BucketStore[S3Session]):
+    """Objects below `prefix` of one bucket.
 
     `put` answers with the size it sent: S3 stores a body whole, exactly Content-Length bytes, or not at all.
     """
+
+    get_operation, list_operation = "get_object", "list_objects_v2"
 
     def __init__(
         self,
@@ -72,44 +70,23 @@ class S3Store:
         url: str,
         standing: Mapping[str, str] = NOTHING,
     ) -> None:
-        self._root = f"{prefix}/" if prefix else ""
-        self._location = S3Location(bucket, self._root, endpoint_url)
-        self._options, self._url = options, url
-        self._session = S3Session(self._location, options, standing)
+        location = S3Location(bucket, f"{prefix}/" if prefix else "", endpoint_url)
+        super().__init__(S3Session(location, options, standing), url)
+        self._options, self.has_order = options, not is_directory_bucket(bucket)
         self._sender, self._reader = Sender(self._session), Reader(self._session)
-        self._capabilities: Capabilities | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def capabilities(self) -> Capabilities:
-        assert self._capabilities is not None, "open() first"
-        return replace(self._capabilities, finds_checksums=self._sender.finds_checksums)
+        return replace(super().capabilities, finds_checksums=self._sender.finds_checksums)
 
-    def moved(self) -> Moved | None:
-        return self._session.pools.traffic.read()
+    def _unproven(self) -> Capabilities:
+        """As specified. A reader's lease is written with the checksum that more stores know, including directory
+        buckets and stores from before 2025.
+        """
+        return Capabilities(conditional_put=False, multipart=True, checksum_algorithm="crc32c")
 
-    async def open(self, *, is_read_only: bool = False, request_timeout_s: float = REQUEST_TIMEOUT_S) -> None:
-        """Connect, then find out what the store enforces (see `Probe`)."""
-        await self._session.open()
-        if is_read_only:
-            # Not probed: declare nothing that a writer would rely on. A reader's lease is written with the checksum
-            # that more stores know, including directory buckets and stores from before 2025.
-            self._capabilities = Capabilities(
-                conditional_put=False, multipart=True, checksum_algorithm="crc32c"
-            )
-            return
-        try:
-            probe = Probe(self, self._session, self._sender, request_timeout_s)
-            self._capabilities = await probe.capabilities()
-        except BaseException:
-            await self.close()
-            raise
-
-    async def close(self) -> None:
-        await self._session.close()
+    async def _find_out(self, request_timeout_s: float) -> Capabilities:
+        return await S3Probe(self, self._session, self._sender, request_timeout_s).capabilities()
 
     async def put(
         self, key: str, body: Body, checksum: Checksum, *, condition: Condition = None
@@ -134,47 +111,49 @@ class S3Store:
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """As specified. If the store has kept a checksum, the bytes have been compared with it."""
-        return await self._reader.get(key, max_size_bytes=max_size_bytes)
-
-    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        if size_bytes == 0:
-            return await self.head(key)  # HTTP cannot express an empty range
-        return await self._reader.get_range(key, offset, size_bytes, sink)
+        data, info = await self._reader.get(key, max_size_bytes=max_size_bytes)
+        self._check_data(key, data, info)
+        return data, info
 
     async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        await self._reader.get_many(gets, got)
+        if await self._reader.series_template() is None:
+            await get_one_by_one(self, gets, got)
+        else:
+            await super().get_many(gets, got)
+
+    async def _way(self) -> Way:
+        found = await self._reader.series_template()
+        assert found is not None, "see get_many"
+        template, credentials = found
+
+        def url_of(key: str) -> str:
+            return template.url(self._session.name(key, "get_object"), credentials, time.time())
+
+        return Way(template.origin, url_of, self._reader.headers)
+
+    async def _way_to(self, key: str) -> tuple[str, Mapping[str, str]]:
+        return await self._reader.signed(key), self._reader.headers
+
+    def _info_of_part(self, key: str, answer: Response, size_bytes: int) -> ObjectInfo:
+        return answers.info_of_part(key, answer, size_bytes)
+
+    async def _read_refused(self, key: str, answer: Response) -> StoreError:
+        return self._reader.refused(key, answer)
 
     async def head(self, key: str) -> ObjectInfo:
         response = await self._session.call("head_object", key, ChecksumMode="ENABLED")
-        with translating("head_object", key, self._location):
+        with self._translating("head_object", key):
             return answers.info(key, response)
 
-    async def list(self, prefix: str, *, start_after: str = "", enough: Enough | None = None) -> Listing:
-        check_prefix(prefix, "list_objects_v2")
-        bucket, whole = self._location.bucket, self._root + prefix
-        asked = {"Prefix": listed_prefix(bucket, whole)}
+    async def _pages(self, prefix: str, start_after: str) -> AsyncIterator[Page]:
+        bucket = self._location.bucket
+        asked = {"Prefix": listed_prefix(bucket, self._root + prefix)}
         if start := server_start(bucket, prefix, start_after):
             asked["StartAfter"] = self._root + start
-        found: dict[str, ObjectInfo] = {}
-        server_time, is_whole = 0.0, False
-        async for page in self._pages(answers.OBJECTS, **asked):
-            with self._reading(answers.OBJECTS, prefix):
-                # Take the time of the first page: measured against a later one, ages would come out too large.
-                server_time = server_time or answers.server_time(page)
-                for each in answers.objects(page, asked["Prefix"]):
-                    key = each.key.removeprefix(self._root)
-                    if not each.key.startswith(whole):
-                        continue
-                    if key in found:
-                        raise MalformedResponseError(f"the listing has {key!r} twice")
-                    found[key] = replace(each, key=key)
-            is_whole = not page["IsTruncated"]
-            if is_whole or enough is None or not are_first(bucket, found):
-                continue
-            if enough(tuple(found.values())):
-                break
-        # The order and the start are for us to ensure: see server_start.
-        return Listing(tuple(found[key] for key in sorted(found) if key > start_after), server_time, is_whole)
+        async for page in self._listed(answers.OBJECTS, **asked):
+            with self._translating(self.list_operation, prefix):
+                found = answers.page_of(page, asked["Prefix"])
+            yield found
 
     async def delete(self, keys: Sequence[str]) -> None:
         names = [self._session.name(key, "delete_objects") for key in keys]
@@ -185,7 +164,7 @@ class S3Store:
             response = await self._session.call(
                 "delete_objects", None, keys[start], Delete={"Objects": objects}
             )
-            with translating("delete_objects", keys[start], self._location):
+            with self._translating("delete_objects", keys[start]):
                 error = answers.check_deleted(response, batch)
             if error is not None:
                 code = error.get("Code", "")
@@ -236,7 +215,7 @@ class S3Store:
             CopySourceRange=f"bytes={offset}-{offset + size_bytes - 1}",
             **self._copied(source, etag),
         )
-        with translating("upload_part_copy", key, self._location):
+        with self._translating("upload_part_copy", key):
             return answers.copied_part(number, size_bytes, response)
 
     def _copied(self, source: str, etag: str) -> dict[str, Any]:
@@ -258,7 +237,7 @@ class S3Store:
         return upload_id
 
     async def put_part(
-        self, key: str, upload_id: str, number: int, body: PartBody, checksum: Checksum | None
+        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum | None
     ) -> StoredPart:
         put = Put(
             "upload_part",
@@ -276,33 +255,23 @@ class S3Store:
 
     async def list_parts(self, key: str, upload_id: str) -> Sequence[StoredPart]:
         listed: list[SdkResponse] = []
-        async for page in self._pages(answers.PARTS, key, UploadId=upload_id):
+        async for page in self._listed(answers.PARTS, key, UploadId=upload_id):
             listed.extend(page.get("Parts", ()))
-        with self._reading(answers.PARTS, key):
+        with self._translating(answers.PARTS.operation, key):
             return answers.parts(listed)
 
-    async def complete_multipart(
+    async def _complete(
         self, key: str, upload_id: str, parts: Sequence[StoredPart], checksum: Checksum, size_bytes: int
     ) -> ObjectInfo:
-        """As specified. S3 forgets an upload that it has completed; then the object itself must show whether it is what
-        this call would have made.
-        """
-        try:
-            response = await self._session.call(
-                "complete_multipart_upload",
-                key,
-                UploadId=upload_id,
-                MultipartUpload={"Parts": [_part_parameters(part) for part in parts]},
-                ChecksumType="FULL_OBJECT",
-                MpuObjectSize=size_bytes,
-                **checksum_parameters(checksum),
-            )
-        except ObjectNotFoundError:
-            with contextlib.suppress(ObjectNotFoundError):
-                info = await self.head(key)
-                if info.size_bytes == size_bytes and info.checksum == checksum:
-                    return info
-            raise
+        response = await self._session.call(
+            "complete_multipart_upload",
+            key,
+            UploadId=upload_id,
+            MultipartUpload={"Parts": [_part_parameters(part) for part in parts]},
+            ChecksumType="FULL_OBJECT",
+            MpuObjectSize=size_bytes,
+            **checksum_parameters(checksum),
+        )
         return ObjectInfo(key, size_bytes, response["ETag"], answers.checksum(response))
 
     async def abort_multipart(self, key: str, upload_id: str) -> None:
@@ -314,8 +283,8 @@ class S3Store:
         uploads: list[MultipartInfo] = []
         whole = self._root + prefix
         asked = {"Prefix": listed_prefix(self._location.bucket, whole)}
-        async for page in self._pages(answers.UPLOADS, **asked):
-            with self._reading(answers.UPLOADS, prefix):
+        async for page in self._listed(answers.UPLOADS, **asked):
+            with self._translating(answers.UPLOADS.operation, prefix):
                 found = answers.uploads(page, asked["Prefix"])
                 uploads += [
                     replace(each, key=each.key.removeprefix(self._root))
@@ -324,7 +293,7 @@ class S3Store:
                 ]
         return uploads
 
-    async def _pages(self, pages: Pages, key: str | None = None, **asked: Any) -> AsyncIterator[SdkResponse]:
+    async def _listed(self, pages: Pages, key: str | None = None, **asked: Any) -> AsyncIterator[SdkResponse]:
         """Yield all pages of a listing, each of which has shown that it belongs to the request."""
         named = {"Bucket": self._location.bucket, **({} if key is None else {"Key": self._root + key})}
         following: dict[str, Any] | None = {}
@@ -332,12 +301,9 @@ class S3Store:
             asked |= following
             about = key or asked["Prefix"].removeprefix(self._root)
             page = await self._session.call(pages.operation, key, about, **asked)
-            with self._reading(pages, about):
+            with self._translating(pages.operation, about):
                 following = answers.next_page(pages, {**asked, **named}, page)
             yield page
-
-    def _reading(self, pages: Pages, key: str) -> contextlib.AbstractContextManager[None]:
-        return translating(pages.operation, key, self._location)
 
 
 def _part_parameters(part: StoredPart) -> dict[str, Any]:

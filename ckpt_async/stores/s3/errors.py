@@ -9,9 +9,7 @@ from typing import Any
 import botocore.exceptions
 import botocore.parsers
 
-from ckpt_async.errors import CkptAsyncError, FailureReason, StoreError
-from ckpt_async.stores.http.answers import LargeBodyError
-from ckpt_async.stores.http.connections import has_proxy
+from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.http.failures import (
     UNTRUSTED,
     clock_hint,
@@ -22,8 +20,8 @@ from ckpt_async.stores.http.failures import (
     reason_of_status,
     somebody_else_hint,
 )
-from ckpt_async.stores.http.location import BucketLocation, legible
-from ckpt_async.stores.http.messages import MalformedResponseError, OtherRangeError
+from ckpt_async.stores.http.location import BucketLocation
+from ckpt_async.stores.http.proxies import has_proxy
 from ckpt_async.stores.s3.standing import KEY, KEY_FILE
 
 
@@ -34,39 +32,44 @@ class S3Location(BucketLocation):
     scheme = "s3"
     listings = frozenset({"list_objects_v2", "list_multipart_uploads"})
 
+    @contextlib.contextmanager
+    def translating(self, operation: str, key: str, unmet: frozenset[int] = frozenset()) -> Iterator[None]:
+        """As specified, for the SDK's errors too. `unmet` holds the HTTP statuses with which the condition of this
+        request may be refused.
+        """
+        with super().translating(operation, key):
+            try:
+                yield
+            except botocore.exceptions.ClientError as error:
+                raise refusal(error.response, operation, key, self, unmet) from error
+            except botocore.exceptions.FlexibleChecksumError as error:
+                raise self.spoilt(str(error), operation=operation, key=key) from error
+            except botocore.exceptions.ProxyConnectionError as error:
+                reason, hint = self.failure(error)
+                status = getattr(error.kwargs.get("error"), "status", "")
+                message = f"the proxy answered {status}" if status else "the proxy did not connect"
+                # The original error has the proxy's URL with its password.
+                raise self.error(message, reason=reason, operation=operation, key=key, hint=hint) from None
 
-@contextlib.contextmanager
-def translating(
-    operation: str, key: str, location: S3Location, *, unmet: frozenset[int] = frozenset()
-) -> Iterator[None]:
-    """Turn every error of the SDK, the HTTP client and the system into a StoreError.
-
-    `unmet` holds the HTTP statuses with which the condition of this request may be refused. Cancellation and this
-    package's own errors pass unchanged.
-    """
-    try:
-        yield
-    except CkptAsyncError:
-        raise
-    except LargeBodyError as error:
-        raise location.too_large(error.size_bytes, error.most_bytes, operation=operation, key=key) from error
-    except botocore.exceptions.ClientError as error:
-        raise refusal(error.response, operation, key, location, unmet) from error
-    except botocore.exceptions.FlexibleChecksumError as error:
-        raise location.spoilt(str(error), operation=operation, key=key) from error
-    except botocore.exceptions.ProxyConnectionError as error:
-        reason, hint = _failure(error, location)
-        status = getattr(error.kwargs.get("error"), "status", "")
-        message = f"the proxy answered {status}" if status else "the proxy did not connect"
-        # The original error has the proxy's URL with its password.
-        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from None
-    except (MalformedResponseError, OtherRangeError) as error:
-        reason, hint = _failure(error, location)
-        raise location.error(str(error), reason=reason, operation=operation, key=key, hint=hint) from error
-    except Exception as error:
-        reason, hint = _failure(error, location)
-        message = f"{type(error).__name__}: {legible(str(error), key)}"
-        raise location.error(message, reason=reason, operation=operation, key=key, hint=hint) from error
+    def failure(self, error: Exception) -> tuple[FailureReason, str]:
+        reachable = is_reachable_hint(self)
+        match error:
+            case botocore.exceptions.ConnectTimeoutError():
+                return FailureReason.TIMEOUT, reachable
+            case botocore.exceptions.ReadTimeoutError():
+                return FailureReason.TIMEOUT, ""
+            case botocore.exceptions.ProxyConnectionError():
+                return FailureReason.TRANSIENT, reachable
+            case botocore.exceptions.SSLError():
+                return FailureReason.TRANSIENT, UNTRUSTED
+            case botocore.exceptions.EndpointConnectionError():
+                return FailureReason.TRANSIENT, reachable
+            case _ if isinstance(error, _MISSING_CREDENTIALS):
+                return FailureReason.AUTH, "no usable credentials: set AWS_* variables, a profile or a role"
+            case _ if isinstance(error, _BROKEN_CONNECTIONS):
+                return FailureReason.TRANSIENT, ""
+            case _:
+                return failure_of(error, self.endpoint_url or "AWS")
 
 
 def refusal(
@@ -218,25 +221,3 @@ def is_reachable_hint(location: S3Location) -> str:
     endpoint = location.endpoint_url or _AWS
     is_direct_aws = endpoint == _AWS and not has_proxy(_AWS)
     return _AWS_REACHABLE if is_direct_aws else reachable_hint(endpoint)
-
-
-def _failure(error: Exception, location: S3Location) -> tuple[FailureReason, str]:
-    """Return why a request got no answer, and a hint what to do about it."""
-    reachable = is_reachable_hint(location)
-    match error:
-        case botocore.exceptions.ConnectTimeoutError():
-            return FailureReason.TIMEOUT, reachable
-        case botocore.exceptions.ReadTimeoutError():
-            return FailureReason.TIMEOUT, ""
-        case botocore.exceptions.ProxyConnectionError():
-            return FailureReason.TRANSIENT, reachable
-        case botocore.exceptions.SSLError():
-            return FailureReason.TRANSIENT, UNTRUSTED
-        case botocore.exceptions.EndpointConnectionError():
-            return FailureReason.TRANSIENT, reachable
-        case _ if isinstance(error, _MISSING_CREDENTIALS):
-            return FailureReason.AUTH, "no usable credentials: set AWS_* variables, a profile or a role"
-        case _ if isinstance(error, _BROKEN_CONNECTIONS):
-            return FailureReason.TRANSIENT, ""
-        case _:
-            return failure_of(error, location.endpoint_url or "AWS")

@@ -5,9 +5,6 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/s3-express-differences.htm
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
-
 # The suffixes of directory buckets and of their access points.
 _DIRECTORY_BUCKETS = ("--x-s3", "--xa-s3")
 
@@ -35,8 +32,3 @@ def server_start(bucket: str, prefix: str, start_after: str) -> str:
     while end > len(prefix) and start_after[end] == "/":
         end -= 1
     return start_after[:end] if end > len(prefix) else ""
-
-
-def are_first(bucket: str, keys: Iterable[str]) -> bool:
-    """Return whether a page with these keys has all keys up to its last one."""
-    return not is_directory_bucket(bucket) and all(one < other for one, other in itertools.pairwise(keys))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from ckpt_async.core.keys import PROBES, longest_keys
-from ckpt_async.errors import FailureReason, IntegrityError, PreconditionFailedError, StoreError
+from ckpt_async.errors import FailureReason, IntegrityError, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
-from ckpt_async.stores.interface import BytesBody, Capabilities, Condition, Create, Match, ObjectInfo, Store
-from ckpt_async.stores.opening import in_time
+from ckpt_async.stores.http.probe import Probe, gathered, is_verdict
+from ckpt_async.stores.interface import BytesBody, Capabilities, Create, ObjectInfo, Store
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS
 from ckpt_async.stores.s3.errors import is_reachable_hint
 from ckpt_async.stores.s3.sending import Put, Sender
@@ -23,23 +20,20 @@ from ckpt_async.stores.s3.signing import RequestTemplate
 
 T = TypeVar("T")
 
-_OTHER_ETAG = '"0123456789abcdef0123456789abcdef"'
 _NO_CHECKSUMS = (
     "this store accepts neither CRC64NVME nor CRC32C: nothing would verify what arrives, so it is not used"
 )
 
 
-class Probe:
+class S3Probe(Probe):
     """Seven requests on two objects. Over TLS, three more run at the same time, which also use a third object. All
     objects are deleted again.
     """
 
     def __init__(self, store: Store, session: S3Session, sender: Sender, request_timeout_s: float) -> None:
-        self._store, self._session, self._sender = store, session, sender
-        self._timeout_s = request_timeout_s
-        # As long as the longest key of a run, to find out here if the store refuses such keys.
-        name = f"{PROBES}{secrets.token_hex(8)}".ljust(max(map(len, longest_keys())) - len("-a"), "0")
-        self._key, self._spoiled, self._trailed = f"{name}-a", f"{name}-b", f"{name}-c"
+        hint = is_reachable_hint(session.location)
+        super().__init__(store, request_timeout_s, hint, other_etag='"0123456789abcdef0123456789abcdef"')
+        self._session, self._sender = session, sender
 
     async def capabilities(self) -> Capabilities:
         """Return what the store supports. If it compares neither CRC64NVME nor CRC32C with what arrived, it is used all
@@ -50,14 +44,14 @@ class Probe:
             found = await self._find_out()
         except StoreError as error:
             if error.reason is not FailureReason.TIMEOUT:
-                await self._delete()
+                await self.clean()
             raise
-        await self._delete()
+        await self.clean()
         return found
 
     async def _find_out(self) -> Capabilities:
         created, algorithm, is_enforced = await self._checksums()
-        (is_conditional, info), heeds_trailers = await _gather(
+        (is_conditional, info), heeds_trailers = await gathered(
             self._conditions(algorithm, created), self._heeds_trailers(algorithm)
         )
         if is_enforced:
@@ -76,18 +70,16 @@ class Probe:
         )
 
     async def _conditions(self, algorithm: str, created: ObjectInfo) -> tuple[bool, ObjectInfo]:
-        is_refused, is_stale_refused, info = await _gather(
-            self._is_refused(algorithm, Create()),
-            self._is_refused(algorithm, Match(_OTHER_ETAG)),
-            self._in_time(lambda: self._store.head(self._key)),
+        is_conditional, info = await gathered(
+            self.has_conditions(algorithm, created.etag), self.within(lambda: self._store.head(self._key))
         )
-        # If the store refuses every If-Match, it does not enforce conditions either, unless it wants the ETag bare.
-        is_swapped = not await self._is_refused(algorithm, Match(created.etag))
-        if is_refused and is_stale_refused and not is_swapped:
+        if not is_conditional and await self.is_put_refused(algorithm, Create()):
+            # It may want the ETag bare.
             self._session.is_etag_quoted = False
-            is_swapped = not await self._is_refused(algorithm, Match(created.etag))
-            is_stale_refused = await self._is_refused(algorithm, Match(_OTHER_ETAG))
-        return is_refused and is_stale_refused and is_swapped, info
+            etag = await self.within(lambda: self.put(algorithm))
+            is_conditional = await self.has_conditions(algorithm, etag)
+            self._session.is_etag_quoted = not is_conditional
+        return is_conditional, info
 
     async def _heeds_trailers(self, algorithm: str) -> bool:
         """Return whether the store removes the framing of chunks from a body and compares it with the checksum that
@@ -102,10 +94,10 @@ class Probe:
         # The two requests differ only in key and checksum. SeaweedFS answers the wrong one with 400 IncompleteBody.
         def requests() -> Coroutine[Any, Any, Sequence[Any]]:
             spoiled = self._put_trailed(template, self._spoiled, wrong)
-            return _gather(spoiled, self._put_and_head(template, right))
+            return gathered(spoiled, self._put_and_head(template, right))
 
         try:
-            status, stored = await self._in_time(requests)
+            status, stored = await self.within(requests)
         except StoreError:
             return False
         return bool(status == 400 and stored == (1, checksum_of(b"a", algorithm)))
@@ -126,12 +118,12 @@ class Probe:
         for algorithm in CHECKSUM_FIELDS:
             right, wrong = checksum_of(b"a", algorithm), checksum_of(b"b", algorithm)
             written, spoilt = await asyncio.gather(
-                self._in_time(partial(self._store.put, self._key, BytesBody(b"a"), right)),
-                self._in_time(partial(self._store.put, self._spoiled, BytesBody(b"a"), wrong)),
+                self.within(partial(self._store.put, self._key, BytesBody(b"a"), right)),
+                self.within(partial(self._store.put, self._spoiled, BytesBody(b"a"), wrong)),
                 return_exceptions=True,
             )
             for outcome in (written, spoilt):
-                if isinstance(outcome, BaseException) and not _is_verdict(outcome):
+                if isinstance(outcome, BaseException) and not is_verdict(outcome):
                     raise outcome
             if isinstance(written, BaseException):
                 refusal = written
@@ -144,38 +136,3 @@ class Probe:
                 raise StoreError(str(refusal), reason=refusal.reason, hint=_NO_CHECKSUMS) from refusal
             raise refusal
         return accepted
-
-    async def _is_refused(self, algorithm: str, condition: Condition) -> bool:
-        body = BytesBody(secrets.token_bytes(8))
-        checksum = checksum_of(body.data, algorithm)
-        try:
-            await self._in_time(partial(self._store.put, self._key, body, checksum, condition=condition))
-        except PreconditionFailedError:
-            return True
-        except StoreError as error:
-            # A refusal of headers that the store does not know is a result too: it enforces nothing.
-            if not _is_verdict(error):
-                raise
-        return False
-
-    async def _delete(self) -> None:
-        """Delete the objects, best effort: credentials without the right to delete are allowed, and keep them."""
-        with contextlib.suppress(StoreError):
-            await self._in_time(lambda: self._store.delete([self._key, self._spoiled, self._trailed]))
-
-    async def _in_time(self, request: Callable[[], Awaitable[T]]) -> T:
-        return await in_time(request, self._timeout_s, is_reachable_hint(self._session.location))
-
-
-def _is_verdict(error: BaseException) -> bool:
-    """Return whether a failed request says something about the store's abilities, not about the connection."""
-    return isinstance(error, StoreError) and error.reason in (FailureReason.CHECKSUM, FailureReason.OTHER)
-
-
-async def _gather(*requests: Coroutine[Any, Any, Any]) -> Sequence[Any]:
-    """Return all results, or raise the first failure once every request has ended."""
-    outcomes = await asyncio.gather(*requests, return_exceptions=True)
-    for outcome in outcomes:
-        if isinstance(outcome, BaseException):
-            raise outcome
-    return outcomes

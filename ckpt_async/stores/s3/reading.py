@@ -5,23 +5,16 @@ that the SDK has signed, or that are signed in the same way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
 
-from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.stores.checks import check_size
-from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.stores.http.connections import has_proxy
-from ckpt_async.stores.http.failures import telling_failures_of
-from ckpt_async.stores.http.messages import Response, range_total, total_of_range
-from ckpt_async.stores.interface import ObjectInfo, Sink, SmallGet
-from ckpt_async.stores.one_by_one import get_one_by_one
+from ckpt_async.errors import StoreError
+from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.stores.s3 import answers
-from ckpt_async.stores.s3.errors import refusal, translating
+from ckpt_async.stores.s3.errors import refusal
 from ckpt_async.stores.s3.session import S3Session
-from ckpt_async.stores.s3.signing import RequestTemplate, UrlTemplate
+from ckpt_async.stores.s3.signing import Credentials, RequestTemplate, UrlTemplate
 from ckpt_async.stores.s3.standing import headers_to_read
 
 # A signed URL is valid for an hour, unless the credentials expire earlier; we reuse it for a minute.
@@ -34,26 +27,18 @@ _SIGNED_BY_SDK_S = 20.0
 _asked: ContextVar[str] = ContextVar("asked", default="")
 
 
-@dataclass(frozen=True, slots=True)
-class SignedUrl:
-    """A signed URL for reading one object."""
-
-    url: str
-    is_proxied: bool
-    signed_at: float  # by time.monotonic()
-
-
 class Reader:
-    """Reads ranges, and small objects in series. Through a proxy, the SDK reads them."""
+    """Reads small objects, and signs what our own connections read."""
 
     def __init__(self, session: S3Session) -> None:
         self._session, self._location = session, session.location
-        self._headers = headers_to_read(session.standing)  # they are signed too
+        self.headers = headers_to_read(session.standing)  # they are signed too
         self._small: RequestTemplate | None = None  # the pattern of a GET, as the SDK made it
         session.on_get = self._learn
         self._template: UrlTemplate | None = None
-        self._is_proxied = False  # whether URLs made from that template go through a proxy
-        self._urls: dict[str, SignedUrl] = {}  # by key
+        self._urls: dict[
+            str, tuple[str, float]
+        ] = {}  # by key: the signed URL, and when (by time.monotonic())
 
     async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         """Read a small object by a request modelled on the SDK's. If the answer is not plain, ask again through the
@@ -63,7 +48,7 @@ class Reader:
         if (template := self._small) is None:
             return await self._get_by_sdk(key, max_size_bytes)
         name = self._session.name(key, "get_object")
-        with translating("get_object", key, self._location):
+        with self._location.translating("get_object", key):
             credentials = await self._session.credentials()
             url, headers = template.rare("GET", name, {}, credentials, time.time())
             response = await self._session.get(url, headers, max_size_bytes)
@@ -75,17 +60,12 @@ class Reader:
                 return await self._get_by_sdk(key, max_size_bytes)
             info = answers.info_of_whole(key, response)
             self._check_size(key, info, max_size_bytes)
-            if info.checksum is not None and info.checksum != checksum_of(
-                response.error, info.checksum.algorithm
-            ):
-                message = f"the data does not match the checksum that came with it, {info.checksum}"
-                raise self._location.spoilt(message, operation="get_object", key=key)
         return response.error, info
 
     async def _get_by_sdk(self, key: str, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
         asked = _asked.set(self._session.name(key, "get_object"))
         try:
-            with translating("get_object", key, self._location):
+            with self._location.translating("get_object", key):
                 response = await self._session.call("get_object", key, ChecksumMode="ENABLED")
                 stream = response["Body"]
                 try:
@@ -106,77 +86,40 @@ class Reader:
         if self._small is None and (name := _asked.get()):
             self._small = RequestTemplate.of(url, headers, name, has_body=False)
 
-    async def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """Read a range of at least one byte."""
-        signed = await self._signed(key)
-        if signed.is_proxied:
-            return await self._get_range_through_sdk(key, offset, size_bytes, sink)
-        found: list[ObjectInfo] = []
-
-        def check(response: Response) -> None:
-            found.append(answers.info_of_range(key, response, offset, size_bytes))
-
-        with telling_failures_of(sink) as guarded, translating("get_object", key, self._location):
-            response = await self._session.pools.downloads.get_range(
-                signed.url, offset, size_bytes, guarded, check, self._headers
-            )
-        if not found:
-            raise self._refused(key, response)
-        return found[0]
-
-    async def get_many(self, gets: Iterable[SmallGet], got: Callable[[SmallGet, memoryview], None]) -> None:
-        """Read small objects in series, unless only the SDK can sign, or requests go through a proxy."""
-        with translating("get_object", "", self._location):
+    async def series_template(self) -> tuple[UrlTemplate, Credentials] | None:
+        """Return what signs the URLs of many objects, or None if only the SDK can sign."""
+        with self._location.translating("get_object", ""):
             if self._template is None:  # any key will do
                 await self._sign(self._session.name("small", "get_object"))
             credentials = await self._session.signer.credentials()
-        template = self._template
-        if template is None or credentials is None or self._is_proxied:
-            await get_one_by_one(self, gets, got)
-            return
+        if self._template is None or credentials is None:
+            return None
+        return self._template, credentials
 
-        def signed() -> Iterator[tuple[SmallGet, str]]:
-            for each in gets:
-                name = self._session.name(each.key, "get_object")
-                yield each, template.url(name, credentials, time.time())
-
-        def check(get: SmallGet, response: Response) -> None:
-            with translating("get_object", get.key, self._location):
-                check_size(total_of_range(response, 0, get.size_bytes), get)
-
-        with telling_failures_of(got) as guarded, translating("get_object", "", self._location):
-            refused = await self._session.pools.small_downloads.get_many(
-                template.origin, signed(), check, guarded, self._headers
-            )
-        if refused is not None:
-            get, response = refused
-            raise self._refused(get.key, response)
-
-    async def _signed(self, key: str) -> SignedUrl:
+    async def signed(self, key: str) -> str:
         """Return a signed URL, the same for all ranges of an object: signing takes as much CPU as receiving 2 MiB."""
-        found = self._urls.get(key)
+        url, signed_at = self._urls.get(key, ("", 0.0))
         good_s = _SIGNED_BY_SDK_S if self._template is None else _SIGNED_S
-        if found is None or time.monotonic() >= found.signed_at + good_s:
+        if not url or time.monotonic() >= signed_at + good_s:
             name = self._session.name(key, "get_object")
-            with translating("get_object", key, self._location):
-                found = await self._sign(name)
+            with self._location.translating("get_object", key):
+                url = await self._sign(name)
             if len(self._urls) >= _MAX_SIGNED:
                 self._urls.clear()
-            self._urls[key] = found
-        return found
+            self._urls[key] = url, time.monotonic()
+        return url
 
-    async def _sign(self, name: str) -> SignedUrl:
+    async def _sign(self, name: str) -> str:
         credentials = await self._session.signer.credentials()
         if self._template is None or credentials is None:
             url: str = await self._session.client.generate_presigned_url(
                 "get_object", {"Bucket": self._location.bucket, "Key": name}
             )
-            self._template, self._is_proxied = UrlTemplate.of(url, name, self._headers), has_proxy(url)
-        else:
-            url = self._template.url(name, credentials, time.time())
-        return SignedUrl(url, self._is_proxied, time.monotonic())
+            self._template = UrlTemplate.of(url, name, self.headers)
+            return url
+        return self._template.url(name, credentials, time.time())
 
-    def _refused(self, key: str, response: Response) -> StoreError:
+    def refused(self, key: str, response: Response) -> StoreError:
         """Forget the signed URL and its template, and return the error. The credentials may have been replaced, and the
         SDK knows what else has changed.
         """
@@ -187,38 +130,3 @@ class Reader:
     def _told(self, key: str, response: Response) -> StoreError:
         error = refusal(response.as_sdk_response(), "get_object", key, self._location)
         return self._session.signer.heed(error)
-
-    async def _get_range_through_sdk(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """Read a range through the SDK: slower, but it supports proxies."""
-        with translating("get_object", key, self._location):
-            response = await self._session.call(
-                "get_object", key, Range=f"bytes={offset}-{offset + size_bytes - 1}"
-            )
-        stream = response["Body"]
-        try:
-            with translating("get_object", key, self._location):
-                info = answers.info(key, response)
-                status = response["ResponseMetadata"]["HTTPStatusCode"]
-                total_bytes = range_total(
-                    status, response.get("ContentRange"), info.size_bytes, offset, size_bytes
-                )
-            # Bypass the SDK's reader, which joins what has arrived into pieces of the size asked for.
-            raw: Any = getattr(stream, "raw_stream", stream)
-            content = raw.content
-            received = 0
-            while received < size_bytes:
-                with translating("get_object", key, self._location):
-                    data, _ = await content.readchunk()
-                    if not data and content.at_eof():
-                        raise self._location.error(
-                            f"the body ended after {received} of {size_bytes} bytes",
-                            reason=FailureReason.TRANSIENT,
-                            operation="get_object",
-                            key=key,
-                        )
-                if data:
-                    sink(memoryview(data))
-                    received += len(data)
-        finally:
-            stream.close()
-        return replace(info, size_bytes=total_bytes)

@@ -14,10 +14,10 @@ from ckpt_async.errors import FailureReason, StoreError
 from ckpt_async.stores.checksums import Digest, checksum_of
 from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.http.small_uploads import SmallRequest
-from ckpt_async.stores.interface import Body, BytesBody, ObjectInfo, PartBody, SmallPut
+from ckpt_async.stores.interface import Body, ObjectInfo, SmallPut
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import CHECKSUM_FIELDS, SdkResponse
-from ckpt_async.stores.s3.errors import refusal, translating, unmet
+from ckpt_async.stores.s3.errors import refusal, unmet
 from ckpt_async.stores.s3.payload import SdkBody
 from ckpt_async.stores.s3.session import S3Session
 from ckpt_async.stores.s3.signing import NO_QUERY, RequestTemplate
@@ -50,8 +50,7 @@ class Put:
 
 class Sender:
     """Learns templates from the requests that the SDK makes. If the store was seen to honour trailers, checksums follow
-    the parts; otherwise the thread that sends a part first reads it, as a separate thread would wake the event loop
-    once more.
+    the parts.
     """
 
     def __init__(self, session: S3Session) -> None:
@@ -61,20 +60,15 @@ class Sender:
 
     @property
     def finds_checksums(self) -> bool:
-        """Whether `put_part` can compute the checksums of parts itself."""
-        return "upload_part" in self.templates
-
-    @property
-    def trails_checksums(self) -> bool:
-        """Whether checksums are sent after the parts, so that their bytes are read only once."""
-        return time.monotonic() >= self.trailers_from
+        """Whether checksums of parts are sent after them, so that their bytes are read only once."""
+        return "upload_part" in self.templates and time.monotonic() >= self.trailers_from
 
     async def put(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
         """Make one attempt. Once this has returned or raised, nothing reads the body or its buffers any more."""
         if (template := self.templates.get(put.operation)) is None:
             return await self._put_by_sdk(put, body, checksum)
         name = self._session.name(put.key, put.operation)
-        with translating(put.operation, put.key, self._location):
+        with self._location.translating(put.operation, put.key):
             credentials = await self._session.credentials()
             now, size_bytes = time.time(), body.size_bytes
             if conditions := put.conditions:
@@ -89,35 +83,10 @@ class Sender:
             raise self._again(put, f"{response.status}, but with an error: {response.error[:80]!r}")
         return self._parsed(put.operation, put.key, response)
 
-    async def put_found(self, put: Put, body: PartBody, digest: Digest) -> SdkResponse:
-        """Like `put`, with a checksum that is that of `digest` once the body is sent."""
-        if (template := self.templates.get(put.operation)) is None:
-            raise self._again(put, "the request template was discarded")
-        if self.trails_checksums:
-            return await self._put_trailed(template, put, body, digest)
-        response = await self._put_read_first(template, put, body, digest)
-        if response.status >= 300:
-            raise self._refused(put, response)
-        return self._parsed(put.operation, put.key, response)
-
-    async def _put_read_first(
-        self, template: RequestTemplate, put: Put, body: PartBody, digest: Digest
-    ) -> Response:
-        name = self._session.name(put.key, put.operation)
-        with translating(put.operation, put.key, self._location):
-            credentials = await self._session.credentials()
-
-            def prepare(check: Callable[[], None]) -> tuple[str, Mapping[str, str | bytes]]:
-                body.read(digest.update, check)
-                return template.request(
-                    name, body.size_bytes, digest.checksum(), credentials, time.time(), put.query
-                )
-
-            return await self._session.pools.uploads_for(body).put_prepared(prepare, body)
-
-    async def _put_trailed(
-        self, template: RequestTemplate, put: Put, body: Body, digest: Digest
-    ) -> SdkResponse:
+    async def put_found(self, put: Put, body: Body, digest: Digest) -> SdkResponse:
+        """Like `put`, with a checksum that is that of `digest` once the body is sent, which then follows it."""
+        if (template := self.templates.get(put.operation)) is None or not self.finds_checksums:
+            raise self._again(put, "a checksum can no longer follow the part")
         response = await self.try_trailer(template, put, body, digest)
         if response.status >= 300:
             error = self._refused(put, response)
@@ -129,7 +98,7 @@ class Sender:
 
     async def try_trailer(self, template: RequestTemplate, put: Put, body: Body, digest: Digest) -> Response:
         name = self._session.name(put.key, put.operation)
-        with translating(put.operation, put.key, self._location):
+        with self._location.translating(put.operation, put.key):
             credentials = await self._session.credentials()
             url, headers = template.request_with_trailer(
                 name, body.size_bytes, digest.algorithm, credentials, time.time(), put.query
@@ -151,7 +120,7 @@ class Sender:
             parsed = self._parsed("put_object", request.key, response)
             stored(ObjectInfo(request.key, len(request.data), parsed["ETag"], answers.checksum(parsed)))
 
-        with translating("put_object", "", self._location):
+        with self._location.translating("put_object", ""):
             credentials = await self._session.credentials()
             refused = await self._session.pools.small_uploads.put_many(template.origin, requests(), answered)
         if refused is not None:
@@ -170,25 +139,14 @@ class Sender:
             return Response(200, {"etag": '"not sent"'})
 
         with contextlib.suppress(StoreError):
-            await self._call(put, SdkBody(BytesBody(b""), learn), 0, checksum_of(b"", algorithm))
+            await self._call(put, SdkBody(learn), 0, checksum_of(b"", algorithm))
 
     async def _put_by_sdk(self, put: Put, body: Body, checksum: Checksum) -> SdkResponse:
         async def send(url: str, headers: Mapping[str, str | bytes]) -> Response:
             self._learn(put, url, headers)
             return await self._session.pools.uploads_for(body).put(url, headers, body)
 
-        payload = SdkBody(body, send)
-        try:
-            response = await self._call(put, payload, body.size_bytes, checksum)
-        except StoreError:
-            if payload.failure is not None:
-                raise payload.failure from None  # it is the reason why the connection broke
-            raise
-        finally:
-            await payload.stop()
-        if payload.is_cut_short:
-            raise self._again(put, "the store answered before it had received the whole body")
-        return response
+        return await self._call(put, SdkBody(send), body.size_bytes, checksum)
 
     async def _call(self, put: Put, payload: SdkBody, size_bytes: int, checksum: Checksum) -> SdkResponse:
         return await self._session.call(
@@ -226,7 +184,7 @@ class Sender:
 
     def _parsed(self, operation: str, key: str, response: Response) -> SdkResponse:
         parsed = answers.past_sdk(response)
-        with translating(operation, key, self._location):
+        with self._location.translating(operation, key):
             answers.check_needed(operation, parsed)
         return parsed
 

@@ -32,18 +32,17 @@ from botocore.handlers import add_expect_header
 from botocore.loaders import Loader, create_loader
 
 from ckpt_async.errors import StoreError
-from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.answers import body_of
-from ckpt_async.stores.http.connections import enable_keepalive, has_proxy
+from ckpt_async.stores.http.bucket import BucketSession
+from ckpt_async.stores.http.connections import enable_keepalive
 from ckpt_async.stores.http.messages import MalformedResponseError, Response, content_length
-from ckpt_async.stores.http.pools import Pools
 from ckpt_async.stores.http.tls import trusting
 from ckpt_async.stores.options import StoreOptions
 from ckpt_async.stores.s3 import answers
 from ckpt_async.stores.s3.answers import SdkResponse
 from ckpt_async.stores.s3.credentials import Signer
-from ckpt_async.stores.s3.errors import S3Location, translating, unmet
-from ckpt_async.stores.s3.payload import Content, SdkBody
+from ckpt_async.stores.s3.errors import S3Location, unmet
+from ckpt_async.stores.s3.payload import Content, hand_over
 from ckpt_async.stores.s3.signing import Credentials
 from ckpt_async.stores.s3.standing import AddStanding
 
@@ -61,36 +60,33 @@ KEEPS_VERSIONS = (
 )
 
 
-class S3Session:
-    """The connections to one bucket. Belongs to the event loop that opened it."""
-
-    pools: Pools  # made with the client
+class S3Session(BucketSession[S3Location]):
+    """The connections to one bucket."""
 
     def __init__(self, location: S3Location, options: StoreOptions, standing: Mapping[str, str]) -> None:
-        self.location, self.options, self.standing = location, options, standing
+        super().__init__(location, options)
+        self.standing = standing
         self.client: Any = None
         # Whether the store compares an ETag in `If-Match` as it has sent it. Ceph compares what is between the quotes.
         self.is_etag_quoted = True
         self.keeps_versions = False  # as far as answers have shown
         self.signer = Signer(options.profile)
-        self._exit_stack = contextlib.AsyncExitStack()
         # Called with the URL and headers of each GetObject that the SDK makes.
         self.on_get: Callable[[str, Mapping[str, str | bytes]], None] = lambda *_: None
 
-    async def open(self) -> None:
-        with translating("open", "", self.location):
+    async def open(self, *, is_read_only: bool) -> None:  # noqa: ARG002
+        with self.location.translating("open", ""):
             session = AioSession(profile=self.options.profile)
             session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
             session.register_component("response_parser_factory", _ParserFactory())
             client = _create_client(session, self.options, self.location)
             self.client = await self._exit_stack.enter_async_context(client)
             await self.signer.find(session)
-        self.pools = Pools(self.options, _ca_file(session))
-        self._exit_stack.callback(self.pools.close)
+        self.connect(_ca_file(session))
         events = self.client.meta.events
         events.register("provide-client-params.s3", AddStanding(self.standing))
         for operation in ("PutObject", "UploadPart"):
-            events.register(f"before-send.s3.{operation}", _hand_over)
+            events.register(f"before-send.s3.{operation}", hand_over)
         events.register("before-send.s3.GetObject", self._tell_of_get)
         # The SDK waits for "100 Continue" without any timeout (rule R14), and sending a body in vain is cheaper than a
         # round trip for each one that is accepted.
@@ -101,7 +97,7 @@ class S3Session:
 
     async def close(self) -> None:
         self.signer.close()
-        await self._exit_stack.aclose()
+        await super().close()
         self.client = None
 
     def match(self, etag: str) -> dict[str, str]:
@@ -113,10 +109,6 @@ class S3Session:
         if (found := await self.signer.credentials()) is None:
             raise botocore.exceptions.NoCredentialsError
         return found
-
-    def name(self, key: str, operation: str) -> str:
-        """Return the name of an object in its bucket. Raises StoreError for a key that could lead out of the root."""
-        return self.location.root + check_key(key, operation)
 
     def _tell_of_get(self, request: AWSPreparedRequest, **_: object) -> None:
         self.on_get(request.url, request.headers)
@@ -151,7 +143,7 @@ class S3Session:
             parameters["Key"] = self.name(key, operation)
         with (
             self._heeding(),
-            translating(operation, key or about, self.location, unmet=unmet(parameters)),
+            self.location.translating(operation, key or about, unmet(parameters)),
         ):
             await self.signer.credentials()  # otherwise the SDK would ask for them once per request
             request = getattr(self.client, operation)
@@ -172,14 +164,6 @@ class S3Session:
 def _say_versions(bucket: str) -> None:
     """Warn once in this process."""
     logger.warning("bucket_keeps_versions bucket=%s; %s", bucket, KEEPS_VERSIONS)
-
-
-async def _hand_over(request: AWSPreparedRequest, **_: object) -> AWSResponse | None:
-    """Answer in place of the SDK's HTTP client. None lets the SDK send the request itself, through aiohttp."""
-    body, url = request.body, request.url
-    return (
-        None if not isinstance(body, SdkBody) or has_proxy(url) else await body.answer(url, request.headers)
-    )
 
 
 def _create_client(session: AioSession, options: StoreOptions, location: S3Location) -> Any:

@@ -1,6 +1,6 @@
 """Files published on a web server, `https://host/folder`: read-only, and nothing can be listed.
 
-Small objects are read through aiohttp, which handles proxies. Ranges are read by our own threads, as those of
+Small objects are read through aiohttp. Ranges are read by our own threads, as those of
 every store, from the address that the server's redirects lead to. No request has credentials or cookies, so any host
 may be redirected to. The answer's own status and headers tell a server that serves ranges
 from one that answers with the whole file, whose bytes are never taken for the range.
@@ -31,10 +31,11 @@ from ckpt_async.errors import (
 )
 from ckpt_async.stores.checks import check_key
 from ckpt_async.stores.http.answers import LargeBodyError, body_of, session_for
-from ckpt_async.stores.http.connections import has_proxy, proxy_url, trusted_for
+from ckpt_async.stores.http.connections import trusted_for
 from ckpt_async.stores.http.downloads import NO_HEADERS, Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
-from ckpt_async.stores.http.messages import OtherRangeError, Response, range_total, total_of_range
+from ckpt_async.stores.http.messages import OtherRangeError, Response, total_of_range
+from ckpt_async.stores.http.proxies import proxy_url
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.interface import (
     REQUEST_TIMEOUT_S,
@@ -82,19 +83,12 @@ class WebStore(WholeObjects):
     no_parts_reason = FailureReason.AUTH
 
     def __init__(self, url: str, options: StoreOptions, *, ca_file: str | None) -> None:
-        self._url, self._options, self._ca_file = url, options, ca_file
+        super().__init__(url, _CAPABILITIES)
+        self._options, self._ca_file = options, ca_file
         self._root = _sendable(url.removesuffix("/")) + "/"
         self._session: aiohttp.ClientSession | None = None
         self._downloads: Downloads | None = None
         self._traffic = Traffic()
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return _CAPABILITIES
 
     def moved(self) -> Moved | None:
         return self._traffic.read()
@@ -142,8 +136,6 @@ class WebStore(WholeObjects):
         if size_bytes == 0:
             return await self.head(key)  # HTTP cannot express an empty range
         url = self._address(key, "get")
-        if has_proxy(self._root):
-            return await self._get_range_slowly(key, offset, size_bytes, sink)
         assert self._downloads is not None, "open() first"
         found: list[ObjectInfo] = []
 
@@ -245,24 +237,6 @@ class WebStore(WholeObjects):
             return ObjectNotFoundError(operation=operation, key=key)
         reason = FailureReason.OTHER if status == 416 else reason_of_status(status)
         return StoreError(f"the server answered {status}", reason=reason, operation=operation, key=key)
-
-    async def _get_range_slowly(self, key: str, offset: int, size_bytes: int, sink: Sink) -> ObjectInfo:
-        """Read a range through a proxy."""
-        asked = {"Range": f"bytes={offset}-{offset + size_bytes - 1}"}
-        with telling_failures_of(sink) as guarded, self._translating("get", key):
-            async with self._ask("GET", self._address(key, "get"), asked) as answer:
-                self._check(answer, "get", key)
-                _check_partial(answer.status, answer.headers.get("content-length"), key, offset, size_bytes)
-                total = range_total(
-                    answer.status,
-                    answer.headers.get("Content-Range"),
-                    answer.content_length or 0,
-                    offset,
-                    size_bytes,
-                )
-                async for piece in answer.content.iter_any():
-                    guarded(memoryview(piece))
-                return _info(key, answer.headers, total)
 
     @contextlib.contextmanager
     def _translating(self, operation: str, key: str) -> Iterator[None]:

@@ -1,4 +1,6 @@
-"""A store in this process's memory, for tests: exact about conditions, checksums and multipart uploads.
+"""`memory://name`, a store in this process's memory: exact about conditions, checksums and multipart uploads.
+
+`tests/registered` registers it, as another package would register a kind of store of its own.
 
 Every request yields to the event loop once and never sleeps. It injects no faults: wrap it for that.
 """
@@ -10,7 +12,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_async.core.model import Checksum
@@ -22,7 +24,8 @@ from ckpt_async.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from ckpt_async.stores.bodies import collected
+from ckpt_async.stores.backend import Backend, Location
+from ckpt_async.stores.bodies import LocalWriter, check_complete
 from ckpt_async.stores.checks import check_key, check_prefix, check_size
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import (
@@ -42,6 +45,7 @@ from ckpt_async.stores.interface import (
     StoredPart,
 )
 from ckpt_async.stores.one_by_one import put_one_by_one
+from ckpt_async.stores.options import StoreOptions
 
 # Small, so that tests notice whether a caller stops after the first page.
 PAGE_KEYS = 2
@@ -114,8 +118,8 @@ class MemoryStore:
     async def open(
         self,
         *,
-        is_read_only: bool = False,  # noqa: ARG002
-        request_timeout_s: float = REQUEST_TIMEOUT_S,  # noqa: ARG002
+        is_read_only: bool = False,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> None:
         await asyncio.sleep(0)
 
@@ -357,6 +361,25 @@ class MemoryStore:
         return _info(key, stored)
 
 
+async def collected(body: Body) -> bytes:
+    """Return the whole body, collected in the calling thread: for small bodies in stores that use no threads."""
+    data = bytearray()
+    writer = _Collector(data.extend)
+    body.send(writer)
+    check_complete(body, len(data))
+    await asyncio.sleep(writer.held_s)
+    return bytes(data)
+
+
+class _Collector(LocalWriter):
+    """A collector that waits afterwards: a bandwidth cap's wait counts from now, however long earlier ones took."""
+
+    held_s = 0.0
+
+    def wait(self, duration_s: float) -> None:
+        self.held_s = max(self.held_s, duration_s)
+
+
 async def _receive(body: Body, checksum: Checksum, operation: str, key: str) -> bytes:
     """Take in the whole body, then yield once: a request cancelled there has changed nothing."""
     data = await collected(body)
@@ -372,3 +395,16 @@ def _etag(data: bytes) -> str:
 
 def _info(key: str, stored: _Object) -> ObjectInfo:
     return ObjectInfo(key, len(stored.data), stored.etag, stored.checksum, stored.last_modified)
+
+
+class MemoryBackend(Backend):
+    schemes = ("memory",)
+    example = "memory://name"
+
+    def open(
+        self, location: Location, options: StoreOptions, url: str, env: Mapping[str, str]
+    ) -> MemoryStore:
+        return MemoryStore(shared_bucket(location.bucket), prefix=location.prefix, url=url)
+
+
+BACKEND = MemoryBackend()
