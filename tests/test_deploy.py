@@ -538,8 +538,8 @@ def test_a_sidecar_needs_only_a_trainers_permissions(
     """The sidecar has the trainer's role and finishes what the trainer left. It must not try anything that the role
     denies: no listing of multipart uploads, no pruning, no deletion. Its command line is the manifest's.
     """
-    folder = tmp_path / "folder"
-    trainers.die(folder, "memory://test", 1, 2, sealed=(1,))
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/remote"
+    trainers.die(folder, remote, 1, 2, sealed=(1,))
     store = Recorded()
     monkeypatch.setattr("ckpt_async.transfer.patient.open_store", lambda *_, **__: store)
     monkeypatch.setenv("CKPT_ASYNC_REMOTE_RETENTION", "last=1")  # the trainer's
@@ -550,13 +550,13 @@ def test_a_sidecar_needs_only_a_trainers_permissions(
     )
     assert arguments[1:4] == ["/checkpoints", "--interval", "60"]
     assert arguments[arguments.index("--only-remote") + 1] == "$(REMOTE)"
-    given = [each.replace("$(REMOTE)", "memory://test") for each in arguments]
+    given = [each.replace("$(REMOTE)", remote) for each in arguments]
     once = ["sweep", str(folder), *given[4 : given.index("--metrics-port")]]
     assert cli.main(once) == 0
     assert store.keys(keys.DECISIONS) == [keys.decision_key(CheckpointId(1, step)) for step in (1, 2)]
     assert ("put", keys.receipt_key(CheckpointId(1, 1), 0)) in store.requests
     assert refused("trainer", store.requests) == []
-    for refused_with in (["--keep", "last=1"], ["--remote", "memory://test"], ["--verify"]):
+    for refused_with in (["--keep", "last=1"], ["--remote", remote], ["--verify"]):
         assert cli.main([*once, *refused_with]) == 2
 
 

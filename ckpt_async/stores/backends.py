@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -106,8 +107,11 @@ def backend_of(url: str) -> Backend:
     raise SettingsError(f"{scheme}:// is not a known kind of store", hint=hint)
 
 
+@cache
 def _registered(scheme: str) -> Backend | None:
-    """Return the backend that another package has registered for `scheme`, if any."""
+    """Return the backend that another package has registered for `scheme`, if any. Looks once: it reads the metadata
+    of all installed packages.
+    """
     for entry in metadata.entry_points(group=ENTRY_POINTS, name=scheme):
         try:
             backend = entry.load()

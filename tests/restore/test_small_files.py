@@ -592,4 +592,4 @@ def test_proxy_settings_are_not_looked_up_per_file(
 
     monkeypatch.setattr(connections, "proxy_url", noted)
     assert is_whole(restore.fetch(checkpoint, tmp_path / "there"), FILES)
-    assert 1 <= len(looked) <= NUM // 2  # once for each connection
+    assert 1 <= len(looked) <= 3  # one of them is for the lease

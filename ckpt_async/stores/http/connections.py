@@ -103,6 +103,7 @@ class Connections:
         self._is_closing_idle = False  # whether the loop will call _close_old
         self._is_closed = False
         self._usual_bytes_per_s, self._num_told = 0.0, 0
+        self._proxies: dict[str, str] = {}  # for each origin: a look-up searches the whole environment
 
     def close(self) -> None:
         """Close the idle connections now, and those in use when their requests end. Does not block."""
@@ -171,7 +172,10 @@ class Connections:
             made = self._over_tls(url.hostname, url.port or 443)
         else:
             made = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=self._connect_timeout_s)
-        if proxy := proxy_url(f"{url.scheme}://{url.netloc}"):
+        origin = f"{url.scheme}://{url.netloc}"
+        if (proxy := self._proxies.get(origin)) is None:
+            proxy = self._proxies[origin] = proxy_url(origin)
+        if proxy:
             send_through(proxy, made, url)
         return made
 
