@@ -64,7 +64,7 @@ class Way:
 class Ours(Way):
     def __init__(self, work: Work, **options: Any) -> None:
         super().__init__(work)
-        from ckpt_async.saver import CheckpointSaver
+        from ckpt_async import CheckpointSaver
         from ckpt_async.stores import StoreOptions
 
         self.saver = CheckpointSaver(

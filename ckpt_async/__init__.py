@@ -1,6 +1,6 @@
 """Asynchronous upload and lifecycle manager for training checkpoints.
 
-    from ckpt_async import Uploader
+    from ckpt_async import CheckpointSaver, Uploader  # CheckpointSaver needs torch
 
     with Uploader("checkpoints", "s3://bucket/prefix/run-a", num_checkpoints_to_keep=3) as uploader:
         shard = f"checkpoints/step-100/rank-{uploader.rank}.pt"
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         UploadFailedError,
     )
     from ckpt_async.events import Event
+    from ckpt_async.saver import CheckpointSaver, Timestamp
     from ckpt_async.stores import StoreOptions
     from ckpt_async.sweep.sweeper import Sweeper
     from ckpt_async.trainer.plain import PlainUploader
@@ -83,6 +84,7 @@ __all__ = [
     "CheckpointConflictError",
     "CheckpointGoneError",
     "CheckpointRefusedError",
+    "CheckpointSaver",
     "CkptAsyncError",
     "CommitTimeoutError",
     "DamagedCheckpointError",
@@ -119,6 +121,7 @@ __all__ = [
     "StoreError",
     "StoreOptions",
     "Sweeper",
+    "Timestamp",
     "UnknownKindError",
     "UnknownVersionError",
     "UnreliableReadError",
@@ -129,6 +132,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointSaver": "saver",
     "Event": "events",
     "JsonFormatter": "core.json_log",
     "PlainUploader": "trainer.plain",
@@ -136,6 +140,7 @@ _HOMES = {
     "Settings": "core.settings",
     "StoreOptions": "stores",
     "Sweeper": "sweep.sweeper",
+    "Timestamp": "saver",
 }
 
 
@@ -145,3 +150,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     return getattr(import_module(f"ckpt_async.{_HOMES.get(name, 'errors')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

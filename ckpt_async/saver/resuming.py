@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import ckpt_async.torch as ckpt
-from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async import restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointConflictError, FormatError, NoUsableCheckpointError
@@ -24,7 +24,9 @@ from ckpt_async.saver.local_only import LocalOnly, refuse_beside_local
 from ckpt_async.saver.resuming_here import ResumingHere, agree_on_launch
 from ckpt_async.saver.saving import What
 from ckpt_async.saver.timestamp import Timestamp
+from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
+from ckpt_async.trainer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt_async import StoreOptions
 from ckpt_async.core import arguments, launch
 from ckpt_async.errors import CkptAsyncError, SettingsError, UploaderClosedError
 from ckpt_async.restore import Checkpoint
@@ -30,6 +29,7 @@ from ckpt_async.saver.schedule import Due, Interval, Past
 from ckpt_async.saver.signals import on_signals, watch
 from ckpt_async.saver.timestamp import Event, Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint
+from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import rank_and_world_size
 from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S

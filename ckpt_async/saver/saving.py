@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_async.torch as ckpt
-from ckpt_async import Uploader
 from ckpt_async.core.retention import EPHEMERAL
 from ckpt_async.errors import (
     CheckpointAbortedError,
@@ -38,6 +37,7 @@ from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint, Writer
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
 from ckpt_async.torch.loadable import LoadCheck
+from ckpt_async.trainer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
 

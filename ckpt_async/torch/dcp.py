@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt_async import StoreOptions, Uploader, restore
+from ckpt_async import restore
 from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import (
@@ -39,6 +39,7 @@ from ckpt_async.errors import (
 from ckpt_async.restore import Checkpoint, Peer
 from ckpt_async.restore.fetching import use_newest
 from ckpt_async.restore.session import MAX_CONCURRENT_READS
+from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import run_on_one, sendable
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
@@ -46,6 +47,7 @@ from ckpt_async.torch.plain import Allow
 from ckpt_async.torch.snapshot import SnapshotBuffers
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.validation import ValidationFunction
+from ckpt_async.trainer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ckpt_async import Uploader
 from ckpt_async.core import naming
 from ckpt_async.errors import SettingsError
 from ckpt_async.formats.dcp_files import METADATA
 from ckpt_async.torch.agreement import sendable
 from ckpt_async.torch.snapshot import SnapshotBuffers
+from ckpt_async.trainer.uploader import Uploader
 
 
 class FolderWriter(FileSystemWriter):

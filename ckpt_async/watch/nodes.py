@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import FencedError, InvalidRecordError
 from ckpt_async.formats import Identity, Tree, is_late
 from ckpt_async.formats.checks import LATE_RANK_S
+from ckpt_async.trainer.uploader import Uploader
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
 from ckpt_async.watch.disk import sample

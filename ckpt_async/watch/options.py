@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_async import StoreOptions
 from ckpt_async.formats import Rules
+from ckpt_async.stores import StoreOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.refusal import Refusal
@@ -27,6 +26,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.formats import Tree, files_of
 from ckpt_async.local.settings_file import load_settings
+from ckpt_async.trainer.uploader import Uploader
 from ckpt_async.watch import earlier, ending, plan
 from ckpt_async.watch.announcement import Announcement
 from ckpt_async.watch.earlier import Earlier
