@@ -1,4 +1,4 @@
-"""The scripts of docs/how-to.md run as they stand, and go on when they are started again. Only the remote is replaced."""
+"""The scripts of docs/how-to.md run as they stand, and go on when they are started again. Only the URL is replaced."""
 
 import os
 import re

@@ -63,26 +63,15 @@ def test_the_readme_works_as_written(tmp_path: Path) -> None:
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout + done.stderr
 
-    quick_start, uploader, resume = (
+    (quick_start,) = (
         block.replace("file:///tmp", f"file://{tmp_path}/store")
         for block in blocks(ROOT / "README.md", "python")
     )
-    for block in (quick_start, uploader, resume):
-        assert f"file://{tmp_path}/store/run-" in block
+    assert f"file://{tmp_path}/store/run-" in quick_start
     told = run(sys.executable, "-c", quick_start.replace("range(first, 301)", "range(first, 251)"))
     assert "nothing was ever saved here" in told, "the URL may be mistyped"
     told = run(sys.executable, "-c", quick_start + "\nassert first == 251, first")  # resumed
-    told += run(sys.executable, "-c", uploader)
     assert not told, "nothing is said where nothing is wrong"
-    run(sys.executable, "-c", resume + "\nassert report.paths and checkpoint.step == 300")
-    together = blocks(ROOT / "docs/restore.md", "python")[1].replace(
-        "file:///tmp", f"file://{tmp_path}/store"
-    )
-    run(
-        sys.executable,
-        "-c",
-        together + "\nassert found is not None and list(found[1].paths) == ['rank-0.pt']",
-    )
     ran = {}
     for arguments in commands(ROOT / "README.md"):
         made = [

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         default="s3",
         help="a server, or a folder",
     )
+    parser.add_argument("--remote", metavar="URL", help="a place of your own, as in s3://bucket/prefix/demo")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--keep", metavar="DIR", help="work in DIR and leave everything there")
     parser.add_argument("--steps", type=int, default=16)
@@ -83,7 +85,10 @@ def main(argv: list[str] | None = None) -> int:
             work.mkdir(parents=True, exist_ok=True)
         else:
             work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-async-demo-")))
-        remote, environment = stack.enter_context(_store(options.store, work))
+        if options.remote:
+            remote, environment = f"{options.remote.rstrip('/')}/{uuid.uuid4().hex[:12]}", {}
+        else:
+            remote, environment = stack.enter_context(_store(options.store, work))
         os.environ.update(environment)  # for the check at the end too
         config = Config(
             work=str(work),

@@ -73,6 +73,12 @@ async def keys(store, prefix: str = "", **options) -> list[str]:
     return [each.key for each in (await store.list(prefix, **options)).objects]
 
 
+def given_remote(scheme: str) -> str:
+    """Return a place in the bucket that `./dev cloud` was given, or "": then a server is started on this machine."""
+    remote = os.environ.get("CKPT_TESTS_REMOTE", "")
+    return f"{remote}/{uuid.uuid4().hex}" if remote.startswith(f"{scheme}://") else ""
+
+
 class StoreTests:
     """Promises that every store keeps."""
 
@@ -813,10 +819,13 @@ class TestWebdavStore(FsspecTests):
 
 
 class TestS3Store(MultipartTests):
-    """Runs against SeaweedFS, or against what `./dev stores` has chosen."""
+    """Runs against SeaweedFS, or against what `./dev stores` has chosen, or `./dev cloud` was given."""
 
     @pytest.fixture
-    def make_store(self, s3_url, request):
+    def make_store(self, request):
+        if remote := given_remote("s3"):
+            return functools.partial(open_store, remote)
+        s3_url = request.getfixturevalue("s3_url")
         if (why := FAULTS[chosen()].get(request.node.originalname)) is not None:
             request.applymarker(pytest.mark.xfail(reason=why, strict=True))
         return functools.partial(open_store, f"{s3_url}/run")
@@ -900,6 +909,9 @@ class TestAzureAsDocumented(AzureTests):
 
     @pytest.fixture
     def make_store(self):
+        if remote := given_remote("az"):
+            yield functools.partial(open_store, remote)
+            return
         with AzurePeer() as peer:
             yield functools.partial(open_store, "az://ckpt/run", env=peer.environment())
 
@@ -963,7 +975,10 @@ class TestGcsStore(MultipartTests):
     test_parts_of_another_object = test_a_part_of_another_object_that_has_changed_is_refused = None
 
     @pytest.fixture
-    def make_store(self, gcs_peer):
+    def make_store(self, request):
+        if remote := given_remote("gs"):
+            return functools.partial(open_store, remote)
+        gcs_peer = request.getfixturevalue("gcs_peer")
         url = f"gs://{gcs_peer.bucket}/{uuid.uuid4().hex}"
         return functools.partial(open_store, url, StoreOptions(endpoint_url=gcs_peer.url))
 
