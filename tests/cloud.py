@@ -16,7 +16,10 @@ CLASSES = {"s3": "TestS3Store", "gs": "TestGcsStore", "az": "TestAzureAsDocument
 def main(url: str) -> int:
     scheme = url.partition("://")[0]
     if scheme not in CLASSES:
-        print(f"{url!r} is no bucket: URL is one of {', '.join(f'{each}://…' for each in CLASSES)}", file=sys.stderr)
+        print(
+            f"{url!r} is no bucket: URL is one of {', '.join(f'{each}://…' for each in CLASSES)}",
+            file=sys.stderr,
+        )
         return 2
     remote = url.rstrip("/")
     tests = f"tests/stores/test_conformance.py::{CLASSES[scheme]}"

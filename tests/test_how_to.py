@@ -27,7 +27,9 @@ class Scripts:
         script = script.replace("range(first, 301)", f"range(first, {last + 1})")
         (self._place / "train.py").write_text(script + then)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        environment = {name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL", name)}
+        environment = {
+            name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL", name)
+        }
         done = subprocess.run(
             [sys.executable, *(torchrun if num_ranks else []), "train.py"],
             cwd=self._place,

@@ -40,12 +40,16 @@ def main() -> int:
     run(*uv, "build", "-q", "--out-dir", DIST, cwd=ROOT)
     (wheel,) = DIST.glob("*.whl")
     (sdist,) = DIST.glob("*.tar.gz")
-    version = re.search(r'^__version__ = "(.*)"$', (ROOT / "ckpt_async/__init__.py").read_text(), re.MULTILINE)
+    version = re.search(
+        r'^__version__ = "(.*)"$', (ROOT / "ckpt_async/__init__.py").read_text(), re.MULTILINE
+    )
     assert version is not None
     assert wheel.name == f"ckpt_async-{version[1]}-py3-none-any.whl"
     packed = zipfile.ZipFile(wheel).namelist()
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "ckpt_async").rglob("*.py")}
-    assert there == {name for name in packed if name.endswith(".py")}, "the wheel lacks modules, or has others"
+    assert there == {name for name in packed if name.endswith(".py")}, (
+        "the wheel lacks modules, or has others"
+    )
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         run(*uv, "venv", "-q", place / "venv", "--python", sys.executable)
@@ -64,7 +68,9 @@ def main() -> int:
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
-    env = {name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL|PYTHONPATH", name)}
+    env = {
+        name: text for name, text in os.environ.items() if not re.match("RANK|WORLD|LOCAL|PYTHONPATH", name)
+    }
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

@@ -13,6 +13,7 @@ Remote, relative to the run's root (`s3://bucket/prefix/run-a`):
     .ckpt-async/decisions/<g:06d>-<step:012d>.json           LIST order is checkpoint order
     .ckpt-async/latest.json
     .ckpt-async/target.json                                  what all ranks send next, where uploads fall behind
+    .ckpt-async/copy.json                                    create-once: an unfinished copy of another run
     .ckpt-async/boundary.json                                which old decisions have been collected
     .ckpt-async/leases/<g:06d>-<step:012d>/<reader>.json     readers, with expiry
     .ckpt-async/damaged/<g:06d>-<step:012d>.json             committed, but found to be unreadable
@@ -55,7 +56,9 @@ DAMAGED = f"{PRIVATE}/damaged/"
 CLAIMS = f"{PRIVATE}/claims/"
 PROBES = f"{PRIVATE}/probe/"
 BOUNDARY = f"{PRIVATE}/boundary.json"
+COPY = f"{PRIVATE}/copy.json"
 LATEST = f"{PRIVATE}/latest.json"
+TEMPORARY = f"{PRIVATE}/tmp/"  # noqa: S108 - of a folder as a store
 RESERVE = f"{PRIVATE}/tmp/reserve"  # noqa: S108 - a key; of a folder: space to prune in
 TARGET = f"{PRIVATE}/target.json"
 KINDS = "kinds/"

@@ -286,6 +286,15 @@ def decode_claim(data: bytes, key: str) -> Claim:
     return claim
 
 
+def encode_copy(source: str, nonce: str) -> bytes:
+    return _encode("copy", {"source": source, "nonce": nonce})
+
+
+def decode_copy(data: bytes) -> str:
+    """Return the URL of the run that is being copied."""
+    return _str(_decode("copy", data, MAX_RECORD_SIZE_BYTES), "source")
+
+
 def encode_generation(generation: Generation) -> bytes:
     fields = _fields_of(generation, "launch_key", "world_size", "host", "nonce", "claimed_at")
     return _encode("generation", {"generation": generation.number, **fields})

@@ -16,8 +16,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,0 +1,280 @@
+"""Copies a run to another place, perhaps in another kind of store: the decisions that show its checkpoints come last.
+
+Nothing is shown there before all of it is there: readers see no checkpoint until its decision exists, and those are
+written when every shard and receipt has been stored and verified. `copy.json` marks the copy as unfinished, so that one
+that was interrupted goes on, and nothing else is ever mixed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_async import threads
+from ckpt_async.core import keys, records
+from ckpt_async.core.model import CheckpointId, Decision, Outcome
+from ckpt_async.core.settings import Settings
+from ckpt_async.errors import (
+    CheckpointGoneError,
+    DamagedCheckpointError,
+    DestinationError,
+    InvalidRecordError,
+    ObjectNotFoundError,
+)
+from ckpt_async.local.links import identity_of
+from ckpt_async.protocol import steps
+from ckpt_async.protocol.cas import create_once, read, read_record
+from ckpt_async.protocol.kinds import kinds_below
+from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, checkpoint_of
+from ckpt_async.restore.fetching import FetchOptions, fetch_as
+from ckpt_async.restore.session import PATIENCE_S, Session, session
+from ckpt_async.stores import StoreOptions
+from ckpt_async.threads import in_thread
+from ckpt_async.transfer.patient import PatientStore, connect
+from ckpt_async.transfer.source import Source
+from ckpt_async.transfer.together import all_or_none, both
+from ckpt_async.transfer.upload import upload
+
+logger = logging.getLogger(__name__)
+
+# What is on this node's disk at a time: twice this, or two files if they are larger.
+BATCH_BYTES, BATCH_FILES = 1 << 30, 64
+
+
+@dataclass(slots=True)
+class CopyReport:
+    """What `copy` has done. `skipped` are damaged or pruned checkpoints of the source, with the reasons."""
+
+    copied: list[CheckpointId] = field(default_factory=list)
+    skipped: dict[CheckpointId, str] = field(default_factory=dict)
+    size_bytes: int = 0
+
+
+def copy(
+    source: str,
+    destination: str,
+    *,
+    steps: Collection[int] | None = None,
+    place: str | os.PathLike[str] | None = None,
+    store_options: StoreOptions | None = None,
+    destination_options: StoreOptions | None = None,
+    on_copied: Callable[[Checkpoint], None] = lambda _: None,
+) -> CopyReport:
+    """Copy the committed checkpoints of a run, with all its kinds, or only those of these `steps`.
+
+    The bytes pass through this node: a few files at a time are fetched below `place` (default: the temporary folder),
+    verified by their checksums, and uploaded. The copy has the same names, generations, metrics and pins; a launch that
+    goes on in it gets a newer generation. Copies under exact keys (`publish`) and events are not copied.
+
+    `destination` must be empty, or hold an unfinished copy of `source`, which goes on where it stopped. On return all
+    of it is committed there. Beside a running trainer, what it commits later is not copied.
+
+    Blocks. `on_copied` is called for each checkpoint that is stored, which readers see only in the end. Raises
+    DestinationError if something else is in `destination`, ObjectNotFoundError if `source` has no such checkpoint,
+    NoSpaceError if `place` is too small for two files, StoreError if a store cannot be reached.
+    """
+    options = destination_options or store_options
+
+    async def work() -> CopyReport:
+        report = CopyReport()
+        to = connect(destination, options, Settings())
+        try:
+            await to.open(PATIENCE_S)
+            began = await _begin(to, source)
+            async with session(source, store_options) as opened:
+                kinds = ["", *await kinds_below(opened.store)]
+            whole = {}
+            for kind in kinds:
+                async with _opened(keys.kind_remote(destination, kind), options) as there:
+                    one = _Copy(
+                        keys.kind_remote(source, kind), store_options, there, place, on_copied, report
+                    )
+                    whole[kind] = await one.checkpoints(steps, may_be_there=began)
+            if not report.copied:
+                what = "" if steps is None else f" of step {', '.join(map(str, sorted(steps)))}"
+                raise ObjectNotFoundError(f"{source} has no committed checkpoint{what}", key=keys.DECISIONS)
+            for kind in kinds:
+                async with (
+                    session(keys.kind_remote(source, kind), store_options) as opened,
+                    _opened(keys.kind_remote(destination, kind), options) as there,
+                ):
+                    await _show(opened.store, there, whole[kind])
+            await to.delete([keys.COPY])
+        finally:
+            await to.close()
+        return report
+
+    return threads.run(work())
+
+
+@contextlib.asynccontextmanager
+async def _opened(remote: str, options: StoreOptions | None) -> AsyncIterator[PatientStore]:
+    store = connect(remote, options, Settings())
+    try:
+        await store.open(PATIENCE_S)
+        yield store
+    finally:
+        await store.close()
+
+
+async def _begin(store: PatientStore, source: str) -> bool:
+    """Mark a place as an unfinished copy of this source. Return whether an earlier call has done so."""
+    there = await read_record(store, keys.COPY, records.decode_copy)
+    if there is None:
+        listing = await store.list("")
+        if others := [
+            each.key for each in listing.objects if not each.key.startswith((keys.PROBES, keys.TEMPORARY))
+        ]:
+            raise DestinationError(
+                f"{store.url} is not empty: it has {others[0]}",
+                hint="copy to a prefix below which there is nothing",
+            )
+        ours = records.encode_copy(source, uuid.uuid4().hex)
+        made = await create_once(store, keys.COPY, ours)
+        if made == ours:
+            return False
+        there = records.decode_copy(made), ""
+    if there[0] != source:
+        raise DestinationError(
+            f"{store.url} holds an unfinished copy of {there[0]}, not of {source}",
+            hint="copy to another place, or delete that copy first",
+        )
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The copy of one run, or of one kind of it, into an open store."""
+
+    source: str
+    options: StoreOptions | None
+    to: PatientStore
+    place: str | os.PathLike[str] | None
+    on_copied: Callable[[Checkpoint], None]
+    report: CopyReport
+
+    async def checkpoints(self, steps: Collection[int] | None, *, may_be_there: bool) -> list[Decision]:
+        """Copy shards and receipts, oldest checkpoint first. Return the decisions on those that are whole there."""
+        whole = []
+        async with session(self.source, self.options) as opened:
+            for decision in await _committed(opened.store, steps):
+                try:
+                    await self._one(opened, decision, may_be_there=may_be_there)
+                except (DamagedCheckpointError, CheckpointGoneError, InvalidRecordError) as error:
+                    self.report.skipped[decision.checkpoint] = str(error)
+                else:
+                    whole.append(decision)
+        return whole
+
+    async def _one(self, opened: Session, decision: Decision, *, may_be_there: bool) -> None:
+        ranks = range(decision.world_size)
+        receipts = await all_or_none(steps.bound_receipt(opened.store, decision, rank) for rank in ranks)
+        checkpoint = checkpoint_of(decision, receipts, self.source, self.options, ())
+        files = list(checkpoint.files.values())
+        if may_be_there:
+            are_there = await all_or_none(self._is_there(each) for each in files)
+            files = [each for each, is_there in zip(files, are_there, strict=True) if not is_there]
+        with tempfile.TemporaryDirectory(prefix="ckpt-async-copy-", dir=self.place) as folder:
+            await self._files(checkpoint, list(batches(files)), folder)
+        for rank in ranks:  # their bytes, because the decision has their checksums
+            key = keys.receipt_key(decision.checkpoint, rank)
+            data, _ = await opened.store.get(key, max_size_bytes=records.MAX_RECEIPT_SIZE_BYTES)
+            await create_once(self.to, key, data)
+        self.report.copied.append(decision.checkpoint)
+        self.report.size_bytes += checkpoint.size_bytes
+        self.on_copied(checkpoint)
+
+    async def _is_there(self, file: RemoteFile) -> bool:
+        try:
+            info = await self.to.head(file.key)
+        except ObjectNotFoundError:
+            return False
+        return (
+            info.size_bytes == file.size_bytes
+            and info.checksum is not None
+            and info.checksum == file.checksum
+        )
+
+    async def _files(self, checkpoint: Checkpoint, todo: Sequence[Sequence[RemoteFile]], folder: str) -> None:
+        """Copy one batch after the other, and fetch the next one while one is uploaded."""
+
+        async def fetched(number: int) -> Mapping[str, Path]:
+            if number == len(todo):
+                return {}
+            names = [glob.escape(each.name) for each in todo[number]]
+            where = FetchOptions(destination=f"{folder}/{number}", files=names)
+            return (await in_thread(fetch_as, checkpoint, where)).paths
+
+        paths = await fetched(0)
+        for number, batch in enumerate(todo):
+            paths, _ = await both(fetched(number + 1), self._send(batch, paths))
+            shutil.rmtree(f"{folder}/{number}")
+
+    async def _send(self, batch: Sequence[RemoteFile], paths: Mapping[str, Path]) -> None:
+        await all_or_none(self._upload(each, paths[each.name]) for each in batch)
+
+    async def _upload(self, file: RemoteFile, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        source = Source(descriptor, identity_of(os.fstat(descriptor)), str(path))
+        try:
+            await upload(
+                self.to,
+                source,
+                file.key,
+                smallest_part_bytes=Settings().part_size_bytes,
+                resume=None,
+                opened=lambda _: None,
+                sent=lambda _: None,
+            )
+        finally:
+            source.close()
+
+
+def batches(files: Iterable[RemoteFile]) -> Iterator[list[RemoteFile]]:
+    """Cut files into batches of at most BATCH_BYTES and BATCH_FILES; a larger file is one of its own. Pure."""
+    batch: list[RemoteFile] = []
+    for file in files:
+        if batch and (
+            len(batch) == BATCH_FILES
+            or sum(each.size_bytes for each in batch) + file.size_bytes > BATCH_BYTES
+        ):
+            yield batch
+            batch = []
+        batch.append(file)
+    if batch:
+        yield batch
+
+
+async def _committed(store: PatientStore, wanted: Collection[int] | None) -> list[Decision]:
+    known: steps.KnownDecisions = {}
+    for error in await steps.read_decisions(store, await store.list(keys.DECISIONS), known):
+        logger.warning("record_unreadable error=%s; its checkpoint is not copied", error)
+    boundary = await steps.read_boundary(store)
+    found = [
+        decision
+        for _, decision in known.values()
+        if decision.outcome is Outcome.COMMIT
+        and not boundary.voids(decision.checkpoint)
+        and (wanted is None or decision.checkpoint.step in wanted)
+    ]
+    return sorted(found, key=lambda each: each.checkpoint)
+
+
+async def _show(source: PatientStore, to: PatientStore, whole: Sequence[Decision]) -> None:
+    """Make checkpoints visible, oldest first; before, the generations, so that a launch there gets a newer one."""
+    if not whole:
+        return
+    for each in (await source.list(keys.GENERATIONS)).objects:
+        if (there := await read(source, each.key)) is not None:
+            await create_once(to, each.key, there[0])
+    for decision in whole:
+        await create_once(to, keys.decision_key(decision.checkpoint), records.encode_decision(decision))
+    await steps.move_latest(to, whole[-1].checkpoint, whole[-1].name)
