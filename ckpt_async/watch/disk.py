@@ -1,6 +1,6 @@
 """Reads a folder into a `Tree`.
 
-Nothing is written, no symbolic link is followed, and what disappears during a look counts as absent.
+Nothing is written, no symbolic link is followed, and what disappears during a scan counts as absent.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Listing:
 
 
 class Disk:
-    """One folder that is looked at repeatedly; the content of files that have not changed is not read twice."""
+    """One folder that is scanned repeatedly; the content of files that have not changed is not read twice."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,8 +97,8 @@ class Disk:
         self._known_bytes = 0
         self._memo: dict[tuple[str, str, Identity], Any] = {}
 
-    def look(self) -> Tree:
-        """Return a consistent look at the folder.
+    def scan(self) -> Tree:
+        """Return a consistent scan of the folder.
 
         No folder was changed while it was read, or else its change time says so.
         """
@@ -126,7 +126,7 @@ class Disk:
         )
 
     def is_so(self, paths: Iterable[str], tree: Tree) -> bool:
-        """Return whether these files are still as that look saw them, so that what was read of them since is theirs."""
+        """Return whether these files are still as that scan saw them, so that what was read of them since is theirs."""
         with contextlib.suppress(OSError):
             return all(identity_of((self.folder / each).lstat()) == tree.files[each] for each in paths)
         return False
@@ -207,7 +207,7 @@ class Disk:
                         break
                     data += more
                 if identity_of(os.fstat(descriptor)) != identity:
-                    return b""  # it is being written; the next look sees the result
+                    return b""  # it is being written; the next scan sees the result
             finally:
                 os.close(descriptor)
             if len(data) <= _MAX_REMEMBERED_BYTES:

@@ -144,7 +144,7 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
 
 
 class VanishedError(Exception):
-    """A file disappeared or changed while it was being linked; the next look decides.
+    """A file disappeared or changed while it was being linked; the next scan decides.
 
     `gone` is the path of a removed one.
     """
@@ -285,7 +285,7 @@ class Entries:
     def there_before(self, paths: Iterable[str], tree: Tree, began_ns: int) -> Mapping[str, Identity]:
         """Return those of the paths that were there before the first watcher of this folder was started, at `began_ns`.
 
-        The first call, at the first look, decides; later launches read what it found.
+        The first call, at the first scan, decides; later launches read what it found.
         """
         path = self.place / "first.json"
         if not path.exists():

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # How often the work that cannot wait is done while we wait for the store.
 EVERY_S = 0.5
-# After a look at the folder, the trainer has the core and the disk to itself for this many times as long.
+# After a scan, the trainer has the core and the disk to itself for this many times as long.
 REST = 4.0
 
 

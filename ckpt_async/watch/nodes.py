@@ -53,7 +53,7 @@ class Nodes:
         self._rules = options.rules
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step, with when; not handed in yet
         self._known: set[int] = set()  # every announced step
-        self._next_look_at = self._next_look_at_all = 0.0
+        self._next_listen_at = self._next_listen_at_all = 0.0
         self._newest_ns = 0  # the newest mark that was announced
         self._ended_at: float | None = None
         self.awaited: list[int] = []  # at the end: nodes that may still announce something
@@ -76,13 +76,13 @@ class Nodes:
             return
         self._uploader.check_takes(keys.MAX_STEP)
         now = time.monotonic()
-        if now < self._next_look_at:
+        if now < self._next_listen_at:
             return
-        self._next_look_at = now + self._num_nodes / LOOKS_PER_S
+        self._next_listen_at = now + self._num_nodes / LOOKS_PER_S
         self.check_newest()
         after = -1
-        if len(self._known) < NUM_LATE or now >= self._next_look_at_all:
-            self._next_look_at_all = now + ALL_S
+        if len(self._known) < NUM_LATE or now >= self._next_listen_at_all:
+            self._next_listen_at_all = now + ALL_S
         else:
             after = sorted(self._known)[-NUM_LATE] - 1
         for id_, told in self._remote.announced(self.generation, after, self._known):
@@ -247,7 +247,7 @@ class Nodes:
         try:
             return self._entries.stage(entry, self._entries.source)
         except VanishedError as error:
-            logger.info("vanished path=%s: %s; looking again", announced.path, error)
+            logger.info("vanished path=%s: %s; scanning again", announced.path, error)
             return None
 
     def let_go(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
@@ -274,7 +274,7 @@ class Nodes:
             self._ended_at = now
         self.awaited = sorted({*range(self._num_nodes)} - self._remote.ended(self.generation))
         if not self.awaited:
-            self._next_look_at = 0.0
+            self._next_listen_at = 0.0
             # Hear what was announced before the last of them ended.
             self.listen()
             return not self._heard

@@ -174,7 +174,7 @@ class Teller:
                 self._count(Refused(path, Refusal.UNREADABLE, reason))
 
     def end(self) -> None:
-        """Refuse what cannot be read now; called when no further look will follow."""
+        """Refuse what cannot be read now; called when no further scan will follow."""
         for path, reason in self.unreadable.items():
             self._count(Refused(path, Refusal.UNREADABLE, reason))
 

@@ -1,4 +1,4 @@
-"""The watcher: looks at a folder periodically and hands complete checkpoints to an `Uploader`."""
+"""The watcher: scans a folder periodically and hands complete checkpoints to an `Uploader`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from ckpt_async.watch.earlier import Earlier
 from ckpt_async.watch.ending import Ending
 from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.lock import FolderLock
-from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin, keep_on
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
@@ -41,6 +40,7 @@ from ckpt_async.watch.recognise import Same, samples_of, there, with_sums
 from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.room import Room
+from ckpt_async.watch.scanner import FolderScanner
 from ckpt_async.watch.telling import Report, Teller, Told
 from ckpt_async.watch.wake import Waker
 
@@ -69,7 +69,7 @@ class Watcher:
         self.waker = Waker() if waker is None else waker
         self._teller = Teller(tell)
         self._room = self.entries.room = Room(options.folder, place)
-        self._lookout = Lookout(options, self.entries, self._teller, self.waker, self._room)
+        self._scanner = FolderScanner(options, self.entries, self._teller, self.waker, self._room)
         self._attempts: Counter[int] = Counter()
         self._uploader: Uploader | None = None
         self._remote: Remote | None = None
@@ -85,7 +85,7 @@ class Watcher:
 
         With `is_once`, end as soon as everything that is complete is committed. Raises whatever keeps the watcher
         from working; nothing is lost then, because the next launch continues. `again` is called with the error first,
-        and the folder is still looked at for as many seconds as it returns.
+        and the folder is still scanned for as many seconds as it returns.
         """
         self._stopping = stopping
         self._ending = Ending(stopping, self.options.drain_timeout_s)
@@ -104,7 +104,7 @@ class Watcher:
             try:
                 self._open_while_linking()
                 if self.options.is_once:
-                    self._num_there_before = self.entries.num_committed_in(self._lookout.tree)
+                    self._num_there_before = self.entries.num_committed_in(self._scanner.tree)
                 self.entries.bind()
                 self._work()
                 if self._is_cut_short:
@@ -117,7 +117,7 @@ class Watcher:
                 close_s = 0.0
                 raise
             except Exception as error:
-                keep_on(self._lookout.look_and_take, again(error), stopping)
+                keep_on(self._scanner.scan_and_take, again(error), stopping)
                 raise
             finally:
                 self._end(close_s)
@@ -144,14 +144,14 @@ class Watcher:
             ending.callback(self._refusals.close, at_once=close_s == 0.0)
             ending.callback(self._close, close_s)
             ending.callback(self._teller.end)
-            ending.callback(self._lookout.end)
+            ending.callback(self._scanner.end)
 
     # --- a launch of the run --------------------------------------------------------------------------------
 
     def _open_while_linking(self) -> None:
-        """Open the remote on another thread and keep looking at the folder: the store may be slow or unreachable."""
+        """Open the remote on another thread and keep scanning the folder: the store may be slow or unreachable."""
         opened = begin(self._open, "ckpt-async-open")
-        self._lookout.look_and_take()
+        self._scanner.scan_and_take()
         attend(opened, self._go_on)
         assert self._remote is not None
         self._remote.meanwhile = self._go_on
@@ -162,14 +162,14 @@ class Watcher:
 
         Raises OutOfTimeError once the watcher has to stop waiting, too.
         """
-        self._lookout.look_and_take()
+        self._scanner.scan_and_take()
         has_nothing = self._nodes is None and not self._has_left()
         if (has_nothing and self._stopping.is_set()) or self._stopping.is_over(self.options.drain_timeout_s):
             raise OutOfTimeError
         self._ending.tell(self._waits_for)
 
     def _has_left(self) -> bool:
-        return bool(self._lookout.num_left or self.entries.open())
+        return bool(self._scanner.num_left or self.entries.open())
 
     def _open(self) -> None:
         """Begin a new generation of the run, which also finishes what earlier ones had sealed."""
@@ -227,7 +227,7 @@ class Watcher:
             # When stopping, checkpoints that only another node can continue are left to the next launch.
             left = [each for each in self.entries.open() if not (was_stopping and plan.awaits_others(each))]
             assert self._nodes is not None
-            is_idle = is_whole and not (left or self._lookout.num_left or self._nodes.has_heard)
+            is_idle = is_whole and not (left or self._scanner.num_left or self._nodes.has_heard)
             if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
                 return
             if self._stopping.is_over(self.options.drain_timeout_s):
@@ -237,12 +237,12 @@ class Watcher:
             soon_s = max(0.1, self.options.rules.settle_s / 2)
             pause_s = self.options.interval_s if is_idle and not was_stopping else soon_s
             # With thousands of files, judging them may take longer than listing them.
-            took_s = max(self._lookout.took_s, time.thread_time() - began_s)
+            took_s = max(self._scanner.took_s, time.thread_time() - began_s)
             self.waker.wait(min(pause_s, self.options.interval_s), rest_s=REST * took_s)
 
     def _waits_for(self) -> str:
         left = self.entries.open()
-        if not left and self._lookout.num_left:
+        if not left and self._scanner.num_left:
             return "recently written files to stop changing"
         if self._uploader is None or self._nodes is None:
             return ending.parts({}, [each.step for each in left], is_open=False)
@@ -252,24 +252,24 @@ class Watcher:
         return _decision_on(left, self._uploader)
 
     def _round(self) -> None:
-        self._lookout.look()
-        self._lookout.review()
-        self._lookout.take()
+        self._scanner.scan()
+        self._scanner.review()
+        self._scanner.take()
         self._learn()
         if self.options.num_nodes == 1:
             earlier.release_followed(self.entries)
         assert self._nodes is not None
         self._nodes.listen()
         self._hand_over()
-        self._nodes.follow(self._lookout.tree, self._hand_in, self._cannot_follow)
+        self._nodes.follow(self._scanner.tree, self._hand_in, self._cannot_follow)
         self._nodes.let_go(self._teller.refuse)
-        _retire(self.options, self.entries, self._lookout.tree)
-        self.entries.forget_gone(self._lookout.tree)
+        _retire(self.options, self.entries, self._scanner.tree)
+        self.entries.forget_gone(self._scanner.tree)
 
     def _hand_over(self) -> None:
         assert self._uploader is not None
         assert self._remote is not None
-        now_ns, settle_s = self._lookout.tree.now_ns, self.options.rules.settle_s
+        now_ns, settle_s = self._scanner.tree.now_ns, self.options.rules.settle_s
         for due in plan.due(self.entries.all.values(), now_ns, settle_s):
             entry = due
             handed = [each for each in self.entries.open() if each.state is State.HANDED]
@@ -282,7 +282,7 @@ class Watcher:
                 self.entries.drop(entry)
                 continue
             if entry.says_sums and not entry.is_checked:
-                if not self._lookout.is_whole(entry, self._go_on):
+                if not self._scanner.is_whole(entry, self._go_on):
                     continue
                 entry = self.entries.note_checked(entry)
             known = self.entries.all.values()

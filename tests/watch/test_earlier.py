@@ -22,7 +22,7 @@ from ckpt_async.watch.options import Options
 from ckpt_async.watch.telling import HELD_UP_S, Teller
 from tests.dcp_metadata import metadata_of
 from tests.watch.conftest import Watching, hashes
-from tests.watch.looking import Place as Looking
+from tests.watch.scanning import Place as Scanning
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -112,22 +112,22 @@ def test_what_holds_up_all_that_follows_is_told_once(caplog: pytest.LogCaptureFi
 def test_what_another_node_had_announced_is_taken_anew_if_it_is_whole_here(
     tmp_path: Path, is_whole: bool
 ) -> None:
-    looking = Looking(tmp_path)
-    here = looking.folder / "step-20"
+    scanning = Scanning(tmp_path)
+    here = scanning.folder / "step-20"
     here.mkdir()
     for name in RANKS if is_whole else RANKS[1:]:
         (here / name).write_bytes(os.urandom(400))
     (here / ".metadata").write_bytes(metadata_of(dict.fromkeys(RANKS, 400)))
-    lookout = looking.lookout(Rules())
-    lookout.look()
-    known = replace(entry(), files=lookout.tree.files, is_followed=True)
-    looking.entries.stage(known, looking.folder)
-    looking.entries.put(replace(known, generation=1))
-    release_followed(looking.entries)
-    lookout.look_and_take()
-    looking.waker.close()
-    assert [each.is_followed for each in looking.entries.open()] == ([False] if is_whole else [])
-    assert is_whole or "names files that are not here" in looking.teller.incomplete["step-20"]
+    scanner = scanning.scanner(Rules())
+    scanner.scan()
+    known = replace(entry(), files=scanner.tree.files, is_followed=True)
+    scanning.entries.stage(known, scanning.folder)
+    scanning.entries.put(replace(known, generation=1))
+    release_followed(scanning.entries)
+    scanner.scan_and_take()
+    scanning.waker.close()
+    assert [each.is_followed for each in scanning.entries.open()] == ([False] if is_whole else [])
+    assert is_whole or "names files that are not here" in scanning.teller.incomplete["step-20"]
 
 
 # --- from two nodes to one, and to three ---------------------------------------------------------------------

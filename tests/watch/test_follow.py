@@ -72,18 +72,18 @@ def test_what_a_node_cannot_look_at_is_waited_for_and_never_left_out(
     store = Store("model.pt", "optim/state.bin")
     handed, given_up = list[Entry](), list[str]()
 
-    def look(*, is_late: bool = False) -> None:
+    def scan(*, is_late: bool = False) -> None:
         monkeypatch.setattr(of_nodes, "WHOLE_S", 0.0 if is_late else 60.0)
-        nodes.follow(Disk(out).look(), handed.append, lambda _, reason: given_up.append(reason))
+        nodes.follow(Disk(out).scan(), handed.append, lambda _, reason: given_up.append(reason))
 
     for is_healed in (True, False):
         nodes = Nodes(options, entries, cast(Uploader, store), cast(Remote, store))
         nodes.listen()
         is_closed[0] = True
-        look()
+        scan()
         assert (handed, given_up, nodes.has_heard) == ([], [], True)
         is_closed[0] = not is_healed
-        look(is_late=True)
+        scan(is_late=True)
         assert not nodes.has_heard
         if is_healed:
             (entry,) = handed
@@ -122,7 +122,7 @@ def follow(
     nodes.listen()
     told = list[str | list[str]]()
     nodes.follow(
-        *(Disk(out).look(), lambda entry: told.append(sorted(entry.shards.values()))),
+        *(Disk(out).scan(), lambda entry: told.append(sorted(entry.shards.values()))),
         lambda _, reason: told.append(reason),
     )
     (answer,) = told

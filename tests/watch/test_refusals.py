@@ -29,7 +29,7 @@ from ckpt_async.watch.telling import UNREADABLE_S, Teller, Told
 from ckpt_async.watch.watcher import Watcher
 from tests.events.receiver import free_port, receiving, wait_until
 from tests.watch.conftest import Place, counts, save
-from tests.watch.looking import Place as Looking
+from tests.watch.scanning import Place as Scanning
 from tests.watch.trees import torch_zip
 
 pytestmark = pytest.mark.timeout(90)
@@ -281,24 +281,24 @@ def test_what_is_changed_in_place_while_it_is_uploaded_is_told_only_if_that_has_
     tmp_path: Path, is_committed: bool
 ) -> None:
     """Its bytes may have been sent before its trainer saved again to the same place."""
-    looking = Looking(tmp_path)
-    here = looking.folder / "step-1"
+    scanning = Scanning(tmp_path)
+    here = scanning.folder / "step-1"
     here.mkdir()
     for name in ("model", "DONE"):
         (here / name).write_bytes(b"x")
-    lookout = looking.lookout(Rules(done="DONE"))
-    lookout.look_and_take()
-    (entry,) = looking.entries.open()
+    scanner = scanning.scanner(Rules(done="DONE"))
+    scanner.scan_and_take()
+    (entry,) = scanning.entries.open()
     handed = replace(entry, state=State.HANDED, generation=1)
-    looking.entries.put(handed)
+    scanning.entries.put(handed)
     (here / "model").write_bytes(b"of the next save")
     for _ in range(2):
-        lookout.look()
-        lookout.review()
-    looking.waker.close()
-    assert looking.told == [], "nobody knows yet"
+        scanner.scan()
+        scanner.review()
+    scanning.waker.close()
+    assert scanning.told == [], "nobody knows yet"
     if is_committed:
-        looking.teller.settled("committed", handed)
-    looking.teller.refuse(handed, Refusal.GIVEN_UP, "why")
+        scanning.teller.settled("committed", handed)
+    scanning.teller.refuse(handed, Refusal.GIVEN_UP, "why")
     events = ["committed", "refused"] if is_committed else ["changed", "refused"]
-    assert looking.told == [(event, "step-1") for event in events]
+    assert scanning.told == [(event, "step-1") for event in events]

@@ -20,7 +20,7 @@ def is_woken(waker: Waker) -> bool:
 
 
 def follow(waker: Waker, folder: Path) -> None:
-    waker.follow(folder, Disk(folder).look().folders_below(""))
+    waker.follow(folder, Disk(folder).scan().folders_below(""))
 
 
 def settle(waker: Waker) -> None:
@@ -96,7 +96,7 @@ def test_a_new_folder_is_looked_at_once_more(tmp_path: Path) -> None:
     follow(waker, tmp_path)
     settle(waker)
     (tmp_path / "new").mkdir()
-    tree = Disk(tmp_path).look()
+    tree = Disk(tmp_path).scan()
     (tmp_path / "new/DONE").touch()
     settle(waker)
     waker.follow(tmp_path, tree.folders_below(""))

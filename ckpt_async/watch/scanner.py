@@ -1,4 +1,4 @@
-"""Looks at the watched folder, and stages the complete checkpoints. Nothing here waits for the store."""
+"""Scans the watched folder, and stages the complete checkpoints. Nothing here waits for the store."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class _Lacking:
     is_mixed: bool = False
 
 
-class Lookout:
-    """Looks at one folder. Its calls block, and it is not thread-safe.
+class FolderScanner:
+    """Scans one folder. Its calls block, and it is not thread-safe.
 
-    `num_left` counts what is complete, or nearly so, and not staged yet. `took_s` is how long the newest look took.
+    `num_left` counts what is complete, or nearly so, and not staged yet. `took_s` is how long the newest scan took.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Lookout:
         self._options, self._entries, self._room, self._clock = options, entries, room, clock
         self._teller, self._waker = teller, waker
         self._disk = Disk(options.folder)
-        self._began_ns, self._has_looked = time.time_ns(), False
+        self._began_ns, self._has_scanned = time.time_ns(), False
         self._first: Mapping[str, Identity] | None = (
-            None  # plain files that were there before; None: not looked yet
+            None  # plain files that were there before; None: not scanned yet
         )
         # By path: with its mark, and incomplete all the same; and those of which a file was seen to be deleted.
         self._lacking: dict[str, _Lacking] = {}
@@ -82,17 +82,17 @@ class Lookout:
         self._late_since: dict[tuple[int, str], float] = {}  # by entry number and file
         self._late: dict[int, tuple[Entry, str]] = {}  # by entry number: the reason
         self.num_left, self.took_s = 0, 0.0
-        self.tree = Tree({}, lambda *_: b"")  # the newest look
+        self.tree = Tree({}, lambda *_: b"")  # the newest scan
 
-    def look(self) -> None:
+    def scan(self) -> None:
         began_s = time.monotonic()
-        self.tree = self._disk.look()
+        self.tree = self._disk.scan()
         self._waker.follow(self._options.folder, self.tree.folders_below(""))
         self.took_s = time.monotonic() - began_s
 
-    def look_and_take(self) -> None:
+    def scan_and_take(self) -> None:
         """Do what cannot wait for the store."""
-        self.look()
+        self.scan()
         self.take()
 
     def review(self) -> None:
@@ -104,7 +104,7 @@ class Lookout:
                 if changed and not entry.is_copied:
                     self._teller.note_changed(entry, changed)
             elif not self._entries.is_intact(entry) or (is_fetched and not entry.generation):
-                self._entries.drop(entry)  # the next look decides
+                self._entries.drop(entry)  # the next scan decides
                 logger.info("changed_while_settling path=%s", entry.path)
 
     def take(self) -> None:
@@ -129,7 +129,7 @@ class Lookout:
                 self._withdraw(found)
                 self._teller.refuse(found, verdict.refusal, verdict.reason)
             elif verdict.refusal is not None:
-                self.num_left += 1  # judged by data written since this look
+                self.num_left += 1  # judged by data written since this scan
             elif verdict.take:
                 self._tell_of_left_out(found)
                 self._lacking.pop(found.path, None)  # it is whole by now
@@ -140,7 +140,7 @@ class Lookout:
         self._tell_of_late(late)
         self._tell_of_removed({each.path for each in candidates})
         self._tell_of_unknown(candidates)
-        self._has_looked = True
+        self._has_scanned = True
         self._make_room()
 
     def _wanted(self, candidates: list[Found]) -> list[Found]:
@@ -269,7 +269,7 @@ class Lookout:
             self._teller.say("special_left_out", path, what)
 
     def end(self) -> None:
-        """Report what is still open; called when no further look will follow."""
+        """Report what is still open; called when no further scan will follow."""
         for entry, reason in self._late.values():
             self._teller.leave_out(entry, reason)
         for each in self._lacking.values():
@@ -291,7 +291,7 @@ class Lookout:
         try:
             entry = entry_of(found, self.tree, self._entries.next_number(), expected=expected)
             sent = [each for each in self._entries.of_path(found.path) if each.generation]
-            is_doubtful = not (self._has_looked and sent)
+            is_doubtful = not (self._has_scanned and sent)
             entry = replace(entry, is_plain=is_plain, is_doubtful=is_doubtful)
             entry = self._entries.stage(entry, self._options.folder)
         except VanishedError as error:
@@ -321,7 +321,7 @@ class Lookout:
                 self._entries.drop(entry)
 
     def is_whole(self, entry: Entry, meanwhile: Callable[[], None]) -> bool:
-        """Return whether a torch.save file has the checksums that it records; if not, drop the entry and look again.
+        """Return whether a torch.save file has the checksums that it records; if not, drop the entry and scan again.
 
         The end of the file proves nothing if an earlier file was overwritten, or if a download writes the end first.
         """
@@ -329,7 +329,7 @@ class Lookout:
         staged = self._entries.staged(entry) / shard
         wrong = attend(begin(lambda: wrong_record(staged), "ckpt-async-check"), meanwhile)
         if self._entries.all.get(entry.number) != entry or not self._entries.is_intact(entry):
-            return False  # the next look decides
+            return False  # the next scan decides
         if wrong:
             before, version = self._unwhole.get(entry.path), entry.files[entry.path]
             reason = (
@@ -339,7 +339,7 @@ class Lookout:
             logger.info("unwhole path=%s: %s", entry.path, reason)
             self._unwhole[entry.path] = _Unwhole(version, reason, self._clock(), is_final=before is not None)
             self._entries.drop(entry)
-            self.num_left += 1  # the next look decides about it
+            self.num_left += 1  # the next scan decides about it
         return not wrong
 
     def _is_unwhole(self, found: Found) -> bool:
