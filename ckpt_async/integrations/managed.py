@@ -45,7 +45,7 @@ OPEN_KIND_S = 20.0
 _OF_THE_RUN = frozenset({"kind", "latest_filename", "composer_symlink", "remote_retention"})
 
 
-class HeldUploader:
+class ManagedUploader:
     """The uploader of one trainer: either its own, opened when training starts and closed when it ends, or a lent one.
 
     The trainer's own uploader is opened with `on_error="warn"` unless told otherwise: failures after the start then
@@ -76,7 +76,7 @@ class HeldUploader:
         self._has_raised = False
         self._has_handed_over = False  # in this launch
         self._launch: str | None = None  # what all ranks call this launch
-        self._kinds: dict[str, HeldUploader] = {}
+        self._kinds: dict[str, ManagedUploader] = {}
         # Of a further kind, which is opened on a thread of its own, beside training.
         self._opening: Future[Uploader] | None = None
 
@@ -84,7 +84,7 @@ class HeldUploader:
     def has_kinds(self) -> bool:
         return not self._is_lent
 
-    def of_kind(self, kind: str) -> HeldUploader | None:
+    def of_kind(self, kind: str) -> ManagedUploader | None:
         """Return the uploader of a further kind, open and with the same settings; None, which is logged, if it cannot
         be opened now: in warn mode that does not end training. Only if this one is not lent.
 
@@ -93,15 +93,15 @@ class HeldUploader:
         """
         uploader = self.uploader
         assert uploader is not None
-        if (held := self._kinds.get(kind)) is None:
+        if (managed := self._kinds.get(kind)) is None:
             settings = {name: value for name, value in self._settings.items() if name not in _OF_THE_RUN}
             own = self._settings.get("kind")
             settings["kind"] = cut_kind(f"{own}-{kind}") if own else kind
-            held = self._kinds[kind] = HeldUploader(self.remote, None, self._close_timeout_s, settings)
-        is_open = held.uploader is not None or held._open_meanwhile(
+            managed = self._kinds[kind] = ManagedUploader(self.remote, None, self._close_timeout_s, settings)
+        is_open = managed.uploader is not None or managed._open_in_background(
             uploader.folder, uploader.rank, uploader.world_size, self._launch
         )
-        return held if is_open else None
+        return managed if is_open else None
 
     def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
         """Open the uploader for a start of training, or check that the lent one fits.
@@ -129,7 +129,7 @@ class HeldUploader:
         settings = {"rank": rank, "world_size": world_size, "launch_id": launch, **self._settings}
         return partial(Uploader, folder, self.remote, **settings)
 
-    def _open_meanwhile(
+    def _open_in_background(
         self, folder: str | os.PathLike[str], rank: int, world_size: int, launch: str | None
     ) -> bool:
         """Return whether it is open, after OPEN_KIND_S at most. In warn mode, failures are logged."""
