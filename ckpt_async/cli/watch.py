@@ -27,9 +27,9 @@ from ckpt_async.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.formats import FORMATS, Rules
 from ckpt_async.local.journals import watcher_state
 from ckpt_async.stores import folder_of, parse_url
-from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
-from ckpt_async.watch.meanwhile import Stop
+from ckpt_async.watch.background import Stop
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.supervisor import GRACE_S, SAME_S, supervise
 from ckpt_async.watch.telling import Report, Told
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace) -> int:
     environment = dict(os.environ)
     new_watcher = partial(_watcher, options, environment)
     try:
-        status, report, error = run_beside(options.argv, environment, new_watcher, options.grace)
+        status, report, error = supervise(options.argv, environment, new_watcher, options.grace)
     except OSError as problem:
         text = f"ckpt-async: {options.argv[0]!r} cannot be started: {problem.strerror}"
         say(text, "not_started", level=logging.ERROR)

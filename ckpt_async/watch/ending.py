@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_async.core.units import age, named
-from ckpt_async.watch.meanwhile import Stop
+from ckpt_async.watch.background import Stop
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from ckpt_async.errors import StoreError
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.watch import plan
+from ckpt_async.watch.background import OutOfTimeError
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State
-from ckpt_async.watch.meanwhile import OutOfTimeError
 from ckpt_async.watch.remote import Remote
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from ckpt_async.threads import LoopThread
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.watch.announcement import Announcement
-from ckpt_async.watch.meanwhile import attend
+from ckpt_async.watch.background import attend
 
 T = TypeVar("T")
 
@@ -36,7 +36,9 @@ class Remote:
     """A run in the store. Opening it raises whatever keeps the run from being read."""
 
     def __init__(self, url: str, options: StoreOptions | None, settings: Settings, *, writes: bool) -> None:
-        self.meanwhile: Callable[[], None] = lambda: None  # called periodically while waiting for an answer
+        self.while_waiting: Callable[[], None] = lambda: (
+            None
+        )  # called periodically while waiting for an answer
         self._bulk = connect(url, options, settings)
         self._thread = LoopThread("ckpt-async-watch", asyncio.new_event_loop())
         with contextlib.ExitStack() as opened:
@@ -49,13 +51,13 @@ class Remote:
         """Run a coroutine with the store, and wait for its end."""
         answer = self._thread.begin(work(self._bulk.answering_within(ANSWER_TIMEOUT_S)))
         try:
-            return attend(answer, self.meanwhile)
+            return attend(answer, self.while_waiting)
         except BaseException:
             answer.cancel()
             raise
 
     def close(self) -> None:
-        self.meanwhile = lambda: None
+        self.while_waiting = lambda: None
         self._opened.close()
 
     # --- between nodes -------------------------------------------------------------------------------------

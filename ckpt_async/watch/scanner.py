@@ -12,9 +12,9 @@ from ckpt_async.core.units import few
 from ckpt_async.formats import Found, Identity, Tree, find, not_taken
 from ckpt_async.local.zip_records import wrong_record
 from ckpt_async.watch import plan
+from ckpt_async.watch.background import attend, begin
 from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
-from ckpt_async.watch.meanwhile import attend, begin
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.room import Room, held_only_by
 from ckpt_async.watch.telling import Teller
@@ -320,14 +320,14 @@ class FolderScanner:
             if is_new and not there.isdisjoint(entry.files.items()):
                 self._entries.drop(entry)
 
-    def is_whole(self, entry: Entry, meanwhile: Callable[[], None]) -> bool:
+    def is_whole(self, entry: Entry, while_waiting: Callable[[], None]) -> bool:
         """Return whether a torch.save file has the checksums that it records; if not, drop the entry and scan again.
 
         The end of the file proves nothing if an earlier file was overwritten, or if a download writes the end first.
         """
         (shard,) = entry.shards.values()
         staged = self._entries.staged(entry) / shard
-        wrong = attend(begin(lambda: wrong_record(staged), "ckpt-async-check"), meanwhile)
+        wrong = attend(begin(lambda: wrong_record(staged), "ckpt-async-check"), while_waiting)
         if self._entries.all.get(entry.number) != entry or not self._entries.is_intact(entry):
             return False  # the next scan decides
         if wrong:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
-from ckpt_async.watch.meanwhile import Stop
+from ckpt_async.watch.background import Stop
 from ckpt_async.watch.telling import Report
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
@@ -35,7 +35,7 @@ GRACE_S = 10.0
 SAME_S = 1.0
 
 
-def run_beside(
+def supervise(
     command: Sequence[str],
     environment: Mapping[str, str],
     new_watcher: Callable[[Waker], Watcher],

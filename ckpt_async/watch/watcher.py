@@ -29,11 +29,11 @@ from ckpt_async.formats import Tree, files_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.watch import earlier, ending, plan
 from ckpt_async.watch.announcement import Announcement
+from ckpt_async.watch.background import REST, OutOfTimeError, Stop, attend, begin, keep_on
 from ckpt_async.watch.earlier import Earlier
 from ckpt_async.watch.ending import Ending
 from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.lock import FolderLock
-from ckpt_async.watch.meanwhile import REST, OutOfTimeError, Stop, attend, begin, keep_on
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.recognise import Same, samples_of, there, with_sums
@@ -154,7 +154,7 @@ class Watcher:
         self._scanner.scan_and_take()
         attend(opened, self._go_on)
         assert self._remote is not None
-        self._remote.meanwhile = self._go_on
+        self._remote.while_waiting = self._go_on
         earlier.refuse_lost(self.entries, self._remote, self._settle_refused)
 
     def _go_on(self) -> None:

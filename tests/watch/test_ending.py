@@ -3,8 +3,8 @@
 import pytest
 
 from ckpt_async.watch import ending
+from ckpt_async.watch.background import Stop
 from ckpt_async.watch.ending import EVERY_S, QUIET_S, Ending
-from ckpt_async.watch.meanwhile import Stop
 
 
 class At(Stop):

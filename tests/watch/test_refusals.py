@@ -20,8 +20,8 @@ from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
 from ckpt_async.events.telling import refused
 from ckpt_async.formats import Rules
 from ckpt_async.local.outbox import OwnOutbox
+from ckpt_async.watch.background import Stop
 from ckpt_async.watch.entries import Entries, Entry, State
-from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.refusals import Refusals
 from ckpt_async.watch.remote import Remote

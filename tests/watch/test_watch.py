@@ -25,8 +25,8 @@ from ckpt_async.errors import NoJournalError
 from ckpt_async.formats import Found, Rules, Tree
 from ckpt_async.monitor import status
 from ckpt_async.watch import watcher
-from ckpt_async.watch.beside import SAME_S
-from ckpt_async.watch.meanwhile import REST
+from ckpt_async.watch.background import REST
+from ckpt_async.watch.supervisor import SAME_S
 from ckpt_async.watch.wake import Waker
 from tests.dcp_metadata import metadata_of
 from tests.watch.conftest import BEING_UPLOADED_S, LIMIT_S, Place, hashes, save
