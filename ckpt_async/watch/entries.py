@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckpt_async import private
 from ckpt_async.core import errnos
-from ckpt_async.core.model import without_slash
+from ckpt_async.core.model import CheckpointId, without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
 from ckpt_async.formats import Found, Identity, Tree
@@ -76,13 +76,15 @@ class Entry:
     tensors: Mapping[str, int] = field(default_factory=dict)
     mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: unknown
     is_checked: bool = False  # its bytes match the checksums that it records
-    # By shard: CRC-32s of a few blocks of the largest files, and the checksums of everything in the store.
-    # Entries with equal checksums are the same checkpoint under any name, even once it has been pruned. Empty
-    # if unknown.
-    samples: Mapping[str, int] = field(default_factory=dict)
+    # By shard: the checksums of everything in the store; empty if unknown. Entries with equal checksums are the
+    # same checkpoint under any name, even once it has been pruned.
     sums: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1  # how many there were when it was found
     is_plain: bool = False  # a file that was taken only because its name has a number
+
+    @property
+    def id(self) -> CheckpointId:
+        return CheckpointId(self.generation, self.step)
 
     @property
     def says_sums(self) -> bool:

@@ -251,16 +251,19 @@ class Nodes:
             return None
 
     def let_go(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
-        """Drop what was announced in an earlier launch and is not in this one, once a later save is.
+        """Drop what was announced in a previous launch and is not in this one, once a later save is, or if this node is
+        alone now.
 
-        A node announces its saves in their order, after a restart too: the one that had the mark gave it up, or was
-        replaced.
+        A node announces its saves in their order, after a restart too: the one that had the marker gave it up, or was
+        replaced. The next scan takes it anew if this node has all of it.
         """
         heard = {(each.path, each.step, each.marked_ns) for each, _ in self._heard.values()}
         for entry in [each for each in self._entries.open() if plan.awaits_others(each)]:
-            if entry.told_ns < self._newest_ns and (entry.path, entry.step, entry.told_ns) not in heard:
+            is_late = entry.told_ns < self._newest_ns and (entry.path, entry.step, entry.told_ns) not in heard
+            if is_late or self._num_nodes == 1:
                 self._entries.drop(entry)
-                refuse(entry, Refusal.INCOMPLETE, "no node announces it any more")
+                # Without its number, which may be given out again.
+                refuse(replace(entry, number=0), Refusal.INCOMPLETE, "no node announces it any more")
 
     def is_over(self) -> bool:
         """Return whether no node, including this one, will announce anything more."""

@@ -198,21 +198,14 @@ def has_no_step(entry: Entry) -> bool:
 
 
 def akin(entry: Entry, known: Collection[Entry], generation: int) -> list[Entry]:
-    """Return the entries of other paths that may be the same checkpoint, whatever their names say about steps.
+    """Return the entries of other paths that it may be a copy of, since their files have the same names and sizes.
 
-    Their files have the same names and sizes, and the same sampled blocks where both were sampled. Where they were
-    not, only few are worth reading.
+    There are none if its step is the next one: then it is what its trainer has saved, and nothing more is read.
     """
-    sizes, any_step = _sizes(entry), has_no_step(entry)
-    may_be_copy = is_perhaps_copy(entry, known, generation)
-
-    def is_alike(other: Entry) -> bool:
-        if entry.samples and other.samples:
-            return entry.samples == other.samples
-        return may_be_copy and (any_step or other.step == entry.step)
-
+    if not is_perhaps_copy(entry, known, generation):
+        return []
     others = (each for each in originals(known) if each.path != entry.path and each.is_alive)
-    return [each for each in others if is_alike(each) and _sizes(each) == sizes]
+    return [each for each in others if _sizes(each) == _sizes(entry)]
 
 
 def originals(known: Iterable[Entry]) -> list[Entry]:

@@ -19,15 +19,10 @@ from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.watch import plan
 from ckpt_async.watch.background import OutOfTimeError
-from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.remote import Remote
 
 T = TypeVar("T")
-
-# Blocks of this many of a checkpoint's largest files are sampled: enough to tell two saves of one trainer
-# apart.
-NUM_SAMPLED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +45,6 @@ class Same:
         )
 
 
-def samples_of(entries: Entries, entry: Entry) -> dict[str, int]:
-    """Return samples of the staged files; none if one of them cannot be read."""
-    files = zip(entry.content.items(), entry.shards.values(), strict=True)
-    largest = sorted(files, key=lambda each: (-each[0][1].size_bytes, each[0][0]))[:NUM_SAMPLED]
-    found: dict[str, int] = {}
-    for (name, _), shard in largest:
-        crc = sample(entries.staged(entry) / shard)
-        if crc is None:
-            return {}
-        found[name] = crc
-    return found
-
-
 def sums_of(files: Mapping[str, RemoteFile]) -> dict[str, str]:
     """Return the checksums of files by name; none if one of them is unknown."""
     sums = {name: each.checksum for name, each in files.items()}
@@ -80,9 +62,7 @@ def with_sums(
     """
     if num_nodes > 1:
         return outcomes
-    ids = {
-        entry.number: CheckpointId(entry.generation, entry.step) for entry, reason in outcomes if not reason
-    }
+    ids = {entry.number: entry.id for entry, reason in outcomes if not reason}
     files: Mapping[CheckpointId, Mapping[str, RemoteFile]] = {}
     with contextlib.suppress(StoreError, OutOfTimeError):
         files = remote.committed_files(ids.values()) if ids else {}
@@ -117,14 +97,13 @@ def _committed_like(remote: Remote, entry: Entry) -> list[Decision]:
 
 
 def _known_as(remote: Remote, entry: Entry, akin: Collection[Entry], compared: _Compared) -> Same | None:
-    decisions = remote.decisions([CheckpointId(each.generation, each.step) for each in akin])
+    decisions = remote.decisions([each.id for each in akin])
     for each in akin:
-        id_ = CheckpointId(each.generation, each.step)
-        decision = decisions.get(id_)
+        decision = decisions.get(each.id)
         is_there = decision is not None and decision.outcome is Outcome.COMMIT
         sums = each.sums or (sums_of(remote.files(decision)) if is_there and decision is not None else {})
         if each.content == entry.content or compared.have(sums):
-            return Same(id_, sums, is_there)
+            return Same(each.id, sums, is_there)
     return None
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from ckpt_async.formats import Rules
 from ckpt_async.watch.entries import Entries
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.reporter import Reporter
 from ckpt_async.watch.room import Room
 from ckpt_async.watch.scanner import FolderScanner
-from ckpt_async.watch.telling import Teller
 from ckpt_async.watch.wake import Waker
 
 
@@ -20,10 +20,10 @@ class Place:
         self.folder = base / "out"
         self.folder.mkdir()
         self.entries = Entries(self.folder, base / "state", "memory://")
-        self.room = self.entries.room = Room(self.folder, base / "state")
+        self.room = self.entries.room = Room(base / "state")
         self.entries.load()
         self.told: list[tuple[str, str]] = []
-        self.teller, self.waker = Teller(lambda each: self.told.append((each.event, each.path))), Waker()
+        self.reporter, self.waker = Reporter(lambda each: self.told.append((each.event, each.path))), Waker()
         self._base = base
 
     def scanner(
@@ -31,4 +31,4 @@ class Place:
     ) -> FolderScanner:
         state, lock = self._base / "state", self._base / "lock"
         options = Options(self.folder, "memory://", state, lock, rules=rules, num_nodes=num_nodes)
-        return FolderScanner(options, self.entries, self.teller, self.waker, self.room, clock=clock)
+        return FolderScanner(options, self.entries, self.reporter, self.waker, self.room, clock=clock)

@@ -253,7 +253,7 @@ def test_the_end_says_which_node_it_waits_for(nodes: Nodes) -> None:
     nodes.save(10)
     first.until_logged("announced path=step-10")
     first.process.terminate()
-    first.until_logged("watch_ending waiting_for='node 1 to hand in step 10'; ")
+    first.until_logged("watch_ending: waiting for node 1 to hand in step 10, at most ")
     assert first.process.wait(60) == 6
 
 
@@ -263,9 +263,7 @@ def test_two_watchers_that_say_they_are_the_same_node_are_told_so(nodes: Nodes, 
     copied = Nodes(tmp_path / "copied", tmp_path)
     copied.remote = nodes.remote
     try:
-        copied.watch(0).until_logged(
-            "does another watcher also use --node 0/2, or a different number of nodes?"
-        )
+        copied.watch(0).until_logged("another watcher also use --node 0/2, or a different number of nodes?")
     finally:
         copied.end()
 

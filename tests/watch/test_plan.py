@@ -66,10 +66,10 @@ def test_a_file_of_the_same_name_is_new_if_it_was_renamed_there_and_refused_if_i
 
 
 def test_what_may_be_a_copy_waits_for_what_it_may_be_a_copy_of() -> None:
-    """Of its step, or of any if its name tells none; and of its shape."""
+    """Of any step; and of its shape."""
     first = entry(1, 10, written_s=5)
     new: dict[str, Any] = {"state": State.STAGED, "generation": 0, "files": {}, "shards": {}}
-    again = replace(entry(2, 10, written_s=9), path="step-10-best", **new)
+    again = replace(entry(2, 10, written_s=9), path="step-10-best", mark_ns=9 * SECOND, **new)
     stepless = replace(entry(3, 20, written_s=20), path="best", mark_ns=20 * SECOND, **new)
     first = replace(first, files={}, shards={}, mark_ns=5 * SECOND)
     for copy in (again, stepless):
@@ -81,19 +81,9 @@ def test_what_may_be_a_copy_waits_for_what_it_may_be_a_copy_of() -> None:
         )
         assert not plan.akin(copy, [replace(first, state=State.REFUSED)], 1)
         assert not plan.akin(copy, [replace(first, files={"x": Identity(1, 1, 1)}, shards={"x": "x"})], 1)
-    assert not plan.akin(again, [replace(first, step=11)], 1)
-    assert plan.akin(stepless, [replace(first, step=11)], 1)
-
-
-def test_what_has_the_same_blocks_may_be_a_copy_whatever_the_steps_that_the_names_tell() -> None:
-    first = replace(entry(1, 10, written_s=5), samples={"": 1})
-    for step in (10, 9, 20261124):
-        copy = replace(entry(2, step, written_s=9), path="best", samples={"": 1}, generation=0)
-        copy = replace(copy, files={"best": Identity(9, 1, 1)}, shards={"best": "best"})
-        assert plan.awaits_akin(copy, [first, copy], 1)
-        assert not plan.awaits_akin(replace(copy, samples={"": 2}), [first, copy], 1), "nothing more is read"
-        assert plan.akin(copy, [replace(first, state=State.COMMITTED)], 1)
-        assert not plan.akin(copy, [replace(first, path="best")], 1), "it was saved again to the same place"
+    for copy in (again, stepless):
+        assert plan.akin(copy, [replace(first, step=11)], 1)
+    assert not plan.akin(replace(again, step=12), [replace(first, step=11)], 1), "its trainer has gone on"
 
 
 def test_what_is_committed_as_another_one_is_a_copy_of_that() -> None:

@@ -167,12 +167,12 @@ def test_what_is_saved_before_a_watcher_that_failed_is_started_again_is_linked(
     """With a wrong key, say: the trainer rotates, and fills its disk, all the same."""
     num_opened: list[int] = []
 
-    def refusing(self: Watcher) -> None:
+    def refusing(_: Watcher) -> None:
         num_opened.append(1)
         (tmp_path / "failed").touch()
         raise StoreError("no such key", reason=FailureReason.AUTH)
 
-    monkeypatch.setattr(supervisor, "AGAIN_S", 30.0)
+    monkeypatch.setattr(supervisor, "AGAIN_S", 0.2)
     monkeypatch.setattr(Watcher, "_open", refusing)
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -181,7 +181,7 @@ def test_what_is_saved_before_a_watcher_that_failed_is_started_again_is_linked(
         ["sh", "-c", ROTATING], dict(os.environ), partial(new_watcher, options), grace_s=0
     )
     assert (status, isinstance(error, StoreError)) == (0, True)
-    assert len(num_opened) == 2, "once more at the end"
+    assert len(num_opened) >= 2, "again, and once more at the end"
 
 
 # Saves three checkpoints, each when the one before is committed, and fails in its own way.

@@ -19,7 +19,7 @@ from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.watch import plan
 from ckpt_async.watch.disk import Disk, sample
 from ckpt_async.watch.entries import Entries, Entry
-from ckpt_async.watch.scanner import UNWHOLE_S
+from ckpt_async.watch.scanner import CORRUPT_S
 from tests.watch.scanning import Place
 from tests.watch.trees import safetensors, torch_zip
 
@@ -46,7 +46,7 @@ def test_what_vanishes_while_it_is_linked_is_not_taken_for_whole_later(place: Pl
         scanner.scan()
         scanner.take()
         assert not place.entries.all
-        assert place.teller.incomplete == {"step-1": "step-1/c was removed from it"}
+        assert place.reporter.incomplete == {"step-1": "step-1/c was removed from it"}
 
 
 def test_a_sample_of_a_small_file_is_all_of_it_read_once(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_format_that_is_not_known_is_named_once_for_each_folder(
 ) -> None:
     """Else its trainer would run for days, and nothing would be uploaded or said."""
     heard: list[tuple[str, Refusal]] = []
-    place.teller.on_refused = lambda each: heard.append((each.path, each.cause))
+    place.reporter.publish = lambda each: heard.append((each.path, each.cause))
 
     def write(path: str) -> None:
         (place.folder / path).parent.mkdir(exist_ok=True)
@@ -247,7 +247,7 @@ def test_what_a_downloader_has_not_finished_is_named_and_not_taken(place: Place,
     assert bool(place.entries.all) != is_unfinished
     if is_unfinished:
         named = unfinished if unfinished.suffix or unfinished.name == PARTIAL_FOLDER else unfinished.parent
-        reason = place.teller.incomplete["run/checkpoint-5"]
+        reason = place.reporter.incomplete["run/checkpoint-5"]
         assert reason.endswith(f"{named.relative_to(place.folder).as_posix()} exists")
 
 
@@ -264,7 +264,7 @@ def test_what_settles_while_it_is_fetched_on_is_not_handed_in(place: Place) -> N
     assert not place.entries.all
 
 
-def spoilt(data: bytes) -> bytes:
+def corrupt(data: bytes) -> bytes:
     at = data.index(b"\1" * 400)
     return data[:at] + b"\2" + data[at + 1 :]
 
@@ -278,8 +278,8 @@ def test_a_file_that_contradicts_its_checksums_is_read_once_more_and_then_refuse
     """The kernel's clock is coarse: the last of several quick writes may leave a file's time as it was."""
     now_s = [0.0]
     scanner, path = place.scanner(Rules(), clock=lambda: now_s[0]), place.folder / "last.ckpt"
-    path.write_bytes(spoilt(WHOLE))
-    for now_s[0] in (0.0, UNWHOLE_S):
+    path.write_bytes(corrupt(WHOLE))
+    for now_s[0] in (0.0, CORRUPT_S):
         scanner.scan_and_take()
         (entry,) = place.entries.open()
         assert not scanner.is_whole(entry, lambda: None)
@@ -287,7 +287,7 @@ def test_a_file_that_contradicts_its_checksums_is_read_once_more_and_then_refuse
         assert not place.entries.open()
         assert bool(scanner.num_left) == (now_s[0] == 0)
     assert place.told == [("refused", "last.ckpt")]
-    assert "last.ckpt is not intact: archive/data/0" in place.teller.refused["last.ckpt"]
+    assert "last.ckpt is not intact: archive/data/0" in place.reporter.refused["last.ckpt"]
     path.write_bytes(WHOLE)
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 2))
     scanner.scan_and_take()
@@ -346,7 +346,7 @@ def test_a_part_taken_before_the_other_is_dropped(place: Place, second: str) -> 
     (place.folder / second).write_bytes(torch_zip(x=1))
     scanner.scan_and_take()
     assert place.entries.open() == []
-    assert len(place.teller.refused) == 1
+    assert len(place.reporter.refused) == 1
 
 
 def test_plain_files_that_were_there_are_named(place: Place, caplog: pytest.LogCaptureFixture) -> None:
@@ -363,7 +363,7 @@ def test_another_suffix_of_torch_save_is_named(place: Place) -> None:
     scanner.scan_and_take()
     (place.folder / "checkpoint_1.pth.tar").write_bytes(torch_zip(x=1))
     scanner.scan_and_take()
-    assert "--pattern 'checkpoint_*.pth.tar'" in place.teller.unknown["."]
+    assert "--pattern 'checkpoint_*.pth.tar'" in place.reporter.unknown["."]
 
 
 def test_parts_in_a_numbered_folder_want_a_marker(place: Place) -> None:
@@ -373,5 +373,5 @@ def test_parts_in_a_numbered_folder_want_a_marker(place: Place) -> None:
     for name in ("model.pt", "optimizer.pt"):
         (place.folder / "epoch_1" / name).write_bytes(torch_zip(x=1))
     scanner.scan_and_take()
-    assert "--done DONE" in place.teller.unknown["epoch_1"]
-    assert "--pattern" not in place.teller.unknown["epoch_1"]
+    assert "--done DONE" in place.reporter.unknown["epoch_1"]
+    assert "--pattern" not in place.reporter.unknown["epoch_1"]
