@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.errors import SettingsError
-from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.managed import (
     CLOSE_TIMEOUT_S,
     DRAIN_TIMEOUT_S,
@@ -276,7 +275,7 @@ class CkptAsyncCallback(Callback):
                 continue
             self._seen[path] = written_ns
             if os.path.isdir(path):
-                files = self._files[path] = self._files_of_rank(path)
+                files = self._files[path] = self._managed.own_files(path)
                 step, name = trainer.global_step, Path(path).name
                 self._handing.hand_over(_Save(path, step, name, scores, has_weights_only, files))
             else:
@@ -294,16 +293,12 @@ class CkptAsyncCallback(Callback):
             if not os.path.isdir(path):
                 return os.stat(path).st_mtime_ns
             if path not in self._files:
-                self._files[path] = self._files_of_rank(path)
+                self._files[path] = self._managed.own_files(path)
             names = self._files[path] or os.listdir(path)
             return max((os.stat(os.path.join(path, name)).st_mtime_ns for name in names), default=0)
         except FileNotFoundError:
             self._files.pop(path, None)
             return None
-
-    def _files_of_rank(self, path: str) -> list[str]:
-        assert self._managed.uploader is not None
-        return files_of_rank(path, self._managed.uploader.rank, self._managed.uploader.world_size)
 
 
 def newest_checkpoint(

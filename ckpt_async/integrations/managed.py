@@ -29,6 +29,7 @@ from ckpt_async.errors import (
     SettingsError,
     UploadFailedError,
 )
+from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class ManagedUploader:
         self._settings = {"on_error": "warn", **settings}
         self._close_timeout_s = close_timeout_s
         self.newest_step: int | None = None  # the last step that this launch handed over
-        self._not_handed_over: CkptAsyncError | None = None  # why the last step was not handed over
+        self._not_handed_over: Exception | None = None  # why the last step was not handed over
         self._has_raised = False
         self._has_handed_over = False  # in this launch
         self._launch: str | None = None  # what all ranks call this launch
@@ -191,10 +192,25 @@ class ManagedUploader:
             if uploader.settings.on_error == "raise":
                 self._has_raised = True
                 raise
-            logger.exception("checkpoint_not_handed_over step=%d path=%s", step, path)
-            self._not_handed_over = error
-            give_up(uploader, step, name, error)
+            self.fail(path, step, name, error)
         return True
+
+    def own_files(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Return this rank's files of a folder to which all ranks write."""
+        assert self.uploader is not None
+        return files_of_rank(folder, self.uploader.rank, self.uploader.world_size)
+
+    def fail(self, path: str | os.PathLike[str], step: int, name: str, why: Exception) -> None:
+        """Log that a checkpoint cannot be handed over, and give it up: the other ranks need not wait for this one, and
+        it counts as aborted.
+        """
+        assert self.uploader is not None
+        logger.error("checkpoint_not_handed_over step=%d path=%s", step, path, exc_info=why)
+        self.newest_step, self._not_handed_over = step, why
+        try:
+            self.uploader.give_up(step, str(why), name=name)
+        except CkptAsyncError as error:
+            logger.warning("not_given_up step=%d error=%s", step, error)
 
     def wait_for_newest(self) -> None:
         """Block until the newest checkpoint is committed with all ranks, at most `close_timeout_s`.
@@ -218,7 +234,8 @@ class ManagedUploader:
         self._has_raised = True
         is_lost = self._not_handed_over is not None or isinstance(why, CheckpointAbortedError)
         raise UploadFailedError(
-            f"the newest checkpoint, step {step}, is not committed to {self.remote}: {why.without_hint}",
+            f"the newest checkpoint, step {step}, is not committed to {self.remote}:"
+            f" {why.without_hint if isinstance(why, CkptAsyncError) else why}",
             hint="see the log"
             if is_lost
             else "see the log; `ckpt-async drain` or the next launch on this node uploads what is left",
@@ -296,14 +313,6 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
                 f"unknown setting {name!r}",
                 hint=f"did you mean {near[0]!r}?" if near else "see docs/settings.md",
             )
-
-
-def give_up(uploader: Uploader, step: int, name: str, why: Exception) -> None:
-    """Give up the checkpoint, so that the other ranks need not wait for this one and it counts as aborted."""
-    try:
-        uploader.give_up(step, str(why), name=name)
-    except CkptAsyncError as error:
-        logger.warning("not_given_up step=%d error=%s", step, error)
 
 
 def fetch_newest(

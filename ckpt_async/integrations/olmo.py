@@ -20,7 +20,6 @@ from typing import Any
 
 from ckpt_async import restore
 from ckpt_async.errors import SettingsError, UnknownKindError
-from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, ManagedUploader
 from ckpt_async.torch import fetch_together, run_on_one
 
@@ -157,9 +156,8 @@ class _Uploading(theirs.Checkpointer):
         with _todays_torch():
             super().save_checkpoint(folder, dist_model, optim, train_state)
         if match is not None and upload_to is not None:
-            files = files_of_rank(folder, get_global_rank(), get_world_size())
             managed = _managed(folder.parent, remote, self.kind, self.settings)
-            managed.hand_over(folder, int(match[1]), folder.name, files=files)
+            managed.hand_over(folder, int(match[1]), folder.name, files=managed.own_files(folder))
 
     def restore_checkpoint(self, load_path: Any, dist_model: Any, optim: Any, **how: Any) -> dict[str, Any]:
         with _todays_torch():

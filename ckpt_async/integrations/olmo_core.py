@@ -13,13 +13,11 @@ from typing import Any, ClassVar
 
 from ckpt_async import StoreOptions, Uploader
 from ckpt_async.errors import SaveFailedError, SettingsError
-from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.managed import (
     CLOSE_TIMEOUT_S,
     DRAIN_TIMEOUT_S,
     ManagedUploader,
     fetch_newest,
-    give_up,
 )
 
 try:
@@ -159,10 +157,9 @@ class CkptAsyncCallback(Callback):
         try:
             if uploader is None or step is None:
                 raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the running training")
-            self._uploads.newest_step = step
             if uploader.rank == 0 and not self.trainer.checkpointer.dir_is_checkpoint(path):
                 raise SaveFailedError(f"OLMo-core did not finish {path}: its .metadata.json is missing")
-            files = files_of_rank(path, uploader.rank, uploader.world_size)
+            files = self._uploads.own_files(path)
             if (own := f"train/rank{uploader.rank}.pt") not in files:
                 raise SaveFailedError(f"this rank's {own} is missing in {path}")
             logged_at, metrics = self._metrics
@@ -171,9 +168,10 @@ class CkptAsyncCallback(Callback):
             )
         except Exception as error:  # OLMo-core's thread would only log it
             self._failure = error
-            logger.exception("checkpoint_not_handed_over path=%s", path)
             if uploader is not None and step is not None:
-                give_up(uploader, step, path.name, error)
+                self._uploads.fail(path, step, path.name, error)
+            else:
+                logger.exception("checkpoint_not_handed_over path=%s", path)
 
     def _raise_failure(self) -> None:
         """Raise a failure on the training thread, if the uploader was opened to raise."""

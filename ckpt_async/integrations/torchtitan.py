@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,8 +11,8 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from ckpt_async import Uploader
 from ckpt_async.errors import SettingsError
-from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, ManagedUploader
-from ckpt_async.torch import CkptAsyncWriter, fetch_together
+from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, ManagedUploader, fetch_newest
+from ckpt_async.torch import CkptAsyncWriter
 
 try:
     from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
@@ -58,15 +57,9 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
 
     def _load(self, step: int = -1) -> bool:
         os.makedirs(self.folder, exist_ok=True)
-        found = fetch_together(
-            self._managed.remote or "",
-            lambda checkpoint: Path(self.folder, checkpoint.name),
-            folder=self.folder,
-            step=None if step == -1 else step,
-            drain_timeout_s=DRAIN_TIMEOUT_S,
-            store_options=self._managed.store_options,
-            overwrite=True,
-        )
+        which = None if step == -1 else step
+        remote, options = self._managed.remote or "", self._managed.store_options
+        found = fetch_newest(self.folder, remote, DRAIN_TIMEOUT_S, options, step=which)
         if found is None and step != -1:
             raise FileNotFoundError(
                 f"load_step={step}: no committed checkpoint of this step is in {self._managed.remote};"

@@ -11,7 +11,6 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ckpt_async import Uploader
-from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.integrations.managed import ManagedUploader, fetch_newest
 from ckpt_async.saver import Timestamp, names
 from ckpt_async.saver.files import is_of_run
@@ -170,7 +169,7 @@ class SaverUploads:
         files, publish_as = None, self._exact_key(state)
         if self._is_sharded:
             folder = self._folder if saved_path is None else Path(saved_path).parent
-            files = [] if saved_path is None else files_of_rank(folder, uploader.rank, uploader.world_size)
+            files = [] if saved_path is None else self._managed.own_files(folder)
             saved_path = str(folder)
         assert saved_path is not None, "rank 0 saves what is not sharded"
         self._managed.hand_over(saved_path, step, name, files=files, publish_as=publish_as)
