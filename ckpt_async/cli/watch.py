@@ -127,7 +127,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         type=int,
         help="free space to keep for the trainer; below it, unsent checkpoints that the trainer has deleted"
-        " are dropped, oldest first (0: room for its next checkpoint, plus a reserve)",
+        " are dropped, oldest first (0: room for two of its checkpoints)",
     )
     for each in dataclasses.fields(Settings):
         if each.name not in _OURS and each.name not in OPTIONS.values():

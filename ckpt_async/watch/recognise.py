@@ -88,11 +88,12 @@ def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Sa
 
 
 def _committed_like(remote: Remote, entry: Entry) -> list[Decision]:
-    """Return the commits that may be the same, by name; or by size, if the name tells no step, as that of a folder to
-    which a checkpoint was pulled to resume from it.
+    """Return the commits of this name. If it tells no step, as that of a folder to which the newest checkpoint was
+    pulled to resume from it, that one.
     """
     if entry.is_doubtful and plan.has_no_step(entry):
-        return remote.committed_of_size(len(entry.files), entry.size_bytes)
+        newest = remote.newest_commit()
+        return [newest] if newest is not None else []
     return remote.committed_as(naming.checkpoint_name(entry.name, entry.step))
 
 

@@ -65,16 +65,16 @@ class Remote:
     def announce(self, announced: Announcement) -> Announcement:
         """Announce a complete checkpoint to the other nodes, and return the announcement that holds.
 
-        If several nodes see the mark, the first one's announcement holds.
+        If several nodes see the marker, the first one's announcement holds.
         """
         key = keys.announcement_key(announced.checkpoint)
         there = self.call(lambda store: create_once(store, key, announced.encode()))
         return Announcement.decode(there, announced.checkpoint)
 
     def announced(
-        self, generation: int, after: int, known: Collection[int]
+        self, generation: int, known: Collection[int]
     ) -> list[tuple[CheckpointId, Announcement | InvalidRecordError]]:
-        """Return the announcements of this generation past the step `after`, without the `known` steps.
+        """Return the announcements of this generation, without the `known` steps.
 
         They are in order of steps. Where an announcement cannot be read, its error is returned.
         """
@@ -86,8 +86,7 @@ class Remote:
                 return error
 
         async def work(store: PatientStore) -> list[tuple[CheckpointId, Announcement | InvalidRecordError]]:
-            start = keys.announcement_key(CheckpointId(generation, after)) if after >= 0 else ""
-            listing = await store.list(keys.announcements_prefix(generation), start_after=start)
+            listing = await store.list(keys.announcements_prefix(generation))
             named = (keys.parse_announcement_key(each.key) for each in listing.objects)
             ids = [each for each in named if each is not None and each.step not in known]
             found = await all_or_none(read(store, keys.announcement_key(id_)) for id_ in ids)
@@ -127,21 +126,13 @@ class Remote:
 
         return self.call(work)
 
-    def committed_of_size(self, num_shards: int, size_bytes: int) -> list[Decision]:
-        """Return every readable committed checkpoint of this size, newest first. Reads all decisions of the run."""
+    def newest_commit(self) -> Decision | None:
+        """Return the commit that `latest` points to, if there is one."""
 
-        async def work(store: PatientStore) -> list[Decision]:
-            known: steps.KnownDecisions = {}
-            await steps.read_decisions(store, await store.list(keys.DECISIONS), known)
-            found = sorted(
-                (each for _, each in known.values()), key=lambda each: each.checkpoint, reverse=True
-            )
-            return [
-                each
-                for each in found
-                if each.outcome is Outcome.COMMIT
-                and (each.num_shards, each.size_bytes) == (num_shards, size_bytes)
-            ]
+        async def work(store: PatientStore) -> Decision | None:
+            latest = await steps.read_latest(store)
+            found = await if_readable(steps.read_settled(store, latest.checkpoint)) if latest else None
+            return found if found is not None and found.outcome is Outcome.COMMIT else None
 
         return self.call(work)
 

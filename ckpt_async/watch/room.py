@@ -49,7 +49,7 @@ class Room:
             )
 
 
-def held_only_by(folder: Path) -> int:
+def pinned_bytes(folder: Path) -> int:
     """Return how many bytes would be freed with the files below a folder, i.e. those with no other link."""
     size_bytes = 0
     for path in folder.rglob("*"):

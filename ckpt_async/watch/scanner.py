@@ -26,7 +26,7 @@ from ckpt_async.watch.disk import Disk
 from ckpt_async.watch.entries import Entries, Entry, State, VanishedError, entry_of
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.reporter import Reporter
-from ckpt_async.watch.room import Room, held_only_by
+from ckpt_async.watch.room import Room, pinned_bytes
 from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
@@ -243,11 +243,6 @@ class FolderScanner:
             self._reporter.say(
                 "ranks_left_out", some, f"{some}: not named by the marker of {found.path}, and left out"
             )
-        for path in self.tree.special_below(found.path) if found.path and not found.is_file else ():
-            what = (
-                f"{path} is {self.tree.special[path]}, which has no content: it is left out of {found.path}"
-            )
-            self._reporter.say("special_left_out", path, what)
 
     def end(self) -> None:
         """Report what is still open; called when no further scan will follow."""
@@ -345,7 +340,7 @@ class FolderScanner:
         for entry in sorted(staged, key=lambda each: each.written_ns):
             if lacking_bytes <= 0:
                 return
-            if freed_bytes := held_only_by(self._entries.staged(entry)):
+            if freed_bytes := pinned_bytes(self._entries.staged(entry)):
                 lacking_bytes -= freed_bytes
                 # If only our copy goes, it is made again once there is room.
                 if entry.files.items() <= self.tree.files.items():

@@ -7,7 +7,7 @@
                └──────────── a launch ended before anybody had sealed it
 
 What is staged is handed in once it has settled, in the order in which it was found, unless the store has it already
-(`recognise`), it would wrongly become the newest (`plan`), or earlier saves must be decided first. Going back to a
+(`recognise`), it would wrongly become the newest (`plan`), or previous saves must be decided first. Going back to a
 lower step begins a new launch of the run. With several nodes, the node with the marker announces the checkpoint and
 the others follow (`nodes`). Scans go on while the store is awaited, since the trainer rotates its checkpoints anyway.
 """
@@ -18,7 +18,6 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -59,8 +58,6 @@ from ckpt_async.watch.wake import Waker
 
 logger = logging.getLogger(__name__)
 
-# How often a checkpoint that no launch could finish is handed in again while its bytes are still there.
-MAX_ATTEMPTS = 20
 # How long the uploader may finish what it has in hand before a new launch begins; the journal keeps the rest.
 REOPEN_S = 5.0
 STANDBY_S = 2.0
@@ -109,7 +106,6 @@ class Watcher:
         self._reporter = Reporter(on_event)
         self._room = self.entries.room = Room(place)
         self._scanner = FolderScanner(options, self.entries, self._reporter, self.waker, self._room)
-        self._attempts: Counter[int] = Counter()
         self._launch_: _Launch | None = None
         self._stopping = Stop()
         self._is_cut_short, self._num_there_before = False, 0
@@ -441,8 +437,7 @@ class Watcher:
         """Hand the entry in again if that can help (a kill interrupted it and its bytes are still here), else refuse
         it.
         """
-        self._attempts[entry.number] += 1
-        if may_repeat and self._attempts[entry.number] <= MAX_ATTEMPTS and self.entries.is_intact(entry):
+        if may_repeat and self.entries.is_intact(entry):
             # Its generation is kept, because other nodes may still finish it there.
             self.entries.put(replace(entry, state=State.STAGED))
         else:

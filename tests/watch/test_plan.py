@@ -69,9 +69,9 @@ def test_what_may_be_a_copy_waits_for_what_it_may_be_a_copy_of() -> None:
     """Of any step; and of its shape."""
     first = entry(1, 10, written_s=5)
     new: dict[str, Any] = {"state": State.STAGED, "generation": 0, "files": {}, "shards": {}}
-    again = replace(entry(2, 10, written_s=9), path="step-10-best", mark_ns=9 * SECOND, **new)
-    stepless = replace(entry(3, 20, written_s=20), path="best", mark_ns=20 * SECOND, **new)
-    first = replace(first, files={}, shards={}, mark_ns=5 * SECOND)
+    again = replace(entry(2, 10, written_s=9), path="step-10-best", marker_ns=9 * SECOND, **new)
+    stepless = replace(entry(3, 20, written_s=20), path="best", marker_ns=20 * SECOND, **new)
+    first = replace(first, files={}, shards={}, marker_ns=5 * SECOND)
     for copy in (again, stepless):
         known = [first, copy]
         assert plan.awaits_akin(copy, known, 1)
@@ -167,7 +167,7 @@ def test_a_trainer_that_goes_back_begins_a_new_generation() -> None:
 def test_a_file_that_was_copied_with_its_time_makes_no_checkpoint_old() -> None:
     earlier = entry(1, 200, written_s=20, state=State.COMMITTED)
     files = {"step-150/config.json": Identity(8, 1, SECOND), "step-150/mark": Identity(9, 1, 30 * SECOND)}
-    copied = replace(entry(2, 150, written_s=30), files=files, mark="step-150/mark")
+    copied = replace(entry(2, 150, written_s=30), files=files, marker="step-150/mark")
     assert plan.needs_new_generation(copied, [earlier], 1)
     assert not plan.passed_over(copied, [earlier], 2)
 
@@ -303,7 +303,7 @@ def test_local_retention_neither_counts_nor_deletes_a_copy_that_somebody_has_mad
 
 
 def test_only_another_node_can_continue_what_it_had_announced() -> None:
-    earlier = replace(entry(1, 10, written_s=10, state=State.STAGED), is_followed=True, told_ns=5)
+    earlier = replace(entry(1, 10, written_s=10, state=State.STAGED), is_followed=True, announced_ns=5)
     assert plan.awaits_others(earlier)
     assert not plan.awaits_others(replace(earlier, state=State.HANDED))
     assert not plan.awaits_others(replace(earlier, is_followed=False))

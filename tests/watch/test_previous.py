@@ -77,7 +77,7 @@ class Nodes:
         return self._all[-1]
 
     def save(self, step: int, *owners: int) -> dict[str, str]:
-        """A checkpoint with a rank on each of these nodes, the mark on the first of them."""
+        """A checkpoint with a rank on each of these nodes, the marker on the first of them."""
         names = [f"__{rank}_0.distcp" for rank in range(len(owners))]
         saved: dict[str, str] = {}
         for name, node in reversed([*zip([".metadata", *names], [owners[0], *owners], strict=True)]):
@@ -141,9 +141,9 @@ def test_a_node_without_the_marks_that_is_alone_now_does_not_wait_for_the_one_th
     second = nodes.watch(1, 2)
     second.until_logged("generation=1")
     saved = nodes.save(20, 0, 1)
-    mark_ns = (nodes.out(0) / "step-20/.metadata").stat().st_mtime_ns
+    marker_ns = (nodes.out(0) / "step-20/.metadata").stat().st_mtime_ns
     here = dict.fromkeys((RANKS[0], ".metadata"), Version(400, 1, 1))
-    told = Announcement(ID, 0, "dcp", "step-20", "step-20", here, tuple(saved), mark_ns)
+    told = Announcement(ID, 0, "dcp", "step-20", "step-20", here, tuple(saved), marker_ns)
     key = Path(nodes.remote.removeprefix("file://")) / keys.announcement_key(ID)
     key.parent.mkdir(parents=True, exist_ok=True)
     key.write_bytes(told.encode())

@@ -42,7 +42,7 @@ def test_each_refusal_is_an_event_once_also_over_restarts(
         save(place, step)
         path = place.out / f"checkpoint-{step}" / name
         path.symlink_to(place.here) if name == "link" else path.write_bytes(b"x")
-        os.utime(path.parent / "trainer_state.json")  # the mark is the last
+        os.utime(path.parent / "trainer_state.json")  # the marker is the last
     (place.out / "closed").mkdir()
     scandir = os.scandir
 
