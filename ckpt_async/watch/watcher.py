@@ -106,7 +106,8 @@ class Watcher:
         self._reporter = Reporter(on_event)
         self._room = self.entries.room = Room(place)
         self._scanner = FolderScanner(options, self.entries, self._reporter, self.waker, self._room)
-        self._launch_: _Launch | None = None
+        self._launch_: _Launch | None = None  # None: not open now
+        self._has_opened = False
         self._stopping = Stop()
         self._is_cut_short, self._num_there_before = False, 0
 
@@ -183,6 +184,7 @@ class Watcher:
         except BaseException:
             opened.add_done_callback(_close_unused)
             raise
+        self._has_opened = True
         self._reporter.count_in(launch.uploader.metrics)
         launch.remote.while_waiting = self._go_on
         self._refuse_lost()
@@ -193,7 +195,7 @@ class Watcher:
         Raises OutOfTimeError once the watcher has to stop waiting, too.
         """
         self._scanner.scan_and_take()
-        has_nothing = self._launch_ is None and not self._has_left()
+        has_nothing = not self._has_opened and not self._has_left()
         if (has_nothing and self._stopping.is_set()) or self._stopping.is_over(self.options.drain_timeout_s):
             raise OutOfTimeError
         self._say_what_the_end_waits_for()
@@ -243,6 +245,9 @@ class Watcher:
             try:
                 self._round()
                 is_whole = True
+                is_ending = was_stopping or self.options.is_once
+                if is_ending and self._is_idle(was_stopping) and self._launch.nodes.is_over():
+                    return
             except FencedError:
                 if self.options.num_nodes == 1:
                     raise
@@ -256,11 +261,7 @@ class Watcher:
                 continue
             except (StoreError, NoSpaceError, OSError) as error:
                 self._reporter.trouble(error)
-            # When stopping, checkpoints that only another node can continue are left to the next launch.
-            left = [each for each in self.entries.open() if not (was_stopping and plan.awaits_others(each))]
-            is_idle = is_whole and not (left or self._scanner.num_left or self._launch.nodes.has_heard)
-            if is_idle and (was_stopping or self.options.is_once) and self._nodes_are_done():
-                return
+            is_idle = is_whole and self._is_idle(was_stopping)
             if self._stopping.is_over(self.options.drain_timeout_s):
                 self._is_cut_short = not is_idle
                 return
@@ -270,6 +271,13 @@ class Watcher:
             # With thousands of files, judging them may take longer than listing them.
             took_s = max(self._scanner.took_s, time.thread_time() - began_s)
             self.waker.wait(min(pause_s, self.options.interval_s), rest_s=REST * took_s)
+
+    def _is_idle(self, is_stopping: bool) -> bool:
+        """Return whether nothing is left to do. When stopping, what only another node can continue is left to the next
+        launch.
+        """
+        left = [each for each in self.entries.open() if not (is_stopping and plan.awaits_others(each))]
+        return not (left or self._scanner.num_left or self._launch.nodes.has_heard)
 
     def _say_what_the_end_waits_for(self) -> None:
         """Report what a watcher that was told to end still waits for, once for each such wait."""
@@ -368,15 +376,6 @@ class Watcher:
     def _cannot_follow(self, announced: Announcement, reason: str) -> None:
         self._launch.uploader.give_up(announced.checkpoint.step, reason, name=announced.name)
         self._reporter.refuse(announced, Refusal.GIVEN_UP, reason)
-
-    def _nodes_are_done(self) -> bool:
-        try:
-            return self._launch.nodes.is_over()
-        except FencedError:
-            return False
-        except StoreError as error:
-            self._reporter.trouble(error)
-            return False
 
     # --- what became of it ---------------------------------------------------------------------------------
 

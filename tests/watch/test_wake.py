@@ -46,21 +46,6 @@ def test_only_a_call_ends_the_rest_after_a_look(tmp_path: Path) -> None:
     waker.close()
 
 
-def test_the_making_of_a_folder_that_was_not_there_wakes(tmp_path: Path) -> None:
-    """Right after it a trainer may write, and rotate."""
-    waker, folder = Waker(), tmp_path / "job/out"
-    for there in (folder.parent, folder):
-        follow(waker, folder)
-        settle(waker)
-        there.mkdir()
-        assert is_woken(waker)
-    follow(waker, folder)
-    settle(waker)
-    (folder / "step-1").mkdir()
-    assert is_woken(waker)
-    waker.close()
-
-
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_a_folder_that_is_made_again_under_its_name_wakes_too(tmp_path: Path, is_moved: bool) -> None:
     waker, folder = Waker(), tmp_path / "out"
