@@ -185,27 +185,34 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
     return any(entry.completed_ns > each.written_ns for each in higher)
 
 
-def is_perhaps_copy(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+def is_perhaps_copy(entry: Entry, known: Collection[Entry]) -> bool:
     """Return whether the entry may have been renamed or copied by hand, as far as steps and times tell.
 
     A trainer that goes back would look the same. So would an entry whose step is only derived from its time.
     """
-    return has_no_step(entry) or needs_new_generation(entry, known, generation)
+    return has_no_step(entry) or has_gone_back(entry, known)
+
+
+def has_gone_back(entry: Entry, known: Collection[Entry]) -> bool:
+    """Return whether the trainer has gone back, perhaps while no watcher ran."""
+    newest = max((each.generation for each in known if each.number != entry.number), default=0)
+    return newest > 0 and needs_new_generation(entry, known, newest)
 
 
 def has_no_step(entry: Entry) -> bool:
     return entry.step == entry.completed_ns // _NS
 
 
-def akin(entry: Entry, known: Collection[Entry], generation: int) -> list[Entry]:
-    """Return the entries of other paths that it may be a copy of, since their files have the same names and sizes.
+def akin(entry: Entry, known: Collection[Entry]) -> list[Entry]:
+    """Return the entries of other paths that it may be a copy of: their files have the same names and sizes.
 
-    There are none if its step is the next one: then it is what its trainer has saved, and nothing more is read.
+    If its step is the next one, as that of a trainer's own save, they also have the same times.
     """
-    if not is_perhaps_copy(entry, known, generation):
-        return []
     others = (each for each in originals(known) if each.path != entry.path and each.is_alive)
-    return [each for each in others if _sizes(each) == _sizes(entry)]
+    alike = [each for each in others if _sizes(each) == _sizes(entry)]
+    return (
+        alike if is_perhaps_copy(entry, known) else [each for each in alike if _times(each) == _times(entry)]
+    )
 
 
 def originals(known: Iterable[Entry]) -> list[Entry]:
@@ -221,16 +228,17 @@ def _sizes(entry: Entry) -> Mapping[str, int]:
     return {shard: each.size_bytes for shard, each in entry.content.items()}
 
 
-def awaits_akin(entry: Entry, known: Collection[Entry], generation: int) -> bool:
+def _times(entry: Entry) -> Mapping[str, int]:
+    return {shard: each.mtime_ns for shard, each in entry.content.items()}
+
+
+def awaits_akin(entry: Entry, known: Collection[Entry]) -> bool:
     """Return whether the entry may be a copy of one that is not decided yet: it then becomes what the other becomes."""
-    return any(each.state is State.HANDED for each in akin(entry, known, generation))
+    return any(each.state is State.HANDED for each in akin(entry, known))
 
 
-def gone_back(entry: Entry, known: Collection[Entry]) -> str:
-    """Return the warning for a trainer that has gone back, perhaps while no watcher ran; "" if it has not."""
-    newest = max((each.generation for each in known if each.number != entry.number), default=0)
-    if not newest or not needs_new_generation(entry, known, newest):
-        return ""
+def gone_back(entry: Entry) -> str:
+    """Return the warning for a trainer that has gone back."""
     return (
         f"{entry.path or entry.name} was completed after a higher step, or a second time: its trainer has gone back to"
         f" step {entry.step}, and what it saves from now on counts as newer than everything before. If it is a copy"

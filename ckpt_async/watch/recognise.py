@@ -70,16 +70,16 @@ def with_sums(
     return [(replace(entry, sums=sums.get(entry.number, {})), reason) for entry, reason in outcomes]
 
 
-def there(remote: Remote, entries: Entries, entry: Entry, generation: int) -> Same | None:
+def there(remote: Remote, entries: Entries, entry: Entry) -> Same | None:
     """Return the committed checkpoint that is byte for byte the same as the entry, if there is one.
 
     It was committed by a watcher that has lost its memory, or it is known by another path and was renamed or copied
     by hand. The calls block.
     """
     known = entries.all.values()
-    akin = [each for each in plan.akin(entry, known, generation) if each.state is State.COMMITTED]
+    akin = [each for each in plan.akin(entry, known) if each.state is State.COMMITTED]
     compared = _Compared(entry, entries.staged(entry))
-    if entry.is_doubtful or plan.is_perhaps_copy(entry, known, generation):
+    if entry.is_doubtful or plan.is_perhaps_copy(entry, known):
         for decision in _committed_like(remote, entry):
             files = remote.files(decision)
             if compared.are(files):

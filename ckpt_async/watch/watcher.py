@@ -331,15 +331,15 @@ class Watcher:
                     continue
                 entry = self.entries.note_checked(entry)
             known = self.entries.all.values()
-            if num_nodes == 1 and plan.awaits_akin(entry, known, self._launch.generation):
+            if num_nodes == 1 and plan.awaits_akin(entry, known):
                 return
-            if (same := there(self._launch.remote, self.entries, entry, self._launch.generation)) is not None:
+            if (same := there(self._launch.remote, self.entries, entry)) is not None:
                 self._settle_same(entry, same)
                 continue
             if before := plan.predecessors(entry, known, self._launch.generation, num_nodes=num_nodes):
                 self._reporter.note_held_up(entry, _decision_on(before, self._launch.uploader))
                 return
-            warning = plan.gone_back(entry, known)
+            has_gone_back = plan.has_gone_back(entry, known)
             if plan.needs_new_generation(entry, known, self._launch.generation):
                 self._reopen()
             generation = self._launch.generation
@@ -349,8 +349,8 @@ class Watcher:
             if num_nodes == 1 and (missing := sorted({*entry.expected} - {*entry.shards.values()})):
                 self._settle_refused(entry, Refusal.INCOMPLETE, plan.lacking(missing))
                 continue
-            if warning:
-                self._reporter.say("trainer_went_back", entry.path, warning)
+            if has_gone_back:
+                self._reporter.say("trainer_went_back", entry.path, plan.gone_back(entry))
             try:
                 ours = self._launch.nodes.announce(entry)
             except InvalidRecordError as error:  # written by another node, perhaps of another version

@@ -74,16 +74,21 @@ def test_what_may_be_a_copy_waits_for_what_it_may_be_a_copy_of() -> None:
     first = replace(first, files={}, shards={}, marker_ns=5 * SECOND)
     for copy in (again, stepless):
         known = [first, copy]
-        assert plan.awaits_akin(copy, known, 1)
-        assert not plan.awaits_akin(first, known, 1), "it was before that"
-        assert not plan.awaits_akin(copy, [replace(first, state=State.COMMITTED), copy], 1), (
-            "that is compared"
-        )
-        assert not plan.akin(copy, [replace(first, state=State.REFUSED)], 1)
-        assert not plan.akin(copy, [replace(first, files={"x": Identity(1, 1, 1)}, shards={"x": "x"})], 1)
+        assert plan.awaits_akin(copy, known)
+        assert not plan.awaits_akin(first, known), "it was before that"
+        assert not plan.awaits_akin(copy, [replace(first, state=State.COMMITTED), copy]), "that is compared"
+        assert not plan.akin(copy, [replace(first, state=State.REFUSED)])
+        assert not plan.akin(copy, [replace(first, files={"x": Identity(1, 1, 1)}, shards={"x": "x"})])
     for copy in (again, stepless):
-        assert plan.akin(copy, [replace(first, step=11)], 1)
-    assert not plan.akin(replace(again, step=12), [replace(first, step=11)], 1), "its trainer has gone on"
+        assert plan.akin(copy, [replace(first, step=11)])
+
+
+def test_copy_with_its_times_may_have_any_step() -> None:
+    first = entry(1, 10, written_s=5, state=State.COMMITTED)
+    moved = entry(2, 99, written_s=5, state=State.STAGED, generation=0)
+    assert plan.akin(moved, [first, moved]) == [first]
+    saved = entry(3, 99, written_s=6, state=State.STAGED, generation=0)
+    assert not plan.akin(saved, [first, saved])
 
 
 def test_what_is_committed_as_another_one_is_a_copy_of_that() -> None:

@@ -604,6 +604,17 @@ def test_what_somebody_has_renamed_or_copied_is_known_by_its_bytes(place: Place,
     assert place.once()[1]["committed"] == 0, "nor is it new to the next watcher"
 
 
+@pytest.mark.parametrize("name", ["step-10-best", "step-5"])
+@pytest.mark.parametrize("how", COPIES)
+def test_renamed_copy_is_recognised_after_a_restart(place: Place, how: str, name: str) -> None:
+    for step in (10, 20):
+        save_dcp(place, step)
+    assert place.once()[0] == 0
+    COPIES[how](place.out / "step-10", place.out / name)
+    code, ended = place.once()
+    assert (code, ended["committed"], ended["refused"], place.newest()) == (0, 0, {}, 20)
+
+
 def test_a_copy_of_a_single_file_is_known_by_its_bytes(place: Place) -> None:
     watching = place.watch()
     for step in (10, 20):
