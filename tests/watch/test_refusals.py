@@ -18,7 +18,9 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
 from ckpt_async.events.telling import refused
 from ckpt_async.formats import Rules
+from ckpt_async.local.folder import Folder
 from ckpt_async.local.outbox import OwnOutbox
+from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.watch.background import Stop
 from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.options import Options
@@ -262,6 +264,18 @@ def test_what_cannot_be_read_for_a_moment_is_no_refusal() -> None:
     assert [each.path for each in heard] == ["b"]
     reporter.note_unreadable({"b": "Permission denied", "c": "Permission denied"}, is_last=True)
     assert [each.path for each in heard] == ["b", "c"]
+
+
+def test_refusals_are_shown_in_each_launch(tmp_path: Path) -> None:
+    """A new launch of the run has metrics and a page of its own."""
+    reporter = Reporter()
+    reporter.record(Refused("a", Refusal.CHANGED, "why", 1))
+    for _ in range(2):
+        metrics = Metrics("file:///run", Folder(tmp_path))
+        reporter.count_in(metrics)
+        assert metrics.total("ckpt_async_watch_refused_total")["changed"] == 1
+        assert [each["text"] for each in metrics.recent.told()] == ["a is refused: why"]
+        reporter.count_in(None)
 
 
 def test_a_refusal_is_told_by_each_node_that_has_it_and_again_for_another_version(tmp_path: Path) -> None:

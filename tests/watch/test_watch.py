@@ -335,7 +335,8 @@ def test_what_changes_in_place_while_it_is_uploaded_is_never_committed(place: Pl
     with changing.open("r+b") as file:
         file.seek(10_000_000)
         file.write(b"other bytes")
-    assert "model.safetensors" in watching.until("refused", 10)["reason"]
+    told = watching.until("refused", 10)
+    assert ("model.safetensors" in told["reason"], told["cause"]) == (True, "given_up")
     assert watching.end() == 1
     assert (place.committed(10), place.committed(20)) == (None, saved)
 
