@@ -30,7 +30,7 @@ from ckpt_async.stores import folder_of, parse_url
 from ckpt_async.watch.background import Stop
 from ckpt_async.watch.options import Options
 from ckpt_async.watch.reporter import Event, Report
-from ckpt_async.watch.supervisor import GRACE_S, SAME_S, supervise
+from ckpt_async.watch.supervisor import GRACE_S, SAME_SIGNAL_S, supervise
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
@@ -204,7 +204,7 @@ def watch(options: argparse.Namespace) -> Exit:
     watcher = _watcher(options, dict(os.environ))
 
     def stop(*_: object) -> None:
-        if stopping.is_over(SAME_S):  # some senders, e.g. `timeout`, send the first one twice
+        if stopping.is_over(SAME_SIGNAL_S):  # some senders, e.g. `timeout`, send the first one twice
             raise KeyboardInterrupt
         stopping.set()
         watcher.waker.wake()

@@ -28,7 +28,7 @@ from ckpt_async.watch.remote import Remote
 logger = logging.getLogger(__name__)
 
 # How often all nodes together list the announcements.
-LOOKS_PER_S = 100
+LISTS_PER_S = 100
 # How long a file of an announced checkpoint may be unfinished here before the checkpoint is given up.
 WHOLE_S = 60.0
 # How long we wait at the end for the other nodes to say that they announce nothing more.
@@ -75,7 +75,7 @@ class Nodes:
         now = time.monotonic()
         if now < self._next_listen_at:
             return
-        self._next_listen_at = now + self._num_nodes / LOOKS_PER_S
+        self._next_listen_at = now + self._num_nodes / LISTS_PER_S
         self.check_newest()
         for id_, each in self._remote.announced(self.generation, self._known):
             self._known.add(id_.step)

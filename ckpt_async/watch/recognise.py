@@ -70,7 +70,7 @@ def with_sums(
     return [(replace(entry, sums=sums.get(entry.number, {})), reason) for entry, reason in outcomes]
 
 
-def there(remote: Remote, entries: Entries, entry: Entry) -> Same | None:
+def find_same(remote: Remote, entries: Entries, entry: Entry) -> Same | None:
     """Return the committed checkpoint that is byte for byte the same as the entry, if there is one.
 
     It was committed by a watcher that has lost its memory, or it is known by another path and was renamed or copied

@@ -27,12 +27,12 @@ BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ENDING = (signal.SIGTERM, *BY_TERMINAL)
 # A watcher that cannot work (wrong credentials, no store) is started again after this time while the command runs. Each
 # one links what is complete before it fails.
-AGAIN_S = 5.0
+RESTART_S = 5.0
 # How long work under way may take when a signal comes after the command's end, unless told otherwise.
 GRACE_S = 10.0
 # The signal that ended the command may have been sent to us too, by a terminal or by Slurm; within this time
 # it counts as the same one.
-SAME_S = 1.0
+SAME_SIGNAL_S = 1.0
 
 
 def supervise(
@@ -52,16 +52,16 @@ def supervise(
     ended, waker = Stop(), Waker()  # one for all watchers, since it has descriptors
     watcher = new_watcher(waker)
 
-    def hurry() -> None:
+    def shorten() -> None:
         """Shorten the end: a signal came after the command's end."""
-        if not ended.is_over(SAME_S):
+        if not ended.is_over(SAME_SIGNAL_S):
             return
         if ended.is_shortened:
             raise KeyboardInterrupt("stopped by a second signal before everything was finished")
         ended.shorten(grace_s)
         waker.wake()
 
-    with contextlib.closing(waker), _passing_on(hurry) as (children, early):
+    with contextlib.closing(waker), _passing_on(shorten) as (children, early):
         # Descriptors that we opened are closed on exec; those that we were given (`<(…)`, a pipe) are the
         # command's.
         child = subprocess.Popen(command, env=dict(environment), close_fds=False)
@@ -91,7 +91,7 @@ def supervise(
                 logger.warning("watching_failed error=%s trying_again=%s", problem, not was_ended)
             if was_ended:
                 break
-            ended.wait(AGAIN_S)
+            ended.wait(RESTART_S)
             watcher = new_watcher(waker)
         waiting.join()
     return _status(child.returncode), report, error
@@ -135,11 +135,11 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _passing_on(hurry: Callable[[], None]) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
+def _passing_on(shorten: Callable[[], None]) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
     """Forward our signals to the command until the block ends, except those that the caller ignores.
 
     The command ignores those (nohup, a background job) as well. After the command has ended, a signal that would end
-    a process calls `hurry`. Signals that come before there is a command are collected in the second list.
+    a process calls `shorten`. Signals that come before there is a command are collected in the second list.
     """
     children: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
@@ -148,7 +148,7 @@ def _passing_on(hurry: Callable[[], None]) -> Iterator[tuple[list[subprocess.Pop
     def handle(number: int, _: FrameType | None) -> None:
         if children and all(child.returncode is not None for child in children):
             if number in ENDING:
-                hurry()
+                shorten()
             return
         if not children:
             early.append(number)

@@ -48,7 +48,7 @@ from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.lock import FolderLock
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.recognise import Same, there, with_sums
+from ckpt_async.watch.recognise import Same, find_same, with_sums
 from ckpt_async.watch.refusal_events import RefusalEvents
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.reporter import Event, Report, Reporter
@@ -106,15 +106,15 @@ class Watcher:
         self._reporter = Reporter(on_event)
         self._room = self.entries.room = Room(place)
         self._scanner = FolderScanner(options, self.entries, self._reporter, self.waker, self._room)
-        self._launch_: _Launch | None = None  # None: not open now
+        self._current: _Launch | None = None  # None: not open now
         self._has_opened = False
         self._stopping = Stop()
         self._is_cut_short, self._num_there_before = False, 0
 
     @property
     def _launch(self) -> _Launch:
-        assert self._launch_ is not None
-        return self._launch_
+        assert self._current is not None
+        return self._current
 
     def run(self, stopping: Stop) -> Report:
         """Watch until `stopping` is set, then finish what was handed in.
@@ -180,7 +180,7 @@ class Watcher:
         opened = begin(self._open, "ckpt-async-open")
         try:
             self._scanner.scan_and_take()
-            launch = self._launch_ = attend(opened, self._go_on)
+            launch = self._current = attend(opened, self._go_on)
         except BaseException:
             opened.add_done_callback(_close_unused)
             raise
@@ -220,7 +220,7 @@ class Watcher:
         return _Launch(uploader, remote, nodes, sealed, time.monotonic())
 
     def _close(self, timeout_s: float) -> None:
-        launch, self._launch_ = self._launch_, None
+        launch, self._current = self._current, None
         self._reporter.count_in(None)
         if launch is not None:
             launch.close(timeout_s)
@@ -287,7 +287,7 @@ class Watcher:
             self._reporter.say("watch_ending", what, f"waiting for {what}, at most {left} longer")
 
     def _waits_for(self) -> str:
-        left, launch = self.entries.open(), self._launch_
+        left, launch = self.entries.open(), self._current
         if not left and self._scanner.num_left:
             return "recently written files to stop changing"
         if launch is None:
@@ -333,7 +333,7 @@ class Watcher:
             known = self.entries.all.values()
             if num_nodes == 1 and plan.awaits_akin(entry, known):
                 return
-            if (same := there(self._launch.remote, self.entries, entry)) is not None:
+            if (same := find_same(self._launch.remote, self.entries, entry)) is not None:
                 self._settle_same(entry, same)
                 continue
             if before := plan.predecessors(entry, known, self._launch.generation, num_nodes=num_nodes):

@@ -135,7 +135,7 @@ def test_a_watcher_that_fails_for_hours_leaves_nothing_behind_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Descriptors above all: a process has 1024 of them."""
-    monkeypatch.setattr(supervisor, "AGAIN_S", 0.0)
+    monkeypatch.setattr(supervisor, "RESTART_S", 0.0)
     os.mkfifo(tmp_path / "end")
     options = Options(tmp_path, "file:///proc/nowhere", tmp_path / "state", tmp_path / "lock")
     num_open: list[int] = []
@@ -172,7 +172,7 @@ def test_what_is_saved_before_a_watcher_that_failed_is_started_again_is_linked(
         (tmp_path / "failed").touch()
         raise StoreError("no such key", reason=FailureReason.AUTH)
 
-    monkeypatch.setattr(supervisor, "AGAIN_S", 0.2)
+    monkeypatch.setattr(supervisor, "RESTART_S", 0.2)
     monkeypatch.setattr(Watcher, "_open", refusing)
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -26,7 +26,7 @@ from ckpt_async.formats import Found, Rules, Tree
 from ckpt_async.monitor import status
 from ckpt_async.watch import watcher
 from ckpt_async.watch.background import REST
-from ckpt_async.watch.supervisor import SAME_S
+from ckpt_async.watch.supervisor import SAME_SIGNAL_S
 from ckpt_async.watch.wake import Waker
 from tests.dcp_metadata import metadata_of
 from tests.watch.conftest import BEING_UPLOADED_S, LIMIT_S, Place, hashes, save
@@ -496,7 +496,7 @@ def test_a_signal_that_is_sent_twice_at_once_is_one(place: Place) -> None:
     watching = place.watch("-v", "--max-bytes-per-s", "1e6")
     watching.until_logged("complete path=checkpoint-20")
     watching.process.terminate()
-    assert not has_ended_within(watching.process, SAME_S + 0.2)
+    assert not has_ended_within(watching.process, SAME_SIGNAL_S + 0.2)
     watching.process.terminate()
     assert watching.process.wait(5) == 130
 
@@ -523,7 +523,7 @@ def test_a_signal_after_the_command_s_end_leaves_run_the_grace_that_it_was_given
     save(place, 10, size_bytes=5_000_000)
     watching = place.watch("-v", "--max-bytes-per-s", "1e5", "--grace", "1", "--", "true", command="run")
     watching.until_logged("complete path=checkpoint-10")
-    assert not has_ended_within(watching.process, SAME_S + 0.2), (
+    assert not has_ended_within(watching.process, SAME_SIGNAL_S + 0.2), (
         "an earlier signal may be the one that ended it"
     )
     watching.process.terminate()
