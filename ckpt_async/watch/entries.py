@@ -76,9 +76,6 @@ class Entry:
     tensors: Mapping[str, int] = field(default_factory=dict)
     marker_ns: int = 0  # when its marker was written, which may lie beside it; 0: unknown
     is_checked: bool = False  # its bytes match the checksums that it records
-    # By shard: the checksums of everything in the store; empty if unknown. Entries with equal checksums are the
-    # same checkpoint under any name, even once it has been pruned.
-    sums: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1  # how many there were when it was found
     is_plain: bool = False  # a file that was taken only because its name has a number
 

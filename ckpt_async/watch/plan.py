@@ -210,9 +210,7 @@ def akin(entry: Entry, known: Collection[Entry]) -> list[Entry]:
     """
     others = (each for each in originals(known) if each.path != entry.path and each.is_alive)
     alike = [each for each in others if _sizes(each) == _sizes(entry)]
-    return (
-        alike if is_perhaps_copy(entry, known) else [each for each in alike if _times(each) == _times(entry)]
-    )
+    return alike if is_perhaps_copy(entry, known) else [each for each in alike if has_times_of(entry, each)]
 
 
 def originals(known: Iterable[Entry]) -> list[Entry]:
@@ -228,8 +226,9 @@ def _sizes(entry: Entry) -> Mapping[str, int]:
     return {shard: each.size_bytes for shard, each in entry.content.items()}
 
 
-def _times(entry: Entry) -> Mapping[str, int]:
-    return {shard: each.mtime_ns for shard, each in entry.content.items()}
+def has_times_of(entry: Entry, other: Entry) -> bool:
+    """Return whether the files of two entries with the same names also have the same times."""
+    return all(each.mtime_ns == other.content[name].mtime_ns for name, each in entry.content.items())
 
 
 def awaits_akin(entry: Entry, known: Collection[Entry]) -> bool:

@@ -154,15 +154,6 @@ class Remote:
         """Return the files of a committed checkpoint by name; none if its receipts cannot be read."""
         return self.call(lambda store: _files(store, decision))
 
-    def committed_files(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Mapping[str, RemoteFile]]:
-        """Return, for each of these checkpoints that is committed, its files by name."""
-        found = {id_: each for id_, each in self.decisions(ids).items() if each.outcome is Outcome.COMMIT}
-
-        async def work(store: PatientStore) -> list[Mapping[str, RemoteFile]]:
-            return await all_or_none(_files(store, each) for each in found.values())
-
-        return dict(zip(found, self.call(work), strict=True)) if found else {}
-
 
 async def _files(store: PatientStore, decision: Decision) -> Mapping[str, RemoteFile]:
     ranks = range(decision.world_size)

@@ -48,7 +48,7 @@ from ckpt_async.watch.entries import Entries, Entry, State, remove_files
 from ckpt_async.watch.lock import FolderLock
 from ckpt_async.watch.nodes import Nodes
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.recognise import Same, find_same, with_sums
+from ckpt_async.watch.recognise import Same, find_same
 from ckpt_async.watch.refusal_events import RefusalEvents
 from ckpt_async.watch.remote import Remote
 from ckpt_async.watch.reporter import Event, Report, Reporter
@@ -380,29 +380,24 @@ class Watcher:
     # --- what became of it ---------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        launch, num_nodes = self._launch, self.options.num_nodes
+        launch = self._launch
         handed = [each for each in self.entries.open() if each.generation]
+        ours = [
+            each for each in handed if each.generation == launch.generation and each.state is State.HANDED
+        ]
         old = [each for each in handed if each.generation != launch.generation]
-        outcomes: list[tuple[Entry, str]] = []  # with the reason if it was given up
-        for entry in handed:
-            if entry.generation != launch.generation or entry.state is not State.HANDED:
-                continue
+        for entry in ours:
             try:
                 if launch.uploader.is_committed(entry.step):
-                    outcomes.append((entry, ""))
+                    self._settle_committed(entry)
             except CheckpointAbortedError as error:
-                outcomes.append((entry, str(error)))
-        for entry, reason in with_sums(launch.remote, outcomes, num_nodes=num_nodes):
-            if reason:
                 launch.nodes.check_newest()  # a newer launch has given it up, and there it comes again
-                self._given_up(entry, reason)
-            else:
-                self._settle_committed(entry)
+                self._given_up(entry, str(error))
         decided = launch.remote.decisions([each.id for each in old]) if old else {}
         for entry in old:
             decision = decided.get(entry.id)
             if decision is not None and decision.outcome is not Outcome.ABORT:
-                self._settle_committed(with_sums(launch.remote, [(entry, "")], num_nodes=num_nodes)[0][0])
+                self._settle_committed(entry)
             elif entry.state is State.STAGED:
                 continue  # handed in again when its turn comes
             elif decision is not None or not self._may_be_finished(entry):
