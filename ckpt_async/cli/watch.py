@@ -27,10 +27,10 @@ from ckpt_async.filesystems import LOCAL_FILESYSTEMS, filesystem_of
 from ckpt_async.formats import FORMATS, Rules
 from ckpt_async.local.journals import watcher_state
 from ckpt_async.stores import folder_of, parse_url
-from ckpt_async.watch.beside import GRACE_S, SAME_S, run_beside
-from ckpt_async.watch.meanwhile import Stop
+from ckpt_async.watch.background import Stop
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.telling import Report, Told
+from ckpt_async.watch.reporter import Event, Report
+from ckpt_async.watch.supervisor import GRACE_S, SAME_SIGNAL_S, supervise
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
@@ -127,7 +127,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         type=int,
         help="free space to keep for the trainer; below it, unsent checkpoints that the trainer has deleted"
-        " are dropped, oldest first (0: room for its next checkpoint, plus a reserve)",
+        " are dropped, oldest first (0: room for two of its checkpoints)",
     )
     for each in dataclasses.fields(Settings):
         if each.name not in _OURS and each.name not in OPTIONS.values():
@@ -204,7 +204,7 @@ def watch(options: argparse.Namespace) -> Exit:
     watcher = _watcher(options, dict(os.environ))
 
     def stop(*_: object) -> None:
-        if stopping.is_over(SAME_S):  # some senders, e.g. `timeout`, send the first one twice
+        if stopping.is_over(SAME_SIGNAL_S):  # some senders, e.g. `timeout`, send the first one twice
             raise KeyboardInterrupt
         stopping.set()
         watcher.waker.wake()
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace) -> int:
     environment = dict(os.environ)
     new_watcher = partial(_watcher, options, environment)
     try:
-        status, report, error = run_beside(options.argv, environment, new_watcher, options.grace)
+        status, report, error = supervise(options.argv, environment, new_watcher, options.grace)
     except OSError as problem:
         text = f"ckpt-async: {options.argv[0]!r} cannot be started: {problem.strerror}"
         say(text, "not_started", level=logging.ERROR)
@@ -277,7 +277,7 @@ def _leave_at_once(code: int) -> None:
 def _watcher(options: argparse.Namespace, environment: dict[str, str], waker: Waker | None = None) -> Watcher:
     if os.path.exists(options.folder) and not os.path.isdir(options.folder):
         raise SettingsError(f"{options.folder!r} is not a folder")
-    return Watcher(_options(options, environment), partial(_tell, options), waker)
+    return Watcher(_options(options, environment), partial(_report_event, options), waker)
 
 
 def _options(options: argparse.Namespace, environment: dict[str, str]) -> Options:
@@ -353,29 +353,29 @@ def _check_nodes(options: argparse.Namespace) -> None:
         )
 
 
-# --- telling -----------------------------------------------------------------------------------------------
+# --- reporting ---------------------------------------------------------------------------------------------
 
 
-def _tell(options: argparse.Namespace, told: Told) -> None:
+def _report_event(options: argparse.Namespace, event: Event) -> None:
     if options.json:
-        print(json.dumps({**dataclasses.asdict(told), "reason": told.reason or None}), flush=True)
+        optional = {"reason": event.reason or None, "cause": event.cause or None}
+        print(json.dumps({**dataclasses.asdict(event), **optional}), flush=True)
         return
-    is_problem = told.event in ("refused", "changed", "incomplete")
+    is_problem = event.event in ("refused", "incomplete")
     text = {
-        "committed": f"committed ({told.format}, {in_units(told.size_bytes)})",
+        "committed": f"committed ({event.format}, {in_units(event.size_bytes)})",
         "there": "is already in the store",
-        "refused": f"REFUSED: {told.reason}",
-        "changed": f"CHANGED: {told.reason}",
-        "incomplete": f"is not complete: {told.reason}",
-    }[told.event]
+        "refused": f"REFUSED: {event.reason}",
+        "incomplete": f"is not complete: {event.reason}",
+    }[event.event]
     # With `run`, stdout belongs to the command.
     is_ours = options.command == "watch" and not is_problem
-    line = one_line(f"{told.path}: step {told.step} {text}")
+    line = one_line(f"{event.path}: step {event.step} {text}")
     if is_ours:
         print(line, flush=True)
         return
     level = logging.WARNING if is_problem else logging.INFO
-    say(line, f"watch_{told.event}", level=level, path=str(told.path), step=told.step)
+    say(line, f"watch_{event.event}", level=level, path=str(event.path), step=event.step)
 
 
 def _end(report: Report, options: argparse.Namespace, *, is_once: bool) -> Exit:

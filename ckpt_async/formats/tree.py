@@ -50,8 +50,6 @@ class Tree:
     memo: dict[tuple[str, str, Identity], Any] = field(default_factory=dict)
     ctime_ns: Mapping[str, int] = field(default_factory=dict)
     unreadable: Mapping[str, str] = field(default_factory=dict)  # what cannot be read, and why
-    # What has no content, by path, with what it is: a FIFO …
-    special: Mapping[str, str] = field(default_factory=dict)
     # Unfinished downloads, by the folder they are written to.
     fetching: Mapping[str, str] = field(default_factory=dict)
     born_ns: Callable[[str], int] = lambda _: 0  # when a file was made; 0 if unknown
@@ -105,11 +103,6 @@ class Tree:
         """Return the symbolic links below a folder."""
         here = f"{folder}/" if folder else ""
         return [path for path in self.links if path.startswith(here)]
-
-    def special_below(self, folder: str) -> list[str]:
-        """Return the special files, which have no content, below a folder."""
-        here = f"{folder}/" if folder else ""
-        return [path for path in self.special if path.startswith(here)]
 
     def unreadable_below(self, folder: str) -> str:
         """Return the first unreadable path that concerns a folder, with the reason; "" if there is none.

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.errors import SettingsError
-from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import (
+from ckpt_async.integrations.managed import (
     CLOSE_TIMEOUT_S,
     DRAIN_TIMEOUT_S,
-    HeldUploader,
+    ManagedUploader,
     cut_kind,
     fetch_newest,
 )
@@ -100,23 +99,23 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         close_timeout_s: float = CLOSE_TIMEOUT_S,
         **settings: Any,
     ) -> None:
-        self._held = _hold(folder, remote, uploader, close_timeout_s, settings)
+        self._managed = _manage(folder, remote, uploader, close_timeout_s, settings)
         self._folder = folder
         self._checkpoint_io = TorchCheckpointIO() if checkpoint_io is None else checkpoint_io
         # By path, of what was saved or is named in a checkpoint that was loaded: the kind that it may have.
         self._kinds_of: dict[str, str] = {}
-        self._handing = _HandingOver(self._held)
+        self._handing = _HandingOver(self._managed)
         if uploader is not None:
             self.open()  # rejects an unsuitable one at once
 
     @property
     def uploader(self) -> Uploader | None:
         """The open uploader, e.g. for its metrics or `wait`; None while it is closed, and on ranks above 0."""
-        return self._held.uploader
+        return self._managed.uploader
 
     def open(self) -> None:
         """Open the uploader before the first save, so that configuration errors raise now. Call it on global rank 0."""
-        self._held.open(self._folder, 0, 1)
+        self._managed.open(self._folder, 0, 1)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -154,7 +153,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
 
     def _fetch(self, path: Path) -> Path:
         """Fetch the file and return its local path; `path` unchanged if the store does not have it either."""
-        given = self._held.uploader.folder if self._held.uploader is not None else self._folder
+        given = self._managed.uploader.folder if self._managed.uploader is not None else self._folder
         assert given is not None
         folder = Path(given)
         is_below = path.resolve().is_relative_to(folder.resolve())
@@ -179,12 +178,12 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         passed: dict[Any, str] = {}
         while True:
             try:
-                assert self._held.remote is not None
+                assert self._managed.remote is not None
                 checkpoint = restore.find(
-                    self._held.remote,
+                    self._managed.remote,
                     kind=kind,
                     step=step,
-                    store_options=self._held.store_options,
+                    store_options=self._managed.store_options,
                     passing_over=passed,
                 )
             except (restore.NoUsableCheckpointError, restore.UnknownKindError):
@@ -205,7 +204,7 @@ class CkptAsyncCheckpointIO(CheckpointIO):
         try:
             self._checkpoint_io.teardown()
         finally:
-            self._held.close()
+            self._managed.close()
 
 
 class CkptAsyncCallback(Callback):
@@ -232,20 +231,20 @@ class CkptAsyncCallback(Callback):
         close_timeout_s: float = CLOSE_TIMEOUT_S,
         **settings: Any,
     ) -> None:
-        self._held = _hold(folder, remote, uploader, close_timeout_s, settings)
+        self._managed = _manage(folder, remote, uploader, close_timeout_s, settings)
         self._folder = folder
-        self._handing = _HandingOver(self._held)
+        self._handing = _HandingOver(self._managed)
         self._seen: dict[str, int] = {}  # by path, when this rank's part was written
         self._files: dict[str, list[str]] = {}  # by path, this rank's
 
     @property
     def uploader(self) -> Uploader | None:
         """This rank's uploader while `fit` runs, e.g. for its metrics or `wait`; else None."""
-        return self._held.uploader
+        return self._managed.uploader
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._held.open(self._folder, trainer.global_rank, trainer.world_size)
+            self._managed.open(self._folder, trainer.global_rank, trainer.world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         saved = {path: self._written_ns(path) for path in _saved(trainer)}
@@ -261,14 +260,14 @@ class CkptAsyncCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._hand_over(trainer)
-        self._held.close()
+        self._managed.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._held.close()
+            self._managed.close()
 
     def _hand_over(self, trainer: Trainer) -> None:
-        if self._held.uploader is None:
+        if self._managed.uploader is None:
             return
         for path, (scores, has_weights_only) in _saved(trainer).items():
             written_ns = self._written_ns(path)
@@ -276,7 +275,7 @@ class CkptAsyncCallback(Callback):
                 continue
             self._seen[path] = written_ns
             if os.path.isdir(path):
-                files = self._files[path] = self._files_of_rank(path)
+                files = self._files[path] = self._managed.own_files(path)
                 step, name = trainer.global_step, Path(path).name
                 self._handing.hand_over(_Save(path, step, name, scores, has_weights_only, files))
             else:
@@ -294,16 +293,12 @@ class CkptAsyncCallback(Callback):
             if not os.path.isdir(path):
                 return os.stat(path).st_mtime_ns
             if path not in self._files:
-                self._files[path] = self._files_of_rank(path)
+                self._files[path] = self._managed.own_files(path)
             names = self._files[path] or os.listdir(path)
             return max((os.stat(os.path.join(path, name)).st_mtime_ns for name in names), default=0)
         except FileNotFoundError:
             self._files.pop(path, None)
             return None
-
-    def _files_of_rank(self, path: str) -> list[str]:
-        assert self._held.uploader is not None
-        return files_of_rank(path, self._held.uploader.rank, self._held.uploader.world_size)
 
 
 def newest_checkpoint(
@@ -328,16 +323,16 @@ def newest_checkpoint(
     return None if found is None else str(found[1])
 
 
-def _hold(
+def _manage(
     folder: str | os.PathLike[str] | None,
     remote: str | None,
     uploader: Uploader | None,
     close_timeout_s: float,
     settings: Mapping[str, Any],
-) -> HeldUploader:
+) -> ManagedUploader:
     if (folder is None) != (remote is None):
         raise SettingsError("pass both folder and remote, or an uploader")
-    return HeldUploader(remote, uploader, close_timeout_s, settings)
+    return ManagedUploader(remote, uploader, close_timeout_s, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,18 +350,18 @@ class _Save:
 class _HandingOver:
     """Decides which save of a step is its checkpoint, and of which kinds the others are."""
 
-    def __init__(self, held: HeldUploader) -> None:
-        self._held = held
+    def __init__(self, managed: ManagedUploader) -> None:
+        self._managed = managed
         self._step_of_weights: int | None = None  # of the newest save with only weights in a lent uploader
 
     def hand_over(self, save: _Save) -> str | None:
         """Hand it over, and return its kind; None: it is the step's, or the same as that, or its kind is not open."""
         kind = _WEIGHTS if save.has_weights_only else None
-        is_of_kind = kind is not None and self._held.has_kinds
-        held = self._held.of_kind(_WEIGHTS) if is_of_kind else self._held
-        if held is None:
+        is_of_kind = kind is not None and self._managed.has_kinds
+        managed = self._managed.of_kind(_WEIGHTS) if is_of_kind else self._managed
+        if managed is None:
             return None  # it is logged
-        if _hand_over_to(held, save):
+        if _hand_over_to(managed, save):
             if kind is not None and not is_of_kind:
                 self._step_of_weights = save.step
         else:
@@ -379,14 +374,14 @@ class _HandingOver:
         """Upload a further save of a step as one of this kind; None: it has the state that is uploaded already."""
         if kind is None:
             logger.info("step_is_uploaded_already step=%d path=%s", save.step, save.path)
-        elif not self._held.has_kinds:
+        elif not self._managed.has_kinds:
             logger.warning(
                 "not_uploaded step=%d path=%s: another file of this step is already uploaded, and only an uploader"
                 " that the integration opens itself has further kinds; pass folder and remote instead of uploader",
                 save.step,
                 save.path,
             )
-        elif (of_kind := self._held.of_kind(kind)) is not None and not _hand_over_to(of_kind, save):
+        elif (of_kind := self._managed.of_kind(kind)) is not None and not _hand_over_to(of_kind, save):
             logger.warning(
                 "not_uploaded step=%d path=%s: another file of this step and kind %r is already uploaded",
                 save.step,
@@ -395,8 +390,8 @@ class _HandingOver:
             )
 
 
-def _hand_over_to(held: HeldUploader, save: _Save) -> bool:
-    return held.hand_over(save.path, save.step, save.name, files=save.files, metrics=save.scores)
+def _hand_over_to(managed: ManagedUploader, save: _Save) -> bool:
+    return managed.hand_over(save.path, save.step, save.name, files=save.files, metrics=save.scores)
 
 
 def _kind(metric: str) -> str:

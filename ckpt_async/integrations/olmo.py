@@ -20,8 +20,7 @@ from typing import Any
 
 from ckpt_async import restore
 from ckpt_async.errors import SettingsError, UnknownKindError
-from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, HeldUploader
+from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, ManagedUploader
 from ckpt_async.torch import fetch_together, run_on_one
 
 try:
@@ -92,21 +91,21 @@ def _todays_torch() -> Iterator[None]:
 # --- uploads ----------------------------------------------------------------------------------------------------
 
 
-_open: dict[tuple[Path, str, str | None], HeldUploader] = {}
+_open: dict[tuple[Path, str, str | None], ManagedUploader] = {}
 
 
-def _held(
+def _managed(
     folder: str | os.PathLike[str], remote: str, kind: str | None, settings: Mapping[str, Any]
-) -> HeldUploader:
+) -> ManagedUploader:
     """Return the uploader of a run and kind; the first call opens it.
 
     OLMo makes a new checkpointer for every save.
     """
     key = Path(folder).resolve(), remote, kind
     if key not in _open:
-        held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {**settings, "kind": kind})
-        held.open(folder, get_global_rank(), get_world_size())
-        _open[key] = held
+        managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {**settings, "kind": kind})
+        managed.open(folder, get_global_rank(), get_world_size())
+        _open[key] = managed
     return _open[key]
 
 
@@ -157,9 +156,8 @@ class _Uploading(theirs.Checkpointer):
         with _todays_torch():
             super().save_checkpoint(folder, dist_model, optim, train_state)
         if match is not None and upload_to is not None:
-            files = files_of_rank(folder, get_global_rank(), get_world_size())
-            held = _held(folder.parent, remote, self.kind, self.settings)
-            held.hand_over(folder, int(match[1]), folder.name, files=files)
+            managed = _managed(folder.parent, remote, self.kind, self.settings)
+            managed.hand_over(folder, int(match[1]), folder.name, files=managed.own_files(folder))
 
     def restore_checkpoint(self, load_path: Any, dist_model: Any, optim: Any, **how: Any) -> dict[str, Any]:
         with _todays_torch():
@@ -260,7 +258,7 @@ class Trainer(train.Trainer):
             kinds: list[str | None] = [None] if cfg.distributed_strategy != DistributedStrategy.ddp else []
             kinds += [UNSHARDED] if cfg.save_interval_unsharded is not None else []
             for kind in kinds:
-                _held(cfg.save_folder, remote, kind, self.upload_settings)
+                _managed(cfg.save_folder, remote, kind, self.upload_settings)
         super().fit()
 
     def _save_checkpoint(self, checkpointer: theirs.Checkpointer, checkpoint_type: CheckpointType) -> Any:

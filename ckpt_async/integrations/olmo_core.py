@@ -13,8 +13,12 @@ from typing import Any, ClassVar
 
 from ckpt_async import StoreOptions, Uploader
 from ckpt_async.errors import SaveFailedError, SettingsError
-from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader, fetch_newest, give_up
+from ckpt_async.integrations.managed import (
+    CLOSE_TIMEOUT_S,
+    DRAIN_TIMEOUT_S,
+    ManagedUploader,
+    fetch_newest,
+)
 
 try:
     from olmo_core.distributed.utils import (
@@ -65,7 +69,7 @@ class CkptAsyncCallback(Callback):
     close_timeout_s: float = CLOSE_TIMEOUT_S
 
     # Until it is attached to a trainer, the callback is a plain value that `TrainerConfig` copies.
-    _held: HeldUploader | None = field(default=None, init=False, repr=False)
+    _managed: ManagedUploader | None = field(default=None, init=False, repr=False)
 
     def post_attach(self) -> None:
         if is_url(self.trainer.save_folder):
@@ -74,7 +78,7 @@ class CkptAsyncCallback(Callback):
                 " training",
                 hint="give the trainer a local save_folder, and the URL to CkptAsyncCallback",
             )
-        self._held = HeldUploader(self.remote, None, self.close_timeout_s, self.settings)
+        self._managed = ManagedUploader(self.remote, None, self.close_timeout_s, self.settings)
         # Guards the attributes below: `post_checkpoint_saved` may be called by another thread.
         self._lock = threading.Lock()
         self._is_open = False
@@ -87,12 +91,12 @@ class CkptAsyncCallback(Callback):
     @property
     def uploader(self) -> Uploader | None:
         """The uploader while training runs, e.g. for its metrics or `wait`; else None."""
-        return None if self._held is None else self._held.uploader
+        return None if self._managed is None else self._managed.uploader
 
     @property
-    def _uploads(self) -> HeldUploader:
-        assert self._held is not None
-        return self._held
+    def _uploads(self) -> ManagedUploader:
+        assert self._managed is not None
+        return self._managed
 
     def pre_train(self) -> None:
         self._uploads.open(self.trainer.save_folder, get_rank(), get_world_size())
@@ -153,10 +157,9 @@ class CkptAsyncCallback(Callback):
         try:
             if uploader is None or step is None:
                 raise SaveFailedError(f"{path} was saved, but is not a checkpoint of the running training")
-            self._uploads.newest_step = step
             if uploader.rank == 0 and not self.trainer.checkpointer.dir_is_checkpoint(path):
                 raise SaveFailedError(f"OLMo-core did not finish {path}: its .metadata.json is missing")
-            files = files_of_rank(path, uploader.rank, uploader.world_size)
+            files = self._uploads.own_files(path)
             if (own := f"train/rank{uploader.rank}.pt") not in files:
                 raise SaveFailedError(f"this rank's {own} is missing in {path}")
             logged_at, metrics = self._metrics
@@ -165,9 +168,10 @@ class CkptAsyncCallback(Callback):
             )
         except Exception as error:  # OLMo-core's thread would only log it
             self._failure = error
-            logger.exception("checkpoint_not_handed_over path=%s", path)
             if uploader is not None and step is not None:
-                give_up(uploader, step, path.name, error)
+                self._uploads.fail(path, step, path.name, error)
+            else:
+                logger.exception("checkpoint_not_handed_over path=%s", path)
 
     def _raise_failure(self) -> None:
         """Raise a failure on the training thread, if the uploader was opened to raise."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_async import StoreOptions, Uploader, restore
 from ckpt_async.errors import CheckpointGoneError, FormatError
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import DRAIN_TIMEOUT_S, fetch_newest
+from ckpt_async.integrations.managed import DRAIN_TIMEOUT_S, fetch_newest
 from ckpt_async.torch import launch_id
 
 try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -12,8 +11,8 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from ckpt_async import Uploader
 from ckpt_async.errors import SettingsError
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader
-from ckpt_async.torch import CkptAsyncWriter, fetch_together
+from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, ManagedUploader, fetch_newest
+from ckpt_async.torch import CkptAsyncWriter
 
 try:
     from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
@@ -54,22 +53,16 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
         super().__init__(config, **parts)
         self._newest = -1
         if config.enable:
-            self._held = HeldUploader(config.remote, None, CLOSE_TIMEOUT_S, config.uploader)
+            self._managed = ManagedUploader(config.remote, None, CLOSE_TIMEOUT_S, config.uploader)
 
     def _load(self, step: int = -1) -> bool:
         os.makedirs(self.folder, exist_ok=True)
-        found = fetch_together(
-            self._held.remote or "",
-            lambda checkpoint: Path(self.folder, checkpoint.name),
-            folder=self.folder,
-            step=None if step == -1 else step,
-            drain_timeout_s=DRAIN_TIMEOUT_S,
-            store_options=self._held.store_options,
-            overwrite=True,
-        )
+        which = None if step == -1 else step
+        remote, options = self._managed.remote or "", self._managed.store_options
+        found = fetch_newest(self.folder, remote, DRAIN_TIMEOUT_S, options, step=which)
         if found is None and step != -1:
             raise FileNotFoundError(
-                f"load_step={step}: no committed checkpoint of this step is in {self._held.remote};"
+                f"load_step={step}: no committed checkpoint of this step is in {self._managed.remote};"
                 f" a local folder in {self.folder} that was never committed is not loaded"
             )
         self._newest = -1 if found is None else found[0].step
@@ -79,7 +72,7 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
         return is_loaded
 
     def _open(self) -> Uploader:
-        return self._held.open(self.folder, dist.get_rank(), dist.get_world_size())
+        return self._managed.open(self.folder, dist.get_rank(), dist.get_world_size())
 
     def _find_load_step(self, folder: str = "") -> int:
         return self._newest if folder in ("", self.folder) else int(super()._find_load_step(folder))
@@ -94,7 +87,7 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
     ) -> Any:
         step = int(checkpoint_id.rpartition("-")[2])
         writer = CkptAsyncWriter(self._open(), step)
-        self._held.newest_step = step
+        self._managed.newest_step = step
         if async_mode == AsyncMode.DISABLED:
             return state_dict_saver.save(state_dict, storage_writer=writer)
         how: dict[str, Any] = {}
@@ -105,5 +98,5 @@ class CkptAsyncManager(CheckpointManager):  # type: ignore[misc]  # where torcht
 
     def _close(self) -> None:
         super()._close()
-        if hasattr(self, "_held"):  # torchtitan also closes a manager that failed to open
-            self._held.close()
+        if hasattr(self, "_managed"):  # torchtitan also closes a manager that failed to open
+            self._managed.close()

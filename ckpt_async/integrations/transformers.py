@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_async import StoreOptions, Uploader
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, HeldUploader, fetch_newest
+from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S, ManagedUploader, fetch_newest
 
 try:
     from transformers import TrainerCallback
@@ -59,19 +59,19 @@ class CkptAsyncCallback(TrainerCallback):
         close_timeout_s: float = CLOSE_TIMEOUT_S,
         **settings: Any,
     ) -> None:
-        self._held = HeldUploader(remote, uploader, close_timeout_s, settings)
+        self._managed = ManagedUploader(remote, uploader, close_timeout_s, settings)
         self._before: dict[str, int] = {}
         self._announced: set[str] = set()
 
     @property
     def uploader(self) -> Uploader | None:
         """The uploader while training runs, e.g. for its metrics or `wait`; else None."""
-        return self._held.uploader
+        return self._managed.uploader
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._held.open(args.output_dir, args.process_index, args.world_size)
+        self._managed.open(args.output_dir, args.process_index, args.world_size)
         self._before = _folders(args)
         self._announced = set()
 
@@ -95,11 +95,11 @@ class CkptAsyncCallback(TrainerCallback):
             is_ours = bool(files) or (args.save_only_model and args.process_index > 0)
             if is_ours and (args.world_size > 1 or not (_folder(args, name) / _SENTINEL).exists()):
                 self._hand_over(args, state, name, files)
-        self._held.close()
+        self._managed.close()
 
     def _hand_over(self, args: TrainingArguments, state: TrainerState, name: str, files: list[str]) -> None:
         step = int(name.rpartition("-")[2])
-        self._held.hand_over(_folder(args, name), step, name, files=files, metrics=_metrics(state, step))
+        self._managed.hand_over(_folder(args, name), step, name, files=files, metrics=_metrics(state, step))
 
 
 def newest_checkpoint(

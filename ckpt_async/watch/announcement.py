@@ -1,4 +1,4 @@
-"""The message by which the node that has a checkpoint's mark announces it to the others. Pure."""
+"""The message by which the node that has a checkpoint's marker announces it to the others. Pure."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Announcement:
     """States that a checkpoint is complete: every node sends what it has of it and `node` has not.
 
     `here` names the files that `node` has, with their versions, since other nodes must not have different ones.
-    `expected` names all that the mark names. `marked_ns` is when the mark was written, by the clock of `node`; 0 if
-    times tell nothing (`Rules.ignores_times`).
+    `expected` names all that the marker names. `completed_ns` is when the marker was written, by the clock of `node`;
+    0 if times tell nothing (`Rules.ignores_times`).
     """
 
     checkpoint: CheckpointId
@@ -40,7 +40,7 @@ class Announcement:
     name: str
     here: Mapping[str, Version]
     expected: tuple[str, ...]
-    marked_ns: int = 0
+    completed_ns: int = 0
 
     @property
     def step(self) -> int:
@@ -50,7 +50,10 @@ class Announcement:
         fields = {"format": _FORMAT, "version": 3, "node": self.node, "of": self.format, "path": self.path}
         here = {name: astuple(each) for name, each in self.here.items()}
         names = {"name": self.name, "here": here, "expected": self.expected}
-        return json.dumps({**fields, **names, "marked_ns": self.marked_ns}, sort_keys=True).encode() + b"\n"
+        return (
+            json.dumps({**fields, **names, "completed_ns": self.completed_ns}, sort_keys=True).encode()
+            + b"\n"
+        )
 
     @classmethod
     def decode(cls, data: bytes, checkpoint: CheckpointId) -> Announcement:
@@ -69,21 +72,21 @@ class Announcement:
                 check_component(fields["name"], "name"),
                 {check_relative(name, "file"): _version(each) for name, each in fields["here"].items()},
                 tuple(check_relative(each, "file") for each in fields["expected"]),
-                int(fields["marked_ns"]),
+                int(fields["completed_ns"]),
             )
         except _ILL_FORMED as error:
             raise InvalidRecordError(f"announcement of {checkpoint} cannot be read: {error}") from None
 
 
-def _path(told: object) -> str:
+def _path(value: object) -> str:
     """Return a path, checked to be within the watched folder. Its folders may have any name."""
-    if not isinstance(told, str) or (told and not {"", ".", ".."}.isdisjoint(told.split("/"))):
-        raise ValueError(f"the path {told!r} is invalid")
-    return told
+    if not isinstance(value, str) or (value and not {"", ".", ".."}.isdisjoint(value.split("/"))):
+        raise ValueError(f"the path {value!r} is invalid")
+    return value
 
 
-def _version(told: list[int | None]) -> Version:
-    size_bytes, mtime_ns, sample = told
+def _version(value: list[int | None]) -> Version:
+    size_bytes, mtime_ns, sample = value
     if size_bytes is None or mtime_ns is None:
         raise ValueError("a file's version is incomplete")
     return Version(int(size_bytes), int(mtime_ns), None if sample is None else int(sample))

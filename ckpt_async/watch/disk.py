@@ -1,6 +1,7 @@
 """Reads a folder into a `Tree`.
 
-Nothing is written, no symbolic link is followed, and what disappears during a look counts as absent.
+Nothing is written, no symbolic link is followed, and what disappears during a scan counts as absent. FIFOs, sockets and
+devices have no content, and are no part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckpt_async.restore.destination import PARTIAL_FOLDER
 _SKIPPED = frozenset({"__pycache__", "node_modules", "site-packages"})
 # Where `hf download --local-dir` keeps unfinished files, below the folder that each file will be moved to.
 _HUB_FOLDER, _HUB_UNFINISHED = ".cache/huggingface/download", ".incomplete"
-# Limits on the file content that is remembered (marks, and ends of files). The `.metadata` of 5 million
+# Limits on the file content that is remembered (markers, and ends of files). The `.metadata` of 5 million
 # shards is not remembered.
 _MAX_REMEMBERED_BYTES = 1 << 20
 _MAX_ALL_REMEMBERED_BYTES = 64 << 20
@@ -72,9 +73,9 @@ def born_ns(path: Path) -> int:
         error = ctypes.CDLL(None).statx(_AT_FDCWD, os.fsencode(path), _NOFOLLOW, _BTIME, facts)
     except AttributeError:
         return 0
-    (told,) = struct.unpack_from("I", facts, 0)
+    (known,) = struct.unpack_from("I", facts, 0)
     seconds, nanoseconds = struct.unpack_from("qI", facts, 80)
-    return 0 if error or not told & _BTIME else int(seconds * 10**9 + nanoseconds)
+    return 0 if error or not known & _BTIME else int(seconds * 10**9 + nanoseconds)
 
 
 @dataclass(slots=True)
@@ -84,12 +85,11 @@ class _Listing:
     ctime_ns: dict[str, int] = field(default_factory=dict)
     folders: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
-    special: dict[str, str] = field(default_factory=dict)
     fetching: dict[str, str] = field(default_factory=dict)
 
 
 class Disk:
-    """One folder that is looked at repeatedly; the content of files that have not changed is not read twice."""
+    """One folder that is scanned repeatedly; the content of files that have not changed is not read twice."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,8 +97,8 @@ class Disk:
         self._known_bytes = 0
         self._memo: dict[tuple[str, str, Identity], Any] = {}
 
-    def look(self) -> Tree:
-        """Return a consistent look at the folder.
+    def scan(self) -> Tree:
+        """Return a consistent scan of the folder.
 
         No folder was changed while it was read, or else its change time says so.
         """
@@ -120,13 +120,12 @@ class Disk:
         return Tree(
             *(files, read, self.folder.name, now_ns, changed_ns, links, self._memo, ctime_ns),
             unreadable=found.unreadable,
-            special=found.special,
             fetching=found.fetching,
             born_ns=lambda path: born_ns(self.folder / path),
         )
 
     def is_so(self, paths: Iterable[str], tree: Tree) -> bool:
-        """Return whether these files are still as that look saw them, so that what was read of them since is theirs."""
+        """Return whether these files are still as that scan saw them, so that what was read of them since is theirs."""
         with contextlib.suppress(OSError):
             return all(identity_of((self.folder / each).lstat()) == tree.files[each] for each in paths)
         return False
@@ -168,8 +167,6 @@ class Disk:
                         found.fetching[here] = path
                     elif entry.name == _HUB_FOLDER.partition("/")[0]:
                         found.fetching |= self._hub_fetches(here)
-                else:
-                    found.special[path] = _what(facts.st_mode)
         return found
 
     def _hub_fetches(self, here: str) -> dict[str, str]:
@@ -207,7 +204,7 @@ class Disk:
                         break
                     data += more
                 if identity_of(os.fstat(descriptor)) != identity:
-                    return b""  # it is being written; the next look sees the result
+                    return b""  # it is being written; the next scan sees the result
             finally:
                 os.close(descriptor)
             if len(data) <= _MAX_REMEMBERED_BYTES:
@@ -216,10 +213,6 @@ class Disk:
                 while self._known_bytes > _MAX_ALL_REMEMBERED_BYTES:
                     self._known_bytes -= len(self._known.pop(next(iter(self._known)))) + _ONE_BYTES
         return data
-
-
-def _what(mode: int) -> str:
-    return "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
 def _is_skipped(name: str) -> bool:

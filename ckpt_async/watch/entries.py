@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckpt_async import private
 from ckpt_async.core import errnos
-from ckpt_async.core.model import without_slash
+from ckpt_async.core.model import CheckpointId, without_slash
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.errors import CkptAsyncError, JournalError, SettingsError
 from ckpt_async.formats import Found, Identity, Tree
@@ -50,7 +50,7 @@ class Entry:
     """One version of one checkpoint.
 
     `files` maps paths in the watched folder to identities, `shards` maps the same paths to names in the checkpoint.
-    `expected` names every file that the mark names, on whichever node it is; it is empty where this node does not
+    `expected` names every file that the marker names, on whichever node it is; it is empty where this node does not
     know.
     """
 
@@ -61,7 +61,7 @@ class Entry:
     name: str
     files: Mapping[str, Identity]
     shards: Mapping[str, str]
-    mark: str = ""
+    marker: str = ""
     expected: tuple[str, ...] = ()
     staged_ns: int = 0
     state: State = State.STAGED
@@ -70,19 +70,18 @@ class Entry:
     refusal: Refusal | None = None
     is_copied: bool = False
     is_followed: bool = False  # another node has announced it
-    told_ns: int = 0  # time of its mark, according to the announcing node
+    announced_ns: int = 0  # time of its marker, according to the announcing node
     is_doubtful: bool = False  # another watcher, or one that lost its memory, may have sent it
     # For a single file: the checksums of its tensors, as the file records them.
     tensors: Mapping[str, int] = field(default_factory=dict)
-    mark_ns: int = 0  # when its mark was written, which may lie beside it; 0: unknown
+    marker_ns: int = 0  # when its marker was written, which may lie beside it; 0: unknown
     is_checked: bool = False  # its bytes match the checksums that it records
-    # By shard: CRC-32s of a few blocks of the largest files, and the checksums of everything in the store.
-    # Entries with equal checksums are the same checkpoint under any name, even once it has been pruned. Empty
-    # if unknown.
-    samples: Mapping[str, int] = field(default_factory=dict)
-    sums: Mapping[str, str] = field(default_factory=dict)
     num_nodes: int = 1  # how many there were when it was found
     is_plain: bool = False  # a file that was taken only because its name has a number
+
+    @property
+    def id(self) -> CheckpointId:
+        return CheckpointId(self.generation, self.step)
 
     @property
     def says_sums(self) -> bool:
@@ -98,13 +97,13 @@ class Entry:
         return self.state is not State.REFUSED
 
     @property
-    def marked_ns(self) -> int:
+    def completed_ns(self) -> int:
         """When the checkpoint was complete.
 
         The oldest file does not tell: a `config.json` may have been copied with its time.
         """
-        mark = self.files.get(self.mark)
-        return mark.mtime_ns if mark else self.mark_ns or self.written_ns
+        marker = self.files.get(self.marker)
+        return marker.mtime_ns if marker else self.marker_ns or self.written_ns
 
     @property
     def written_ns(self) -> int:
@@ -139,12 +138,12 @@ def entry_of(found: Found, tree: Tree, number: int, *, expected: tuple[str, ...]
         expected,
         tree.now_ns,
         tensors=tree.tensor_sums(found.path) if found.is_file else {},
-        mark_ns=tree.files[found.mark].mtime_ns if found.mark in tree.files else 0,
+        marker_ns=tree.files[found.mark].mtime_ns if found.mark in tree.files else 0,
     )
 
 
 class VanishedError(Exception):
-    """A file disappeared or changed while it was being linked; the next look decides.
+    """A file disappeared or changed while it was being linked; the next scan decides.
 
     `gone` is the path of a removed one.
     """
@@ -285,7 +284,7 @@ class Entries:
     def there_before(self, paths: Iterable[str], tree: Tree, began_ns: int) -> Mapping[str, Identity]:
         """Return those of the paths that were there before the first watcher of this folder was started, at `began_ns`.
 
-        The first call, at the first look, decides; later launches read what it found.
+        The first call, at the first scan, decides; later launches read what it found.
         """
         path = self.place / "first.json"
         if not path.exists():
@@ -396,8 +395,8 @@ def _decode(fields: dict[str, object]) -> Entry:
 
 
 def remove_files(source: Path, entry: Entry) -> None:
-    """Delete a trainer's committed checkpoint, its mark first; files that are not the ones sent are left alone."""
-    paths = sorted(entry.files, key=lambda path: (path != entry.mark, path))
+    """Delete a trainer's committed checkpoint, its marker first; files that are not the ones sent are left alone."""
+    paths = sorted(entry.files, key=lambda path: (path != entry.marker, path))
     for path in paths:
         with contextlib.suppress(OSError):
             if identity_of((source / path).lstat()) == entry.files[path]:

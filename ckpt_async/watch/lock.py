@@ -5,14 +5,12 @@ holder.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import socket
 from pathlib import Path
 
 from ckpt_async import private
-from ckpt_async.core.model import without_slash
 from ckpt_async.errors import JournalError
 
 logger = logging.getLogger(__name__)
@@ -24,12 +22,8 @@ class FolderLock:
     If there can be none at `path`, it is taken at `otherwise`, where it only keeps apart the watchers of one machine.
     """
 
-    def __init__(self, path: Path, otherwise: Path, remote: str) -> None:
-        self.path = path
-        self._otherwise = otherwise
-        # A hash, since a remote may contain a password.
-        self._remote = hashlib.sha256(without_slash(remote).encode()).hexdigest()[:16]
-        self._descriptor = -1
+    def __init__(self, path: Path, otherwise: Path) -> None:
+        self.path, self._otherwise, self._descriptor = path, otherwise, -1
 
     def try_take(self) -> bool:
         """Return whether the lock is ours now. Raises JournalError if there can be no lock."""
@@ -71,23 +65,14 @@ class FolderLock:
         return True
 
     def _sign(self, descriptor: int) -> None:
-        text = f"{socket.gethostname()} pid {os.getpid()}\n{self._remote}\n"
         with contextlib.suppress(OSError):  # the lock is held even if the disk is full
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text.encode(), 0)
+            os.pwrite(descriptor, f"{socket.gethostname()} pid {os.getpid()}\n".encode(), 0)
 
     def holder(self) -> str:
-        return self._lines()[0] or "somebody"
-
-    def is_for_another_remote(self) -> bool:
-        """Return whether the holder says that it has another remote. It may be about to write who it is."""
-        return self._lines()[1] not in ("", self._remote)
-
-    def _lines(self) -> tuple[str, str]:
         with contextlib.suppress(OSError):
-            holder, _, remote = self.path.read_text(errors="replace").strip().partition("\n")
-            return holder, remote
-        return "", ""
+            return self.path.read_text(errors="replace").strip() or "somebody"
+        return "somebody"
 
     def release(self) -> None:
         if self._descriptor >= 0:

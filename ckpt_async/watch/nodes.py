@@ -1,6 +1,6 @@
-"""Coordinates several nodes with a folder each: the node that sees a mark announces it, the others send their files.
+"""Coordinates several nodes with a folder each: the node that sees a marker announces it, the others send their files.
 
-The commit needs every file that the mark names (`Uploader.seal(expected=…)`), whichever node has it.
+The commit needs every file that the marker names (`Uploader.seal(expected=…)`), whichever node has it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,13 @@ from ckpt_async.watch.remote import Remote
 logger = logging.getLogger(__name__)
 
 # How often all nodes together list the announcements.
-LOOKS_PER_S = 100
-# An announcement of a step lower than the newest NUM_LATE steps is only found by listing all of them, which
-# may be many; that happens every ALL_S seconds.
-NUM_LATE, ALL_S = 16, 600.0
+LISTS_PER_S = 100
 # How long a file of an announced checkpoint may be unfinished here before the checkpoint is given up.
 WHOLE_S = 60.0
 # How long we wait at the end for the other nodes to say that they announce nothing more.
 FAREWELL_S = 60.0
 # By how much the clocks of nodes may differ. A step that is saved again within this time may be taken for the
-# earlier save, but a trainer needs longer than that to start.
+# previous save, but a trainer needs longer than that to start.
 CLOCKS_S = 1.0
 
 
@@ -53,8 +50,8 @@ class Nodes:
         self._rules = options.rules
         self._heard: dict[int, tuple[Announcement, float]] = {}  # by step, with when; not handed in yet
         self._known: set[int] = set()  # every announced step
-        self._next_look_at = self._next_look_at_all = 0.0
-        self._newest_ns = 0  # the newest mark that was announced
+        self._next_listen_at = 0.0
+        self._newest_ns = 0  # the newest marker that was announced
         self._ended_at: float | None = None
         self.awaited: list[int] = []  # at the end: nodes that may still announce something
 
@@ -76,22 +73,17 @@ class Nodes:
             return
         self._uploader.check_takes(keys.MAX_STEP)
         now = time.monotonic()
-        if now < self._next_look_at:
+        if now < self._next_listen_at:
             return
-        self._next_look_at = now + self._num_nodes / LOOKS_PER_S
+        self._next_listen_at = now + self._num_nodes / LISTS_PER_S
         self.check_newest()
-        after = -1
-        if len(self._known) < NUM_LATE or now >= self._next_look_at_all:
-            self._next_look_at_all = now + ALL_S
-        else:
-            after = sorted(self._known)[-NUM_LATE] - 1
-        for id_, told in self._remote.announced(self.generation, after, self._known):
+        for id_, each in self._remote.announced(self.generation, self._known):
             self._known.add(id_.step)
-            if isinstance(told, InvalidRecordError):
-                self._uploader.give_up(id_.step, str(told))
-            elif told.node != self._node:
-                self._heard[id_.step] = told, time.monotonic()
-                self._newest_ns = max(self._newest_ns, told.marked_ns)
+            if isinstance(each, InvalidRecordError):
+                self._uploader.give_up(id_.step, str(each))
+            elif each.node != self._node:
+                self._heard[id_.step] = each, time.monotonic()
+                self._newest_ns = max(self._newest_ns, each.completed_ns)
 
     def check_newest(self) -> None:
         """Raise FencedError if another node has begun a new launch."""
@@ -113,9 +105,9 @@ class Nodes:
             entry.format,
             entry.path,
             entry.name,
-            {shard: self._told(entry, path) for path, shard in sorted(entry.shards.items())},
+            {shard: self._version(entry, path) for path, shard in sorted(entry.shards.items())},
             entry.expected,
-            0 if self._rules.ignores_times else entry.marked_ns,
+            0 if self._rules.ignores_times else entry.completed_ns,
         )
         there = self._remote.announce(ours)
         logger.info("announced path=%s step=%d by_node=%d", entry.path, entry.step, there.node)
@@ -126,7 +118,7 @@ class Nodes:
             )
         return entry if there.node == self._node else self._rest(entry, there)
 
-    def _told(self, entry: Entry, path: str) -> Version:
+    def _version(self, entry: Entry, path: str) -> Version:
         was = entry.files[path]
         return Version(was.size_bytes, was.mtime_ns, sample(self._entries.staged(entry) / entry.shards[path]))
 
@@ -138,7 +130,9 @@ class Nodes:
             for path, shard in entry.shards.items()
             if _is_ours(announced, shard, entry.files[path], place / shard)
         }
-        return replace(entry, shards=shards, expected=(), is_followed=True, told_ns=announced.marked_ns)
+        return replace(
+            entry, shards=shards, expected=(), is_followed=True, announced_ns=announced.completed_ns
+        )
 
     def follow(
         self, tree: Tree, hand_in: Callable[[Entry], None], give_up: Callable[[Announcement, str], None]
@@ -173,12 +167,12 @@ class Nodes:
     def _staged(self, announced: Announcement) -> Entry | None:
         """Return the entry that this node has already staged for an announced checkpoint, or None.
 
-        It was staged or handed in by an earlier launch, or staged because this node has the mark too.
+        It was staged or handed in by a previous launch, or staged because this node has the marker too.
         """
         for entry in reversed(self._entries.of_path(announced.path)):
             is_same = not entry.is_settled and (entry.step, entry.name) == (announced.step, announced.name)
             if entry.is_followed:
-                is_same = is_same and entry.told_ns == announced.marked_ns
+                is_same = is_same and entry.announced_ns == announced.completed_ns
             else:
                 is_same = is_same and not _newer(announced, entry.shards, entry.files)
             if is_same and self._entries.is_intact(entry):
@@ -186,7 +180,7 @@ class Nodes:
         return None
 
     def _part(self, announced: Announcement, tree: Tree) -> dict[str, str]:
-        """Return the files that this node has of those that the mark names, with their names in the checkpoint."""
+        """Return the files that this node has of those that the marker names, with their names in the checkpoint."""
         prefix = f"{announced.path}/" if announced.path else ""
         named = {f"{prefix}{shard}": shard for shard in announced.expected}
         return {
@@ -203,7 +197,7 @@ class Nodes:
             if path.removeprefix(prefix) in announced.expected:
                 return f"{path} on node {self._node} is a symbolic link, which is not followed"
         if later := _newer(announced, files, tree.files):
-            late_s = (tree.files[later].mtime_ns - announced.marked_ns) / 1e9
+            late_s = (tree.files[later].mtime_ns - announced.completed_ns) / 1e9
             return (
                 f"{later} on node {self._node} is {late_s:.0f} s newer than the marker: it was saved again, or the"
                 " clocks of the nodes differ (--ignore-times)"
@@ -219,12 +213,12 @@ class Nodes:
             for entry in self._entries.of_path(announced.path)
             if entry.generation
             and entry.is_alive
-            and (entry.told_ns or entry.marked_ns) != announced.marked_ns
+            and (entry.announced_ns or entry.completed_ns) != announced.completed_ns
             for path, was in entry.files.items()
         }
         for path in files:
             if sent.get(path) == tree.files[path]:
-                return f"{path} belongs to an earlier save on node {self._node}"
+                return f"{path} belongs to a previous save on node {self._node}"
             if abs(tree.now_ns - tree.files[path].mtime_ns) < self._rules.settle_s * 1e9:
                 return f"{path} is still being written on node {self._node}"
             if not tree.is_whole(path):
@@ -241,26 +235,32 @@ class Nodes:
             {path: tree.files[path] for path in files},
             files,
             is_followed=True,
-            told_ns=announced.marked_ns,
+            announced_ns=announced.completed_ns,
             staged_ns=tree.now_ns,
         )
         try:
             return self._entries.stage(entry, self._entries.source)
         except VanishedError as error:
-            logger.info("vanished path=%s: %s; looking again", announced.path, error)
+            logger.info("vanished path=%s: %s; scanning again", announced.path, error)
             return None
 
     def let_go(self, refuse: Callable[[Entry, Refusal, str], None]) -> None:
-        """Drop what was announced in an earlier launch and is not in this one, once a later save is.
+        """Drop what was announced in a previous launch and is not in this one, once a later save is, or if this node is
+        alone now.
 
-        A node announces its saves in their order, after a restart too: the one that had the mark gave it up, or was
-        replaced.
+        A node announces its saves in their order, after a restart too: the one that had the marker gave it up, or was
+        replaced. The next scan takes it anew if this node has all of it.
         """
-        heard = {(each.path, each.step, each.marked_ns) for each, _ in self._heard.values()}
+        heard = {(each.path, each.step, each.completed_ns) for each, _ in self._heard.values()}
         for entry in [each for each in self._entries.open() if plan.awaits_others(each)]:
-            if entry.told_ns < self._newest_ns and (entry.path, entry.step, entry.told_ns) not in heard:
+            is_late = (
+                entry.announced_ns < self._newest_ns
+                and (entry.path, entry.step, entry.announced_ns) not in heard
+            )
+            if is_late or self._num_nodes == 1:
                 self._entries.drop(entry)
-                refuse(entry, Refusal.INCOMPLETE, "no node announces it any more")
+                # Without its number, which may be given out again.
+                refuse(replace(entry, number=0), Refusal.INCOMPLETE, "no node announces it any more")
 
     def is_over(self) -> bool:
         """Return whether no node, including this one, will announce anything more."""
@@ -274,7 +274,7 @@ class Nodes:
             self._ended_at = now
         self.awaited = sorted({*range(self._num_nodes)} - self._remote.ended(self.generation))
         if not self.awaited:
-            self._next_look_at = 0.0
+            self._next_listen_at = 0.0
             # Hear what was announced before the last of them ended.
             self.listen()
             return not self._heard
@@ -289,15 +289,15 @@ def _is_ours(announced: Announcement, shard: str, ours: Identity, file: Path) ->
     """
     if (theirs := announced.here.get(shard)) is None:
         return True
-    if announced.marked_ns and ours.mtime_ns <= theirs.mtime_ns + CLOCKS_S * 1e9:
+    if announced.completed_ns and ours.mtime_ns <= theirs.mtime_ns + CLOCKS_S * 1e9:
         return False
     return (ours.size_bytes, sample(file)) != (theirs.size_bytes, theirs.sample)
 
 
 def _newer(announced: Announcement, shards: Mapping[str, str], files: Mapping[str, Identity]) -> str:
-    """Return a file that was written after the checkpoint's mark; "" if there is none, or if times tell nothing."""
-    for path, shard in shards.items() if announced.marked_ns else ():
+    """Return a file that was written after the checkpoint's marker; "" if there is none, or if times tell nothing."""
+    for path, shard in shards.items() if announced.completed_ns else ():
         within_s = LATE_RANK_S if is_late(announced.format, shard) else CLOCKS_S
-        if files[path].mtime_ns > announced.marked_ns + within_s * 1e9:
+        if files[path].mtime_ns > announced.completed_ns + within_s * 1e9:
             return path
     return ""

@@ -79,7 +79,7 @@ def late_files(entry: Entry, tree: Tree, files: Mapping[str, Identity]) -> tuple
 
     It is the same save while its marker is unchanged or, if that is not in the folder, while nothing of it has changed.
     """
-    kept = [entry.mark] if entry.mark in entry.files else list(entry.files)
+    kept = [entry.marker] if entry.marker in entry.files else list(entry.files)
     if entry.path in entry.files or any(tree.files.get(path) != entry.files[path] for path in kept):
         return ()
     return tuple(sorted(path for path, is_ in files.items() if entry.files.get(path) != is_))
@@ -88,7 +88,7 @@ def late_files(entry: Entry, tree: Tree, files: Mapping[str, Identity]) -> tuple
 def _saved_again(found: Found, tree: Tree, before: Entry, handed: Sequence[Entry]) -> Verdict:
     """Return the verdict on a save to a place that an entry has: every file of its state must be a new one.
 
-    A file that is as it was belongs to the earlier save, and its rank may be late. A file that was written in place
+    A file that is as it was belongs to the previous save, and its rank may be late. A file that was written in place
     shows no end, unless it records checksums of its content.
     """
     # An inode that is reused has another birth time.
@@ -110,7 +110,7 @@ def _saved_again(found: Found, tree: Tree, before: Entry, handed: Sequence[Entry
 
 
 def refused_as(found: Found, tree: Tree, known: Iterable[Entry]) -> Entry | None:
-    """Return the refused entry for this version of a candidate, perhaps from an earlier launch.
+    """Return the refused entry for this version of a candidate, perhaps from a previous launch.
 
     None if the version is being uploaded or in the store.
     """
@@ -173,7 +173,7 @@ def changed_in_place(entry: Entry, files: Mapping[str, Identity]) -> str:
 
 
 def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
-    """Return whether the trainer has gone back to an earlier step.
+    """Return whether the trainer has gone back to a previous step.
 
     That is so if this step, or a higher one, was handed in before in this generation, and the entry was complete
     after that. Whatever the trainer saves from then on is newer than what was there before, whatever its step.
@@ -182,41 +182,39 @@ def needs_new_generation(entry: Entry, known: Iterable[Entry], generation: int) 
     if any(each.step == entry.step for each in handed):
         return True
     higher = [each for each in handed if each.step > entry.step]
-    return any(entry.marked_ns > each.written_ns for each in higher)
+    return any(entry.completed_ns > each.written_ns for each in higher)
 
 
-def is_perhaps_copy(entry: Entry, known: Iterable[Entry], generation: int) -> bool:
+def is_perhaps_copy(entry: Entry, known: Collection[Entry]) -> bool:
     """Return whether the entry may have been renamed or copied by hand, as far as steps and times tell.
 
     A trainer that goes back would look the same. So would an entry whose step is only derived from its time.
     """
-    return has_no_step(entry) or needs_new_generation(entry, known, generation)
+    return has_no_step(entry) or has_gone_back(entry, known)
+
+
+def has_gone_back(entry: Entry, known: Collection[Entry]) -> bool:
+    """Return whether the trainer has gone back, perhaps while no watcher ran."""
+    newest = max((each.generation for each in known if each.number != entry.number), default=0)
+    return newest > 0 and needs_new_generation(entry, known, newest)
 
 
 def has_no_step(entry: Entry) -> bool:
-    return entry.step == entry.marked_ns // _NS
+    return entry.step == entry.completed_ns // _NS
 
 
-def akin(entry: Entry, known: Collection[Entry], generation: int) -> list[Entry]:
-    """Return the entries of other paths that may be the same checkpoint, whatever their names say about steps.
+def akin(entry: Entry, known: Collection[Entry]) -> list[Entry]:
+    """Return the entries of other paths that it may be a copy of: their files have the same names and sizes.
 
-    Their files have the same names and sizes, and the same sampled blocks where both were sampled. Where they were
-    not, only few are worth reading.
+    If its step is the next one, as that of a trainer's own save, they also have the same times.
     """
-    sizes, any_step = _sizes(entry), has_no_step(entry)
-    may_be_copy = is_perhaps_copy(entry, known, generation)
-
-    def is_alike(other: Entry) -> bool:
-        if entry.samples and other.samples:
-            return entry.samples == other.samples
-        return may_be_copy and (any_step or other.step == entry.step)
-
     others = (each for each in originals(known) if each.path != entry.path and each.is_alive)
-    return [each for each in others if is_alike(each) and _sizes(each) == sizes]
+    alike = [each for each in others if _sizes(each) == _sizes(entry)]
+    return alike if is_perhaps_copy(entry, known) else [each for each in alike if has_times_of(entry, each)]
 
 
 def originals(known: Iterable[Entry]) -> list[Entry]:
-    """Return the entries without copies, i.e. those that are committed as the same checkpoint as an earlier one."""
+    """Return the entries without copies, i.e. those that are committed as the same checkpoint as a previous one."""
     found: dict[tuple[int, int, int], Entry] = {}
     for each in sorted(known, key=lambda each: each.number):
         is_committed = each.state is State.COMMITTED
@@ -228,16 +226,18 @@ def _sizes(entry: Entry) -> Mapping[str, int]:
     return {shard: each.size_bytes for shard, each in entry.content.items()}
 
 
-def awaits_akin(entry: Entry, known: Collection[Entry], generation: int) -> bool:
+def has_times_of(entry: Entry, other: Entry) -> bool:
+    """Return whether the files of two entries with the same names also have the same times."""
+    return all(each.mtime_ns == other.content[name].mtime_ns for name, each in entry.content.items())
+
+
+def awaits_akin(entry: Entry, known: Collection[Entry]) -> bool:
     """Return whether the entry may be a copy of one that is not decided yet: it then becomes what the other becomes."""
-    return any(each.state is State.HANDED for each in akin(entry, known, generation))
+    return any(each.state is State.HANDED for each in akin(entry, known))
 
 
-def gone_back(entry: Entry, known: Collection[Entry]) -> str:
-    """Return the warning for a trainer that has gone back, perhaps while no watcher ran; "" if it has not."""
-    newest = max((each.generation for each in known if each.number != entry.number), default=0)
-    if not newest or not needs_new_generation(entry, known, newest):
-        return ""
+def gone_back(entry: Entry) -> str:
+    """Return the warning for a trainer that has gone back."""
     return (
         f"{entry.path or entry.name} was completed after a higher step, or a second time: its trainer has gone back to"
         f" step {entry.step}, and what it saves from now on counts as newer than everything before. If it is a copy"
@@ -249,14 +249,14 @@ def gone_back(entry: Entry, known: Collection[Entry]) -> str:
 def predecessors(entry: Entry, known: Iterable[Entry], generation: int, *, num_nodes: int) -> list[Entry]:
     """Return the entries that were saved before this one, are not decided yet, and must be decided first.
 
-    If the trainer has gone back and the earlier one is handed in again in a later launch, that one would be the
-    newest. With several nodes, a node that was killed may not have sealed its part of what an earlier launch handed
+    If the trainer has gone back and the previous one is handed in again in a later launch, that one would be the
+    newest. With several nodes, a node that was killed may not have sealed its part of what a previous launch handed
     in: that is handed in again, and must come first, or it would be passed over.
     """
-    earlier = [each for each in known if each.state is State.HANDED and each.number < entry.number]
+    undecided = [each for each in known if each.state is State.HANDED and each.number < entry.number]
     return [
         each
-        for each in earlier
+        for each in undecided
         if (each.generation != generation and (num_nodes > 1 or each.step >= entry.step))
         or needs_new_generation(entry, [each], generation)
     ]
@@ -265,13 +265,13 @@ def predecessors(entry: Entry, known: Iterable[Entry], generation: int, *, num_n
 def passed_over(entry: Entry, known: Iterable[Entry], generation: int) -> str:
     """Return why the entry would wrongly become the newest, or "" if it would not.
 
-    It would if it is older than what an earlier launch of the watcher has committed.
+    It would if it is older than what a previous launch of the watcher has committed.
     """
     for each in known:
-        is_earlier = each.state is State.COMMITTED and 0 < each.generation < generation
-        if is_earlier and each.step > entry.step and entry.marked_ns <= each.written_ns:
+        is_previous = each.state is State.COMMITTED and 0 < each.generation < generation
+        if is_previous and each.step > entry.step and entry.completed_ns <= each.written_ns:
             return (
-                f"it is older than step {each.step}, which an earlier launch has committed, but would become the"
+                f"it is older than step {each.step}, which a previous launch has committed, but would become the"
                 " newest: adopt it with --kind, or into another remote"
             )
     return ""

@@ -23,7 +23,7 @@ from ckpt_async.threads import LoopThread
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none
 from ckpt_async.watch.announcement import Announcement
-from ckpt_async.watch.meanwhile import attend
+from ckpt_async.watch.background import attend
 
 T = TypeVar("T")
 
@@ -36,7 +36,9 @@ class Remote:
     """A run in the store. Opening it raises whatever keeps the run from being read."""
 
     def __init__(self, url: str, options: StoreOptions | None, settings: Settings, *, writes: bool) -> None:
-        self.meanwhile: Callable[[], None] = lambda: None  # called periodically while waiting for an answer
+        self.while_waiting: Callable[[], None] = lambda: (
+            None
+        )  # called periodically while waiting for an answer
         self._bulk = connect(url, options, settings)
         self._thread = LoopThread("ckpt-async-watch", asyncio.new_event_loop())
         with contextlib.ExitStack() as opened:
@@ -49,13 +51,13 @@ class Remote:
         """Run a coroutine with the store, and wait for its end."""
         answer = self._thread.begin(work(self._bulk.answering_within(ANSWER_TIMEOUT_S)))
         try:
-            return attend(answer, self.meanwhile)
+            return attend(answer, self.while_waiting)
         except BaseException:
             answer.cancel()
             raise
 
     def close(self) -> None:
-        self.meanwhile = lambda: None
+        self.while_waiting = lambda: None
         self._opened.close()
 
     # --- between nodes -------------------------------------------------------------------------------------
@@ -63,16 +65,16 @@ class Remote:
     def announce(self, announced: Announcement) -> Announcement:
         """Announce a complete checkpoint to the other nodes, and return the announcement that holds.
 
-        If several nodes see the mark, the first one's announcement holds.
+        If several nodes see the marker, the first one's announcement holds.
         """
         key = keys.announcement_key(announced.checkpoint)
         there = self.call(lambda store: create_once(store, key, announced.encode()))
         return Announcement.decode(there, announced.checkpoint)
 
     def announced(
-        self, generation: int, after: int, known: Collection[int]
+        self, generation: int, known: Collection[int]
     ) -> list[tuple[CheckpointId, Announcement | InvalidRecordError]]:
-        """Return the announcements of this generation past the step `after`, without the `known` steps.
+        """Return the announcements of this generation, without the `known` steps.
 
         They are in order of steps. Where an announcement cannot be read, its error is returned.
         """
@@ -84,8 +86,7 @@ class Remote:
                 return error
 
         async def work(store: PatientStore) -> list[tuple[CheckpointId, Announcement | InvalidRecordError]]:
-            start = keys.announcement_key(CheckpointId(generation, after)) if after >= 0 else ""
-            listing = await store.list(keys.announcements_prefix(generation), start_after=start)
+            listing = await store.list(keys.announcements_prefix(generation))
             named = (keys.parse_announcement_key(each.key) for each in listing.objects)
             ids = [each for each in named if each is not None and each.step not in known]
             found = await all_or_none(read(store, keys.announcement_key(id_)) for id_ in ids)
@@ -125,21 +126,13 @@ class Remote:
 
         return self.call(work)
 
-    def committed_of_size(self, num_shards: int, size_bytes: int) -> list[Decision]:
-        """Return every readable committed checkpoint of this size, newest first. Reads all decisions of the run."""
+    def newest_commit(self) -> Decision | None:
+        """Return the commit that `latest` points to, if there is one."""
 
-        async def work(store: PatientStore) -> list[Decision]:
-            known: steps.KnownDecisions = {}
-            await steps.read_decisions(store, await store.list(keys.DECISIONS), known)
-            found = sorted(
-                (each for _, each in known.values()), key=lambda each: each.checkpoint, reverse=True
-            )
-            return [
-                each
-                for each in found
-                if each.outcome is Outcome.COMMIT
-                and (each.num_shards, each.size_bytes) == (num_shards, size_bytes)
-            ]
+        async def work(store: PatientStore) -> Decision | None:
+            latest = await steps.read_latest(store)
+            found = await if_readable(steps.read_settled(store, latest.checkpoint)) if latest else None
+            return found if found is not None and found.outcome is Outcome.COMMIT else None
 
         return self.call(work)
 
@@ -160,15 +153,6 @@ class Remote:
     def files(self, decision: Decision) -> Mapping[str, RemoteFile]:
         """Return the files of a committed checkpoint by name; none if its receipts cannot be read."""
         return self.call(lambda store: _files(store, decision))
-
-    def committed_files(self, ids: Iterable[CheckpointId]) -> Mapping[CheckpointId, Mapping[str, RemoteFile]]:
-        """Return, for each of these checkpoints that is committed, its files by name."""
-        found = {id_: each for id_, each in self.decisions(ids).items() if each.outcome is Outcome.COMMIT}
-
-        async def work(store: PatientStore) -> list[Mapping[str, RemoteFile]]:
-            return await all_or_none(_files(store, each) for each in found.values())
-
-        return dict(zip(found, self.call(work), strict=True)) if found else {}
 
 
 async def _files(store: PatientStore, decision: Decision) -> Mapping[str, RemoteFile]:

@@ -15,8 +15,6 @@ _CLOSE_WRITE, _MOVED_TO, _CREATE, _MOVE_SELF = 0x8, 0x80, 0x100, 0x800
 _MASK = _CLOSE_WRITE | _MOVED_TO | _CREATE | _MOVE_SELF
 # A folder of datasets must not use up every watch of the machine.
 _MAX_WATCHED = 4096
-# While the folder does not exist, the folder above it is watched, since it may be made there.
-_ABOVE = ".."
 
 
 def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
@@ -55,10 +53,6 @@ class Waker:
             number = self._add(self._inotify, os.fsencode(root / folder), _MASK)
             if number >= 0:
                 self._watched[folder] = number
-        if not self._watched:
-            above = next(each for each in root.absolute().parents if each.is_dir())
-            if (number := self._add(self._inotify, os.fsencode(above), _MASK)) >= 0:
-                self._watched[_ABOVE] = number
         self._is_new |= not {*self._watched.values()} <= {*before.values()}
         for number in {*before.values()} - {*self._watched.values()}:
             self._remove(self._inotify, number)

@@ -26,10 +26,9 @@ from typing import Any
 
 from ckpt_async import Sweeper, Uploader
 from ckpt_async.core.refusal import Refusal, Refused
-from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.page.server import MetricsServer, serve
-from ckpt_async.watch.refusals import Refusals
+from ckpt_async.watch.reporter import Reporter
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ROOT / "deploy/prometheus/alerts.yaml"
@@ -234,10 +233,10 @@ def a_shard_is_changed(world: World) -> Act:
 
 def a_watcher_refuses(world: World) -> Act:
     trainer = world.trainer("watched")
-    refusals = Refusals(trainer.run, 0, world.root / "watched", Settings())
-    refusals.count_in(trainer.uploader.metrics)
+    reporter = Reporter()
+    reporter.count_in(trainer.uploader.metrics)
     yield set()
-    refusals.add(Refused("last.ckpt", Refusal.CHANGED, "it was written in place"))
+    reporter.record(Refused("last.ckpt", Refusal.CHANGED, "it was written in place"))
     yield {("CkptAsyncWatchRefused", trainer.run)}
 
 

@@ -182,7 +182,7 @@ def test_a_rotation_while_a_folder_is_listed_is_seen(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "scandir", rotated)
     disk = Disk(tmp_path)
     for _ in range(3):
-        assert "something was removed" in find(disk.look(), Rules(done="OK"))[0].reason
+        assert "something was removed" in find(disk.scan(), Rules(done="OK"))[0].reason
 
 
 @pytest.mark.parametrize("changed", ["save_1/sub", "save_1/sub/emptied"])
@@ -305,7 +305,7 @@ def test_a_symbolic_link_in_a_checkpoint_is_refused_and_named(tmp_path: Path) ->
     assert found.is_refused
     assert not reasons(written, Rules(done="DONE"), links=("latest", "10/y"))
     (tmp_path / "link").symlink_to("elsewhere")
-    assert Disk(tmp_path).look().links == ("link",)
+    assert Disk(tmp_path).scan().links == ("link",)
 
 
 def test_deepspeed_that_does_not_say_its_ranks_wants_to_be_told() -> None:
@@ -502,7 +502,7 @@ def test_what_was_renamed_into_place_and_half_deleted_later_is_not_complete(
     new.rename(out / "step-1")
 
     def reason(**more: Any) -> str:
-        (found,) = find(Disk(out).look(), Rules(pattern="step-*", **more))
+        (found,) = find(Disk(out).scan(), Rules(pattern="step-*", **more))
         return found.reason
 
     assert not reason()
@@ -522,7 +522,7 @@ def test_what_is_made_in_a_folder_that_was_renamed_into_place_is_no_removal(
     tick(tmp_path / "step-1")
     (tmp_path / "step-1" / made).parent.mkdir(exist_ok=True)
     (tmp_path / "step-1" / made).write_bytes(b"x")
-    (found,) = find(Disk(tmp_path).look(), Rules(pattern="step-*"))
+    (found,) = find(Disk(tmp_path).scan(), Rules(pattern="step-*"))
     assert not found.reason
 
 
@@ -559,15 +559,15 @@ def test_a_mark_is_read_once_for_each_version_of_it(metadata: Mapping[str, bytes
     for name, data in metadata.items():
         (tmp_path / name).write_bytes(data)
     disk = Disk(tmp_path)
-    first = disk.look()
+    first = disk.scan()
     assert not find(first)[0].missing
-    again = disk.look()
+    again = disk.scan()
     (_, named) = next((key, each) for key, each in again.memo.items() if key[0] == "named")
     assert named == {"__0_0.distcp": len(metadata["__0_0.distcp"])}
     named["another"] = 1
     assert find(again)[0].missing == ("another",), "what was found is used again"
     (tmp_path / ".metadata").write_bytes(metadata[".metadata"] + b" ")
-    assert not find(disk.look())[0].missing
+    assert not find(disk.scan())[0].missing
 
 
 def verl(step: int, told: str) -> dict[str, bytes]:

@@ -49,7 +49,7 @@ def test_accelerate_killed_between_the_parts_leaves_no_checkpoint_of_a_part(tmp_
     disk, rules, num_begun = Disk(tmp_path), Rules(ranks=2), 0
     try:
         while True:
-            found = find(disk.look(), rules)
+            found = find(disk.scan(), rules)
             for each in found:
                 assert (each.format, each.path) == ("accelerate", f"checkpoints/checkpoint_{each.step}")
                 assert not each.is_complete or {*each.inner} == OF_A_SAVE
@@ -65,7 +65,7 @@ def test_accelerate_killed_between_the_parts_leaves_no_checkpoint_of_a_part(tmp_
         for each in ranks:
             each.kill()
             each.wait()
-    found = find(disk.look(), rules)
+    found = find(disk.scan(), rules)
     steps = sorted(each.step for each in found if each.is_complete)
     assert steps == [*range(len(steps))]
     assert all({*each.inner} == OF_A_SAVE for each in found if each.is_complete)

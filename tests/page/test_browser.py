@@ -11,10 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from ckpt_async import Uploader
 from ckpt_async.core.refusal import Refusal, Refused
-from ckpt_async.core.settings import Settings
 from ckpt_async.page.board import Board
 from ckpt_async.page.server import serve
-from ckpt_async.watch.refusals import Refusals
+from ckpt_async.watch.reporter import Reporter
 from tests.page.browser import Browser, find
 from tests.page.scenes import HOSTILE, Run, going_on
 from tests.seaweed import SeaweedServer
@@ -104,11 +103,11 @@ def test_what_events_tell_and_who_was_not_told_is_read(tmp_path: Path, browser: 
 
 def test_what_a_watcher_refuses_is_counted_and_named(tmp_path: Path, browser: Browser) -> None:
     with Uploader(tmp_path / "a", f"file://{tmp_path}/b", rank=0, world_size=1, metrics_port=0) as uploader:
-        refusals = Refusals(uploader.remote, 0, tmp_path, Settings())
+        reporter = Reporter()
         for step in (1, 2):
-            refusals.add(Refused(f"last-{step}.ckpt", Refusal.CHANGED, "it was written in place", step))
-        refusals.count_in(uploader.metrics)
-        refusals.add(Refused(HOSTILE, Refusal.NO_SPACE, HOSTILE))
+            reporter.record(Refused(f"last-{step}.ckpt", Refusal.CHANGED, "it was written in place", step))
+        reporter.count_in(uploader.metrics)
+        reporter.record(Refused(HOSTILE, Refusal.NO_SPACE, HOSTILE))
         assert uploader.page_url is not None
         browser.go(uploader.page_url)
         browser.until(says("3 refused by the watcher, and not in the store (changed 2, no space 1)"))

@@ -29,16 +29,14 @@ class Store:
 
     generation = 2
 
-    def __init__(self, *named: str, marked_ns: int = 0, format_: str = "dcp") -> None:
-        self._named, self._marked_ns, self._format = named, marked_ns, format_
+    def __init__(self, *named: str, completed_ns: int = 0, format_: str = "dcp") -> None:
+        self._named, self._completed_ns, self._format = named, completed_ns, format_
 
-    def announced(
-        self, generation: int, after: int, known: set[int]
-    ) -> Iterator[tuple[CheckpointId, Announcement]]:
+    def announced(self, generation: int, known: set[int]) -> Iterator[tuple[CheckpointId, Announcement]]:
         if not known:
-            id_, here = CheckpointId(generation, 1), {"mark": Version(1, self._marked_ns, 1)}
+            id_, here = CheckpointId(generation, 1), {"mark": Version(1, self._completed_ns, 1)}
             named = ("mark", *self._named)
-            yield id_, Announcement(id_, 0, self._format, "step-1", "step-1", here, named, self._marked_ns)
+            yield id_, Announcement(id_, 0, self._format, "step-1", "step-1", here, named, self._completed_ns)
 
     def newest_generation(self, generation: int) -> int:
         return generation
@@ -72,18 +70,18 @@ def test_what_a_node_cannot_look_at_is_waited_for_and_never_left_out(
     store = Store("model.pt", "optim/state.bin")
     handed, given_up = list[Entry](), list[str]()
 
-    def look(*, is_late: bool = False) -> None:
+    def scan(*, is_late: bool = False) -> None:
         monkeypatch.setattr(of_nodes, "WHOLE_S", 0.0 if is_late else 60.0)
-        nodes.follow(Disk(out).look(), handed.append, lambda _, reason: given_up.append(reason))
+        nodes.follow(Disk(out).scan(), handed.append, lambda _, reason: given_up.append(reason))
 
     for is_healed in (True, False):
         nodes = Nodes(options, entries, cast(Uploader, store), cast(Remote, store))
         nodes.listen()
         is_closed[0] = True
-        look()
+        scan()
         assert (handed, given_up, nodes.has_heard) == ([], [], True)
         is_closed[0] = not is_healed
-        look(is_late=True)
+        scan(is_late=True)
         assert not nodes.has_heard
         if is_healed:
             (entry,) = handed
@@ -111,18 +109,20 @@ def follow(
     if sent_s:
         files = {f"step-1/{name}": identity_of((out / "step-1" / name).lstat()) for name in names}
         sent = Entry(1, "transformers", "step-1", 1, "step-1", files, {each: each[7:] for each in files})
-        sent = replace(sent, is_followed=True, told_ns=sent_s * SECOND, generation=1, state=State.COMMITTED)
+        sent = replace(
+            sent, is_followed=True, announced_ns=sent_s * SECOND, generation=1, state=State.COMMITTED
+        )
         entries.put(sent)
     rules = Rules(settle_s=0, num_nodes=2)
     options = Options(
         out, "memory://", tmp_path / "state", tmp_path / "lock", node=1, num_nodes=2, rules=rules
     )
-    store = Store(*of.pop("named", names), marked_ns=DONE_AT_S * SECOND, **of)
+    store = Store(*of.pop("named", names), completed_ns=DONE_AT_S * SECOND, **of)
     nodes = Nodes(options, entries, cast(Uploader, store), cast(Remote, store))
     nodes.listen()
     told = list[str | list[str]]()
     nodes.follow(
-        *(Disk(out).look(), lambda entry: told.append(sorted(entry.shards.values()))),
+        *(Disk(out).scan(), lambda entry: told.append(sorted(entry.shards.values()))),
         lambda _, reason: told.append(reason),
     )
     (answer,) = told
@@ -141,7 +141,7 @@ def test_what_was_sent_with_an_earlier_save_to_the_same_place_is_not_sent_again(
     monkeypatch.setattr(of_nodes, "WHOLE_S", 0.0)
     told = follow(tmp_path, ["rng_state_1.pth"], sent_s=sent_s, format_="transformers")
     assert told == (
-        "step-1/rng_state_1.pth belongs to an earlier save on node 1" if is_stale else ["rng_state_1.pth"]
+        "step-1/rng_state_1.pth belongs to a previous save on node 1" if is_stale else ["rng_state_1.pth"]
     )
 
 
@@ -179,39 +179,3 @@ def test_two_checkpoints_of_one_step_on_two_nodes_are_not_taken_for_one(tmp_path
     with pytest.raises(InvalidRecordError, match=r"node 0 has actor/step-1 \(dcp\) as step 1"):
         nodes.announce(ours)
     assert nodes.announce(replace(ours, path="actor/step-1")).is_followed
-
-
-class Asked(Store):
-    """Announces these steps, one after the other, and notes after which it was asked for more."""
-
-    def __init__(self, steps: list[int]) -> None:
-        super().__init__()
-        self._steps, self.after = steps, list[int]()
-
-    def announced(
-        self, generation: int, after: int, known: set[int]
-    ) -> Iterator[tuple[CheckpointId, Announcement]]:
-        self.after.append(after)
-        if self._steps:
-            id_ = CheckpointId(generation, step := self._steps.pop(0))
-            yield id_, Announcement(id_, 0, "dcp", f"step-{step}", f"step-{step}", {}, ())
-
-
-@pytest.mark.parametrize(
-    ("num_higher", "waited_s", "is_heard"), [(1, 0, True), (15, 0, True), (16, 0, False), (16, 600, True)]
-)
-def test_a_lower_step_that_is_complete_later_is_heard_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_higher: int, waited_s: float, is_heard: bool
-) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr(of_nodes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    entries = Entries(tmp_path / "out", tmp_path / "state", "memory://")
-    options = Options(tmp_path / "out", "memory://", tmp_path, tmp_path / "lock", node=1, num_nodes=2)
-    store = Asked([*range(20, 20 + num_higher)])
-    nodes = Nodes(options, entries, cast(Uploader, store), cast(Remote, store))
-    for _ in range(num_higher):
-        nodes.listen()
-        now_s[0] += 1
-    now_s[0] += waited_s
-    nodes.listen()
-    assert (store.after[-1] < 10) == is_heard

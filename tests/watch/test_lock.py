@@ -11,7 +11,7 @@ from ckpt_async.watch.lock import FolderLock
 
 @pytest.fixture
 def lock(tmp_path: Path) -> FolderLock:
-    return FolderLock(tmp_path / "watch.lock", tmp_path / "otherwise.lock", "file:///run")
+    return FolderLock(tmp_path / "watch.lock", tmp_path / "otherwise.lock")
 
 
 def test_a_full_disk_does_not_keep_a_watcher_from_its_lock(

@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-THEIRS, OURS = "__1_0.distcp", ("__0_0.distcp", ".metadata")  # the mark last
+THEIRS, OURS = "__1_0.distcp", ("__0_0.distcp", ".metadata")  # the marker last
 
 
 class Nodes:
@@ -54,7 +54,7 @@ class Nodes:
         return self._all[-1]
 
     def save(self, step: int, names: tuple[str, ...] = (THEIRS, *OURS)) -> None:
-        """As the ranks did, the mark last, at the time it is now."""
+        """As the ranks did, the marker last, at the time it is now."""
         for name in names:
             node = int(name[2] == "1")
             here = self.folder / f"node-{node}/out/step-{step}"
@@ -76,9 +76,9 @@ class Nodes:
         entries.bind()
         name, path = f"step-{step}", f"step-{step}/__1_0.distcp"
         files = {path: identity_of((entries.source / path).lstat())}
-        mark_ns = (self.folder / f"node-0/out/{name}/.metadata").stat().st_mtime_ns
+        marker_ns = (self.folder / f"node-0/out/{name}/.metadata").stat().st_mtime_ns
         entry = Entry(1, "dcp", name, step, name, files, {path: "__1_0.distcp"}, is_followed=True)
-        entries.stage(replace(entry, told_ns=mark_ns, staged_ns=time.time_ns()), entries.source)
+        entries.stage(replace(entry, announced_ns=marker_ns, staged_ns=time.time_ns()), entries.source)
 
     def written(self, step: int) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -170,7 +170,9 @@ def test_a_file_that_an_earlier_save_has_left_on_the_node_with_the_mark_is_not_m
     assert THEIRS in told["reason"]
     assert restore.find(nodes.remote) is None
     (nodes.folder / "node-1/out/step-20").mkdir()
-    stale = nodes.folder / "node-1/out/step-20" / OURS[0]  # of the node without the mark it is just not sent
+    stale = (
+        nodes.folder / "node-1/out/step-20" / OURS[0]
+    )  # of the node without the marker it is just not sent
     stale.write_bytes(bytes(1 << 16))
     os.utime(stale, (0, 0))
     nodes.save(20)
@@ -253,7 +255,7 @@ def test_the_end_says_which_node_it_waits_for(nodes: Nodes) -> None:
     nodes.save(10)
     first.until_logged("announced path=step-10")
     first.process.terminate()
-    first.until_logged("watch_ending waiting_for='node 1 to hand in step 10'; ")
+    first.until_logged("watch_ending: waiting for node 1 to hand in step 10, at most ")
     assert first.process.wait(60) == 6
 
 
@@ -263,15 +265,13 @@ def test_two_watchers_that_say_they_are_the_same_node_are_told_so(nodes: Nodes, 
     copied = Nodes(tmp_path / "copied", tmp_path)
     copied.remote = nodes.remote
     try:
-        copied.watch(0).until_logged(
-            "does another watcher also use --node 0/2, or a different number of nodes?"
-        )
+        copied.watch(0).until_logged("another watcher also use --node 0/2, or a different number of nodes?")
     finally:
         copied.end()
 
 
 def test_what_was_handed_in_in_an_earlier_start_is_there_when_it_is_announced_again(nodes: Nodes) -> None:
-    """Its trainer has rotated it away meanwhile, and the node with the mark comes back first."""
+    """Its trainer has rotated it away meanwhile, and the node with the marker comes back first."""
     nodes.save(10)
     second = nodes.watch(1, "-v")
     second.until_logged("generation=1")

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import urllib.request
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,18 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
 from ckpt_async.events.telling import refused
 from ckpt_async.formats import Rules
+from ckpt_async.local.folder import Folder
 from ckpt_async.local.outbox import OwnOutbox
+from ckpt_async.monitor.metrics import Metrics
+from ckpt_async.watch.background import Stop
 from ckpt_async.watch.entries import Entries, Entry, State
-from ckpt_async.watch.meanwhile import Stop
 from ckpt_async.watch.options import Options
-from ckpt_async.watch.refusals import Refusals
+from ckpt_async.watch.refusal_events import RefusalEvents
 from ckpt_async.watch.remote import Remote
-from ckpt_async.watch.telling import UNREADABLE_S, Teller, Told
+from ckpt_async.watch.reporter import UNREADABLE_S, Event, Reporter
 from ckpt_async.watch.watcher import Watcher
 from tests.events.receiver import free_port, receiving, wait_until
 from tests.watch.conftest import Place, counts, save
-from tests.watch.looking import Place as Looking
 from tests.watch.trees import torch_zip
 
 pytestmark = pytest.mark.timeout(90)
@@ -44,7 +44,7 @@ def test_each_refusal_is_an_event_once_also_over_restarts(
         save(place, step)
         path = place.out / f"checkpoint-{step}" / name
         path.symlink_to(place.here) if name == "link" else path.write_bytes(b"x")
-        os.utime(path.parent / "trainer_state.json")  # the mark is the last
+        os.utime(path.parent / "trainer_state.json")  # the marker is the last
     (place.out / "closed").mkdir()
     scandir = os.scandir
 
@@ -84,14 +84,14 @@ def test_what_is_refused_for_now_and_committed_later_is_no_error(
         link(source, target, **more)
 
     monkeypatch.setattr(os, "link", refusing)
-    told = list[Told]()
+    told = list[Event]()
     folder, state = place.out, place.state
     options = Options(
         folder, place.remote, state, place.here / "lock", rules=Rules(settle_s=0), interval_s=0.1
     )
     stopping = Stop()
 
-    def tell(each: Told) -> None:
+    def tell(each: Event) -> None:
         told.append(each)
         if each.event == "committed":
             stopping.set()
@@ -236,7 +236,7 @@ def test_what_is_refused_while_the_disk_is_full_is_told_when_it_is_not(
 ) -> None:
     with receiving() as receiver:
         settings = Settings(event_webhook=receiver.url)
-        refusals = Refusals("s3://b/r", 0, tmp_path, settings)
+        refusals = RefusalEvents("s3://b/r", 0, tmp_path, settings)
 
         def refusing(*_: object) -> None:
             raise NoSpaceError("no space left")
@@ -248,23 +248,34 @@ def test_what_is_refused_while_the_disk_is_full_is_told_when_it_is_not(
     assert [each["details"]["cause"] for each in receiver.bodies] == ["no_space"]
 
 
-def test_what_cannot_be_read_for_a_moment_is_no_refusal_and_the_end_waits_for_nothing() -> None:
+def test_what_cannot_be_read_for_a_moment_is_no_refusal() -> None:
+    """Once it lasts, it is, and at the end nothing is waited for."""
     now, heard = [0.0], list[Refused]()
-    teller = Teller(lambda _: None, clock=lambda: now[0])
-    teller.on_refused = heard.append
-    teller.pass_over({"a": "Stale file handle"})
-    teller.pass_over({})
+    reporter = Reporter(clock=lambda: now[0])
+    reporter.publish = heard.append
+    reporter.note_unreadable({"a": "Stale file handle"})
+    reporter.note_unreadable({})
     now[0] += UNREADABLE_S
-    teller.pass_over({"a": "Stale file handle", "b": "Permission denied"})
+    reporter.note_unreadable({"a": "Stale file handle", "b": "Permission denied"})
     assert not heard
     now[0] += UNREADABLE_S
     for _ in range(2):
-        teller.pass_over({"b": "Permission denied"})
+        reporter.note_unreadable({"b": "Permission denied"})
     assert [each.path for each in heard] == ["b"]
-    teller.pass_over({})
-    teller.pass_over({"b": "Permission denied", "c": "Permission denied"})
-    teller.end()
-    assert [each.path for each in heard] == ["b", "b", "c"], "what comes back is told again"
+    reporter.note_unreadable({"b": "Permission denied", "c": "Permission denied"}, is_last=True)
+    assert [each.path for each in heard] == ["b", "c"]
+
+
+def test_refusals_are_shown_in_each_launch(tmp_path: Path) -> None:
+    """A new launch of the run has metrics and a page of its own."""
+    reporter = Reporter()
+    reporter.record(Refused("a", Refusal.CHANGED, "why", 1))
+    for _ in range(2):
+        metrics = Metrics("file:///run", Folder(tmp_path))
+        reporter.count_in(metrics)
+        assert metrics.total("ckpt_async_watch_refused_total")["changed"] == 1
+        assert [each["text"] for each in metrics.recent.told()] == ["a is refused: why"]
+        reporter.count_in(None)
 
 
 def test_a_refusal_is_told_by_each_node_that_has_it_and_again_for_another_version(tmp_path: Path) -> None:
@@ -274,31 +285,3 @@ def test_a_refusal_is_told_by_each_node_that_has_it_and_again_for_another_versio
 
     assert id_of() == id_of()
     assert len({id_of(), id_of("b"), id_of(step=2), id_of(step=None), id_of(node=1), id_of(version=1)}) == 6
-
-
-@pytest.mark.parametrize("is_committed", [True, False])
-def test_what_is_changed_in_place_while_it_is_uploaded_is_told_only_if_that_has_spoilt_it(
-    tmp_path: Path, is_committed: bool
-) -> None:
-    """Its bytes may have been sent before its trainer saved again to the same place."""
-    looking = Looking(tmp_path)
-    here = looking.folder / "step-1"
-    here.mkdir()
-    for name in ("model", "DONE"):
-        (here / name).write_bytes(b"x")
-    lookout = looking.lookout(Rules(done="DONE"))
-    lookout.look_and_take()
-    (entry,) = looking.entries.open()
-    handed = replace(entry, state=State.HANDED, generation=1)
-    looking.entries.put(handed)
-    (here / "model").write_bytes(b"of the next save")
-    for _ in range(2):
-        lookout.look()
-        lookout.review()
-    looking.waker.close()
-    assert looking.told == [], "nobody knows yet"
-    if is_committed:
-        looking.teller.settled("committed", handed)
-    looking.teller.refuse(handed, Refusal.GIVEN_UP, "why")
-    events = ["committed", "refused"] if is_committed else ["changed", "refused"]
-    assert looking.told == [(event, "step-1") for event in events]

@@ -20,7 +20,7 @@ def is_woken(waker: Waker) -> bool:
 
 
 def follow(waker: Waker, folder: Path) -> None:
-    waker.follow(folder, Disk(folder).look().folders_below(""))
+    waker.follow(folder, Disk(folder).scan().folders_below(""))
 
 
 def settle(waker: Waker) -> None:
@@ -43,21 +43,6 @@ def test_only_a_call_ends_the_rest_after_a_look(tmp_path: Path) -> None:
     began_s = time.monotonic()
     waker.wait(LONG_S, rest_s=LONG_S)
     assert time.monotonic() - began_s < LONG_S / 2
-    waker.close()
-
-
-def test_the_making_of_a_folder_that_was_not_there_wakes(tmp_path: Path) -> None:
-    """Right after it a trainer may write, and rotate."""
-    waker, folder = Waker(), tmp_path / "job/out"
-    for there in (folder.parent, folder):
-        follow(waker, folder)
-        settle(waker)
-        there.mkdir()
-        assert is_woken(waker)
-    follow(waker, folder)
-    settle(waker)
-    (folder / "step-1").mkdir()
-    assert is_woken(waker)
     waker.close()
 
 
@@ -96,7 +81,7 @@ def test_a_new_folder_is_looked_at_once_more(tmp_path: Path) -> None:
     follow(waker, tmp_path)
     settle(waker)
     (tmp_path / "new").mkdir()
-    tree = Disk(tmp_path).look()
+    tree = Disk(tmp_path).scan()
     (tmp_path / "new/DONE").touch()
     settle(waker)
     waker.follow(tmp_path, tree.folders_below(""))

@@ -1,5 +1,5 @@
 """A script that saves as transformers does: into place, `trainer_state.json` last; rotates; resumes, sometimes a save
-further back than it could. It says what it does, and what every checkpoint is to be before its mark is there.
+further back than it could. It says what it does, and what every checkpoint is to be before its marker is there.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ from ckpt_async import PlainUploader, StoreOptions
 from ckpt_async.errors import CkptAsyncError, SettingsError
 from ckpt_async.integrations.composer.saver import CheckpointSaver
 from ckpt_async.integrations.composer.uploads import SaverUploads
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S
+from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S
 from ckpt_async.restore.objects import look
 from ckpt_async.torch import fetch_file, on_all_ranks
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_async import Uploader
 from ckpt_async.errors import SettingsError
 from ckpt_async.integrations.composer.uploads import SaverUploads
-from ckpt_async.integrations.held import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S
+from ckpt_async.integrations.managed import CLOSE_TIMEOUT_S, DRAIN_TIMEOUT_S
 
 from composer.callbacks import CheckpointSaver as ComposersSaver  # isort: skip  uploads says what to install
 from composer.utils import PartialFilePath, dist  # isort: skip

@@ -11,8 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ckpt_async import Uploader
-from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import HeldUploader, fetch_newest
+from ckpt_async.integrations.managed import ManagedUploader, fetch_newest
 from ckpt_async.saver import Timestamp, names
 from ckpt_async.saver.files import is_of_run
 from ckpt_async.torch import on_all_ranks, run_on_one
@@ -60,7 +59,7 @@ class SaverUploads:
             "upload_timeout_s": float(saver.upload_timeout_in_seconds),
             **settings,
         }
-        self._held: HeldUploader | None = None
+        self._managed: ManagedUploader | None = None
         self._folder = Path()
         self._is_sharded = False
         self._is_continued = False
@@ -69,7 +68,7 @@ class SaverUploads:
     @property
     def uploader(self) -> Uploader | None:
         """This rank's uploader while it is open; None on ranks that do not upload, because rank 0 has all files."""
-        return None if self._held is None else self._held.uploader
+        return None if self._managed is None else self._managed.uploader
 
     # --- the start -----------------------------------------------------------------------------------------
 
@@ -136,8 +135,8 @@ class SaverUploads:
                 settings.setdefault("composer_symlink", f"{names.below(self.remote, pointer)}.symlink")
         if saver.num_concurrent_uploads > 1:  # Composer's default of 1 does not refer to parts of files
             settings.setdefault("num_concurrent_uploads", saver.num_concurrent_uploads)
-        self._held = HeldUploader(self.remote, None, self._close_timeout_s, settings)
-        self._held.open(self._folder, rank, world_size)
+        self._managed = ManagedUploader(self.remote, None, self._close_timeout_s, settings)
+        self._managed.open(self._folder, rank, world_size)
         _open.add(self)
 
     def clear_leftovers(self, state: State) -> None:
@@ -163,17 +162,17 @@ class SaverUploads:
     def save(self, state: State, saved_path: str | None) -> None:
         """Enqueue what this rank has written and seal it: on return SIGKILL cannot lose it."""
         uploader = self.uploader
-        if uploader is None or self._held is None:
+        if uploader is None or self._managed is None:
             return
         now = state.timestamp
         step, name = now.batch.value, f"ep{now.epoch.value}-ba{now.batch.value}"
         files, publish_as = None, self._exact_key(state)
         if self._is_sharded:
             folder = self._folder if saved_path is None else Path(saved_path).parent
-            files = [] if saved_path is None else files_of_rank(folder, uploader.rank, uploader.world_size)
+            files = [] if saved_path is None else self._managed.own_files(folder)
             saved_path = str(folder)
         assert saved_path is not None, "rank 0 saves what is not sharded"
-        self._held.hand_over(saved_path, step, name, files=files, publish_as=publish_as)
+        self._managed.hand_over(saved_path, step, name, files=files, publish_as=publish_as)
 
     def _exact_key(self, state: State) -> str | None:
         template = self.saver.remote_file_name
@@ -195,10 +194,10 @@ class SaverUploads:
         closes, and exits with 0.
         """
         uploader = self.uploader
-        if uploader is None or self._held is None:
+        if uploader is None or self._managed is None:
             return
         deadline = time.monotonic() + self._close_timeout_s
-        self._held.wait_for_newest()
+        self._managed.wait_for_newest()
         report = uploader.flush(max(0.0, deadline - time.monotonic()))
         uploader.raise_failures()
         if not report.is_done:
@@ -208,8 +207,8 @@ class SaverUploads:
     def close(self) -> None:
         """Finish what was saved, within `close_timeout_s`. Idempotent."""
         _open.discard(self)
-        if self._held is not None:
-            self._held.close()
+        if self._managed is not None:
+            self._managed.close()
 
 
 def _timestamp(state: State) -> Timestamp:

@@ -75,6 +75,6 @@ def test_the_end_says_that_nothing_was_committed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "store")
     (tmp_path / "store").write_text("not a folder any more")
     broken.save(1)
-    broken._held._close_timeout_s = 1.0
+    broken._managed._close_timeout_s = 1.0
     with pytest.raises(UploadFailedError, match="the newest checkpoint, step 1, is not committed"):
         broken.close()

@@ -1,4 +1,4 @@
-"""A folder that is looked at, without a store."""
+"""A folder that is scanned, without a store."""
 
 import time
 from collections.abc import Callable
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ckpt_async.formats import Rules
 from ckpt_async.watch.entries import Entries
-from ckpt_async.watch.lookout import Lookout
 from ckpt_async.watch.options import Options
+from ckpt_async.watch.reporter import Reporter
 from ckpt_async.watch.room import Room
-from ckpt_async.watch.telling import Teller
+from ckpt_async.watch.scanner import FolderScanner
 from ckpt_async.watch.wake import Waker
 
 
@@ -20,15 +20,15 @@ class Place:
         self.folder = base / "out"
         self.folder.mkdir()
         self.entries = Entries(self.folder, base / "state", "memory://")
-        self.room = self.entries.room = Room(self.folder, base / "state")
+        self.room = self.entries.room = Room(base / "state")
         self.entries.load()
         self.told: list[tuple[str, str]] = []
-        self.teller, self.waker = Teller(lambda each: self.told.append((each.event, each.path))), Waker()
+        self.reporter, self.waker = Reporter(lambda each: self.told.append((each.event, each.path))), Waker()
         self._base = base
 
-    def lookout(
+    def scanner(
         self, rules: Rules, num_nodes: int = 1, *, clock: Callable[[], float] = time.monotonic
-    ) -> Lookout:
+    ) -> FolderScanner:
         state, lock = self._base / "state", self._base / "lock"
         options = Options(self.folder, "memory://", state, lock, rules=rules, num_nodes=num_nodes)
-        return Lookout(options, self.entries, self.teller, self.waker, self.room, clock=clock)
+        return FolderScanner(options, self.entries, self.reporter, self.waker, self.room, clock=clock)

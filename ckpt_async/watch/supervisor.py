@@ -11,12 +11,11 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
-from ckpt_async.watch.meanwhile import Stop
-from ckpt_async.watch.telling import Report
+from ckpt_async.watch.background import Stop
+from ckpt_async.watch.reporter import Report
 from ckpt_async.watch.wake import Waker
 from ckpt_async.watch.watcher import Watcher
 
@@ -26,16 +25,17 @@ logger = logging.getLogger(__name__)
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ENDING = (signal.SIGTERM, *BY_TERMINAL)
-# A watcher that cannot work (wrong credentials, no store) is started again this often while the command runs.
-AGAIN_S = 10.0
+# A watcher that cannot work (wrong credentials, no store) is started again after this time while the command runs. Each
+# one links what is complete before it fails.
+RESTART_S = 5.0
 # How long work under way may take when a signal comes after the command's end, unless told otherwise.
 GRACE_S = 10.0
 # The signal that ended the command may have been sent to us too, by a terminal or by Slurm; within this time
 # it counts as the same one.
-SAME_S = 1.0
+SAME_SIGNAL_S = 1.0
 
 
-def run_beside(
+def supervise(
     command: Sequence[str],
     environment: Mapping[str, str],
     new_watcher: Callable[[Waker], Watcher],
@@ -52,16 +52,16 @@ def run_beside(
     ended, waker = Stop(), Waker()  # one for all watchers, since it has descriptors
     watcher = new_watcher(waker)
 
-    def hurry() -> None:
+    def shorten() -> None:
         """Shorten the end: a signal came after the command's end."""
-        if not ended.is_over(SAME_S):
+        if not ended.is_over(SAME_SIGNAL_S):
             return
         if ended.is_shortened:
             raise KeyboardInterrupt("stopped by a second signal before everything was finished")
         ended.shorten(grace_s)
         waker.wake()
 
-    with contextlib.closing(waker), _passing_on(hurry) as (children, early):
+    with contextlib.closing(waker), _passing_on(shorten) as (children, early):
         # Descriptors that we opened are closed on exec; those that we were given (`<(…)`, a pipe) are the
         # command's.
         child = subprocess.Popen(command, env=dict(environment), close_fds=False)
@@ -80,36 +80,21 @@ def run_beside(
             was_ended = ended.is_set()
             report: Report | None = None
             error: BaseException | None = None
-            failure = _Failure(is_last=was_ended)
             try:
-                report = watcher.run(ended, failure.tell)
-            except KeyboardInterrupt as told:
-                error, was_ended = told, True
+                report = watcher.run(ended)
+                break
+            except KeyboardInterrupt as stopped:
+                error = stopped
+                break
             except Exception as problem:  # noqa: BLE001  the command must not end for it
                 error = problem
-                failure.tell(problem)
-            if error is None or was_ended:
+                logger.warning("watching_failed error=%s trying_again=%s", problem, not was_ended)
+            if was_ended:
                 break
-            ended.wait(failure.left_s())
+            ended.wait(RESTART_S)
             watcher = new_watcher(waker)
         waiting.join()
     return _status(child.returncode), report, error
-
-
-class _Failure:
-    """The failure of one watcher: logged once, and how long to wait until the next watcher begins."""
-
-    def __init__(self, *, is_last: bool) -> None:
-        self._is_last, self._until = is_last, 0.0
-
-    def tell(self, problem: Exception) -> float:
-        if not self._until:
-            self._until = time.monotonic() + AGAIN_S
-            logger.warning("watching_failed error=%s trying_again=%s", problem, not self._is_last)
-        return self.left_s()
-
-    def left_s(self) -> float:
-        return 0.0 if self._is_last else max(0.0, self._until - time.monotonic())
 
 
 def _status(returncode: int) -> int:
@@ -150,11 +135,11 @@ class _Terminal:
 
 
 @contextlib.contextmanager
-def _passing_on(hurry: Callable[[], None]) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
+def _passing_on(shorten: Callable[[], None]) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
     """Forward our signals to the command until the block ends, except those that the caller ignores.
 
     The command ignores those (nohup, a background job) as well. After the command has ended, a signal that would end
-    a process calls `hurry`. Signals that come before there is a command are collected in the second list.
+    a process calls `shorten`. Signals that come before there is a command are collected in the second list.
     """
     children: list[subprocess.Popen[bytes]] = []
     early: list[int] = []
@@ -163,7 +148,7 @@ def _passing_on(hurry: Callable[[], None]) -> Iterator[tuple[list[subprocess.Pop
     def handle(number: int, _: FrameType | None) -> None:
         if children and all(child.returncode is not None for child in children):
             if number in ENDING:
-                hurry()
+                shorten()
             return
         if not children:
             early.append(number)

@@ -1,4 +1,4 @@
-"""What earlier launches have left undecided, if there are other nodes now."""
+"""What previous launches have left undecided, if there are other nodes now."""
 
 import os
 import shutil
@@ -12,17 +12,13 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.formats import Identity, Rules
-from ckpt_async.monitor.status import CheckpointStatus
+from ckpt_async.formats import Identity
 from ckpt_async.watch import plan
 from ckpt_async.watch.announcement import Announcement, Version
-from ckpt_async.watch.earlier import PREDECESSOR_S, Earlier, release_followed
 from ckpt_async.watch.entries import Entry, State
-from ckpt_async.watch.options import Options
-from ckpt_async.watch.telling import HELD_UP_S, Teller
+from ckpt_async.watch.reporter import HELD_UP_S, Reporter
 from tests.dcp_metadata import metadata_of
 from tests.watch.conftest import Watching, hashes
-from tests.watch.looking import Place as Looking
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -48,86 +44,16 @@ def test_what_must_be_decided_first_is_named() -> None:
     assert plan.predecessors(replace(new, step=25), [first, second, new], 2, num_nodes=2) == [first, second]
 
 
-def sealed(state: str, **more: Any) -> CheckpointStatus:
-    fields: dict[str, Any] = {"world_size": 2, "ranks": (0,), "is_delivered": state == "committed"} | more
-    return CheckpointStatus(
-        id=ID, name="x", state=state, num_shards=1, num_verified=0, size_bytes=1, uploaded_bytes=0, **fields
-    )
-
-
-class Now:
-    """A launch of the run, and what the journal says meanwhile."""
-
-    def __init__(self, before: CheckpointStatus, num_nodes: int) -> None:
-        self.now_s, self.journal = 0.0, {ID: before}
-        options = Options(Path("out"), "memory://", Path("state"), Path("lock"), num_nodes=num_nodes)
-        self.earlier = Earlier(options, {ID: before}, read=lambda _: self.journal, clock=lambda: self.now_s)
-
-    def waits(self, after_s: float) -> bool:
-        self.now_s += after_s
-        return self.earlier.may_be_finished(ID)
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 3])
-def test_other_nodes_are_waited_for_only_for_a_while_however_many_there_are_now(num_nodes: int) -> None:
-    now = Now(sealed("waiting", is_delivered=True), num_nodes)
-    assert (now.waits(PREDECESSOR_S), now.waits(0.1)) == (True, False)
-    assert not Now(sealed("open"), num_nodes).waits(0), "it was not sealed"
-    assert not now.earlier.may_be_finished(CheckpointId(1, 30))
-
-
-def test_what_one_node_alone_has_sealed_its_journal_finishes() -> None:
-    assert Now(sealed("uploading", world_size=1), 1).waits(9_999)
-    assert not Now(sealed("uploading", world_size=1), 2).waits(9_999)
-
-
-def test_a_node_that_is_alone_now_sends_its_own_part_first_because_the_others_may_have_sent_theirs() -> None:
-    now = Now(sealed("uploading"), 1)
-    assert now.waits(9_999)
-    now.journal[ID] = sealed("waiting")
-    assert now.waits(9_999), "its receipt comes next"
-    now.journal[ID] = sealed("waiting", is_delivered=True)
-    assert (now.waits(PREDECESSOR_S), now.waits(0.1)) == (True, False)
-    for other in (sealed("lost"), sealed("uploading", ranks=(1,))):
-        now = Now(other, 1)
-        assert (now.waits(PREDECESSOR_S), now.waits(0.1)) == (True, False), "nobody sends it"
-
-
 def test_what_holds_up_all_that_follows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    teller = Teller(lambda _: None, clock=lambda: now[0])
+    reporter = Reporter(clock=lambda: now[0])
     for now[0] in (0.0, HELD_UP_S - 1, HELD_UP_S, HELD_UP_S + 1):
         assert not caplog.messages or now[0] >= HELD_UP_S
-        teller.hold_up(entry(), "node 1 to hand in step 10")
+        reporter.note_held_up(entry(), "node 1 to hand in step 10")
     (told,) = caplog.messages
     assert told.startswith(
         "held_up: step-20 (step 20) and later saves are not handed in yet: they wait for node 1"
     )
-
-
-# --- let go -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_what_another_node_had_announced_is_taken_anew_if_it_is_whole_here(
-    tmp_path: Path, is_whole: bool
-) -> None:
-    looking = Looking(tmp_path)
-    here = looking.folder / "step-20"
-    here.mkdir()
-    for name in RANKS if is_whole else RANKS[1:]:
-        (here / name).write_bytes(os.urandom(400))
-    (here / ".metadata").write_bytes(metadata_of(dict.fromkeys(RANKS, 400)))
-    lookout = looking.lookout(Rules())
-    lookout.look()
-    known = replace(entry(), files=lookout.tree.files, is_followed=True)
-    looking.entries.stage(known, looking.folder)
-    looking.entries.put(replace(known, generation=1))
-    release_followed(looking.entries)
-    lookout.look_and_take()
-    looking.waker.close()
-    assert [each.is_followed for each in looking.entries.open()] == ([False] if is_whole else [])
-    assert is_whole or "names files that are not here" in looking.teller.incomplete["step-20"]
 
 
 # --- from two nodes to one, and to three ---------------------------------------------------------------------
@@ -151,7 +77,7 @@ class Nodes:
         return self._all[-1]
 
     def save(self, step: int, *owners: int) -> dict[str, str]:
-        """A checkpoint with a rank on each of these nodes, the mark on the first of them."""
+        """A checkpoint with a rank on each of these nodes, the marker on the first of them."""
         names = [f"__{rank}_0.distcp" for rank in range(len(owners))]
         saved: dict[str, str] = {}
         for name, node in reversed([*zip([".metadata", *names], [owners[0], *owners], strict=True)]):
@@ -215,20 +141,20 @@ def test_a_node_without_the_marks_that_is_alone_now_does_not_wait_for_the_one_th
     second = nodes.watch(1, 2)
     second.until_logged("generation=1")
     saved = nodes.save(20, 0, 1)
-    mark_ns = (nodes.out(0) / "step-20/.metadata").stat().st_mtime_ns
+    marker_ns = (nodes.out(0) / "step-20/.metadata").stat().st_mtime_ns
     here = dict.fromkeys((RANKS[0], ".metadata"), Version(400, 1, 1))
-    told = Announcement(ID, 0, "dcp", "step-20", "step-20", here, tuple(saved), mark_ns)
+    told = Announcement(ID, 0, "dcp", "step-20", "step-20", here, tuple(saved), marker_ns)
     key = Path(nodes.remote.removeprefix("file://")) / keys.announcement_key(ID)
     key.parent.mkdir(parents=True, exist_ok=True)
     key.write_bytes(told.encode())
     nodes.until_delivered(20, 1)
     second.kill()
     alone = nodes.watch(0, 1, place=1)
-    alone.until_logged("not_announced_again path=step-20")
+    assert "no node announces it any more" in alone.until("refused", 20)["reason"]
     shutil.rmtree(nodes.out(1) / "step-20")
     saved = nodes.save(20, 1)
     alone.until("committed", 20)
-    assert (nodes.committed(20), alone.end()) == (saved, 0)
+    assert (nodes.committed(20), alone.end()) == (saved, 0), "the refusal was made up for"
 
 
 def test_what_two_nodes_had_sealed_three_nodes_commit(nodes: Nodes) -> None:

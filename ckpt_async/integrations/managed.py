@@ -29,6 +29,7 @@ from ckpt_async.errors import (
     SettingsError,
     UploadFailedError,
 )
+from ckpt_async.integrations.files import files_of_rank
 from ckpt_async.torch import fetch_together, launch_id
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ OPEN_KIND_S = 20.0
 _OF_THE_RUN = frozenset({"kind", "latest_filename", "composer_symlink", "remote_retention"})
 
 
-class HeldUploader:
+class ManagedUploader:
     """The uploader of one trainer: either its own, opened when training starts and closed when it ends, or a lent one.
 
     The trainer's own uploader is opened with `on_error="warn"` unless told otherwise: failures after the start then
@@ -72,11 +73,11 @@ class HeldUploader:
         self._settings = {"on_error": "warn", **settings}
         self._close_timeout_s = close_timeout_s
         self.newest_step: int | None = None  # the last step that this launch handed over
-        self._not_handed_over: CkptAsyncError | None = None  # why the last step was not handed over
+        self._not_handed_over: Exception | None = None  # why the last step was not handed over
         self._has_raised = False
         self._has_handed_over = False  # in this launch
         self._launch: str | None = None  # what all ranks call this launch
-        self._kinds: dict[str, HeldUploader] = {}
+        self._kinds: dict[str, ManagedUploader] = {}
         # Of a further kind, which is opened on a thread of its own, beside training.
         self._opening: Future[Uploader] | None = None
 
@@ -84,7 +85,7 @@ class HeldUploader:
     def has_kinds(self) -> bool:
         return not self._is_lent
 
-    def of_kind(self, kind: str) -> HeldUploader | None:
+    def of_kind(self, kind: str) -> ManagedUploader | None:
         """Return the uploader of a further kind, open and with the same settings; None, which is logged, if it cannot
         be opened now: in warn mode that does not end training. Only if this one is not lent.
 
@@ -93,15 +94,15 @@ class HeldUploader:
         """
         uploader = self.uploader
         assert uploader is not None
-        if (held := self._kinds.get(kind)) is None:
+        if (managed := self._kinds.get(kind)) is None:
             settings = {name: value for name, value in self._settings.items() if name not in _OF_THE_RUN}
             own = self._settings.get("kind")
             settings["kind"] = cut_kind(f"{own}-{kind}") if own else kind
-            held = self._kinds[kind] = HeldUploader(self.remote, None, self._close_timeout_s, settings)
-        is_open = held.uploader is not None or held._open_meanwhile(
+            managed = self._kinds[kind] = ManagedUploader(self.remote, None, self._close_timeout_s, settings)
+        is_open = managed.uploader is not None or managed._open_in_background(
             uploader.folder, uploader.rank, uploader.world_size, self._launch
         )
-        return held if is_open else None
+        return managed if is_open else None
 
     def open(self, folder: str | os.PathLike[str] | None, rank: int, world_size: int) -> Uploader:
         """Open the uploader for a start of training, or check that the lent one fits.
@@ -129,7 +130,7 @@ class HeldUploader:
         settings = {"rank": rank, "world_size": world_size, "launch_id": launch, **self._settings}
         return partial(Uploader, folder, self.remote, **settings)
 
-    def _open_meanwhile(
+    def _open_in_background(
         self, folder: str | os.PathLike[str], rank: int, world_size: int, launch: str | None
     ) -> bool:
         """Return whether it is open, after OPEN_KIND_S at most. In warn mode, failures are logged."""
@@ -191,10 +192,25 @@ class HeldUploader:
             if uploader.settings.on_error == "raise":
                 self._has_raised = True
                 raise
-            logger.exception("checkpoint_not_handed_over step=%d path=%s", step, path)
-            self._not_handed_over = error
-            give_up(uploader, step, name, error)
+            self.fail(path, step, name, error)
         return True
+
+    def own_files(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Return this rank's files of a folder to which all ranks write."""
+        assert self.uploader is not None
+        return files_of_rank(folder, self.uploader.rank, self.uploader.world_size)
+
+    def fail(self, path: str | os.PathLike[str], step: int, name: str, why: Exception) -> None:
+        """Log that a checkpoint cannot be handed over, and give it up: the other ranks need not wait for this one, and
+        it counts as aborted.
+        """
+        assert self.uploader is not None
+        logger.error("checkpoint_not_handed_over step=%d path=%s", step, path, exc_info=why)
+        self.newest_step, self._not_handed_over = step, why
+        try:
+            self.uploader.give_up(step, str(why), name=name)
+        except CkptAsyncError as error:
+            logger.warning("not_given_up step=%d error=%s", step, error)
 
     def wait_for_newest(self) -> None:
         """Block until the newest checkpoint is committed with all ranks, at most `close_timeout_s`.
@@ -218,7 +234,8 @@ class HeldUploader:
         self._has_raised = True
         is_lost = self._not_handed_over is not None or isinstance(why, CheckpointAbortedError)
         raise UploadFailedError(
-            f"the newest checkpoint, step {step}, is not committed to {self.remote}: {why.without_hint}",
+            f"the newest checkpoint, step {step}, is not committed to {self.remote}:"
+            f" {why.without_hint if isinstance(why, CkptAsyncError) else why}",
             hint="see the log"
             if is_lost
             else "see the log; `ckpt-async drain` or the next launch on this node uploads what is left",
@@ -296,14 +313,6 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
                 f"unknown setting {name!r}",
                 hint=f"did you mean {near[0]!r}?" if near else "see docs/settings.md",
             )
-
-
-def give_up(uploader: Uploader, step: int, name: str, why: Exception) -> None:
-    """Give up the checkpoint, so that the other ranks need not wait for this one and it counts as aborted."""
-    try:
-        uploader.give_up(step, str(why), name=name)
-    except CkptAsyncError as error:
-        logger.warning("not_given_up step=%d error=%s", step, error)
 
 
 def fetch_newest(

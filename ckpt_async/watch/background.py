@@ -4,7 +4,6 @@ not.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ T = TypeVar("T")
 
 # How often the work that cannot wait is done while we wait for the store.
 EVERY_S = 0.5
-# After a look at the folder, the trainer has the core and the disk to itself for this many times as long.
+# After a scan, the trainer has the core and the disk to itself for this many times as long.
 REST = 4.0
 
 
@@ -63,19 +62,6 @@ def attend(future: Future[T], do: Callable[[], None]) -> T:
         do()
         pause_s = max(EVERY_S, REST * (time.monotonic() - began_s))
     return future.result()
-
-
-def keep_on(do: Callable[[], None], duration_s: float, stopping: Stop) -> None:
-    """Call `do` periodically although something else has failed.
-
-    Errors of `do` are ignored, since the caller raises the first failure.
-    """
-    until_s, pause_s = time.monotonic() + duration_s, 0.0
-    while (left_s := until_s - time.monotonic()) > 0 and not stopping.wait(min(left_s, pause_s)):
-        began_s = time.monotonic()
-        with contextlib.suppress(Exception):
-            do()
-        pause_s = max(EVERY_S, REST * (time.monotonic() - began_s))
 
 
 def begin(work: Callable[[], T], name: str) -> Future[T]:

@@ -1,16 +1,10 @@
-"""Publishes what a watcher has refused to those who do not read its output: events, metrics, the live page.
-
-None of this needs the store. Refusals while the store is unreachable are told at once, and counted as soon as there
-are metrics to count them in.
-"""
+"""Makes an event of each refusal and delivers it. This needs no store, so it works while the store is unreachable."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 from ckpt_async.core.notices import Notice
@@ -21,27 +15,19 @@ from ckpt_async.events import telling
 from ckpt_async.events.couriers import Couriers
 from ckpt_async.events.sinks import sinks_of, wants_of
 from ckpt_async.local.outbox import OwnOutbox
-from ckpt_async.monitor.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 
-class Refusals:
-    """The refusals of one watcher, from its start to its end.
+class RefusalEvents:
+    """The events of one watcher's refusals, kept at `place` until they are delivered. Every node delivers its own.
 
-    Its events are kept at `place` until they are delivered; every node delivers its own. `add` and `close` must be
-    called from one thread.
-
-    Raises SettingsError.
+    Not thread-safe. Raises SettingsError.
     """
 
     def __init__(self, run: str, node: int, place: Path, settings: Settings) -> None:
         self._run, self._node, self._grace_s = run, node, settings.event_grace_s
-        self._lock = threading.Lock()
-        self._counts: Counter[Refusal] = Counter()
-        self._unshown: list[Refused] = []
         self._unwritten: list[Notice] = []
-        self._metrics: Metrics | None = None
         self._wants = wants_of(settings)
         self._outbox: OwnOutbox | None = None
         self._couriers: Couriers | None = None
@@ -58,18 +44,10 @@ class Refusals:
         self._couriers = Couriers(self._outbox, sinks)
 
     def add(self, refused: Refused) -> None:
-        """Record something that was refused for the first time."""
-        with self._lock:
-            self._counts[refused.cause] += 1
-            if self._metrics is not None:
-                _count(self._metrics, refused)
-            else:
-                self._unshown.append(refused)
-        if refused.cause is Refusal.GIVEN_UP:  # the run's own event reports it, once for all nodes
-            return
-        event = telling.refused(self._run, refused, time.time(), node=self._node)
-        self._unwritten.extend(telling.notices_of(event, self._wants))
-        self._write()
+        if refused.cause is not Refusal.GIVEN_UP:  # the run's own event reports that, once for all nodes
+            event = telling.refused(self._run, refused, time.time(), node=self._node)
+            self._unwritten.extend(telling.notices_of(event, self._wants))
+            self._write()
 
     def _write(self) -> None:
         """Put pending events into the outbox.
@@ -86,19 +64,6 @@ class Refusals:
         self._unwritten.clear()
         self._couriers.notify()
 
-    def count_in(self, metrics: Metrics | None) -> None:
-        """Count in these metrics from now on, including what was refused before. With None, no metrics are exported."""
-        with self._lock:
-            self._metrics = metrics
-            if metrics is None:
-                return
-            metrics.watcher_opened()
-            for cause, count in self._counts.items():
-                metrics.watch_refused(cause, count)
-            for refused in self._unshown:
-                _show(metrics, refused)
-            self._unshown.clear()
-
     def close(self, *, at_once: bool = False) -> None:
         """Deliver what can be delivered within `event_grace_s`; the rest waits for the next launch."""
         self._write()
@@ -106,13 +71,3 @@ class Refusals:
             self._couriers.close(0.0 if at_once else self._grace_s)
         if self._outbox is not None:
             self._outbox.close()
-
-
-def _count(metrics: Metrics, refused: Refused) -> None:
-    metrics.watch_refused(refused.cause)
-    _show(metrics, refused)
-
-
-def _show(metrics: Metrics, refused: Refused) -> None:
-    what, text = f"refused {refused.path}", f"{refused.path} is refused: {refused.reason}"
-    metrics.recent.add("bad", what, text, step=refused.step)

@@ -14,9 +14,9 @@ import pytest
 from ckpt_async import SettingsError, Uploader, restore
 from ckpt_async.core.keys import is_kind
 from ckpt_async.errors import InvalidNameError, InvalidShardError, UploaderClosedError, UploadFailedError
-from ckpt_async.integrations import held as held_module
+from ckpt_async.integrations import managed as managed_module
 from ckpt_async.integrations.files import files_of_rank
-from ckpt_async.integrations.held import HeldUploader, cut_kind, fetch_newest
+from ckpt_async.integrations.managed import ManagedUploader, cut_kind, fetch_newest
 
 CLOSE_TIMEOUT_S = 60.0
 
@@ -71,16 +71,16 @@ def test_every_file_belongs_to_one_rank(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_failed_enqueue_is_logged_and_the_next_one_works(
     tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
-    held.open(tmp_path / "folder", 0, 1)
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    managed.open(tmp_path / "folder", 0, 1)
     other, own = written(tmp_path / "other", "a"), written(tmp_path / "folder" / "step-2", "a", "b/a")
-    held.hand_over(other, 1, "step-1")
-    held.hand_over(own, 3, "step-3", files=[])  # the files were rotated away, or are on another disk
-    held.hand_over(own, 2, "step-2", files=["b/a"], metrics={"loss": 0.5})
-    held.close()
+    managed.hand_over(other, 1, "step-1")
+    managed.hand_over(own, 3, "step-3", files=[])  # the files were rotated away, or are on another disk
+    managed.hand_over(own, 2, "step-2", files=["b/a"], metrics={"loss": 0.5})
+    managed.close()
     assert "checkpoint_not_handed_over step=1" in caplog.text
     assert "checkpoint_not_handed_over step=3" in caplog.text
-    assert held.uploader is None
+    assert managed.uploader is None
     checkpoint = restore.find(remote)
     assert checkpoint is not None
     assert (checkpoint.step, list(checkpoint.files), checkpoint.metrics) == (2, ["b/a"], {"loss": 0.5})
@@ -90,16 +90,16 @@ def test_a_name_that_stores_refuse_raises_at_the_first_save_and_ends_no_training
     tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A metric in the name, for example, that is not a number after a week: the next checkpoint has another name."""
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
-    held.open(tmp_path / "folder", 0, 1)
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    managed.open(tmp_path / "folder", 0, 1)
     own = written(tmp_path / "folder" / "own", "a")
     with pytest.raises(InvalidNameError, match="own cannot be uploaded"):
-        held.hand_over(own, 1, "loss=1:0")
-    held.hand_over(own, 1, "loss=1.0")
-    assert held.hand_over(own, 2, "loss=2:0")
+        managed.hand_over(own, 1, "loss=1:0")
+    managed.hand_over(own, 1, "loss=1.0")
+    assert managed.hand_over(own, 2, "loss=2:0")
     assert "checkpoint_not_handed_over step=2" in caplog.text
-    held.hand_over(own, 3, "loss=3.0")
-    held.close()
+    managed.hand_over(own, 3, "loss=3.0")
+    managed.close()
     checkpoint = restore.find(remote)
     assert checkpoint is not None
     assert checkpoint.step == 3
@@ -107,10 +107,10 @@ def test_a_name_that_stores_refuse_raises_at_the_first_save_and_ends_no_training
 
 def test_the_end_says_that_the_newest_checkpoint_was_not_handed_over(tmp_path: Path, remote: str) -> None:
     with_file = written(tmp_path / "folder" / "step-1", "a")
-    ranks = [HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"generation": 1}) for _ in range(2)]
-    for rank, held in enumerate(ranks):
-        held.open(tmp_path / "folder", rank, 2)
-        held.hand_over(with_file, 1, "step-1", files=["a"] if rank == 0 else [])
+    ranks = [ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {"generation": 1}) for _ in range(2)]
+    for rank, managed in enumerate(ranks):
+        managed.open(tmp_path / "folder", rank, 2)
+        managed.hand_over(with_file, 1, "step-1", files=["a"] if rank == 0 else [])
     ranks[0].hand_over(written(tmp_path / "folder" / "step-2", "a"), 2, "step-2")
     ranks[1].hand_over(written(tmp_path / "other", "a"), 2, "step-2")
     with pytest.raises(UploadFailedError, match=r"step 2, is not committed .*: .*other"):
@@ -125,12 +125,12 @@ def committed_steps(remote: str) -> list[int]:
 
 
 def test_what_is_committed_needs_no_waiting_once_the_uploader_is_closed(tmp_path: Path, remote: str) -> None:
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
-    uploader = held.open(tmp_path / "folder", 0, 1)
-    held.hand_over(written(tmp_path / "folder" / "step-1", "a"), 1, "step-1")
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    uploader = managed.open(tmp_path / "folder", 0, 1)
+    managed.hand_over(written(tmp_path / "folder" / "step-1", "a"), 1, "step-1")
     uploader.close()  # Python's exit closes it as well, before the framework's own clean-up
-    held.wait_for_newest()
-    held.close()
+    managed.wait_for_newest()
+    managed.close()
     assert restore.find(remote, step=1)
 
 
@@ -148,20 +148,20 @@ def test_files_of_a_folder_are_within_it(tmp_path: Path, remote: str) -> None:
 
 
 def test_on_error_raise_raises_in_the_adapter(tmp_path: Path, remote: str) -> None:
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"on_error": "raise"})
-    held.open(tmp_path / "folder", 0, 1)
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {"on_error": "raise"})
+    managed.open(tmp_path / "folder", 0, 1)
     with pytest.raises(InvalidShardError):
-        held.hand_over(written(tmp_path / "other", "a"), 1, "step-1")
-    held.close()
+        managed.hand_over(written(tmp_path / "other", "a"), 1, "step-1")
+    managed.close()
 
 
 def test_each_opening_is_a_separate_start(tmp_path: Path, remote: str) -> None:
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {})
     generations = []
     for _ in range(2):
-        generations.append(held.open(tmp_path / "folder", 0, 1).generation)
-        assert held.open(tmp_path / "folder", 0, 1) is held.uploader
-        held.close()
+        generations.append(managed.open(tmp_path / "folder", 0, 1).generation)
+        assert managed.open(tmp_path / "folder", 0, 1) is managed.uploader
+        managed.close()
     assert generations == [1, 2]
 
 
@@ -179,24 +179,24 @@ def test_a_kind_that_cannot_be_opened_now_neither_stops_nor_ends_training(
             assert is_back.wait(30)
         return Uploader(*args, **settings)
 
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
-    held.open(tmp_path, 0, 1)
-    monkeypatch.setattr(held_module, "OPEN_KIND_S", 5.0)
-    monkeypatch.setattr(held_module, "Uploader", opened)
-    assert held.of_kind("best") is None
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    managed.open(tmp_path, 0, 1)
+    monkeypatch.setattr(managed_module, "OPEN_KIND_S", 5.0)
+    monkeypatch.setattr(managed_module, "Uploader", opened)
+    assert managed.of_kind("best") is None
     assert "not now" in caplog.text
-    monkeypatch.setattr(held_module, "OPEN_KIND_S", 0.01)
+    monkeypatch.setattr(managed_module, "OPEN_KIND_S", 0.01)
     for _ in range(2):
-        assert held.of_kind("best") is None
+        assert managed.of_kind("best") is None
         assert "until it is open, its files are not uploaded" in caplog.text
     is_back.set()
-    opening = held._kinds["best"]._opening
+    opening = managed._kinds["best"]._opening
     assert opening is not None
     opening.result(30)
-    best = held.of_kind("best")
+    best = managed.of_kind("best")
     assert best is not None
     best.hand_over(written(tmp_path, "b.pt") / "b.pt", 1, "b")
-    held.close()
+    managed.close()
     assert [each.step for each in (restore.find(remote, kind="best"),) if each] == [1]
 
 
@@ -205,20 +205,22 @@ def test_a_rank_opens_a_kind_without_the_others(
 ) -> None:
     """It was a collective: a rank that had failed before, and did not come to it, left the others waiting."""
     launches = ["this", "this"]
-    monkeypatch.setattr(held_module, "launch_id", launches.pop)
+    monkeypatch.setattr(managed_module, "launch_id", launches.pop)
     with_file = written(tmp_path, "b/a")
-    ranks = [HeldUploader(remote, None, CLOSE_TIMEOUT_S, {}) for _ in range(2)]
-    threads = [threading.Thread(target=held.open, args=(tmp_path, n, 2)) for n, held in enumerate(ranks)]
+    ranks = [ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {}) for _ in range(2)]
+    threads = [
+        threading.Thread(target=managed.open, args=(tmp_path, n, 2)) for n, managed in enumerate(ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for rank, held in enumerate(ranks):
-        best = held.of_kind("best")
+    for rank, managed in enumerate(ranks):
+        best = managed.of_kind("best")
         assert best is not None
         best.hand_over(with_file / "b", 1, "b", files=["a"] if rank == 0 else [])
-    for held in ranks:
-        held.close()
+    for managed in ranks:
+        managed.close()
     assert not launches
     assert [each.world_size for each in (restore.find(remote, kind="best"),) if each] == [2]
 
@@ -235,13 +237,13 @@ def test_a_kind_that_opens_only_after_the_end_is_closed(
         late.append(Uploader(*args, **settings))
         return late[-1]
 
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
-    held.open(tmp_path, 0, 1)
-    monkeypatch.setattr(held_module, "OPEN_KIND_S", 0.01)
-    monkeypatch.setattr(held_module, "Uploader", opened)
-    assert held.of_kind("best") is None
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    managed.open(tmp_path, 0, 1)
+    monkeypatch.setattr(managed_module, "OPEN_KIND_S", 0.01)
+    monkeypatch.setattr(managed_module, "Uploader", opened)
+    assert managed.of_kind("best") is None
     [thread] = [each for each in threading.enumerate() if each.name == "ckpt-async-open"]
-    held.close()
+    managed.close()
     is_over.set()
     thread.join(30)
     with pytest.raises(UploaderClosedError):
@@ -250,31 +252,31 @@ def test_a_kind_that_opens_only_after_the_end_is_closed(
 
 def test_a_users_own_uploader_is_flushed_and_stays_open(tmp_path: Path, remote: str) -> None:
     with Uploader(tmp_path / "folder", remote) as uploader:
-        held = HeldUploader(None, uploader, CLOSE_TIMEOUT_S, {})
-        assert held.open(None, 0, 1) is uploader
-        held.hand_over(written(tmp_path / "folder" / "step-1", "a"), 1, "step-1")
-        held.close()
+        managed = ManagedUploader(None, uploader, CLOSE_TIMEOUT_S, {})
+        assert managed.open(None, 0, 1) is uploader
+        managed.hand_over(written(tmp_path / "folder" / "step-1", "a"), 1, "step-1")
+        managed.close()
         assert restore.find(remote) is not None
-        held.hand_over(written(tmp_path / "folder" / "step-2", "a"), 2, "step-2")
+        managed.hand_over(written(tmp_path / "folder" / "step-2", "a"), 2, "step-2")
         with pytest.raises(SettingsError, match=r"rank 0 of 1.* rank 1 of 2"):
-            held.open(None, 1, 2)
+            managed.open(None, 1, 2)
 
 
 def test_a_misspelt_setting_is_refused_before_anything_is_opened(remote: str) -> None:
     with pytest.raises(
         SettingsError, match=r"'num_checkpoints_to_kep'.*did you mean 'num_checkpoints_to_keep'"
     ):
-        HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"num_checkpoints_to_kep": 3})
+        ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {"num_checkpoints_to_kep": 3})
 
 
 def test_conflicting_arguments_are_rejected(tmp_path: Path, remote: str) -> None:
     with pytest.raises(SettingsError):
-        HeldUploader(None, None, CLOSE_TIMEOUT_S, {})
+        ManagedUploader(None, None, CLOSE_TIMEOUT_S, {})
     with Uploader(tmp_path / "folder", remote) as uploader:
         with pytest.raises(SettingsError):
-            HeldUploader(remote, uploader, CLOSE_TIMEOUT_S, {})
+            ManagedUploader(remote, uploader, CLOSE_TIMEOUT_S, {})
         with pytest.raises(SettingsError, match="num_checkpoints_to_keep"):
-            HeldUploader(None, uploader, CLOSE_TIMEOUT_S, {"num_checkpoints_to_keep": 3})
+            ManagedUploader(None, uploader, CLOSE_TIMEOUT_S, {"num_checkpoints_to_keep": 3})
 
 
 @pytest.mark.parametrize("is_failing", [False, True])
@@ -285,21 +287,21 @@ def test_closing_is_bounded_and_brief_after_a_training_failure(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_module, "CLOSE_AFTER_ERROR_S", 0.0)
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S if is_failing else 0.0, {"max_bytes_per_s": 1})
-    held.open(tmp_path / "folder", 0, 1)
+    monkeypatch.setattr(managed_module, "CLOSE_AFTER_ERROR_S", 0.0)
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S if is_failing else 0.0, {"max_bytes_per_s": 1})
+    managed.open(tmp_path / "folder", 0, 1)
     # Takes nine seconds.
-    held.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")
+    managed.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")
     if is_failing:
         try:
             raise RuntimeError
         except RuntimeError:
-            held.close()
+            managed.close()
     else:
         with pytest.raises(UploadFailedError, match="the newest checkpoint, step 1, is not committed"):
-            held.close()
-    assert held.uploader is None
-    held.close()
+            managed.close()
+    assert managed.uploader is None
+    managed.close()
     assert "closed_with_unfinished steps=[1]" in caplog.text
 
 
@@ -307,15 +309,15 @@ def test_closing_is_brief_once_a_save_has_raised(
     tmp_path: Path, remote: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The framework closes only after its `except`. Whoever waits for the error would wait for all uploads."""
-    monkeypatch.setattr(held_module, "CLOSE_AFTER_ERROR_S", 0.0)
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {"max_bytes_per_s": 1, "on_error": "raise"})
-    held.open(tmp_path / "folder", 0, 1)
+    monkeypatch.setattr(managed_module, "CLOSE_AFTER_ERROR_S", 0.0)
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {"max_bytes_per_s": 1, "on_error": "raise"})
+    managed.open(tmp_path / "folder", 0, 1)
     # Takes nine seconds.
-    held.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")
+    managed.hand_over(written(tmp_path / "folder" / "step-1", "nine-bytes"[:9]), 1, "step-1")
     with pytest.raises(InvalidShardError):
-        held.hand_over(written(tmp_path / "other", "a"), 2, "step-2")
-    held.close()
-    assert held.uploader is None
+        managed.hand_over(written(tmp_path / "other", "a"), 2, "step-2")
+    managed.close()
+    assert managed.uploader is None
     assert "closed_with_unfinished steps=[1" in caplog.text
 
 
@@ -338,11 +340,11 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_next_older(
 
 def test_a_local_file_that_is_not_the_checkpoints_is_replaced(tmp_path: Path, remote: str) -> None:
     """Torn by a power loss, for example."""
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, {})
-    held.open(tmp_path / "folder", 0, 1)
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, {})
+    managed.open(tmp_path / "folder", 0, 1)
     own = written(tmp_path / "folder" / "step-1", "a")
-    held.hand_over(own, 1, "step-1")
-    held.close()
+    managed.hand_over(own, 1, "step-1")
+    managed.close()
     (own / "a").unlink()
     (own / "a").write_text("?")
     found = fetch_newest(tmp_path / "folder", remote, 0.0, None)
@@ -354,14 +356,14 @@ def test_a_further_kind_is_named_after_the_runs_own_and_has_its_own_retention(
     tmp_path: Path, remote: str
 ) -> None:
     settings = {"kind": "ema", "remote_retention": "last=1", "latest_filename": "ema"}
-    held = HeldUploader(remote, None, CLOSE_TIMEOUT_S, settings)
-    held.open(tmp_path / "folder", 0, 1)
-    further = held.of_kind("weights")
+    managed = ManagedUploader(remote, None, CLOSE_TIMEOUT_S, settings)
+    managed.open(tmp_path / "folder", 0, 1)
+    further = managed.of_kind("weights")
     assert further is not None
     assert further.uploader is not None
     assert further.uploader.kind == "ema-weights"
     assert further.uploader.settings.remote_retention == ""
-    held.close()
+    managed.close()
 
 
 def test_long_names_of_kinds_are_valid_and_not_cut_to_the_same() -> None:
