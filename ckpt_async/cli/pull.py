@@ -31,7 +31,8 @@ from ckpt_async.cli.parsing import (
 from ckpt_async.core import keys
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError
-from ckpt_async.restore.session import MAX_CONCURRENT_READS, PATIENCE_S
+from ckpt_async.restore.options import MAX_CONCURRENT_READS
+from ckpt_async.restore.session import PATIENCE_S
 
 BAR_WIDTH = 30
 BAR_EVERY_S = 0.1

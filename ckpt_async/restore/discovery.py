@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from ckpt_async import threads
 from ckpt_async.core import arguments, keys, naming
@@ -30,6 +30,7 @@ from ckpt_async.protocol.kinds import check_known
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of, why_passed_over
 from ckpt_async.restore.foreign import find_foreign
 from ckpt_async.restore.freshness import Known, check_fresh, check_nowhere, known_in
+from ckpt_async.restore.options import FindOptions, check
 from ckpt_async.restore.proof import sure
 from ckpt_async.restore.session import Session, mark_damaged, session
 from ckpt_async.stores import StoreOptions
@@ -47,33 +48,15 @@ MOST_UNLISTED = 256
 MOST_GENERATIONS = 20
 
 
-def find(
-    remote: str,
-    *,
-    kind: str | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    step: int | None = None,
-    generation: int | None = None,
-    world_size: int | None = None,
-    drain_timeout_s: float = 0.0,
-    store_options: StoreOptions | None = None,
-    passing_over: Collection[CheckpointId] = (),
-) -> Checkpoint | None:
+def find(remote: str, **options: Unpack[FindOptions]) -> Checkpoint | None:
     """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none, which means a
-    fresh start. With `kind`, only checkpoints of that kind are considered; without it, only those of no kind.
+    fresh start. The options are those of `FindOptions`.
 
     A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or
     if a shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared
     when the bytes are read.
 
-    With `step`, only that step is considered, in its newest generation (or in `generation`), whether or not it is
-    marked. List checkpoints that you could not use in `passing_over`, or map them to the reasons, which then appear
-    in `rejected`. In a run of several ranks, call it on one of them and broadcast the result, which is a plain
-    value.
-
-    The newest checkpoint is often the one that was still uploading when the trainer died: with `folder` and
-    `drain_timeout_s`, what a dead trainer left on this node is finished first. (With an open `Uploader`, call its
-    `wait_for_predecessor` instead.)
+    In a run of several ranks, call it on one of them and broadcast the result, which is a plain value.
 
     If ckpt_async has committed nothing at this place, complete checkpoints of other tools are recognised by their
     markers (docs/restore.md lists them). A set of one file per rank (`ep1-ba42-rank0.pt`, `-rank1.pt`, …) has no
@@ -93,14 +76,17 @@ def find(
     other tools have the newest step and nothing tells which is meant, UnknownKindError if there are only other kinds,
     StoreError if the store cannot be reached, or shows nothing of a run that was there.
     """
-    kind = naming.check_kind(kind)
+    check("find", options, FindOptions)
+    kind = naming.check_kind(options.get("kind"))
+    folder, store_options = options.get("folder"), options.get("store_options")
+    step, generation, world_size = options.get("step"), options.get("generation"), options.get("world_size")
     run, remote = remote, keys.kind_remote(remote, kind)
     step = None if step is None else arguments.whole(step, "step", 0, keys.MAX_STEP)
     if generation is not None:
         generation = arguments.whole(generation, "generation", 0, keys.MAX_GENERATION)
     if world_size is not None:
         world_size = arguments.whole(world_size, "world_size", 1, keys.MAX_RANK + 1)
-    drain_timeout_s = arguments.seconds(drain_timeout_s, "drain_timeout_s")
+    drain_timeout_s = arguments.seconds(options.get("drain_timeout_s", 0.0), "drain_timeout_s")
 
     async def work() -> Checkpoint | None:
         if folder is not None and drain_timeout_s > 0:
@@ -108,7 +94,9 @@ def find(
         known = await asyncio.to_thread(known_in, folder, remote)
         try:
             async with session(remote, store_options) as opened:
-                found = await _find(opened, step, generation, passing_over, world_size, known)
+                found = await _find(
+                    opened, step, generation, options.get("passing_over", ()), world_size, known
+                )
         except StoreError as error:
             if not _is_nowhere(error):
                 raise

@@ -36,6 +36,7 @@ from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
 from ckpt_async.restore.lanes import Pace, num_of_cores
+from ckpt_async.restore.options import MAX_CONCURRENT_READS
 from ckpt_async.stores import StoreOptions
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
@@ -46,8 +47,7 @@ logger = logging.getLogger(__name__)
 # Long enough that renewals may fail for minutes, short enough that a killed reader does not hold data back
 # for long.
 LEASE_TTL_S = 900.0
-# Concurrent requests that carry bytes, if the link can take that many: S3 gives each about 50 to 90 MB/s.
-CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS = 8, 128
+CONCURRENT_READS_AT_FIRST = 8
 # Each takes a socket and a locked file: at most this fraction of what the process may still open.
 OPEN_FILES_SHARE = 1 / 4
 # A lease expires by itself, so nobody waits long to drop it.

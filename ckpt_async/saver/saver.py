@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
+import ckpt_async
 from ckpt_async import StoreOptions
 from ckpt_async.core import arguments, launch
+from ckpt_async.core.settings_options import SaverSettings
 from ckpt_async.errors import CkptAsyncError, SettingsError, UploaderClosedError
 from ckpt_async.restore import Checkpoint
+from ckpt_async.restore.options import FindOptions
+from ckpt_async.restore.options import check as check_options
 from ckpt_async.saver import schedule as schedules
 from ckpt_async.saver.asking import Asking
 from ckpt_async.saver.auto import Choice
@@ -31,6 +35,7 @@ from ckpt_async.saver.signals import on_signals, watch
 from ckpt_async.saver.timestamp import Event, Timestamp
 from ckpt_async.saver.writing import SavedCheckpoint
 from ckpt_async.torch.agreement import rank_and_world_size
+from ckpt_async.torch.options import LoadRemoteOptions
 from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
 
@@ -42,6 +47,18 @@ State = Callable[[], Any] | Any
 WATCH_S = 0.2
 # The share of the seconds left after SIGTERM that the training loop gets to reach its next `step` and save.
 SAVING_SHARE = 0.5
+
+
+class UploaderOptions(SaverSettings, total=False):
+    """What `CheckpointSaver` hands on to its `Uploader`, which describes it."""
+
+    rank: int | None
+    world_size: int | None
+    generation: int | None
+    launch_id: str | None
+    store_options: StoreOptions | None
+    settings_file: str | os.PathLike[str] | None
+    on_event: Callable[[ckpt_async.Event], object] | None
 
 
 class CheckpointSaver:
@@ -136,11 +153,11 @@ class CheckpointSaver:
         on_committed: Hook | None = None,
         on_failed: FailureHook | None = None,
         hooks_at_once: bool = False,
-        **uploader: Any,
+        **uploader: Unpack[UploaderOptions],
     ) -> None:
         rank, world_size = ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
         arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters)
-        uploader |= {"rank": rank, "world_size": world_size}
+        uploader["rank"], uploader["world_size"] = rank, world_size
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
         what = What.of(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
@@ -262,22 +279,25 @@ class CheckpointSaver:
         self._check_process()
         self._asking.ask(Due.YES)
 
-    def find(self, **options: Any) -> Checkpoint | None:
-        """Call `restore.find` for this run on the first rank and return its result on all ranks.
+    def find(self, **options: Unpack[FindOptions]) -> Checkpoint | None:
+        """Call `restore.find` for this run (and kind) on the first rank and return its result on all ranks.
 
         A collective if there are several ranks.
         """
+        check_options("find", options, FindOptions)
         self._check_process()
         return self._resuming.find(**options)
 
-    def load_latest(self, *, wait_s: float = 0.0, may_start_over: bool = False, **options: Any) -> Any:
+    def load_latest(
+        self, *, wait_s: float = 0.0, may_start_over: bool = False, **options: Unpack[LoadRemoteOptions]
+    ) -> Any:
         """Return the state stored in the newest complete checkpoint, or None if there is none (a fresh start).
 
         Reads this rank's file of the checkpoint, or its only file. A checkpoint that turns out to be damaged on any
         rank is skipped by all. `wait_s` is how long to wait for uploads that a killed launch left unfinished or,
         without a remote, for what an earlier saver of this process is writing. `options` are those of
-        `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there are several
-        ranks.
+        `ckpt_async.torch.load_remote`; without a remote nothing is fetched, so only those of `load` matter. Blocks; a
+        collective if there are several ranks.
 
         If nothing is committed, but something that earlier launches have sealed still can be, because every rank's
         part is in the store or in a folder of this launch, it raises NoUsableCheckpointError rather than return None,
@@ -287,6 +307,7 @@ class CheckpointSaver:
         without a remote, which this saver has, or if this one has none either and not all ranks can use them. For
         sharded checkpoints use `ckpt_async.torch.load_latest`.
         """
+        check_options("load_latest", options, LoadRemoteOptions)
         self._check_process()
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ckpt_async.torch.dcp_writer import CkptAsyncWriter
     from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump, selected
     from ckpt_async.torch.formats import load, load_remote
+    from ckpt_async.torch.options import DcpOptions, LoadLatestOptions, LoadOptions, LoadRemoteOptions
     from ckpt_async.torch.parts import capture, restore
     from ckpt_async.torch.places import fetch_file
     from ckpt_async.torch.resume import fetch_together
@@ -39,7 +40,11 @@ if TYPE_CHECKING:
 _HOMES = {
     "CkptAsyncReader": "dcp_reader",
     "CkptAsyncWriter": "dcp_writer",
+    "DcpOptions": "options",
     "KeyReport": "states",
+    "LoadLatestOptions": "options",
+    "LoadOptions": "options",
+    "LoadRemoteOptions": "options",
     "SnapshotBuffers": "snapshot",
     "UnshardReport": "unsharding",
     "Vote": "vote",
@@ -76,7 +81,11 @@ _HOMES = {
 __all__ = [
     "CkptAsyncReader",
     "CkptAsyncWriter",
+    "DcpOptions",
     "KeyReport",
+    "LoadLatestOptions",
+    "LoadOptions",
+    "LoadRemoteOptions",
     "SnapshotBuffers",
     "UnshardReport",
     "Vote",

@@ -9,11 +9,11 @@ import os
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, Unpack
 
 import torch
 import torch.distributed as dist
@@ -38,18 +38,20 @@ from ckpt_async.formats.dcp_files import (
     METADATA,
     flashpoint_is_optimised,
 )
-from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
-from ckpt_async.restore.session import MAX_CONCURRENT_READS, unreliable
+from ckpt_async.restore import Checkpoint, Reader, ReadInto, RemoteFile
+from ckpt_async.restore.options import ReadOptions, check, part
+from ckpt_async.restore.session import unreliable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.torch import flashpoint
 from ckpt_async.torch.agreement import agree, sendable
 from ckpt_async.torch.batches import BATCHES_AHEAD, LOCAL_BATCHES_AHEAD, Piece, Views, batched, read_ahead
-from ckpt_async.torch.plain import Allow, allowed, or_trusted
+from ckpt_async.torch.options import DcpOptions
+from ckpt_async.torch.plain import allowed, or_trusted
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.tensors import flashpoint_tensor
 from ckpt_async.torch.torchfile import in_memory, read_state
 from ckpt_async.torch.unpickle import load_metadata
-from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
+from ckpt_async.torch.validation import validate, validation_function
 
 NOT_TORCH = "not in the form that torch saves"
 # From this size on a tensor is used where it was read; copying a smaller one is faster than locating it.
@@ -63,50 +65,22 @@ class CkptAsyncReader(StorageReader):
 
     Args:
         checkpoint: What `restore.find` has found: on one rank, then broadcast.
-        folder: The trainer's folder. What it still has is read from there; then `peers` are asked, then the store.
-        local_cache: A copy of another tool's checkpoint on this node, as in `restore.fetch`; it is asked first.
-        subfolder: The folder within the checkpoint that has `.metadata` and its files, if there are several. By default
-            `checkpoint.dcp_folders` determines it (`model_and_optim` of OLMo and OLMo-core).
-        validate: Asked about each file before it is read, see `ckpt_async.torch.validation`.
-        replicas: The ranks that load the same as this one, as a process group that can move CPU tensors: all ranks
-            under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends to the others, in
-            chunks.
-        weights_only: Decode values that are not tensors without running what a file says, too.
-        allow: Classes that may be among these values besides plain data, as in `ckpt_async.torch.load`.
-        ignore_keys: What keeps its value in the state: globs over the '/'-joined keys, as in `load`.
-        check_nan: Fill the targets with NaN before loading, and raise StateMismatchError if any is left afterwards.
-            This finds parts that no rank saved, and also NaN in the checkpoint.
+        options: Where bytes may come from, and what may be in a file: see `DcpOptions`.
 
     The reader is opened on first use, and closed by `with`, `close` or garbage collection; until then a lease keeps
     retention away. Each rank reads only the pieces that its plan needs, in parallel, adjacent pieces in one request.
     `.metadata` is compared with its checksum, and every piece with the CRC-32 that torch saved with it.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        folder: str | os.PathLike[str] | None = None,
-        local_cache: str | os.PathLike[str] | None = None,
-        peers: Collection[Peer] = (),
-        subfolder: str | None = None,
-        replicas: dist.ProcessGroup | None = None,
-        validate: ValidationFunction | None = None,
-        weights_only: bool = True,
-        allow: Allow = (),
-        ignore_keys: Sequence[str] = (),
-        check_nan: bool = False,
-        num_concurrent_reads: int = MAX_CONCURRENT_READS,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, **options: Unpack[DcpOptions]) -> None:
+        check("CkptAsyncReader", options, DcpOptions)
         super().__init__()
         self.checkpoint = checkpoint
-        self._folder, self._local_cache, self._peers = folder, local_cache, peers
-        self._num_concurrent_reads, self._check_nan = num_concurrent_reads, check_nan
-        self._prefix = _prefix(checkpoint, subfolder)
-        self._replicas = replicas
-        self._given_validate = validate
-        self._weights_only, self._allow = weights_only, allowed(allow)
-        self._ignore_keys = naming.several(ignore_keys, "ignore_keys")
+        self._options = options
+        self._prefix = _prefix(checkpoint, options.get("subfolder"))
+        self._replicas, self._check_nan = options.get("replicas"), options.get("check_nan", False)
+        self._weights_only, self._allow = options.get("weights_only", True), allowed(options.get("allow", ()))
+        self._ignore_keys = naming.several(options.get("ignore_keys", ()), "ignore_keys")
         self._reader: Reader | None = None
         self._metadata: Metadata | None = None
         self._stored: dict[MetadataIndex, Any] = {}  # torch's _StorageInfo, as .metadata has it
@@ -121,16 +95,10 @@ class CkptAsyncReader(StorageReader):
         there is none, because then torch.distributed.checkpoint has not saved the checkpoint.
         """
         if self._reader is None:
-            self._reader = restore.open(
-                self.checkpoint,
-                folder=self._folder,
-                local_cache=self._local_cache,
-                peers=self._peers,
-                num_concurrent_reads=self._num_concurrent_reads,
-            )
+            self._reader = restore.open(self.checkpoint, **part(self._options, ReadOptions))
             weakref.finalize(self, self._reader.close)
         if self._metadata is None:
-            self._validate = validation_function(self._given_validate)
+            self._validate = validation_function(self._options.get("validate"))
             self._metadata = self._load_metadata(self._reader)
         return self._reader
 

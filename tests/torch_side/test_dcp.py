@@ -288,9 +288,9 @@ def test_corruption_in_transit_is_not_marked(
         return found
 
     monkeypatch.setattr(DirectoryStore, "get_range", spoilt)
-    with pytest.raises(CheckpointException) as caught:
+    with pytest.raises((CheckpointException, restore.UnreliableReadError)) as caught:
         ckpt_async.torch.load_latest(empty(state), run_.url)
-    ((failure, _),) = caught.value.failures.values()
+    failure = failure_of(caught.value) if isinstance(caught.value, CheckpointException) else caught.value
     assert isinstance(failure, restore.UnreliableReadError)
     assert name in str(failure)
     assert run_.damages() == {}
@@ -559,10 +559,8 @@ def test_a_missing_validation_function_is_an_error(
 ) -> None:
     run_.commit(1, {0: saved(state_of(1), tmp_path / "saved")})
     monkeypatch.setenv("CHECKPOINT_VALIDATION_FUNCTION", name)
-    with pytest.raises(CheckpointException) as caught:
+    with pytest.raises(SettingsError, match="CHECKPOINT_VALIDATION_FUNCTION"):
         ckpt_async.torch.load_latest(empty(state_of(1)), run_.url)
-    assert isinstance(failure_of(caught.value), SettingsError)
-    assert "CHECKPOINT_VALIDATION_FUNCTION" in str(failure_of(caught.value))
 
 
 # --- saving ------------------------------------------------------------------------------------------------
