@@ -27,7 +27,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
-from ckpt_async.restore.destination import Destination
+from ckpt_async.restore.destination import Destination, PartialFile, discard, locked
 from ckpt_async.restore.options import (
     MAX_CONCURRENT_READS,
     FetchLatestOptions,
@@ -36,7 +36,6 @@ from ckpt_async.restore.options import (
     check,
     part,
 )
-from ckpt_async.restore.partial import PartialFile, discard, locked
 from ckpt_async.restore.peers import Peers, PeerSource
 from ckpt_async.restore.session import (
     HeldLease,

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, TypedDict, TypeVar, cast, is_typeddict
+from typing import TypedDict, TypeVar, cast, is_typeddict
 
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.restore.checkpoint import Peer
 from ckpt_async.stores import StoreOptions
-
-if TYPE_CHECKING:
-    from ckpt_async.restore.peers import Peer
 
 # Concurrent requests that carry bytes, if the link can take that many: S3 gives each about 50 to 90 MB/s.
 MAX_CONCURRENT_READS = 128

@@ -17,8 +17,8 @@ from typing import Any, Self, Unpack
 
 from ckpt_async.errors import CheckpointGoneError, CkptAsyncError, InvalidNameError
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
+from ckpt_async.restore.destination import checksum_of_file
 from ckpt_async.restore.options import MAX_CONCURRENT_READS, ReadOptions, check
-from ckpt_async.restore.partial import checksum_of_file
 from ckpt_async.restore.peers import Peers, PeerSource
 from ckpt_async.restore.session import damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource

@@ -24,8 +24,7 @@ from ckpt_async.errors import (
 from ckpt_async.local import journals
 from ckpt_async.local.folder import place_of
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
-from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, Pace
-from ckpt_async.restore.session import HeldLease, Session, damaged
+from ckpt_async.restore.session import MAX_REQUEST_BYTES, HeldLease, Pace, Session, damaged
 from ckpt_async.stores.interface import Sink
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore

@@ -17,9 +17,8 @@ from ckpt_async.local import sealed
 from ckpt_async.local.folder import Folder
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
-from ckpt_async.restore.freshness import missing_parts, parts_in
 from ckpt_async.restore.options import FindOptions, part
-from ckpt_async.saver.earlier import Earlier
+from ckpt_async.saver.earlier import Earlier, missing_parts, parts_in
 from ckpt_async.saver.files import Files, conflicting
 from ckpt_async.saver.local_only import LocalOnly, refuse_beside_local
 from ckpt_async.saver.resuming_here import ResumingHere, agree_on_launch

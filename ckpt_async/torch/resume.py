@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from ckpt_async import restore
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.restore import addresses
 from ckpt_async.restore.fetching import Where, use_newest, where
 from ckpt_async.restore.options import FetchLatestOptions, FetchOptions, FindOptions, check, part
+from ckpt_async.restore.peers import machine, place
 from ckpt_async.restore.sources import LocalCopies
 from ckpt_async.torch.agreement import on_all_ranks, run_on_one, told_by_all
 
@@ -134,7 +134,7 @@ def _fetch(
     # Wanted files are served, too: they become available once they are complete.
     served = {checkpoint.files[name].key: path for name, path in here.items()}
     served |= {checkpoint.files[name].key: destination / name for name in wanted - here.keys()}
-    own_node = node if node is not None else addresses.place(destination)
+    own_node = node if node is not None else place(destination)
     reports: list[restore.FetchReport] = []
 
     def fetch(names: Collection[str], peers: Collection[restore.Peer]) -> None:
@@ -157,15 +157,15 @@ def _fetch(
 
 def _peers(node: str, server: restore.PeerServer, group: dist.ProcessGroup | None) -> list[restore.Peer]:
     """Return the servers of the other nodes, with the addresses under which this node reaches them."""
-    machine = addresses.machine()
-    offers = told_by_all((node, machine, server.local_peer, server.peer), group=group)
-    if server.peer is None and any(there != machine for _, there, *_ in offers):
+    here = machine()
+    offers = told_by_all((node, here, server.local_peer, server.peer), group=group)
+    if server.peer is None and any(there != here for _, there, *_ in offers):
         logger.warning(
             "no_address_for_peers host=%s; other nodes will load this node's files from the store;"
             " pass peer_host= or set GLOO_SOCKET_IFNAME",
             socket.gethostname(),
         )
-    others = [(nearby if there == machine else far) for other, there, nearby, far in offers if other != node]
+    others = [(nearby if there == here else far) for other, there, nearby, far in offers if other != node]
     return [peer for peer in others if peer is not None]
 
 

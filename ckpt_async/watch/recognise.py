@@ -16,7 +16,7 @@ from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId, Checksum, Decision, Outcome
 from ckpt_async.errors import StoreError
 from ckpt_async.restore.checkpoint import RemoteFile
-from ckpt_async.restore.partial import checksum_of_file
+from ckpt_async.restore.destination import checksum_of_file
 from ckpt_async.watch import plan
 from ckpt_async.watch.disk import sample
 from ckpt_async.watch.entries import Entries, Entry, State
