@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         run_on_one,
     )
     from ckpt_async.torch.dcp import async_save, load_latest, save
+    from ckpt_async.torch.dcp_metadata import load_metadata
     from ckpt_async.torch.dcp_reader import CkptAsyncReader
     from ckpt_async.torch.dcp_writer import CkptAsyncWriter
     from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump, selected
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from ckpt_async.torch.rng import capture_rng, load_rng_state, ranks_with_rng, restore_rng, save_rng_state
     from ckpt_async.torch.snapshot import SnapshotBuffers
     from ckpt_async.torch.states import KeyReport, load_into, model_state
-    from ckpt_async.torch.unpickle import load_metadata
     from ckpt_async.torch.unsharding import UnshardReport, unshard
     from ckpt_async.torch.vote import Vote, own_group, require_vote
 
@@ -61,7 +61,7 @@ _HOMES = {
     "load": "formats",
     "load_into": "states",
     "load_latest": "dcp",
-    "load_metadata": "unpickle",
+    "load_metadata": "dcp_metadata",
     "load_remote": "formats",
     "load_rng_state": "rng",
     "model_state": "states",

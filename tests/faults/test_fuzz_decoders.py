@@ -35,7 +35,7 @@ from ckpt_async.formats.dcp_files import named_files, named_tensors
 from ckpt_async.local import journals
 from ckpt_async.restore.objects import pointed
 from ckpt_async.runners import wire
-from ckpt_async.torch.unpickle import load_metadata
+from ckpt_async.torch.dcp_metadata import load_metadata
 from ckpt_async.watch.announcement import Announcement, Version
 
 MIB = 1 << 20
