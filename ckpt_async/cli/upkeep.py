@@ -218,10 +218,9 @@ def verify(options: argparse.Namespace) -> Exit:
         if result.num_shards_read
         else "by the store's checksums"
     )
-    print(
-        f"{counted(result.num_committed, 'committed checkpoint')}, {counted(result.num_shards, 'shard')} ({how}),"
-        f" {counted(len(result.violations), 'thing')} wrong"
-    )
+    wrong = counted(len(result.violations), "problem") if result.violations else "nothing is wrong"
+    num_committed = counted(result.num_committed, "committed checkpoint")
+    print(f"{num_committed}, {counted(result.num_shards, 'shard')} ({how}): {wrong}")
     return code
 
 
