@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 
 from ckpt_async import restore
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
@@ -32,10 +31,8 @@ from ckpt_async.core import keys
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError
 from ckpt_async.restore.options import MAX_CONCURRENT_READS
+from ckpt_async.restore.progress import ProgressBar
 from ckpt_async.restore.session import PATIENCE_S
-
-BAR_WIDTH = 30
-BAR_EVERY_S = 0.1
 
 
 def pull_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +92,7 @@ def pull(options: argparse.Namespace) -> Exit:
     """Fetch the newest complete checkpoint (or that of `--step`) into a folder; with `--dry-run` only print what."""
     if options.dry_run:
         return _plan(options)
-    bar = _Bar() if sys.stderr.isatty() else None
+    bar = ProgressBar(sys.stderr) if sys.stderr.isatty() else None
     try:
         with telling_of_silence(options.url, patience_s=PATIENCE_S) as heard:
 
@@ -224,29 +221,6 @@ def _checkpoint_json(checkpoint: restore.Checkpoint) -> Json:
             for each in checkpoint.rejected
         ],
     }
-
-
-class _Bar:
-    """A progress bar on a terminal. It is called from another thread."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._drawn_at = 0.0
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        now = time.monotonic()
-        if now - self._drawn_at < BAR_EVERY_S:
-            return
-        self._drawn_at = now
-        share = done_bytes / max(total_bytes, 1)
-        rate = done_bytes / max(now - self._began, 1e-9)
-        left_s = (total_bytes - done_bytes) / max(rate, 1.0)
-        filled = "#" * int(share * BAR_WIDTH)
-        text = f"{filled:<{BAR_WIDTH}} {share:4.0%} of {in_units(total_bytes)}, {in_units(rate)}/s, {left_s:.0f} s left"
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _reads(text: str) -> int:

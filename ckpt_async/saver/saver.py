@@ -24,16 +24,13 @@ from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.options import FindOptions
 from ckpt_async.restore.options import check as check_options
 from ckpt_async.saver import schedule as schedules
-from ckpt_async.saver.asking import Asking
+from ckpt_async.saver.asking import Asking, on_signals, watch
 from ckpt_async.saver.auto import Choice
 from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Files, Templates, files_of
-from ckpt_async.saver.hooks import FailureHook, Hook, Hooks
 from ckpt_async.saver.resuming import Resuming, uploader_of
-from ckpt_async.saver.saving import Saving, What, check
+from ckpt_async.saver.saving import FailureHook, Hook, Hooks, SavedCheckpoint, Saving, What, check
 from ckpt_async.saver.schedule import Due, Interval, Past
-from ckpt_async.saver.signals import on_signals, watch
 from ckpt_async.saver.timestamp import Event, Timestamp
-from ckpt_async.saver.writing import SavedCheckpoint
 from ckpt_async.torch.agreement import rank_and_world_size
 from ckpt_async.torch.options import LoadRemoteOptions
 from ckpt_async.trainer.closing import FlushReport

@@ -30,9 +30,8 @@ from ckpt_async.torch import olmo_keys
 from ckpt_async.torch.assembly import CheckpointFile, Part, Whole, part_of
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from ckpt_async.torch.dcp_metadata import Place, Places, read_metadata
-from ckpt_async.torch.nested import Nested, nest, with_lists
 from ckpt_async.torch.olmo_core_files import MARK, OlmoCoreFiles
-from ckpt_async.torch.planned import Plan, Visits
+from ckpt_async.torch.planned import Nested, Plan, Visits, nest, with_lists
 from ckpt_async.torch.sharded_rules import CLASSES, ShardedRules, Shards
 from ckpt_async.torch.tensors import safetensors_places
 from ckpt_async.torch.torchfile import Layout, read_layout, read_state
