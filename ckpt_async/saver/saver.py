@@ -24,10 +24,10 @@ from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.options import FindOptions
 from ckpt_async.restore.options import check as check_options
 from ckpt_async.saver import schedule as schedules
-from ckpt_async.saver.asking import Asking, on_signals, watch
 from ckpt_async.saver.auto import Choice
 from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Files, Templates, files_of
 from ckpt_async.saver.resuming import Resuming, uploader_of
+from ckpt_async.saver.save_requests import SaveRequests, on_signals, watch
 from ckpt_async.saver.saving import FailureHook, Hook, Hooks, SavedCheckpoint, Saving, What, check
 from ckpt_async.saver.schedule import Due, Interval, Past
 from ckpt_async.saver.timestamp import Event, Timestamp
@@ -192,13 +192,13 @@ class CheckpointSaver:
         self._resuming = Resuming(files, self.uploader, what, store_options)
         if self._past.decided is not None and self._past.decided.batch > 0:
             self._resuming.continue_run()
-        self._asking = Asking(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
-        self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
+        self._requests = SaveRequests(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
+        self._saving = Saving(self.uploader, files, what, self._hooks, self._requests.ended)
         self._metrics.saver_opened()
         self._seen: tuple[State, Timestamp] | None = None
         self._is_closed = False
         # Not `save_now`: a forked child, which inherits the handlers, must not raise when a signal arrives.
-        self._restore_signals = on_signals(save_signals, partial(self._asking.ask, Due.YES))
+        self._restore_signals = on_signals(save_signals, partial(self._requests.ask, Due.YES))
         self.uploader.before_sigterm_flush = self._save_before_flush
         self.uploader.before_exit = self._saving.wait  # snapshots taken are written even without `close`
         self._stop_watching = watch(self._saving.settle, WATCH_S) if self._hooks.is_at_once else None
@@ -215,7 +215,7 @@ class CheckpointSaver:
     @property
     def save_interval(self) -> Choice | None:
         """The interval that `Auto` has chosen, and why. None without `Auto`, and on all ranks but the first."""
-        return self._asking.interval
+        return self._requests.interval
 
     # --- the trainer's calls -------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class CheckpointSaver:
         """
         self._check_process()
         began_s = time.monotonic()
-        self._asking.meter.step_ended(began_s)
+        self._requests.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
         _refuse_part(state)
         self._schedule.check_counts(now, is_number=now is not timestamp)
@@ -255,7 +255,7 @@ class CheckpointSaver:
         self._saving.raise_failures()
         if self._is_closed:  # a hook may have closed it
             raise UploaderClosedError("the saver is closed")
-        asked = self._asking.answer()
+        asked = self._requests.answer()
         due, past = schedules.decide(self._schedule, self._past, now, event, is_asked=asked)
         if due > Due.NO:
             self._save(state, now, due, metrics, past, asked)
@@ -264,7 +264,7 @@ class CheckpointSaver:
         if due is Due.REPEATED:
             self._saving.refuse_repeated(now)
             self._saving.raise_failures()
-        self._asking.meter.step_began(time.monotonic())
+        self._requests.meter.step_began(time.monotonic())
         return due > Due.NO
 
     def save_now(self) -> None:
@@ -274,7 +274,7 @@ class CheckpointSaver:
         initialized, every rank must call it before the same step.
         """
         self._check_process()
-        self._asking.ask(Due.YES)
+        self._requests.ask(Due.YES)
 
     def find(self, **options: Unpack[FindOptions]) -> Checkpoint | None:
         """Call `restore.find` for this run (and kind) on the first rank and return its result on all ranks.
@@ -410,16 +410,16 @@ class CheckpointSaver:
         began_s = time.monotonic()
         before, self._past = self._past, past
         try:
-            self._asking.began(due, now.step)
+            self._requests.began(due, now.step)
             checkpoint = self._saving.save(state, now, due, metrics)
         except BaseException as error:
             begun = self._saving.begun
             if not isinstance(error, Exception) and (begun is None or begun.timestamp is not now):
                 self._past = before
-                self._asking.ask(asked)
+                self._requests.ask(asked)
             raise
         blocked_s = time.monotonic() - began_s
-        self._asking.meter.save_began(now.step, began_s, blocked_s)
+        self._requests.meter.save_began(now.step, began_s, blocked_s)
         self._metrics.save_blocked(blocked_s)
         logger.info(
             "checkpoint_taken name=%s step=%d blocked_s=%.3f", checkpoint.name, checkpoint.step, blocked_s
@@ -447,7 +447,7 @@ class CheckpointSaver:
         self._is_closed = True
         try:
             try:
-                self._asking.leave()
+                self._requests.leave()
                 self._restore_signals()
                 self._saving.wait(timeout_s)
                 self.uploader.close(timeout_s)

@@ -22,7 +22,7 @@ from ckpt_async.saver.schedule import Due, Rules, Schedule
 logger = logging.getLogger(__name__)
 
 
-class Asking:
+class SaveRequests:
     """Decides, together with the other ranks, whether a save was asked for.
 
     Belongs to the trainer's thread, except for `ended` and `ask`, which any thread may call; a signal handler may call
