@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -240,6 +242,28 @@ def test_wrong_bytes_from_a_peer_are_not_used(tmp_path: Path, run_: Run) -> None
     assert bytes_from["peer"] > 0
     assert is_equal(loaded, state)
     assert run_.damages() == {}
+
+
+KILLED_TRAINER = """
+import os, sys, torch
+import ckpt_async.torch as ckpt
+from ckpt_async import Uploader
+
+uploader = Uploader(sys.argv[1], sys.argv[2], rank=0, world_size=1, max_bytes_per_s=1.0)
+ckpt.save({"w": torch.ones(3)}, 1, uploader)
+os._exit(0)
+"""
+
+
+def test_load_latest_finishes_a_killed_trainers_uploads_first(tmp_path: Path) -> None:
+    folder, remote = tmp_path / "folder", f"file://{tmp_path}/run"
+    command = [sys.executable, "-c", KILLED_TRAINER, str(folder), remote]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    state = {"w": torch.zeros(3)}
+    assert ckpt_async.torch.load_latest(state, remote) is None
+    found = ckpt_async.torch.load_latest(state, remote, folder=folder, drain_timeout_s=60)
+    assert found is not None
+    assert (found.step, state["w"].tolist()) == (1, [1.0, 1.0, 1.0])
 
 
 # --- damaged -----------------------------------------------------------------------------------------------
