@@ -231,8 +231,9 @@ def load_latest(
     RankFailedError, whose cause is what `restore.find` raised (without a process group, that error itself);
     StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and torch's
     CheckpointException, a BaseException that has every rank's failure, for example a refused validation or a store that
-    does not answer. (The StateMismatchError is one, too.) Ctrl-C ends the reads of its rank, which then raises
-    KeyboardInterrupt. The state is undefined after an error.
+    does not answer. (The StateMismatchError is one, too.) If a rank cannot even open the checkpoint, it raises its own
+    error, and the others RankFailedError. Ctrl-C ends the reads of its rank, which then raises KeyboardInterrupt. The
+    state is undefined after an error.
     """
     check("load_latest", options, LoadLatestOptions)
     choice, how = part(options, FindOptions), part(options, DcpOptions)

@@ -92,7 +92,7 @@ def fetch_together(
     Without a group there is one rank. Returns None on all ranks if there is no checkpoint. `ranks` and `files` say what
     *this* rank needs (`ranks=[dist.get_rank()]` for a file per rank). `destination` is the folder to fetch to, or a
     function of the checkpoint. What is taken from `local_cache` and can be checked only by size is not served to
-    others.
+    others. `on_progress` counts what this rank fetches from the store for all, and then again all that it needs.
 
     If any rank finds a checkpoint damaged, all of them go on to the next older one, unless `step` is given. Ranks with
     the same `node` (by default: those that share the destination, on one machine) share its files: each file is fetched
