@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -244,6 +244,15 @@ def print_line(text: str) -> None:
 
 def print_json(value: Json) -> None:
     print(json.dumps(value, indent=2))
+
+
+def present(value: Json, lines: Iterable[str], *, is_json: bool) -> None:
+    """Print a command's result: the value for programs, or the lines for people."""
+    if is_json:
+        print_json(value)
+        return
+    for line in lines:
+        print_line(line)
 
 
 def print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -12,8 +12,7 @@ from ckpt_async.cli.output import (
     ANY,
     Exit,
     Json,
-    print_json,
-    print_line,
+    present,
     store_options,
     telling_of_silence,
 )
@@ -125,26 +124,22 @@ def pull(options: argparse.Namespace) -> Exit:
     checkpoint, report = found
     tally = tally_of(options)
     tally.checkpoints["fetched"], tally.size_bytes = 1, report.size_bytes
-    if options.json:
-        print_json(
-            {
-                **_checkpoint_json(checkpoint),
-                "destination": os.path.realpath(options.destination),
-                "files": {name: str(path) for name, path in report.paths.items()},
-                "size_bytes": report.size_bytes,
-                "bytes_from": dict(report.bytes_from),
-                "duration_s": round(report.duration_s, 3),
-            }
-        )
-        return Exit.OK
-    _tell_rejected(checkpoint)
+    value = {
+        **_checkpoint_json(checkpoint, options),
+        "files": {name: str(path) for name, path in report.paths.items()},
+        "size_bytes": report.size_bytes,
+        "bytes_from": dict(report.bytes_from),
+        "duration_s": round(report.duration_s, 3),
+    }
     came = ", ".join(f"{in_units(count)} {_ORIGINS[kind]}" for kind, count in report.bytes_from.items())
     rate = report.size_bytes / max(report.duration_s, 1e-9)
-    print(
+    lines = [
+        *(f"passed over {each}" for each in checkpoint.rejected),
         f"step {checkpoint.step} ({checkpoint.name}): {counted(len(report.paths), 'file')},"
         f" {in_units(report.size_bytes)} in {report.duration_s:.1f} s, {in_units(rate)}/s"
-        + (f" ({came})" if came else "")
-    )
+        + (f" ({came})" if came else ""),
+    ]
+    present(value, lines, is_json=options.json)
     return Exit.OK
 
 
@@ -171,23 +166,20 @@ def _plan(options: argparse.Namespace) -> Exit:
         raise _none(options)
     files = checkpoint.select(options.rank, options.only)
     size_bytes = sum(file.size_bytes for file in files)
-    if options.json:
-        print_json(
-            {
-                **_checkpoint_json(checkpoint),
-                "destination": os.path.realpath(options.destination),
-                "files": {file.name: file.size_bytes for file in files},
-                "size_bytes": size_bytes,
-            }
-        )
-        return Exit.OK
-    _tell_rejected(checkpoint)
-    for file in files:
-        print_line(f"{in_units(file.size_bytes):>12}  {file.name}")
-    print(
-        f"step {checkpoint.step} ({checkpoint.name}): {counted(len(files), 'file')}, {in_units(size_bytes)} would be"
-        " pulled"
-    )
+    value = {
+        **_checkpoint_json(checkpoint, options),
+        "files": {file.name: file.size_bytes for file in files},
+        "size_bytes": size_bytes,
+    }
+    lines = [
+        *(f"passed over {each}" for each in checkpoint.rejected),
+        *(f"{in_units(file.size_bytes):>12}  {file.name}" for file in files),
+        (
+            f"step {checkpoint.step} ({checkpoint.name}): {counted(len(files), 'file')}, {in_units(size_bytes)}"
+            " would be pulled"
+        ),
+    ]
+    present(value, lines, is_json=options.json)
     return Exit.OK
 
 
@@ -203,13 +195,9 @@ def _none(options: argparse.Namespace) -> ObjectNotFoundError:
     return ObjectNotFoundError(f"{options.url} has {which}{of_kind}", hint=hint)
 
 
-def _tell_rejected(checkpoint: restore.Checkpoint) -> None:
-    for each in checkpoint.rejected:
-        print_line(f"passed over {each}")
-
-
-def _checkpoint_json(checkpoint: restore.Checkpoint) -> Json:
+def _checkpoint_json(checkpoint: restore.Checkpoint, options: argparse.Namespace) -> Json:
     return {
+        "destination": os.path.realpath(options.destination),
         "remote": checkpoint.remote,
         "format": checkpoint.format,
         "generation": checkpoint.generation,
