@@ -325,10 +325,6 @@ class UnknownKindError(CkptAsyncError):
     """
 
 
-class ResumeError(CkptAsyncError):
-    """Ranks could not resume together. Raised on every rank, with what happened on which rank."""
-
-
 class DestinationError(CkptAsyncError):
     """A file could not be written to its destination: a different file is in the way, or writing failed."""
 

@@ -20,7 +20,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from ckpt_async import Uploader, cli, restore
-from ckpt_async.cli.parsing import UsageError
+from ckpt_async.cli.output import UsageError
 from ckpt_async.core import keys, settings
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.retention import KeepLast

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_async import cli
-from ckpt_async.cli.parsing import UsageError
+from ckpt_async.cli.output import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

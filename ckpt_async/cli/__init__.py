@@ -18,11 +18,9 @@ from functools import partial
 from typing import TextIO, cast
 
 from ckpt_async import __version__
-from ckpt_async.cli.failures import tell
 from ckpt_async.cli.metrics_file import measuring
-from ckpt_async.cli.output import Exit, Output, OutputError, let_go
+from ckpt_async.cli.output import Exit, Output, OutputError, let_go, say, set_form, tell
 from ckpt_async.cli.parsing import Parser, split_command
-from ckpt_async.cli.stderr import say, set_form
 from ckpt_async.core.json_log import JsonFormatter
 
 # Each command's name, module and summary. In the module, `name` runs it and `name_arguments` defines its
@@ -43,7 +41,7 @@ _COMMANDS = (
     ("pull", "pull", "fetch a checkpoint into a local folder and verify it"),
     ("convert", "convert", "write a checkpoint, sharded or not, as one file"),
     ("doctor", "doctor", "check that this node, the folder and the remote are fit for a run"),
-    ("version", "version", "print the version"),
+    ("version", "output", "print the version"),
 )
 
 

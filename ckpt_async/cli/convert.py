@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ckpt_async import restore
-from ckpt_async.cli.output import ANY, Exit, print_json, print_line, store_options, telling_of_silence
+from ckpt_async.cli.output import ANY, Exit, present, store_options, telling_of_silence
 from ckpt_async.cli.parsing import add_kind, add_store_options, as_path, as_size, as_step
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError, SettingsError
@@ -81,29 +81,26 @@ def convert(options: argparse.Namespace) -> Exit:
         overwrite=options.overwrite,
         max_memory_bytes=options.max_memory,
     )
-    if options.json:
-        print_json(
-            {
-                "remote": checkpoint.remote,
-                "format": checkpoint.format,
-                "generation": checkpoint.generation,
-                "step": checkpoint.step,
-                "name": checkpoint.name,
-                "files": [str(path) for path in report.paths],
-                "tensors": report.num_tensors,
-                "size_bytes": report.size_bytes,
-                "duration_s": round(report.duration_s, 3),
-            }
-        )
-        return Exit.OK
-    for each in checkpoint.rejected:
-        print_line(f"passed over {each}")
-    for path in report.paths:
-        print(path)
-    print(
-        f"{checkpoint.name} ({checkpoint.format}): {counted(report.num_tensors, 'tensor')},"
-        f" {in_units(report.size_bytes)} in {report.duration_s:.1f} s, verified"
-    )
+    value = {
+        "remote": checkpoint.remote,
+        "format": checkpoint.format,
+        "generation": checkpoint.generation,
+        "step": checkpoint.step,
+        "name": checkpoint.name,
+        "files": [str(path) for path in report.paths],
+        "tensors": report.num_tensors,
+        "size_bytes": report.size_bytes,
+        "duration_s": round(report.duration_s, 3),
+    }
+    lines = [
+        *(f"passed over {each}" for each in checkpoint.rejected),
+        *map(str, report.paths),
+        (
+            f"{checkpoint.name} ({checkpoint.format}): {counted(report.num_tensors, 'tensor')},"
+            f" {in_units(report.size_bytes)} in {report.duration_s:.1f} s, verified"
+        ),
+    ]
+    present(value, lines, is_json=options.json)
     return Exit.OK
 
 

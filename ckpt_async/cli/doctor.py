@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 
-from ckpt_async.cli.output import Exit, Json, print_json, print_line, store_options
+from ckpt_async.cli.output import Exit, Json, present, store_options
 from ckpt_async.cli.parsing import add_store_options, as_path, as_size
 from ckpt_async.doctor.checks import examine
 from ckpt_async.doctor.diagnosis import Facts, Level, diagnose
@@ -55,30 +55,29 @@ def doctor(options: argparse.Namespace) -> Exit:
     findings = diagnose(facts)
     num_failed = sum(each.level is Level.FAIL for each in findings)
     code = Exit.ERROR if num_failed else Exit.OK
-    if options.json:
-        print_json(
+    value = {
+        "folder": facts.folder.path if facts.folder else None,
+        "remote": facts.remote.url if facts.remote else None,
+        "is_ok": not num_failed,
+        "findings": [
             {
-                "folder": facts.folder.path if facts.folder else None,
-                "remote": facts.remote.url if facts.remote else None,
-                "is_ok": not num_failed,
-                "findings": [
-                    {
-                        "check": each.check,
-                        "level": each.level.value,
-                        "message": each.message,
-                        "hint": each.hint or None,
-                    }
-                    for each in findings
-                ],
-                "measured": _measured(facts),
+                "check": each.check,
+                "level": each.level.value,
+                "message": each.message,
+                "hint": each.hint or None,
             }
-        )
-        return code
+            for each in findings
+        ],
+        "measured": _measured(facts),
+    }
     width = max(len(each.check) for each in findings)
-    for each in findings:
-        hint = f" ({each.hint})" if each.hint else ""
-        print_line(f"{each.level.value:4}  {each.check:{width}}  {each.message}{hint}")
-    print(f"{num_failed} of {len(findings)} checks failed" if num_failed else "nothing failed")
+    lines = [
+        f"{each.level.value:4}  {each.check:{width}}  {each.message}"
+        + (f" ({each.hint})" if each.hint else "")
+        for each in findings
+    ]
+    lines.append(f"{num_failed} of {len(findings)} checks failed" if num_failed else "nothing failed")
+    present(value, lines, is_json=options.json)
     return code
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ckpt_async import threads
 from ckpt_async.cli.events import add_events, event_settings
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
-from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_line, store_options
+from ckpt_async.cli.output import Exit, Json, id_json, present, store_options
 from ckpt_async.cli.parsing import add_only_remote, add_store_options, as_folder, as_seconds, only_remotes
 from ckpt_async.core.model import RemoteAddress
 from ckpt_async.core.units import in_units, named, one_line
@@ -76,14 +76,10 @@ def drain(options: argparse.Namespace) -> Exit:
         tally.checkpoints[fate] = len(
             {(rank.kind, each.checkpoint) for rank in report.ranks for each in getattr(rank, fate)}
         )
-    if options.json:
-        print_json(_drain_json(report, code))
-        return code
-    lines = [line for each in report.ranks for line in _rank_lines(each)]
-    for line in lines or ["nothing to do"]:
-        print_line(line)
+    lines = [line for each in report.ranks for line in _rank_lines(each)] or ["nothing to do"]
     if report.uploaded_bytes:
-        print_line(f"{in_units(report.uploaded_bytes)} uploaded to {', '.join(report.remotes)}")
+        lines.append(f"{in_units(report.uploaded_bytes)} uploaded to {', '.join(report.remotes)}")
+    present(_drain_json(report, code), lines, is_json=options.json)
     return code
 
 

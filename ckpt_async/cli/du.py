@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt_async import threads
-from ckpt_async.cli.looking import Found, Run, look, opened
+from ckpt_async.cli.ls import Found, Run, look, opened
 from ckpt_async.cli.output import Exit, Json, id_json, print_json, print_table
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options
 from ckpt_async.core import keys

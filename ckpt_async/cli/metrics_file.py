@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckpt_async.cli.failures import code_of
-from ckpt_async.cli.output import Exit
+from ckpt_async.cli.output import Exit, code_of
 from ckpt_async.cli.parsing import as_path
 
 logger = logging.getLogger(__name__)

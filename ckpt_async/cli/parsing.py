@@ -12,21 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from ckpt_async.cli.output import Which
+from ckpt_async.cli.output import UsageError, Which
 from ckpt_async.core import keys
 from ckpt_async.core.settings import Settings
 
 WHERE = "s3://bucket/prefix/run or file:///path/run"
 
 _STEP = re.compile(r"(\d{1,18})(?:@g(\d{1,18}))?", re.ASCII)
-
-
-class UsageError(Exception):
-    """The command line makes no sense."""
-
-    def __init__(self, message: str, program: str, *, meant: str = "") -> None:
-        super().__init__(message)
-        self.hint = f"did you mean {meant}?" if meant else f"see `{program} --help`"
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 
 from ckpt_async import restore
 from ckpt_async.cli.metrics_file import add_metrics_file, tally_of
@@ -13,8 +12,7 @@ from ckpt_async.cli.output import (
     ANY,
     Exit,
     Json,
-    print_json,
-    print_line,
+    present,
     store_options,
     telling_of_silence,
 )
@@ -31,10 +29,9 @@ from ckpt_async.cli.parsing import (
 from ckpt_async.core import keys
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import ObjectNotFoundError
-from ckpt_async.restore.session import MAX_CONCURRENT_READS, PATIENCE_S
-
-BAR_WIDTH = 30
-BAR_EVERY_S = 0.1
+from ckpt_async.restore.options import MAX_CONCURRENT_READS
+from ckpt_async.restore.progress import ProgressBar
+from ckpt_async.restore.session import PATIENCE_S
 
 
 def pull_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +91,7 @@ def pull(options: argparse.Namespace) -> Exit:
     """Fetch the newest complete checkpoint (or that of `--step`) into a folder; with `--dry-run` only print what."""
     if options.dry_run:
         return _plan(options)
-    bar = _Bar() if sys.stderr.isatty() else None
+    bar = ProgressBar(sys.stderr) if sys.stderr.isatty() else None
     try:
         with telling_of_silence(options.url, patience_s=PATIENCE_S) as heard:
 
@@ -127,26 +124,22 @@ def pull(options: argparse.Namespace) -> Exit:
     checkpoint, report = found
     tally = tally_of(options)
     tally.checkpoints["fetched"], tally.size_bytes = 1, report.size_bytes
-    if options.json:
-        print_json(
-            {
-                **_checkpoint_json(checkpoint),
-                "destination": os.path.realpath(options.destination),
-                "files": {name: str(path) for name, path in report.paths.items()},
-                "size_bytes": report.size_bytes,
-                "bytes_from": dict(report.bytes_from),
-                "duration_s": round(report.duration_s, 3),
-            }
-        )
-        return Exit.OK
-    _tell_rejected(checkpoint)
+    value = {
+        **_checkpoint_json(checkpoint, options),
+        "files": {name: str(path) for name, path in report.paths.items()},
+        "size_bytes": report.size_bytes,
+        "bytes_from": dict(report.bytes_from),
+        "duration_s": round(report.duration_s, 3),
+    }
     came = ", ".join(f"{in_units(count)} {_ORIGINS[kind]}" for kind, count in report.bytes_from.items())
     rate = report.size_bytes / max(report.duration_s, 1e-9)
-    print(
+    lines = [
+        *(f"passed over {each}" for each in checkpoint.rejected),
         f"step {checkpoint.step} ({checkpoint.name}): {counted(len(report.paths), 'file')},"
         f" {in_units(report.size_bytes)} in {report.duration_s:.1f} s, {in_units(rate)}/s"
-        + (f" ({came})" if came else "")
-    )
+        + (f" ({came})" if came else ""),
+    ]
+    present(value, lines, is_json=options.json)
     return Exit.OK
 
 
@@ -173,23 +166,20 @@ def _plan(options: argparse.Namespace) -> Exit:
         raise _none(options)
     files = checkpoint.select(options.rank, options.only)
     size_bytes = sum(file.size_bytes for file in files)
-    if options.json:
-        print_json(
-            {
-                **_checkpoint_json(checkpoint),
-                "destination": os.path.realpath(options.destination),
-                "files": {file.name: file.size_bytes for file in files},
-                "size_bytes": size_bytes,
-            }
-        )
-        return Exit.OK
-    _tell_rejected(checkpoint)
-    for file in files:
-        print_line(f"{in_units(file.size_bytes):>12}  {file.name}")
-    print(
-        f"step {checkpoint.step} ({checkpoint.name}): {counted(len(files), 'file')}, {in_units(size_bytes)} would be"
-        " pulled"
-    )
+    value = {
+        **_checkpoint_json(checkpoint, options),
+        "files": {file.name: file.size_bytes for file in files},
+        "size_bytes": size_bytes,
+    }
+    lines = [
+        *(f"passed over {each}" for each in checkpoint.rejected),
+        *(f"{in_units(file.size_bytes):>12}  {file.name}" for file in files),
+        (
+            f"step {checkpoint.step} ({checkpoint.name}): {counted(len(files), 'file')}, {in_units(size_bytes)}"
+            " would be pulled"
+        ),
+    ]
+    present(value, lines, is_json=options.json)
     return Exit.OK
 
 
@@ -205,13 +195,9 @@ def _none(options: argparse.Namespace) -> ObjectNotFoundError:
     return ObjectNotFoundError(f"{options.url} has {which}{of_kind}", hint=hint)
 
 
-def _tell_rejected(checkpoint: restore.Checkpoint) -> None:
-    for each in checkpoint.rejected:
-        print_line(f"passed over {each}")
-
-
-def _checkpoint_json(checkpoint: restore.Checkpoint) -> Json:
+def _checkpoint_json(checkpoint: restore.Checkpoint, options: argparse.Namespace) -> Json:
     return {
+        "destination": os.path.realpath(options.destination),
         "remote": checkpoint.remote,
         "format": checkpoint.format,
         "generation": checkpoint.generation,
@@ -223,29 +209,6 @@ def _checkpoint_json(checkpoint: restore.Checkpoint) -> Json:
             for each in checkpoint.rejected
         ],
     }
-
-
-class _Bar:
-    """A progress bar on a terminal. It is called from another thread."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._drawn_at = 0.0
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        now = time.monotonic()
-        if now - self._drawn_at < BAR_EVERY_S:
-            return
-        self._drawn_at = now
-        share = done_bytes / max(total_bytes, 1)
-        rate = done_bytes / max(now - self._began, 1e-9)
-        left_s = (total_bytes - done_bytes) / max(rate, 1.0)
-        filled = "#" * int(share * BAR_WIDTH)
-        text = f"{filled:<{BAR_WIDTH}} {share:4.0%} of {in_units(total_bytes)}, {in_units(rate)}/s, {left_s:.0f} s left"
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _reads(text: str) -> int:

@@ -26,7 +26,7 @@ from ckpt_async.cli.parsing import (
     as_seconds,
     only_remotes,
 )
-from ckpt_async.cli.upkeep import finding_json, with_store
+from ckpt_async.cli.upkeep import finding_json, finding_line, with_store
 from ckpt_async.core import keys, retention
 from ckpt_async.core.model import Outcome
 from ckpt_async.core.settings import Settings
@@ -234,7 +234,7 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
         for rank in ranks:
             who = f"rank {rank.rank}, kind {rank.kind}," if rank.kind else f"rank {rank.rank}"
             if rank.error:
-                yield f"{each.folder}: {who} FAILED ({rank.error})"
+                yield f"{each.folder}: {who} failed ({rank.error})"
             for fate in rank.left:
                 yield f"{each.folder}: {who} step {fate.checkpoint.step} is not uploaded: {fate.reason}"
             for fate in rank.uncopied:
@@ -243,7 +243,7 @@ def _folder_lines(each: FolderReport) -> Iterator[str]:
 
 def _remote_lines(each: RemoteReport, *, is_dry_run: bool) -> Iterator[str]:
     if each.error:
-        yield f"{each.url}: FAILED ({each.error})"
+        yield f"{each.url}: could not be swept ({each.error})"
         return
     if not each.done and not each.violations:
         yield f"{each.url}: nothing to do"
@@ -251,9 +251,9 @@ def _remote_lines(each: RemoteReport, *, is_dry_run: bool) -> Iterator[str]:
         if is_dry_run and (objects := _objects(done.action)):
             yield from (f"{each.url}: would delete {key}: {done.action.reason}" for key in objects)
         else:
-            yield f"{each.url}: {_state(done, is_dry_run)} {describe(done.action)}: {done.action.reason}"
+            yield f"{each.url}: {_told(done, is_dry_run)}: {done.action.reason}"
     for finding in each.violations:
-        yield f"{each.url}: VIOLATION {finding}"
+        yield f"{each.url}: {finding_line(finding)}"
     if is_dry_run:
         yield from _stock_lines(each)
 
@@ -273,17 +273,19 @@ def _sum(stock: Sequence[sweep_plan.Stock]) -> str:
     return f"{counted(len(stock), 'checkpoint')} ({size})"
 
 
-def _state(done: Done, is_dry_run: bool) -> str:
-    if done.error:
-        return f"FAILED ({done.error})"
+def _told(done: Done, is_dry_run: bool) -> str:
+    """Return what was done, or is to be done, as a sentence without its reason."""
+    infinitive, past = _in_words(done.action)
     if isinstance(done.action, sweep_plan.Wait):
-        return "waits:"
+        return past
+    if done.error:
+        return f"could not {infinitive} ({done.error})"
     if is_dry_run:
-        return "would"
+        return f"would {infinitive}"
     is_settling = isinstance(
         done.action, sweep_plan.Settle | sweep_plan.GiveUp | sweep_plan.BeginPrune | sweep_plan.FinishPrune
     )
-    return "did not need to" if is_settling and done.outcome is None else "did"
+    return f"did not need to {infinitive}" if is_settling and done.outcome is None else past
 
 
 ACTIONS: dict[type[sweep_plan.Planned], str] = {
@@ -303,27 +305,32 @@ def _objects(action: sweep_plan.Planned) -> tuple[str, ...]:
     return action.object_keys if isinstance(action, sweep_plan.Delete | sweep_plan.CollectDecisions) else ()
 
 
-def describe(action: sweep_plan.Planned) -> str:
-    """Describe an action in a few words."""
+def _in_words(action: sweep_plan.Planned) -> tuple[str, str]:
+    """Return an action in the infinitive and in the past tense."""
     match action:
         case sweep_plan.AbortMultipart():
-            return f"abort the multipart upload of {action.key}"
+            return _both("abort", "aborted", f"the multipart upload of {action.key}")
         case sweep_plan.Delete():
-            return f"delete {counted(len(action.object_keys), 'object')}, {action.object_keys[0]} first"
+            objects = f"{counted(len(action.object_keys), 'object')}, {action.object_keys[0]} first"
+            return _both("delete", "deleted", objects)
         case sweep_plan.CollectDecisions():
-            return f"collect {counted(len(action.object_keys), 'decision')}"
+            return _both("collect", "collected", counted(len(action.object_keys), "decision"))
         case sweep_plan.Settle():
-            return f"commit {action.checkpoint}"
+            return _both("commit", "committed", str(action.checkpoint))
         case sweep_plan.GiveUp():
-            return f"give up {action.checkpoint}"
+            return _both("give up", "gave up", str(action.checkpoint))
         case sweep_plan.MoveLatest():
-            return f"move latest to {action.checkpoint}"
+            return _both("move", "moved", f"latest to {action.checkpoint}")
         case sweep_plan.BeginPrune():
-            return f"begin to prune {action.checkpoint}"
+            return _both("begin to prune", "began to prune", str(action.checkpoint))
         case sweep_plan.FinishPrune():
-            return f"prune {action.checkpoint}"
+            return _both("prune", "pruned", str(action.checkpoint))
         case sweep_plan.Wait():
-            return str(action.checkpoint)
+            return str(action.checkpoint), f"{action.checkpoint} waits"
+
+
+def _both(infinitive: str, past: str, what: str) -> tuple[str, str]:
+    return f"{infinitive} {what}", f"{past} {what}"
 
 
 def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
@@ -348,7 +355,7 @@ def _sweep_json(report: SweepReport, *, is_dry_run: bool) -> Json:
                 "actions": [
                     {
                         "action": ACTIONS[type(done.action)],
-                        "what": describe(done.action),
+                        "what": _in_words(done.action)[0],
                         "reason": done.action.reason,
                         "keys": list(_objects(done.action)),
                         "state": STATES[done.outcome] if done.outcome else None,

@@ -176,7 +176,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def verify(options: argparse.Namespace) -> Exit:
-    """Check a remote; INCOMPLETE if a violation was found."""
+    """Check a remote; INCOMPLETE if anything is not as it must be."""
     generation = generation_of(options.step, options.generation)
 
     async def work(store: PatientStore) -> Any:
@@ -202,11 +202,11 @@ def verify(options: argparse.Namespace) -> Exit:
         print(json.dumps(_verification_json(result)))
         return code
     for each in result.findings:
-        print_line(f"{each.kind if each.is_leftover or each in result.unread else 'VIOLATION'} {each}")
+        print_line(finding_line(each))
     for what in result.not_looked_at:
         print_line(f"not checked: {what}")
     for mark in result.marks:
-        print_line(f"MARKED {mark.checkpoint}: {mark.reason}")
+        print_line(f"{mark.checkpoint} is marked as damaged: {mark.reason}")
         if mark.is_sound:
             name = mark.checkpoint.short
             where = f"{options.url} --kind {options.kind}" if options.kind else options.url
@@ -218,10 +218,9 @@ def verify(options: argparse.Namespace) -> Exit:
         if result.num_shards_read
         else "by the store's checksums"
     )
-    print(
-        f"{counted(result.num_committed, 'committed checkpoint')}, {counted(result.num_shards, 'shard')} ({how}),"
-        f" {counted(len(result.violations), 'violation')}"
-    )
+    wrong = counted(len(result.violations), "problem") if result.violations else "nothing is wrong"
+    num_committed = counted(result.num_committed, "committed checkpoint")
+    print(f"{num_committed}, {counted(result.num_shards, 'shard')} ({how}): {wrong}")
     return code
 
 
@@ -249,7 +248,21 @@ def _percent(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 100")
 
 
-def finding_json(each: Any) -> Json:
+_FOUND = {
+    "missing": "missing",
+    "size": "wrong size",
+    "checksum": "wrong checksum",
+    "record": "wrong record",
+    "leftover": "left over",
+    "unread": "could not be read",
+}
+
+
+def finding_line(each: verification.Finding) -> str:
+    return f"{_FOUND[each.kind]}: {each.key}: {each.message} (rule {each.rule})"
+
+
+def finding_json(each: verification.Finding) -> Json:
     return {"rule": each.rule, "kind": each.kind, "key": each.key, "message": each.message}
 
 

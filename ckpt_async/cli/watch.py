@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async.cli.events import OPTIONS, add_events, event_settings, given
-from ckpt_async.cli.output import Exit, Json, going_on_unread, let_go, store_options
+from ckpt_async.cli.output import Exit, Json, going_on_unread, let_go, say, store_options
 from ckpt_async.cli.parsing import WHERE, add_kind, add_store_options, as_folder, as_seconds
-from ckpt_async.cli.stderr import say
 from ckpt_async.core import launch
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units, one_line

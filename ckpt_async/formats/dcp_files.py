@@ -115,50 +115,6 @@ def _named(tree: Tree, mark: str) -> dict[str, int] | str:
         return error.without_hint
 
 
-class _DataType:
-    """Stand-in for a `torch.dtype`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class _TensorsRules(_PlacesRules):
-    """Like `_PlacesRules`, but also keeps the types and shapes of tensors."""
-
-    def find(self, module: str, name: str) -> object:
-        if (module, name) == ("torch", "Size"):
-            return Function(lambda *sizes: sizes[0] if sizes else ())
-        if module == "torch":
-            return _DataType(name)
-        return super().find(module, name)
-
-    def build(self, target: object, state: object) -> object:
-        if type(state) is tuple and state:  # the state of TensorProperties, which begins with the type
-            state = {"dtype": state[0]}
-        return super().build(target, state)
-
-
-def named_tensors(metadata: bytes) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the type (torch's name, "" if unknown) and full shape of each tensor by its name, leaving out
-    everything that is not a tensor. Takes as long as `named_files`, and raises the same error.
-    """
-    try:
-        found: Any = interpret(metadata, _TensorsRules())
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for name, told in found.state_dict_metadata.items():
-            size = getattr(told, "size", None)
-            if size is None:  # stored as bytes: any other object
-                continue
-            if type(name) is not str or type(size) is not tuple or not {int}.issuperset(map(type, size)):
-                raise UnsafePickleError("it does not say how large a tensor is")
-            properties = getattr(told, "properties", None)
-            kind = getattr(properties, "dtype", None)
-            tensors[name] = kind.name if type(kind) is _DataType else "", size
-    except ILL_FORMED as error:
-        raise UnsafePickleError(f"it is cut short, or not DCP metadata: {error}") from error
-    return tensors
-
-
 def flashpoint_is_optimised(head: bytes) -> bool | None:
     """Return whether an ML Flashpoint object that begins with `head` stores tensors in Flashpoint's own form (True)
     or torch's (False); None if it is no such object.

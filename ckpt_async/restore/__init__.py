@@ -19,10 +19,11 @@ from ckpt_async.errors import (
     UnknownKindError,
     UnreliableReadError,
 )
-from ckpt_async.restore.checkpoint import Checkpoint, Rejected, RemoteFile
+from ckpt_async.restore.checkpoint import Checkpoint, Peer, Rejected, RemoteFile
 from ckpt_async.restore.discovery import drain_predecessor, find
 from ckpt_async.restore.fetching import FetchReport, fetch, fetch_latest
-from ckpt_async.restore.peers import Peer, PeerServer
+from ckpt_async.restore.options import FetchLatestOptions, FetchOptions, FindOptions, ReadOptions
+from ckpt_async.restore.peers import PeerServer
 from ckpt_async.restore.reading import Reader, ReadInto
 from ckpt_async.restore.reading import open_reader as open  # noqa: A004  read as restore.open
 
@@ -31,11 +32,15 @@ __all__ = [
     "CheckpointGoneError",
     "DamagedCheckpointError",
     "DestinationError",
+    "FetchLatestOptions",
+    "FetchOptions",
     "FetchReport",
+    "FindOptions",
     "NoUsableCheckpointError",
     "Peer",
     "PeerServer",
     "ReadInto",
+    "ReadOptions",
     "Reader",
     "Rejected",
     "RemoteFile",

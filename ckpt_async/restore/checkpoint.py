@@ -30,6 +30,25 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """The address of another node, and the files that it has, by their keys in the store (a key never changes
+    content).
+
+    A plain value, to be sent to other ranks; `secret` is shared by them alone. `more_urls` lead to the same node: they
+    are tried in turn if nobody answers at `url`. `name` is for people.
+    """
+
+    url: str
+    keys: frozenset[str]
+    name: str = ""
+    more_urls: tuple[str, ...] = ()
+    secret: str = field(default="", repr=False)
+
+    def has(self, file: RemoteFile) -> bool:
+        return file.key in self.keys
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
     """A newer checkpoint that cannot be used, and why. `name` is "" if it is recorded only in an object that cannot
     be read.

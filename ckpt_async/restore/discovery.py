@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar, Unpack, cast
 
 from ckpt_async import threads
 from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.agreement import obstacle
-from ckpt_async.core.boundary import NOWHERE
-from ckpt_async.core.model import CheckpointId, Decision, Latest, Outcome, Receipt
+from ckpt_async.core.boundary import NOTHING_COLLECTED, NOWHERE
+from ckpt_async.core.local_state import Local
+from ckpt_async.core.model import CheckpointId, Decision, Latest, Outcome, Receipt, without_slash
+from ckpt_async.core.units import counted
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -24,17 +28,18 @@ from ckpt_async.errors import (
     StoreError,
     UnknownVersionError,
 )
+from ckpt_async.monitor import holdings
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import if_readable
 from ckpt_async.protocol.kinds import check_known
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of, why_passed_over
 from ckpt_async.restore.foreign import find_foreign
-from ckpt_async.restore.freshness import Known, check_fresh, check_nowhere, known_in
-from ckpt_async.restore.proof import sure
-from ckpt_async.restore.session import Session, mark_damaged, session
+from ckpt_async.restore.options import FindOptions, check
+from ckpt_async.restore.session import Session, mark_damaged, session, unreliable
 from ckpt_async.stores import StoreOptions
 from ckpt_async.stores.interface import Listing, ObjectInfo
 from ckpt_async.sweep.drain import drain
+from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none, both
 
 logger = logging.getLogger(__name__)
@@ -47,33 +52,15 @@ MOST_UNLISTED = 256
 MOST_GENERATIONS = 20
 
 
-def find(
-    remote: str,
-    *,
-    kind: str | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    step: int | None = None,
-    generation: int | None = None,
-    world_size: int | None = None,
-    drain_timeout_s: float = 0.0,
-    store_options: StoreOptions | None = None,
-    passing_over: Collection[CheckpointId] = (),
-) -> Checkpoint | None:
+def find(remote: str, **options: Unpack[FindOptions]) -> Checkpoint | None:
     """Find the newest complete checkpoint of a run, by `(generation, step)`; None if there is none, which means a
-    fresh start. With `kind`, only checkpoints of that kind are considered; without it, only those of no kind.
+    fresh start. The options are those of `FindOptions`.
 
     A committed checkpoint is marked as damaged and skipped if its receipts are not those that were decided on, or
     if a shard is missing or has another size; it then appears in `rejected` of the result. Checksums are compared
     when the bytes are read.
 
-    With `step`, only that step is considered, in its newest generation (or in `generation`), whether or not it is
-    marked. List checkpoints that you could not use in `passing_over`, or map them to the reasons, which then appear
-    in `rejected`. In a run of several ranks, call it on one of them and broadcast the result, which is a plain
-    value.
-
-    The newest checkpoint is often the one that was still uploading when the trainer died: with `folder` and
-    `drain_timeout_s`, what a dead trainer left on this node is finished first. (With an open `Uploader`, call its
-    `wait_for_predecessor` instead.)
+    In a run of several ranks, call it on one of them and broadcast the result, which is a plain value.
 
     If ckpt_async has committed nothing at this place, complete checkpoints of other tools are recognised by their
     markers (docs/restore.md lists them). A set of one file per rank (`ep1-ba42-rank0.pt`, `-rank1.pt`, …) has no
@@ -93,14 +80,17 @@ def find(
     other tools have the newest step and nothing tells which is meant, UnknownKindError if there are only other kinds,
     StoreError if the store cannot be reached, or shows nothing of a run that was there.
     """
-    kind = naming.check_kind(kind)
+    check("find", options, FindOptions)
+    kind = naming.check_kind(options.get("kind"))
+    folder, store_options = options.get("folder"), options.get("store_options")
+    step, generation, world_size = options.get("step"), options.get("generation"), options.get("world_size")
     run, remote = remote, keys.kind_remote(remote, kind)
     step = None if step is None else arguments.whole(step, "step", 0, keys.MAX_STEP)
     if generation is not None:
         generation = arguments.whole(generation, "generation", 0, keys.MAX_GENERATION)
     if world_size is not None:
         world_size = arguments.whole(world_size, "world_size", 1, keys.MAX_RANK + 1)
-    drain_timeout_s = arguments.seconds(drain_timeout_s, "drain_timeout_s")
+    drain_timeout_s = arguments.seconds(options.get("drain_timeout_s", 0.0), "drain_timeout_s")
 
     async def work() -> Checkpoint | None:
         if folder is not None and drain_timeout_s > 0:
@@ -108,11 +98,13 @@ def find(
         known = await asyncio.to_thread(known_in, folder, remote)
         try:
             async with session(remote, store_options) as opened:
-                found = await _find(opened, step, generation, passing_over, world_size, known)
+                found = await _find(
+                    opened, step, generation, options.get("passing_over", ()), world_size, known
+                )
         except StoreError as error:
             if not _is_nowhere(error):
                 raise
-            check_nowhere(remote, known)
+            refuse_traces(remote, known, None, has_generations=False)
             await _check_kind(run, kind, store_options)
             logger.warning(
                 "remote_missing %s error=%s; treating the run as one without checkpoints", remote, error
@@ -370,3 +362,120 @@ def _whole(found: Iterable[T | InvalidRecordError]) -> list[T]:
             raise each
         whole.append(each)
     return whole
+
+
+class _Noting:
+    """A store that remembers the hash of each record that it has returned."""
+
+    def __init__(self, store: PatientStore) -> None:
+        self._store = store
+        self.brought: dict[str, str] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def get(self, key: str, *, max_size_bytes: int) -> tuple[bytes, ObjectInfo]:
+        data, info = await self._store.get(key, max_size_bytes=max_size_bytes)
+        self.brought[key] = hashlib.sha256(data).hexdigest()
+        return data, info
+
+
+async def sure(opened: Session, look: Callable[[Session], Awaitable[T]]) -> T:
+    """Return what `look` makes of the store's records. If it cannot read one, look again over other connections.
+
+    Of records that it reads concurrently, `look` must read all before it raises for the first bad one, so that two
+    looks can be compared.
+
+    Raises InvalidRecordError if it fails twice for the same reason over the same bytes; UnreliableReadError if no
+    two looks agree.
+    """
+    try:
+        return await look(opened)
+    except InvalidRecordError as error:
+        logger.info("record_is_read_again error=%s", error)
+    failures: list[tuple[str, dict[str, str]]] = []
+    for _ in range(2):
+        async with session(opened.remote, opened.options) as afresh:
+            store = _Noting(afresh.store)
+            try:
+                return await look(replace(afresh, store=cast(PatientStore, store)))
+            except InvalidRecordError as error:
+                failures.append((str(error), store.brought))
+                last = error
+    if failures[0] == failures[1]:
+        raise last
+    raise unreliable(f"records in {opened.remote} are unreadable, differently at each read ({last})")
+
+
+_HINT = (
+    "is this the right place, is it mounted, and does the store list everything it has? If you emptied the"
+    " run on purpose, start it again under another URL and in another folder"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a node's journals know of a run."""
+
+    committed: CheckpointId | None = None
+    generation: int = 0
+
+
+def known_of(locals_: Iterable[Local], remote: str) -> Known:
+    """Return what the journals of the ranks that wrote to `remote` know. Pure."""
+    there = without_slash(remote)
+    ours = [each for each in locals_ if each.remote is not None and each.remote.url == there]
+    committed = [each.newest_committed for each in ours if each.newest_committed is not None]
+    return Known(max(committed, default=None), max((each.generation for each in ours), default=0))
+
+
+def known_in(folder: str | os.PathLike[str] | None, remote: str) -> Known:
+    """Return what the journals in `folder` know of the run at `remote`. Blocks."""
+    if folder is None:
+        return Known()
+    try:
+        found = holdings.read(folder)
+    except NoJournalError:
+        return Known()
+    return known_of([local for locals_, _ in found.values() for local in locals_], remote)
+
+
+async def check_fresh(opened: Session, remote: str, known: Known, latest: Latest | None) -> None:
+    """Raise StoreError if the run has left traces although no checkpoint of it was found. `latest` is what it said
+    before all was listed. Logs whether anything was ever here: the URL may be mistyped.
+    """
+    store = opened.store
+    if latest is not None:
+        boundary = await if_readable(steps.read_boundary(store)) or NOTHING_COLLECTED
+        latest = None if boundary.voids(latest.checkpoint) else latest
+    if not store.capabilities.lists:
+        refuse_traces(remote, known, latest, has_generations=True)
+        return
+    numbers = {keys.parse_generation_key(each.key) for each in (await store.list(keys.GENERATIONS)).objects}
+    refuse_traces(remote, known, latest, has_generations=bool(numbers))
+    earlier = numbers - {None, known.generation}
+    logger.warning(
+        "no_checkpoint url=%s; %s",
+        remote,
+        f"{counted(len(earlier), 'other generation')} began here, and nothing was committed"
+        if earlier
+        else "nothing was ever saved here, so this is a new run, or not the right URL",
+    )
+
+
+def refuse_traces(remote: str, known: Known, latest: Latest | None, *, has_generations: bool) -> None:
+    """Raise StoreError if anything says that this run has checkpoints, which nobody sees now. Pure."""
+    if latest is not None:
+        mark = f"{keys.LATEST} says that {latest.checkpoint} is committed"
+    elif known.committed is not None:
+        mark = f"this node's journal knows that {known.committed} was committed"
+    elif known.generation and not has_generations:
+        mark = f"this node's journal knows generation {known.generation} of it"
+    else:
+        return
+    raise StoreError(
+        f"{remote} shows no checkpoint, but {mark}: this is not a fresh start",
+        reason=FailureReason.OTHER,
+        operation="find",
+        hint=_HINT,
+    )

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, Unpack
 
 from ckpt_async import threads
 from ckpt_async.core import errnos
@@ -27,11 +27,17 @@ from ckpt_async.errors import (
 )
 from ckpt_async.restore import discovery
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
-from ckpt_async.restore.destination import Destination
-from ckpt_async.restore.partial import PartialFile, discard, locked
-from ckpt_async.restore.peers import Peer, Peers, PeerSource
-from ckpt_async.restore.session import (
+from ckpt_async.restore.destination import Destination, PartialFile, discard, locked
+from ckpt_async.restore.options import (
     MAX_CONCURRENT_READS,
+    FetchLatestOptions,
+    FetchOptions,
+    FindOptions,
+    check,
+    part,
+)
+from ckpt_async.restore.peers import Peers, PeerSource
+from ckpt_async.restore.session import (
     HeldLease,
     Session,
     damaged,
@@ -41,7 +47,6 @@ from ckpt_async.restore.session import (
 )
 from ckpt_async.restore.small_files import SmallFiles
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource, Turn
-from ckpt_async.stores import StoreOptions
 from ckpt_async.threads import in_thread, result_of
 from ckpt_async.transfer.together import all_or_none, both
 from ckpt_async.transfer.upload import SMALL_BYTES
@@ -54,27 +59,7 @@ FEW_FILES = 8
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OnProgress = Callable[[int, int], None]
 Where = str | os.PathLike[str] | Callable[[Checkpoint], str | os.PathLike[str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchOptions:
-    """The arguments of `fetch`: which files of a checkpoint to fetch, where to put them, and how."""
-
-    destination: Where
-    ranks: Collection[int] | None = None
-    files: Collection[str] | None = None
-    folder: str | os.PathLike[str] | None = None
-    local_cache: str | os.PathLike[str] | None = None
-    peers: Collection[Peer] = ()
-    verify: bool = True
-    overwrite: bool = False
-    num_concurrent_reads: int = MAX_CONCURRENT_READS
-    on_progress: OnProgress | None = None
-
-    def where(self, checkpoint: Checkpoint) -> str | os.PathLike[str]:
-        return self.destination(checkpoint) if callable(self.destination) else self.destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,130 +80,70 @@ class FetchReport:
 
 
 def fetch(
-    checkpoint: Checkpoint,
-    destination: str | os.PathLike[str],
-    *,
-    ranks: Collection[int] | None = None,
-    files: Collection[str] | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    local_cache: str | os.PathLike[str] | None = None,
-    peers: Collection[Peer] = (),
-    verify: bool = True,
-    overwrite: bool = False,
-    num_concurrent_reads: int = MAX_CONCURRENT_READS,
-    on_progress: OnProgress | None = None,
+    checkpoint: Checkpoint, destination: str | os.PathLike[str], **options: Unpack[FetchOptions]
 ) -> FetchReport:
-    """Fetch the files of these `ranks` that match one of the globs `files` (default: all) into `destination`, under
-    their names in the checkpoint.
+    """Fetch the files of a checkpoint (the options `ranks` and `files` choose some) into `destination`, under their
+    names in the checkpoint. The options are those of `FetchOptions`.
 
     Each file is taken from the nearest place that has it: the destination itself; `local_cache`; `folder`, the
     trainer's (through its journal, at the usual path, or in the spool); one of `peers`; the store. A copy is used
     only if it has the size and checksum in the rank's receipt; otherwise the next place is tried. Checkpoints of
-    other tools have no checksums, so their copies are accepted by size, but only from `local_cache`: a folder that
-    is named like the checkpoint, or that contains such a folder. Without `verify`, files in the destination and the
-    store are trusted by size alone.
+    other tools have no checksums, so their copies are accepted by size, but only from `local_cache`.
 
     Files appear complete, by rename, and are durable on return. A killed fetch resumes when called again with the
     same destination. Several processes may fetch the same files: each file is fetched once, while the other
-    processes wait for it.
-
-    Blocks; `on_progress(done_bytes, total_bytes)` is called from time to time. `num_concurrent_reads` is the
-    maximum number of concurrent requests, each of which takes 512 KiB of memory (1 MiB over TLS); the actual number
-    is what the link can take. A reader's lease holds off retention during the fetch.
+    processes wait for it. Blocks. A reader's lease holds off retention during the fetch.
 
     Raises NoSpaceError before anything is fetched if it would not fit; DestinationError if a different file is in
     the way (`overwrite` replaces it); DamagedCheckpointError if the store does not have what was committed (then
     call `find` again: it skips this checkpoint from now on); UnreliableReadError if the data arrives wrong, and
     differently each time; CheckpointGoneError if the checkpoint was pruned.
     """
-    return fetch_as(
-        checkpoint,
-        FetchOptions(
-            destination=destination,
-            ranks=ranks,
-            files=files,
-            folder=folder,
-            local_cache=local_cache,
-            peers=peers,
-            verify=verify,
-            overwrite=overwrite,
-            num_concurrent_reads=num_concurrent_reads,
-            on_progress=on_progress,
-        ),
-    )
-
-
-def fetch_as(checkpoint: Checkpoint, options: FetchOptions) -> FetchReport:
+    check("fetch", options, FetchOptions)
     check_found(checkpoint)
 
     async def work() -> FetchReport:
-        wanted = checkpoint.select(options.ranks, options.files)
+        wanted = checkpoint.select(options.get("ranks"), options.get("files"))
         async with session(
             checkpoint.remote,
             checkpoint.store_options,
-            num_concurrent_reads=options.num_concurrent_reads,
-            folder=options.folder,
+            num_concurrent_reads=options.get("num_concurrent_reads", MAX_CONCURRENT_READS),
+            folder=options.get("folder"),
         ) as opened:
-            with contextlib.closing(Peers(options.peers, opened.bulk.link.most)) as connected:
-                return await _Fetching(opened, checkpoint, connected, options).run(wanted)
+            with contextlib.closing(Peers(options.get("peers", ()), opened.bulk.link.most)) as connected:
+                return await _Fetching(opened, checkpoint, destination, connected, options).run(wanted)
 
     return threads.run(work())
 
 
 def fetch_latest(
-    remote: str,
-    destination: Where,
-    *,
-    kind: str | None = None,
-    ranks: Collection[int] | None = None,
-    files: Collection[str] | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    local_cache: str | os.PathLike[str] | None = None,
-    peers: Collection[Peer] = (),
-    step: int | None = None,
-    generation: int | None = None,
-    world_size: int | None = None,
-    drain_timeout_s: float = 0.0,
-    store_options: StoreOptions | None = None,
-    verify: bool = True,
-    overwrite: bool = False,
-    num_concurrent_reads: int = MAX_CONCURRENT_READS,
-    on_progress: OnProgress | None = None,
+    remote: str, destination: Where, **options: Unpack[FetchLatestOptions]
 ) -> tuple[Checkpoint, FetchReport] | None:
-    """Find the newest checkpoint and fetch it, as `find` and `fetch` do; None if there is none.
+    """Find the newest checkpoint and fetch it, as `find` and `fetch` do, with the options of both; None if there is
+    none.
 
     If it turns out to be damaged or gone while it is read, the next older one is used instead, unless `step` is
     given. `destination` may be a function of the checkpoint.
 
     For a single process. Ranks that resume together must agree on a checkpoint: see `ckpt_async.torch`.
     """
-    options = FetchOptions(
-        destination=destination,
-        ranks=ranks,
-        files=files,
-        folder=folder,
-        local_cache=local_cache,
-        peers=peers,
-        verify=verify,
-        overwrite=overwrite,
-        num_concurrent_reads=num_concurrent_reads,
-        on_progress=on_progress,
-    )
+    check("fetch_latest", options, FetchLatestOptions)
+    choice, how = part(options, FindOptions), part(options, FetchOptions)
 
     def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
-        return discovery.find(
-            remote,
-            kind=kind,
-            folder=folder,
-            step=step,
-            generation=generation,
-            world_size=world_size,
-            drain_timeout_s=0.0 if passing_over else drain_timeout_s,
-            store_options=store_options,
-            passing_over=passing_over,
-        )
+        if passing_over:
+            choice["drain_timeout_s"] = 0.0
+        choice["passing_over"] = passing_over
+        return discovery.find(remote, **choice)
 
-    return use_newest(newest, lambda checkpoint: fetch_as(checkpoint, options), may_pass_over=step is None)
+    def use(checkpoint: Checkpoint) -> FetchReport:
+        return fetch(checkpoint, where(destination, checkpoint), **how)
+
+    return use_newest(newest, use, may_pass_over=options.get("step") is None)
+
+
+def where(destination: Where, checkpoint: Checkpoint) -> str | os.PathLike[str]:
+    return destination(checkpoint) if callable(destination) else destination
 
 
 def use_newest(
@@ -245,14 +170,24 @@ def use_newest(
 class _Fetching:
     """One call of `fetch`."""
 
-    def __init__(self, opened: Session, checkpoint: Checkpoint, peers: Peers, options: FetchOptions) -> None:
+    def __init__(
+        self,
+        opened: Session,
+        checkpoint: Checkpoint,
+        destination: str | os.PathLike[str],
+        peers: Peers,
+        options: FetchOptions,
+    ) -> None:
         self._opened, self._checkpoint, self._peers = opened, checkpoint, peers
-        self._local = LocalCopies(options.folder, checkpoint, options.local_cache)
-        self._is_verified, self._on_progress = options.verify, options.on_progress
+        self._local = LocalCopies(options.get("folder"), checkpoint, options.get("local_cache"))
+        self._is_verified, self._on_progress = options.get("verify", True), options.get("on_progress")
         self._num_at_once = opened.bulk.link.most  # as many as the process can open files
         self._at_once = asyncio.Semaphore(self._num_at_once)
         self._destination = Destination(
-            options.where(checkpoint), checkpoint, is_verified=options.verify, may_overwrite=options.overwrite
+            destination,
+            checkpoint,
+            is_verified=self._is_verified,
+            may_overwrite=options.get("overwrite", False),
         )
         self._total_bytes = 0
         self._bytes_from: Counter[str] = Counter()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import hmac
 import http.client
 import http.server
@@ -23,19 +24,19 @@ import re
 import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 from ckpt_async.errors import FailureReason, StoreError
-from ckpt_async.restore.addresses import in_url, own_addresses
-from ckpt_async.restore.checkpoint import RemoteFile
+from ckpt_async.local.folder import boot_id
+from ckpt_async.restore.checkpoint import Peer, RemoteFile
 from ckpt_async.restore.sources import AnyTime, SinkFactory
 from ckpt_async.serving import BoundedServer
 from ckpt_async.stores.http.downloads import Check, Downloads
@@ -54,25 +55,6 @@ MOST_AT_ONCE = 8
 MOST_TOLD = 5
 LOOPBACK = "127.0.0.1"
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The address of another node, and the files that it has, by their keys in the store (a key never changes
-    content).
-
-    A plain value, to be sent to other ranks; `secret` is shared by them alone. `more_urls` lead to the same node: they
-    are tried in turn if nobody answers at `url`. `name` is for people.
-    """
-
-    url: str
-    keys: frozenset[str]
-    name: str = ""
-    more_urls: tuple[str, ...] = ()
-    secret: str = field(default="", repr=False)
-
-    def has(self, file: RemoteFile) -> bool:
-        return file.key in self.keys
 
 
 def signed(secret: str, target: str, ranges: str, at_s: int) -> str:
@@ -366,3 +348,92 @@ class PeerSource(AnyTime):
         return StoreError(
             f"peer {self._peer.name}: {message}", reason=FailureReason.TRANSIENT, key=self._file.key
         )
+
+
+# At most this many addresses of a node that does not answer are tried.
+MOST_ADDRESSES = 4
+
+_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1  # linux/sockios.h, linux/if.h
+
+
+def own_addresses(env: Mapping[str, str]) -> list[str]:
+    """Return this node's addresses, the likeliest first.
+
+    If GLOO_SOCKET_IFNAME is set and its interfaces have addresses, those are returned and no others; otherwise the
+    address from which MASTER_ADDR is reached, then this node's other ones. Loopback addresses never count, since
+    they would lead other nodes to themselves; the result is empty if there is nothing else.
+    """
+    there = list(interface_addresses())
+    chosen = {name for name in env.get("GLOO_SOCKET_IFNAME", "").split(",") if name}
+    if of_chosen := usable(address for name, address in there if name in chosen):
+        return of_chosen
+    towards_master = _towards(env.get("MASTER_ADDR", ""))
+    return usable([*towards_master, *(address for _, address in there)])
+
+
+def usable(addresses: Iterable[str]) -> list[str]:
+    """Return the addresses that mean this node on other nodes too, without duplicates. Pure."""
+    found: list[str] = []
+    for each in addresses:
+        address = ipaddress.ip_address(each)
+        if not (address.is_loopback or address.is_link_local or address.is_unspecified) and each not in found:
+            found.append(each)
+    return found[:MOST_ADDRESSES]
+
+
+def in_url(host: str) -> str:
+    """Return a host name or address in the form that a URL needs."""
+    return f"[{host}]" if ":" in host else host
+
+
+def interface_addresses() -> Iterator[tuple[str, str]]:
+    """Yield name and address of every interface that is up, with one IPv4 address each. On systems other than
+    Linux, yield the addresses that this host's name resolves to.
+    """
+    if not Path("/proc/net").exists():
+        with contextlib.suppress(OSError):
+            yield from (("", str(each[4][0])) for each in socket.getaddrinfo(socket.gethostname(), None))
+        return
+    names = [name for _, name in socket.if_nameindex()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        up = [name for name in names if _ask(asking, _SIOCGIFFLAGS, name)[16] & _IFF_UP]
+        for name in up:
+            with contextlib.suppress(OSError):  # it has no address
+                yield name, socket.inet_ntoa(_ask(asking, _SIOCGIFADDR, name)[20:24])
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+        for line in table:
+            digits, *_, name = line.split()
+            if name in up:
+                yield name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+
+
+def _ask(asking: socket.socket, request: int, name: str) -> bytes:
+    return fcntl.ioctl(asking, request, struct.pack("256s", name.encode()[:15]))
+
+
+def _towards(host: str) -> Sequence[str]:
+    """Return the addresses from which this node would talk to `host`. Nothing is sent."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        for family, kind, *_, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM) if host else ():
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                found.append(str(probe.getsockname()[0]).partition("%")[0])
+    return found
+
+
+def machine() -> str:
+    """Return an identifier shared by exactly those processes that reach each other through loopback addresses."""
+    with contextlib.suppress(OSError):
+        return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
+    return socket.gethostname()
+
+
+def place(folder: Path) -> str:
+    """Return an identifier shared by all processes that share this folder on one machine. A host name alone is not
+    enough, because images and containers use the same one many times over.
+    """
+    path = Path(os.path.realpath(folder))
+    above = next((each for each in (path, *path.parents) if each.exists()), path)
+    facts = above.stat()
+    return f"{socket.gethostname()} {boot_id()} {facts.st_dev}:{facts.st_ino}/{os.path.relpath(path, above)}"

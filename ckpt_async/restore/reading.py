@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from ckpt_async.errors import CheckpointGoneError, CkptAsyncError, InvalidNameError
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, check_found
-from ckpt_async.restore.partial import checksum_of_file
-from ckpt_async.restore.peers import Peer, Peers, PeerSource
-from ckpt_async.restore.session import MAX_CONCURRENT_READS, damaged, leased, session
+from ckpt_async.restore.destination import checksum_of_file
+from ckpt_async.restore.options import MAX_CONCURRENT_READS, ReadOptions, check
+from ckpt_async.restore.peers import Peers, PeerSource
+from ckpt_async.restore.session import damaged, leased, session
 from ckpt_async.restore.sources import FileSource, LocalCopies, LocalSource, StoreSource
 from ckpt_async.stores.interface import Sink
 from ckpt_async.threads import in_thread, outcome
@@ -119,19 +120,13 @@ class Reader:
     file.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        folder: str | os.PathLike[str] | None,
-        peers: Collection[Peer],
-        num_concurrent_reads: int,
-        local_cache: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: ReadOptions) -> None:
         check_found(checkpoint)
         self.checkpoint = checkpoint
-        self._folder, self._local = folder, LocalCopies(folder, checkpoint, local_cache)
-        self._peers = Peers(peers, num_concurrent_reads)
-        self._num_concurrent_reads = num_concurrent_reads
+        self._folder = options.get("folder")
+        self._local = LocalCopies(self._folder, checkpoint, options.get("local_cache"))
+        self._num_concurrent_reads = options.get("num_concurrent_reads", MAX_CONCURRENT_READS)
+        self._peers = Peers(options.get("peers", ()), self._num_concurrent_reads)
         self._sources: dict[str, asyncio.Future[list[FileSource]]] = {}
         self._verified: set[str] = set()
         self._reads: set[asyncio.Task[object]] = set()
@@ -347,17 +342,10 @@ def _facts_if_right(path: Path, file: RemoteFile, is_over: Callable[[], bool]) -
     return None
 
 
-def open_reader(
-    checkpoint: Checkpoint,
-    *,
-    folder: str | os.PathLike[str] | None = None,
-    peers: Collection[Peer] = (),
-    local_cache: str | os.PathLike[str] | None = None,
-    num_concurrent_reads: int = MAX_CONCURRENT_READS,
-) -> Reader:
+def open_reader(checkpoint: Checkpoint, **options: Unpack[ReadOptions]) -> Reader:
     """Open a checkpoint for reading in parts, under a lease that is renewed until `close` or the end of the `with`.
 
-    `folder` is the trainer's: files that it still has are read from there. `local_cache` is as in `fetch`. Raises
-    CheckpointGoneError if the checkpoint was pruned.
+    The options are those of `ReadOptions`. Raises CheckpointGoneError if the checkpoint was pruned.
     """
-    return Reader(checkpoint, folder, peers, num_concurrent_reads, local_cache)
+    check("open", options, ReadOptions)
+    return Reader(checkpoint, options)

@@ -16,6 +16,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ckpt_async import threads
@@ -34,7 +35,7 @@ from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import create_once, read, read_record
 from ckpt_async.protocol.kinds import kinds_below
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, checkpoint_of
-from ckpt_async.restore.fetching import FetchOptions, fetch_as
+from ckpt_async.restore.fetching import fetch
 from ckpt_async.restore.session import PATIENCE_S, Session, session
 from ckpt_async.stores import StoreOptions
 from ckpt_async.threads import in_thread
@@ -210,8 +211,8 @@ class _Copy:
             if number == len(todo):
                 return {}
             names = [glob.escape(each.name) for each in todo[number]]
-            where = FetchOptions(destination=f"{folder}/{number}", files=names)
-            return (await in_thread(fetch_as, checkpoint, where)).paths
+            report = await in_thread(partial(fetch, checkpoint, f"{folder}/{number}", files=names))
+            return report.paths
 
         paths = await fetched(0)
         for number, batch in enumerate(todo):

@@ -18,6 +18,7 @@ from ckpt_async.core import keys, records
 from ckpt_async.core.arguments import whole
 from ckpt_async.core.model import CheckpointId, Damage, Lease, Outcome
 from ckpt_async.core.settings import Settings, load
+from ckpt_async.core.units import MIB
 from ckpt_async.errors import (
     CheckpointGoneError,
     CkptAsyncError,
@@ -35,7 +36,7 @@ from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
-from ckpt_async.restore.lanes import Pace, num_of_cores
+from ckpt_async.restore.options import MAX_CONCURRENT_READS
 from ckpt_async.stores import StoreOptions
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
@@ -46,8 +47,7 @@ logger = logging.getLogger(__name__)
 # Long enough that renewals may fail for minutes, short enough that a killed reader does not hold data back
 # for long.
 LEASE_TTL_S = 900.0
-# Concurrent requests that carry bytes, if the link can take that many: S3 gives each about 50 to 90 MB/s.
-CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS = 8, 128
+CONCURRENT_READS_AT_FIRST = 8
 # Each takes a socket and a locked file: at most this fraction of what the process may still open.
 OPEN_FILES_SHARE = 1 / 4
 # A lease expires by itself, so nobody waits long to drop it.
@@ -280,7 +280,7 @@ def unreliable(what: str) -> UnreliableReadError:
 
 
 async def damaged(session: Session, checkpoint: Checkpoint, reason: str) -> CkptAsyncError:
-    """Return the error to raise when the store lacks what was committed, beyond doubt (see `proof`):
+    """Return the error to raise when the store lacks what was committed, beyond doubt (see `discovery.sure`):
     CheckpointGoneError if the checkpoint has been pruned, else DamagedCheckpointError, of which later readers are
     told.
     """
@@ -339,3 +339,42 @@ async def _check_the_wire(session: Session, checkpoint: CheckpointId, reason: st
 def _reader_name() -> str:
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64]
     return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+# How long a request should take. A longer one loses more with a broken connection, or may end after all the
+# others; a shorter one loses more to round trips.
+REQUEST_S = 1.0
+# How long the last request may run alone: on a fast link this loses less than many small requests would.
+LAST_S = 0.1
+# On a fast link the requests themselves are the cost: with 16 MiB, loopback loses a tenth of its throughput.
+MAX_REQUEST_BYTES = 32 * MIB
+# Weight of the newest request in the measured rate, against all those before.
+NEWEST = 0.25
+
+
+class Pace:
+    """The measured pace of one reader's connections. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s = 0.0  # of one connection; 0: unknown so far
+
+    def request_bytes(self, left_bytes: int, num_at_once: int) -> int:
+        """Return how many bytes to request next, when nobody has requested `left_bytes` yet and `num_at_once`
+        requests run concurrently. As long as the rate is unknown, the result is 0: the least possible.
+        """
+        share = max(left_bytes // (2 * num_at_once), int(self._bytes_per_s * LAST_S))
+        return min(int(self._bytes_per_s * REQUEST_S), share, MAX_REQUEST_BYTES)
+
+    def took(self, size_bytes: int, took_s: float) -> None:
+        """Note that a request has transferred this many bytes in this time."""
+        rate = size_bytes / max(took_s, 1e-6)
+        self._bytes_per_s += (rate - self._bytes_per_s) * (NEWEST if self._bytes_per_s else 1.0)
+
+
+def num_of_cores() -> int:
+    """Return the number of cores this process may use, which is the best number of threads when the cores limit the
+    rate: more threads only compete for the GIL and the caches. Measured on two cores: a download over TLS takes an
+    eighth longer with three threads than with two, and a third longer with eight; many small files take twice as
+    long with eight.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

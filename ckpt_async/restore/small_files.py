@@ -17,8 +17,7 @@ from typing import Any
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.niceness import enter_bulk_thread
 from ckpt_async.restore.checkpoint import RemoteFile
-from ckpt_async.restore.destination import Destination
-from ckpt_async.restore.partial import PartialFile, locked_now
+from ckpt_async.restore.destination import Destination, PartialFile, locked_now
 from ckpt_async.restore.session import HeldLease, affordable
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import SmallGet

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol, Self
@@ -24,8 +24,7 @@ from ckpt_async.errors import (
 from ckpt_async.local import journals
 from ckpt_async.local.folder import place_of
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile
-from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, Pace
-from ckpt_async.restore.session import HeldLease, Session, damaged
+from ckpt_async.restore.session import MAX_REQUEST_BYTES, HeldLease, Pace, Session, damaged
 from ckpt_async.stores.interface import Sink
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
@@ -34,6 +33,8 @@ from ckpt_async.transfer.patient import PatientStore
 _REFUSALS = (FailureReason.OTHER, FailureReason.NOT_FOUND)
 
 SLICE_BYTES = 1 << 20
+# Begins a range from its start and returns a sink, which takes the slices in a worker thread.
+SinkFactory = Callable[[], Sink]
 
 
 class FileSource(Protocol):
@@ -62,12 +63,6 @@ class Turn(Protocol):
         then another source is tried.
         """
         ...
-
-
-class SinkFactory(Protocol):
-    """Begins a range from its start and returns a sink, which takes the slices in a worker thread."""
-
-    def __call__(self) -> Sink: ...
 
 
 def _is_refusal(error: StoreError) -> bool:

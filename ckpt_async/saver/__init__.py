@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
 
 from ckpt_async.saver.auto import Auto, Choice
 from ckpt_async.saver.saver import CheckpointSaver
+from ckpt_async.saver.saving import SavedCheckpoint
 from ckpt_async.saver.timestamp import Event, Timestamp
-from ckpt_async.saver.writing import SavedCheckpoint
 
 __all__ = ["Auto", "CheckpointSaver", "Choice", "Event", "SavedCheckpoint", "Timestamp"]

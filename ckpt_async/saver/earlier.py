@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_async.local import sealed
+from ckpt_async import StoreOptions, threads
+from ckpt_async.core import keys
+from ckpt_async.core.backlog import left_by_predecessors
+from ckpt_async.core.model import CheckpointId, Outcome, without_slash
+from ckpt_async.local import journals, sealed
 from ckpt_async.local.sealed import Note
+from ckpt_async.protocol import steps
+from ckpt_async.restore.session import session
 from ckpt_async.saver.files import Files
 from ckpt_async.saver.local_only import unsealed
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
+from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.together import all_or_none
 
 logger = logging.getLogger(__name__)
 
@@ -96,3 +104,54 @@ def there(files: Files, notes: Sequence[Note]) -> list[Note]:
 
 def _names(noted: set[tuple[int, str]], since: int = 0) -> list[str]:
     return [name for step, name in sorted(noted) if step >= since]
+
+
+# --- with a remote: what can still be committed ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a checkpoint that an earlier launch has sealed, and of which no decision is known here."""
+
+    checkpoint: CheckpointId
+    world_size: int
+    rank: int
+
+
+def parts_in(folder: str | os.PathLike[str], kind: str, remote: str, generation: int) -> list[Part]:
+    """Return what launches before `generation` left in this folder, and what can still be committed of it. Blocks."""
+    there = without_slash(remote)
+    found = []
+    for rank, reading in journals.read(folder, kind=kind).items():
+        local = reading.local()
+        if local.remote is not None and local.remote.url == there:
+            for id_ in left_by_predecessors(local, generation):
+                sealed = local.checkpoints[id_].sealed
+                found += [Part(id_, sealed.world_size, rank)] if sealed is not None else []
+    return found
+
+
+def missing_parts(
+    remote: str, parts: Iterable[Part], store_options: StoreOptions | None
+) -> dict[CheckpointId, list[int]]:
+    """Return the ranks whose part is neither in `parts` nor in the store, for each checkpoint that was not given up.
+    Blocks.
+    """
+    ranks: dict[CheckpointId, set[int]] = {}
+    for each in parts:
+        ranks.setdefault(each.checkpoint, {*range(each.world_size)}).discard(each.rank)
+
+    async def one(store: PatientStore, id_: CheckpointId) -> list[int] | None:
+        listing = await store.list(keys.receipts_prefix(id_))
+        decision = await steps.read_settled(store, id_, only_reads=True)
+        if decision is not None:
+            return [] if decision.outcome is Outcome.COMMIT else None
+        done = [keys.parse_receipt_key(each.key) for each in listing.objects]
+        return sorted(ranks[id_] - {each[1] for each in done if each is not None})
+
+    async def work() -> dict[CheckpointId, list[int]]:
+        async with session(remote, store_options) as opened:
+            found = await all_or_none(one(opened.store, id_) for id_ in ranks)
+        return {id_: each for id_, each in zip(ranks, found, strict=True) if each is not None}
+
+    return threads.run(work()) if ranks else {}

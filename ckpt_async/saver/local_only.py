@@ -10,11 +10,12 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from ckpt_async.core import arguments, keys, launch, naming, retention
 from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
 from ckpt_async.core.retention import Candidate
+from ckpt_async.core.settings_options import SettingsOptions
 from ckpt_async.errors import (
     CheckpointConflictError,
     CommitTimeoutError,
@@ -63,7 +64,7 @@ class LocalOnly:
         settings_file: str | os.PathLike[str] | None = None,
         launch_id: str | None = None,  # noqa: ARG002  an operator's own may come again
         clock: Callable[[], float] = time.time,
-        **settings: Any,
+        **settings: Unpack[SettingsOptions],
     ) -> None:
         self.rank, self.world_size = launch.rank_and_world_size(os.environ, rank, world_size)
         self.settings = load_settings(settings, os.environ, settings_file)

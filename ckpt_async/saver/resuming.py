@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import ckpt_async.torch as ckpt
-from ckpt_async import restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CheckpointConflictError, FormatError, NoUsableCheckpointError
@@ -17,8 +16,8 @@ from ckpt_async.local import sealed
 from ckpt_async.local.folder import Folder
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
-from ckpt_async.restore.freshness import missing_parts, parts_in
-from ckpt_async.saver.earlier import Earlier
+from ckpt_async.restore.options import FindOptions, part
+from ckpt_async.saver.earlier import Earlier, missing_parts, parts_in
 from ckpt_async.saver.files import Files, conflicting
 from ckpt_async.saver.local_only import LocalOnly, refuse_beside_local
 from ckpt_async.saver.resuming_here import ResumingHere, agree_on_launch
@@ -26,6 +25,8 @@ from ckpt_async.saver.saving import What
 from ckpt_async.saver.timestamp import Timestamp
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
+from ckpt_async.torch.options import LoadOptions, LoadRemoteOptions
+from ckpt_async.torch.resume import find_together
 from ckpt_async.trainer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
@@ -57,17 +58,15 @@ class Resuming:
             self._may_replace = True
             self._uploader.continue_run()
 
-    def find(self, passing_over: Collection[CheckpointId] = (), **options: Any) -> Checkpoint | None:
+    def find(self, **options: Unpack[FindOptions]) -> Checkpoint | None:
         if not self._files.remote:
             return None
-        options = {"folder": self._uploader.folder, "store_options": self._store_options, **options}
-        return ckpt.run_on_one(
-            lambda: restore.find(
-                self._files.remote, kind=self._files.kind or None, passing_over=passing_over, **options
-            )
-        )
+        options.setdefault("kind", self._files.kind or None)
+        options.setdefault("folder", self._uploader.folder)
+        options.setdefault("store_options", self._store_options)
+        return find_together(self._files.remote, **options)
 
-    def load_latest(self, *, may_start_over: bool, **options: Any) -> Any:
+    def load_latest(self, *, may_start_over: bool, **options: Unpack[LoadRemoteOptions]) -> Any:
         if isinstance(local := self._uploader, LocalOnly):
             ckpt.on_all_ranks(lambda: None if self.has_begun else local.look_again())
             local.has_joined = False  # on all ranks alike, also if only some have read anything new
@@ -79,19 +78,21 @@ class Resuming:
                 is_writer=self._what.is_writer,
                 is_sharded=self._what.is_sharded,
             )
-            state = here.load_latest(**options)
+            state = here.load_latest(part(options, LoadOptions))
             self.continue_run()  # also if nothing was complete: what is left of that is pruned
             return state
 
+        options.setdefault("folder", self._uploader.folder)
+
         def load(checkpoint: Checkpoint) -> Any:
             name = self._file_in(checkpoint)
-            return ckpt.load_remote(checkpoint, name, **{"folder": self._uploader.folder, **options})
+            return ckpt.load_remote(checkpoint, name, **options)
 
         def use(checkpoint: Checkpoint) -> Any:
             self._refuse_older_than_here(checkpoint)
             return ckpt.on_all_ranks(lambda: load(checkpoint))
 
-        found = use_newest(self.find, use, may_pass_over=True)
+        found = use_newest(lambda bad: self.find(passing_over=bad), use, may_pass_over=True)
         if found is None:
             self._refuse_older_than_here(None)
             self._refuse_while_sealed(may_start_over)
@@ -207,11 +208,11 @@ def _shown(ids: Sequence[CheckpointId]) -> str:
     return (f"{len(ids) - 8} more, " if ids[8:] else "") + ", ".join(each.short for each in ids[-8:])
 
 
-def uploader_of(files: Files, kind: str | None, options: dict[str, Any]) -> Uploader | LocalOnly:
+def uploader_of(files: Files, kind: str | None, given: Mapping[str, Any]) -> Uploader | LocalOnly:
     """Return the uploader that saved files go to. A collective."""
     options = {
         "launch_id": ckpt.launch_id(),
-        **options,
+        **given,
         "kind": kind,
         "latest_filename": files.latest_filename,
     }

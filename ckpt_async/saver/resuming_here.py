@@ -33,6 +33,7 @@ from ckpt_async.saver.files import Files
 from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
 from ckpt_async.torch.broadcast import read_on_one
+from ckpt_async.torch.options import LoadOptions
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class ResumingHere:
         self._files, self._uploader = files, uploader
         self._is_writer, self._is_sharded = is_writer, is_sharded
 
-    def load_latest(self, **options: Any) -> Any:
+    def load_latest(self, options: LoadOptions) -> Any:
         """Return the state in the newest checkpoint that all ranks can load, or None if no rank has any. A collective.
 
         If one rank writes for all, the others get what it has loaded.
@@ -193,7 +194,7 @@ class ResumingHere:
 
     # --- loading -------------------------------------------------------------------------------------------
 
-    def _load_on_one(self, writer: int, own: Sequence[_Offer], options: Mapping[str, Any]) -> Any:
+    def _load_on_one(self, writer: int, own: Sequence[_Offer], options: LoadOptions) -> Any:
         def read() -> Any:
             reasons = []
             for offer in own:
@@ -206,9 +207,7 @@ class ResumingHere:
         group = ckpt.own_group()  # the default group may be unable to move CPU tensors
         return read() if group is None else read_on_one(read, rank=writer, group=group)
 
-    def _load_common(
-        self, told: Sequence[_Told], own: Mapping[str, _Offer], options: Mapping[str, Any]
-    ) -> Any:
+    def _load_common(self, told: Sequence[_Told], own: Mapping[str, _Offer], options: LoadOptions) -> Any:
         if killed := never_complete([each.launches for each in told], [each.unsealed for each in told]):
             names = [list(each.names.values()) for each in told]
             paths = [each.path for each in own.values()]
@@ -270,7 +269,7 @@ def _passed_over(name: str, reason: str) -> str:
     return f"{name}: {reason}"
 
 
-def _load(path: Path, options: Mapping[str, Any]) -> Any:
+def _load(path: Path, options: LoadOptions) -> Any:
     """Load a file once its bytes agree with the checksums in it. Raises DamagedCheckpointError if it cannot be used."""
     try:
         with path.open("rb") as file:

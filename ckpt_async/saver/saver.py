@@ -13,24 +13,26 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
+from ckpt_async import events
 from ckpt_async.core import arguments, launch
+from ckpt_async.core.settings_options import SaverSettings
 from ckpt_async.errors import CkptAsyncError, SettingsError, UploaderClosedError
 from ckpt_async.restore import Checkpoint
+from ckpt_async.restore.options import FindOptions
+from ckpt_async.restore.options import check as check_options
 from ckpt_async.saver import schedule as schedules
-from ckpt_async.saver.asking import Asking
 from ckpt_async.saver.auto import Choice
 from ckpt_async.saver.files import FILENAME, LATEST_FILENAME, Files, Templates, files_of
-from ckpt_async.saver.hooks import FailureHook, Hook, Hooks
 from ckpt_async.saver.resuming import Resuming, uploader_of
-from ckpt_async.saver.saving import Saving, What, check
+from ckpt_async.saver.save_requests import SaveRequests, on_signals, watch
+from ckpt_async.saver.saving import FailureHook, Hook, Hooks, SavedCheckpoint, Saving, What, check
 from ckpt_async.saver.schedule import Due, Interval, Past
-from ckpt_async.saver.signals import on_signals, watch
 from ckpt_async.saver.timestamp import Event, Timestamp
-from ckpt_async.saver.writing import SavedCheckpoint
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import rank_and_world_size
+from ckpt_async.torch.options import LoadRemoteOptions
 from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
 
@@ -42,6 +44,18 @@ State = Callable[[], Any] | Any
 WATCH_S = 0.2
 # The share of the seconds left after SIGTERM that the training loop gets to reach its next `step` and save.
 SAVING_SHARE = 0.5
+
+
+class UploaderOptions(SaverSettings, total=False):
+    """What `CheckpointSaver` hands on to its `Uploader`, which describes it."""
+
+    rank: int | None
+    world_size: int | None
+    generation: int | None
+    launch_id: str | None
+    store_options: StoreOptions | None
+    settings_file: str | os.PathLike[str] | None
+    on_event: Callable[[events.Event], object] | None
 
 
 class CheckpointSaver:
@@ -136,11 +150,11 @@ class CheckpointSaver:
         on_committed: Hook | None = None,
         on_failed: FailureHook | None = None,
         hooks_at_once: bool = False,
-        **uploader: Any,
+        **uploader: Unpack[UploaderOptions],
     ) -> None:
         rank, world_size = ranks = rank_and_world_size(uploader.get("rank"), uploader.get("world_size"))
         arguments.check_spelling(uploader, inspect.signature(CheckpointSaver).parameters)
-        uploader |= {"rank": rank, "world_size": world_size}
+        uploader["rank"], uploader["world_size"] = rank, world_size
         schedule = schedules.parse(save_interval, fixed_steps, ephemeral_save_interval, max_duration)
         writes = (sharded or deepspeed or rank == 0) if is_writer is None else is_writer
         what = What.of(writes, sharded, blocking, overwrite, weights_only, ignore_keys, process_group)
@@ -178,13 +192,13 @@ class CheckpointSaver:
         self._resuming = Resuming(files, self.uploader, what, store_options)
         if self._past.decided is not None and self._past.decided.batch > 0:
             self._resuming.continue_run()
-        self._asking = Asking(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
-        self._saving = Saving(self.uploader, files, what, self._hooks, self._asking.ended)
+        self._requests = SaveRequests(self._schedule, *place, chosen=self._metrics.save_interval_chosen)
+        self._saving = Saving(self.uploader, files, what, self._hooks, self._requests.ended)
         self._metrics.saver_opened()
         self._seen: tuple[State, Timestamp] | None = None
         self._is_closed = False
         # Not `save_now`: a forked child, which inherits the handlers, must not raise when a signal arrives.
-        self._restore_signals = on_signals(save_signals, partial(self._asking.ask, Due.YES))
+        self._restore_signals = on_signals(save_signals, partial(self._requests.ask, Due.YES))
         self.uploader.before_sigterm_flush = self._save_before_flush
         self.uploader.before_exit = self._saving.wait  # snapshots taken are written even without `close`
         self._stop_watching = watch(self._saving.settle, WATCH_S) if self._hooks.is_at_once else None
@@ -201,7 +215,7 @@ class CheckpointSaver:
     @property
     def save_interval(self) -> Choice | None:
         """The interval that `Auto` has chosen, and why. None without `Auto`, and on all ranks but the first."""
-        return self._asking.interval
+        return self._requests.interval
 
     # --- the trainer's calls -------------------------------------------------------------------------------
 
@@ -229,7 +243,7 @@ class CheckpointSaver:
         """
         self._check_process()
         began_s = time.monotonic()
-        self._asking.meter.step_ended(began_s)
+        self._requests.meter.step_ended(began_s)
         now = Timestamp.of(timestamp)
         _refuse_part(state)
         self._schedule.check_counts(now, is_number=now is not timestamp)
@@ -241,7 +255,7 @@ class CheckpointSaver:
         self._saving.raise_failures()
         if self._is_closed:  # a hook may have closed it
             raise UploaderClosedError("the saver is closed")
-        asked = self._asking.answer()
+        asked = self._requests.answer()
         due, past = schedules.decide(self._schedule, self._past, now, event, is_asked=asked)
         if due > Due.NO:
             self._save(state, now, due, metrics, past, asked)
@@ -250,7 +264,7 @@ class CheckpointSaver:
         if due is Due.REPEATED:
             self._saving.refuse_repeated(now)
             self._saving.raise_failures()
-        self._asking.meter.step_began(time.monotonic())
+        self._requests.meter.step_began(time.monotonic())
         return due > Due.NO
 
     def save_now(self) -> None:
@@ -260,24 +274,27 @@ class CheckpointSaver:
         initialized, every rank must call it before the same step.
         """
         self._check_process()
-        self._asking.ask(Due.YES)
+        self._requests.ask(Due.YES)
 
-    def find(self, **options: Any) -> Checkpoint | None:
-        """Call `restore.find` for this run on the first rank and return its result on all ranks.
+    def find(self, **options: Unpack[FindOptions]) -> Checkpoint | None:
+        """Call `restore.find` for this run (and kind) on the first rank and return its result on all ranks.
 
         A collective if there are several ranks.
         """
+        check_options("find", options, FindOptions)
         self._check_process()
         return self._resuming.find(**options)
 
-    def load_latest(self, *, wait_s: float = 0.0, may_start_over: bool = False, **options: Any) -> Any:
+    def load_latest(
+        self, *, wait_s: float = 0.0, may_start_over: bool = False, **options: Unpack[LoadRemoteOptions]
+    ) -> Any:
         """Return the state stored in the newest complete checkpoint, or None if there is none (a fresh start).
 
         Reads this rank's file of the checkpoint, or its only file. A checkpoint that turns out to be damaged on any
         rank is skipped by all. `wait_s` is how long to wait for uploads that a killed launch left unfinished or,
         without a remote, for what an earlier saver of this process is writing. `options` are those of
-        `ckpt_async.torch.load_remote`, or without a remote those of `load`. Blocks; a collective if there are several
-        ranks.
+        `ckpt_async.torch.load_remote`; without a remote nothing is fetched, so only those of `load` matter. Blocks; a
+        collective if there are several ranks.
 
         If nothing is committed, but something that earlier launches have sealed still can be, because every rank's
         part is in the store or in a folder of this launch, it raises NoUsableCheckpointError rather than return None,
@@ -287,6 +304,7 @@ class CheckpointSaver:
         without a remote, which this saver has, or if this one has none either and not all ranks can use them. For
         sharded checkpoints use `ckpt_async.torch.load_latest`.
         """
+        check_options("load_latest", options, LoadRemoteOptions)
         self._check_process()
         if wait_s:
             self.uploader.wait_for_predecessor(wait_s)
@@ -392,16 +410,16 @@ class CheckpointSaver:
         began_s = time.monotonic()
         before, self._past = self._past, past
         try:
-            self._asking.began(due, now.step)
+            self._requests.began(due, now.step)
             checkpoint = self._saving.save(state, now, due, metrics)
         except BaseException as error:
             begun = self._saving.begun
             if not isinstance(error, Exception) and (begun is None or begun.timestamp is not now):
                 self._past = before
-                self._asking.ask(asked)
+                self._requests.ask(asked)
             raise
         blocked_s = time.monotonic() - began_s
-        self._asking.meter.save_began(now.step, began_s, blocked_s)
+        self._requests.meter.save_began(now.step, began_s, blocked_s)
         self._metrics.save_blocked(blocked_s)
         logger.info(
             "checkpoint_taken name=%s step=%d blocked_s=%.3f", checkpoint.name, checkpoint.step, blocked_s
@@ -429,7 +447,7 @@ class CheckpointSaver:
         self._is_closed = True
         try:
             try:
-                self._asking.leave()
+                self._requests.leave()
                 self._restore_signals()
                 self._saving.wait(timeout_s)
                 self.uploader.close(timeout_s)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_async.torch as ckpt
+from ckpt_async import threads
+from ckpt_async.core import arguments
 from ckpt_async.core.retention import EPHEMERAL
 from ckpt_async.errors import (
     CheckpointAbortedError,
@@ -30,11 +33,10 @@ from ckpt_async.errors import (
     UploaderClosedError,
 )
 from ckpt_async.saver.files import Files, conflict
-from ckpt_async.saver.hooks import Hooks
 from ckpt_async.saver.local_only import LocalOnly
 from ckpt_async.saver.schedule import Due, Schedule
 from ckpt_async.saver.timestamp import Timestamp
-from ckpt_async.saver.writing import SavedCheckpoint, Writer
+from ckpt_async.threads import Latch
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
 from ckpt_async.torch.loadable import LoadCheck
 from ckpt_async.trainer.uploader import Uploader
@@ -402,3 +404,139 @@ def _failure_of(checkpoint: SavedCheckpoint, error: BaseException) -> SaveFailed
     )
     failure.__cause__ = error
     return failure
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
+    """One save: its place in the run, its name, and this rank's files on the local disk."""
+
+    timestamp: Timestamp
+    name: str
+    paths: tuple[Path, ...]
+    is_ephemeral: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.timestamp.step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "timestamp": self.timestamp.state_dict(),
+            "name": self.name,
+            "paths": [str(each) for each in self.paths],
+            "is_ephemeral": self.is_ephemeral,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Self:
+        paths = tuple(Path(each) for each in state["paths"])
+        return cls(
+            Timestamp.from_state_dict(state["timestamp"]), state["name"], paths, bool(state["is_ephemeral"])
+        )
+
+
+class Writer:
+    """Runs one job at a time on a thread of its own; a `Future` tells how each ended.
+
+    It does not use a thread pool: at exit Python would wait for the pool's threads before anyone could tell it not to.
+    """
+
+    def __init__(self) -> None:
+        self.last: Future[Any] | None = None  # cancelled if Ctrl-C came before its job had begun
+        self._over = Latch()
+        self._over.set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until nothing is being written, at most `timeout_s`. Return whether that was reached.
+
+        Never raises what a job raised.
+        """
+        return self._over.wait(timeout_s)
+
+    def start(self, job: Callable[[], Any], ended: Callable[[Future[Any]], None]) -> None:
+        """Run `job` on a thread, and then `ended`. The previous job must have ended.
+
+        Whatever this raises, Ctrl-C included, the job runs only if `last` is a new future that is not cancelled.
+        """
+        ending: Future[None] = Future()
+
+        def work() -> None:
+            if not ending.set_running_or_notify_cancel():
+                return
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001  the future carries it
+                ending.set_exception(error)
+            else:
+                ending.set_result(None)
+
+        try:
+            self.follow(ending, ended)
+            threads.start(work, "ckpt-async-save")
+        except BaseException:
+            # No memory, too many threads, or Ctrl-C: the job is not to run, unless its thread was faster.
+            ending.cancel()
+            raise
+
+    def follow(self, ending: Future[Any], ended: Callable[[Future[Any]], None]) -> None:
+        """Treat `ending`, a write that someone else carries out, as the running job."""
+        over = Latch()
+        ending.add_done_callback(ended)
+        ending.add_done_callback(lambda _: over.set())
+        self.last, self._over = ending, over
+
+
+Hook = Callable[[SavedCheckpoint], Any]
+FailureHook = Callable[[SavedCheckpoint, Exception], Any]
+
+
+@dataclass(slots=True)
+class Hooks:
+    """The user's functions, called on the thread that calls `deliver`.
+
+    With `is_at_once` they are called on whichever thread learns of the outcome. An exception in one is logged, because
+    neither training nor a checkpoint may depend on it.
+    """
+
+    on_saved: Hook | None = None
+    on_committed: Hook | None = None
+    on_failed: FailureHook | None = None
+    is_at_once: bool = False
+    _waiting: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=deque)
+
+    @classmethod
+    def of(cls, on_saved: Any, on_committed: Any, on_failed: Any, is_at_once: bool) -> Hooks:
+        """Return the hooks. Raises SettingsError for anything that cannot be called."""
+        given = {"on_saved": on_saved, "on_committed": on_committed, "on_failed": on_failed}
+        for name, each in given.items():
+            if each is not None and not callable(each):
+                raise SettingsError(f"{name}={arguments.shown(each)} must be a function")
+        return cls(on_saved, on_committed, on_failed, is_at_once)
+
+    def saved(self, checkpoint: SavedCheckpoint) -> None:
+        self._tell(self.on_saved, checkpoint)
+
+    def committed(self, checkpoint: SavedCheckpoint) -> None:
+        self._tell(self.on_committed, checkpoint)
+
+    def failed(self, checkpoint: SavedCheckpoint, error: Exception) -> None:
+        self._tell(self.on_failed, checkpoint, error)
+
+    def deliver(self) -> None:
+        while self._waiting:
+            _call(*self._waiting.popleft())
+
+    def _tell(self, hook: Callable[..., Any] | None, *what: Any) -> None:
+        if hook is None:
+            return
+        if self.is_at_once:
+            _call(hook, what)
+        else:
+            self._waiting.append((hook, what))
+
+
+def _call(hook: Callable[..., Any], what: tuple[Any, ...]) -> None:
+    try:
+        hook(*what)
+    except Exception:
+        logger.exception("hook_failed hook=%r checkpoint=%s", hook, what[0].name)

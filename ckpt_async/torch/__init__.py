@@ -22,24 +22,29 @@ if TYPE_CHECKING:
         run_on_one,
     )
     from ckpt_async.torch.dcp import async_save, load_latest, save
+    from ckpt_async.torch.dcp_metadata import load_metadata
     from ckpt_async.torch.dcp_reader import CkptAsyncReader
     from ckpt_async.torch.dcp_writer import CkptAsyncWriter
     from ckpt_async.torch.dumping import check_writable, deepspeed_filename, dump, selected
     from ckpt_async.torch.formats import load, load_remote
+    from ckpt_async.torch.options import DcpOptions, LoadLatestOptions, LoadOptions, LoadRemoteOptions
     from ckpt_async.torch.parts import capture, restore
     from ckpt_async.torch.places import fetch_file
     from ckpt_async.torch.resume import fetch_together
     from ckpt_async.torch.rng import capture_rng, load_rng_state, ranks_with_rng, restore_rng, save_rng_state
     from ckpt_async.torch.snapshot import SnapshotBuffers
     from ckpt_async.torch.states import KeyReport, load_into, model_state
-    from ckpt_async.torch.unpickle import load_metadata
     from ckpt_async.torch.unsharding import UnshardReport, unshard
     from ckpt_async.torch.vote import Vote, own_group, require_vote
 
 _HOMES = {
     "CkptAsyncReader": "dcp_reader",
     "CkptAsyncWriter": "dcp_writer",
+    "DcpOptions": "options",
     "KeyReport": "states",
+    "LoadLatestOptions": "options",
+    "LoadOptions": "options",
+    "LoadRemoteOptions": "options",
     "SnapshotBuffers": "snapshot",
     "UnshardReport": "unsharding",
     "Vote": "vote",
@@ -56,7 +61,7 @@ _HOMES = {
     "load": "formats",
     "load_into": "states",
     "load_latest": "dcp",
-    "load_metadata": "unpickle",
+    "load_metadata": "dcp_metadata",
     "load_remote": "formats",
     "load_rng_state": "rng",
     "model_state": "states",
@@ -76,7 +81,11 @@ _HOMES = {
 __all__ = [
     "CkptAsyncReader",
     "CkptAsyncWriter",
+    "DcpOptions",
     "KeyReport",
+    "LoadLatestOptions",
+    "LoadOptions",
+    "LoadRemoteOptions",
     "SnapshotBuffers",
     "UnshardReport",
     "Vote",

@@ -137,24 +137,20 @@ def _pickled(result: object) -> bytes:
     return sent
 
 
-def on_all_ranks(work: Callable[[], T]) -> T:
+def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Call `work` on every rank and return each rank's own result. A collective.
 
     If it raises on any rank, all ranks raise: DamagedCheckpointError if a checkpoint could not be used on one of them,
-    so that all may try another; otherwise their own error, or RankFailedError with the first rank's error.
+    so that all may try another; otherwise their own error, or RankFailedError, which names the ranks that failed and
+    why.
     """
     failure: Exception | None = None
     try:
         result = work()
     except Exception as error:  # noqa: BLE001  raised below, on every rank
         failure = error
-    if is_alone():
-        told = [] if failure is None else [(0, failure)]
-    else:
-        boxes: list[Any] = [None] * dist.get_world_size()
-        own = None if failure is None else (dist.get_rank(), sendable(failure))
-        dist.all_gather_object(boxes, own)
-        told = [each for each in boxes if each is not None]
+    own = None if failure is None else (0 if is_alone() else dist.get_rank(), sendable(failure))
+    told = [each for each in told_by_all(own, group=group) if each is not None]
     if not told:
         return result
     for rank, each in told:
@@ -162,8 +158,9 @@ def on_all_ranks(work: Callable[[], T]) -> T:
             raise DamagedCheckpointError(f"rank {rank}: {each}") from (failure or each)
     if failure is not None:
         raise failure
-    rank, first = told[0]
-    raise RankFailedError(f"rank {rank} failed: {type(first).__name__}: {first}") from first
+    who = "; ".join(f"rank {rank} failed: {type(each).__name__}: {each}" for rank, each in told[:5])
+    more = f"; and {len(told) - 5} more ranks" if told[5:] else ""
+    raise RankFailedError(f"{who}{more}") from told[0][1]
 
 
 def launch_id(group: dist.ProcessGroup | None = None) -> str | None:

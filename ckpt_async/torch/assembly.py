@@ -7,7 +7,6 @@ that torch saved with each record is compared with what was read.
 
 from __future__ import annotations
 
-import io
 import math
 import zlib
 from collections import deque
@@ -22,7 +21,7 @@ from ckpt_async.errors import DamagedCheckpointError, FormatError, UnsafePickleE
 from ckpt_async.restore import Reader, ReadInto
 from ckpt_async.threads import outcome
 from ckpt_async.torch import flashpoint
-from ckpt_async.torch.torchfile import Record, read_layout
+from ckpt_async.torch.torchfile import RandomAccess, Record, read_layout
 
 Box = tuple[int, ...]
 
@@ -388,13 +387,12 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).untyped_storage()) if flat.numel() else b""
 
 
-class CheckpointFile(io.RawIOBase):
+class CheckpointFile(RandomAccess):
     """A stretch of a checkpoint's file with random access: what `Records` needs of an archive."""
 
     def __init__(self, reader: Reader, name: str, start: int = 0, size_bytes: int | None = None) -> None:
+        super().__init__(reader.files[name].size_bytes - start if size_bytes is None else size_bytes)
         self._reader, self._name, self._start = reader, name, start
-        self._size_bytes = reader.files[name].size_bytes - start if size_bytes is None else size_bytes
-        self._position = 0
         self._windows: list[tuple[int, bytes | bytearray]] = []
         self._prefetched: dict[int, bytes] = {}
 
@@ -403,8 +401,8 @@ class CheckpointFile(io.RawIOBase):
         inside = [
             (at, count)
             for at, size in ranges
-            if 0 <= at < self._size_bytes
-            and self._remembered(at, count := min(size, self._size_bytes - at)) is None
+            if 0 <= at < self.size_bytes
+            and self._remembered(at, count := min(size, self.size_bytes - at)) is None
         ]
         if not inside:
             return
@@ -421,35 +419,12 @@ class CheckpointFile(io.RawIOBase):
         """Set what was read already, by its offsets."""
         self._windows = list(windows)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
-        if origin + offset < 0:
-            raise ValueError("a position before the beginning")
-        self._position = origin + offset
-        return self._position
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        size = max(0, min(len(buffer), self._size_bytes - self._position))
-        if size:
-            buffer[:size] = self._get(self._position, size)
-        self._position += size
-        return size
-
-    def _get(self, at: int, size: int) -> bytes | bytearray:
+    def get(self, at: int, size: int) -> bytes | bytearray:
         if (found := self._remembered(at, size)) is not None:
             return found
         # Read around it, because an archive's directory is at its end and is read backwards.
-        start = max(0, min(at, self._size_bytes - _WINDOW_BYTES))
-        end = min(self._size_bytes, max(at + size, start + _WINDOW_BYTES))
+        start = max(0, min(at, self.size_bytes - _WINDOW_BYTES))
+        end = min(self.size_bytes, max(at + size, start + _WINDOW_BYTES))
         data = self._reader.read(self._name, self._start + start, end - start)
         self._windows = [*self._windows[-1:], (start, data)]
         return data[at - start : at - start + size]

@@ -40,7 +40,7 @@ def read_on_one(read: Callable[[], Any], *, rank: int = 0, group: dist.ProcessGr
         kept.append(joining.load())
         sent = joining.received
     for tensor in sent:
-        _broadcast(tensor, source, group)
+        broadcast(tensor, source, group)
     return kept[0]
 
 
@@ -84,7 +84,8 @@ class _Joining(pickle.Unpickler):
         return self._made[number]
 
 
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """Send a tensor on the CPU to the same tensor of the other ranks of a group, in chunks. A collective."""
     if tensor.numel() == 0:
         return
     elements = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

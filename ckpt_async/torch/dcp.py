@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from traceback import StackSummary, extract_tb
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -26,27 +23,24 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckpt_async import restore
 from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import (
     CheckpointGoneError,
     DamagedCheckpointError,
-    RankFailedError,
     SettingsError,
     StateMismatchError,
 )
-from ckpt_async.restore import Checkpoint, Peer
+from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.fetching import use_newest
-from ckpt_async.restore.session import MAX_CONCURRENT_READS
-from ckpt_async.stores import StoreOptions
-from ckpt_async.torch.agreement import run_on_one, sendable
+from ckpt_async.restore.options import FindOptions, check, part
+from ckpt_async.torch.agreement import on_all_ranks
 from ckpt_async.torch.dcp_reader import CkptAsyncReader
 from ckpt_async.torch.dcp_writer import FolderWriter, discard, files_of_rank, hand_over, there
-from ckpt_async.torch.plain import Allow
+from ckpt_async.torch.options import DcpOptions, LoadLatestOptions
+from ckpt_async.torch.resume import find_together
 from ckpt_async.torch.snapshot import SnapshotBuffers
 from ckpt_async.torch.states import matching
-from ckpt_async.torch.validation import ValidationFunction
 from ckpt_async.trainer.uploader import Uploader
 
 logger = logging.getLogger(__name__)
@@ -201,15 +195,7 @@ class _Saving:
             self._uploader.check_takes(self._step, self._name)
             then()
 
-        try:
-            _on_all(work, self._process_group)
-        except CheckpointException as error:
-            rank, (failure, _) = min(
-                error.failures.items(), key=lambda each: (each[0] != self._rank, each[0])
-            )
-            if rank == self._rank:
-                raise failure from None
-            raise RankFailedError(f"rank {rank} failed: {type(failure).__name__}: {failure}") from failure
+        on_all_ranks(work, group=self._process_group)
 
     def writer(self, thread_count: int) -> FolderWriter:
         return FolderWriter(self._path, thread_count=thread_count)
@@ -227,75 +213,45 @@ def load_latest(
     state_dict: dict[str, Any],
     remote: str,
     *,
-    kind: str | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    local_cache: str | os.PathLike[str] | None = None,
-    subfolder: str | None = None,
-    step: int | None = None,
-    store_options: StoreOptions | None = None,
-    peers: Collection[Peer] = (),
     planner: LoadPlanner | None = None,
     process_group: Group = None,
-    replicas: Group = None,
-    validate: ValidationFunction | None = None,
-    weights_only: bool = True,
-    allow: Allow = (),
-    ignore_keys: Sequence[str] = (),
-    check_nan: bool = False,
-    num_concurrent_reads: int = MAX_CONCURRENT_READS,
+    **options: Unpack[LoadLatestOptions],
 ) -> Checkpoint | None:
-    """Load the newest complete checkpoint of a run (of a `kind`), or that of `step`, into the state, in place.
+    """Load the newest complete checkpoint of a run, or that of `step`, into the state, in place.
 
     Works on any number of ranks. Returns None and leaves the state as it was if there is no checkpoint. The run may be
     another tool's (see `restore.find`): of OLMo and OLMo-core what is in `model_and_optim` is loaded, `{"model": …,
-    "optim": …}`.
+    "optim": …}`. The options are those of `restore.find` and of `CkptAsyncReader`.
 
     One rank looks for the checkpoint and tells the others. If it turns out to be damaged on any rank, or was pruned in
     the meantime, all ranks go on to the next older one together, unless that lacks something that was already loaded
-    from the damaged one (StateMismatchError). The newest checkpoint is often the one that was still uploading when the
-    trainer died: call `uploader.wait_for_predecessor` on all ranks first. For the other arguments see
-    `CkptAsyncReader`.
+    from the damaged one (StateMismatchError).
 
     Raises on all ranks InvalidNameError if the checkpoint was not saved by torch.distributed.checkpoint;
     RankFailedError, whose cause is what `restore.find` raised (without a process group, that error itself);
     StateMismatchError, naming the key or the shape, if the checkpoint does not fit the state or has NaN; and torch's
     CheckpointException, a BaseException that has every rank's failure, for example a refused validation or a store that
-    does not answer. (The StateMismatchError is one, too.) Ctrl-C ends the reads of its rank, which then raises
-    KeyboardInterrupt. The state is undefined after an error.
+    does not answer. (The StateMismatchError is one, too.) If a rank cannot even open the checkpoint, it raises its own
+    error, and the others RankFailedError. Ctrl-C ends the reads of its rank, which then raises KeyboardInterrupt. The
+    state is undefined after an error.
     """
-    reader_of = partial(
-        CkptAsyncReader,
-        folder=folder,
-        local_cache=local_cache,
-        subfolder=subfolder,
-        peers=peers,
-        replicas=replicas,
-        validate=validate,
-        weights_only=weights_only,
-        allow=allow,
-        ignore_keys=ignore_keys,
-        check_nan=check_nan,
-        num_concurrent_reads=num_concurrent_reads,
-    )
+    check("load_latest", options, LoadLatestOptions)
+    choice, how = part(options, FindOptions), part(options, DcpOptions)
+    may_pass_over = options.get("step") is None
     loaded: set[str] = set()
 
     def newest(passing_over: Collection[CheckpointId]) -> Checkpoint | None:
-        return run_on_one(
-            lambda: restore.find(
-                remote, kind=kind, step=step, store_options=store_options, passing_over=passing_over
-            ),
-            rank=dist.get_global_rank(process_group, 0) if process_group is not None else 0,
-            group=process_group,
-        )
+        choice["passing_over"] = passing_over
+        return find_together(remote, process_group, **choice)
 
     def use(checkpoint: Checkpoint) -> None:
-        with reader_of(checkpoint) as reader:
+        with CkptAsyncReader(checkpoint, **how) as reader:
             reader.check_is_dcp()  # the answer is the same on all ranks
             reader.loaded = loaded
-            planning = _Planner(ignore_keys) if planner is None else planner
-            _load(state_dict, reader, planning, process_group, may_pass_over=step is None)
+            planning = _Planner(options.get("ignore_keys", ())) if planner is None else planner
+            _load(state_dict, reader, planning, process_group, may_pass_over=may_pass_over)
 
-    found = use_newest(newest, use, may_pass_over=step is None)
+    found = use_newest(newest, use, may_pass_over=may_pass_over)
     return None if found is None else found[0]
 
 
@@ -337,7 +293,9 @@ def _load(
     may_pass_over: bool,
 ) -> None:
     try:
-        _on_all(reader.open, process_group)  # torch would send only the text of an error to the others
+        on_all_ranks(
+            reader.open, group=process_group
+        )  # torch would send only the text of an error to the others
         with _no_warning_of_one_process():
             state_dict_loader.load(
                 state_dict, storage_reader=reader, planner=planner, process_group=process_group
@@ -391,18 +349,3 @@ def _mismatch(name: str, error: CheckpointException) -> _OtherStateError | None:
             "add it to ignore_keys if the state may keep its own value",
         )
     return _OtherStateError(f"{name} does not fit the state: {what}", error.failures, hint=hint)
-
-
-def _on_all(work: Callable[[], object], process_group: Group) -> None:
-    """Call `work` on every rank; if it fails on any, raise CheckpointException on all, as torch does."""
-    failure: tuple[BaseException, StackSummary] | None = None
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001  raised below, on every rank
-        failure = sendable(error), extract_tb(error.__traceback__)
-    failures = [failure]
-    if dist.is_initialized():
-        failures = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(failures, failure, group=process_group)
-    if found := {rank: each for rank, each in enumerate(failures) if each is not None}:
-        raise CheckpointException("open", found)

@@ -9,15 +9,15 @@ import os
 import weakref
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -25,37 +25,29 @@ from torch.futures import Future
 from ckpt_async import restore
 from ckpt_async.core import naming
 from ckpt_async.errors import (
-    CkptAsyncError,
-    DamagedCheckpointError,
     FormatError,
     InvalidNameError,
     StateMismatchError,
     UnsafePickleError,
 )
 from ckpt_async.formats.dcp_files import (
-    FLASHPOINT_HEAD_BYTES,
-    FLASHPOINT_PREFIX_BYTES,
     METADATA,
-    flashpoint_is_optimised,
 )
-from ckpt_async.restore import Checkpoint, Peer, Reader, ReadInto, RemoteFile
-from ckpt_async.restore.session import MAX_CONCURRENT_READS, unreliable
-from ckpt_async.stores.checksums import checksum_of
-from ckpt_async.torch import flashpoint
-from ckpt_async.torch.agreement import agree, sendable
+from ckpt_async.restore import Checkpoint, Reader, ReadInto
+from ckpt_async.restore.options import ReadOptions, check, part
+from ckpt_async.torch.agreement import agree, on_all_ranks
 from ckpt_async.torch.batches import BATCHES_AHEAD, LOCAL_BATCHES_AHEAD, Piece, Views, batched, read_ahead
-from ckpt_async.torch.plain import Allow, allowed, or_trusted
+from ckpt_async.torch.broadcast import broadcast
+from ckpt_async.torch.dcp_metadata import NOT_TORCH, Places, damaged, read_beyond_doubt, read_metadata
+from ckpt_async.torch.options import DcpOptions
+from ckpt_async.torch.plain import allowed, or_trusted
 from ckpt_async.torch.states import matching
 from ckpt_async.torch.tensors import flashpoint_tensor
 from ckpt_async.torch.torchfile import in_memory, read_state
-from ckpt_async.torch.unpickle import load_metadata
-from ckpt_async.torch.validation import ValidationFunction, validate, validation_function
+from ckpt_async.torch.validation import validate, validation_function
 
-NOT_TORCH = "not in the form that torch saves"
 # From this size on a tensor is used where it was read; copying a smaller one is faster than locating it.
 LARGE_BYTES = 1 << 20
-# Size of the chunks that are sent between replicas.
-CHUNK_BYTES = 16 << 20
 
 
 class CkptAsyncReader(StorageReader):
@@ -63,54 +55,25 @@ class CkptAsyncReader(StorageReader):
 
     Args:
         checkpoint: What `restore.find` has found: on one rank, then broadcast.
-        folder: The trainer's folder. What it still has is read from there; then `peers` are asked, then the store.
-        local_cache: A copy of another tool's checkpoint on this node, as in `restore.fetch`; it is asked first.
-        subfolder: The folder within the checkpoint that has `.metadata` and its files, if there are several. By default
-            `checkpoint.dcp_folders` determines it (`model_and_optim` of OLMo and OLMo-core).
-        validate: Asked about each file before it is read, see `ckpt_async.torch.validation`.
-        replicas: The ranks that load the same as this one, as a process group that can move CPU tensors: all ranks
-            under DDP, `mesh["replicate"].get_group()` under HSDP. The first of them reads and sends to the others, in
-            chunks.
-        weights_only: Decode values that are not tensors without running what a file says, too.
-        allow: Classes that may be among these values besides plain data, as in `ckpt_async.torch.load`.
-        ignore_keys: What keeps its value in the state: globs over the '/'-joined keys, as in `load`.
-        check_nan: Fill the targets with NaN before loading, and raise StateMismatchError if any is left afterwards.
-            This finds parts that no rank saved, and also NaN in the checkpoint.
+        options: Where bytes may come from, and what may be in a file: see `DcpOptions`.
 
     The reader is opened on first use, and closed by `with`, `close` or garbage collection; until then a lease keeps
     retention away. Each rank reads only the pieces that its plan needs, in parallel, adjacent pieces in one request.
     `.metadata` is compared with its checksum, and every piece with the CRC-32 that torch saved with it.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        folder: str | os.PathLike[str] | None = None,
-        local_cache: str | os.PathLike[str] | None = None,
-        peers: Collection[Peer] = (),
-        subfolder: str | None = None,
-        replicas: dist.ProcessGroup | None = None,
-        validate: ValidationFunction | None = None,
-        weights_only: bool = True,
-        allow: Allow = (),
-        ignore_keys: Sequence[str] = (),
-        check_nan: bool = False,
-        num_concurrent_reads: int = MAX_CONCURRENT_READS,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, **options: Unpack[DcpOptions]) -> None:
+        check("CkptAsyncReader", options, DcpOptions)
         super().__init__()
         self.checkpoint = checkpoint
-        self._folder, self._local_cache, self._peers = folder, local_cache, peers
-        self._num_concurrent_reads, self._check_nan = num_concurrent_reads, check_nan
-        self._prefix = _prefix(checkpoint, subfolder)
-        self._replicas = replicas
-        self._given_validate = validate
-        self._weights_only, self._allow = weights_only, allowed(allow)
-        self._ignore_keys = naming.several(ignore_keys, "ignore_keys")
+        self._options = options
+        self._prefix = _prefix(checkpoint, options.get("subfolder"))
+        self._replicas, self._check_nan = options.get("replicas"), options.get("check_nan", False)
+        self._weights_only, self._allow = options.get("weights_only", True), allowed(options.get("allow", ()))
+        self._ignore_keys = naming.several(options.get("ignore_keys", ()), "ignore_keys")
         self._reader: Reader | None = None
         self._metadata: Metadata | None = None
-        self._stored: dict[MetadataIndex, Any] = {}  # torch's _StorageInfo, as .metadata has it
-        self._signatures: dict[str, bool | None] = {}
+        self._places: Places | None = None
         # Names whose values come from a checkpoint: this one, or one that was given up in favour of it.
         self.loaded: set[str] = set()
 
@@ -121,17 +84,13 @@ class CkptAsyncReader(StorageReader):
         there is none, because then torch.distributed.checkpoint has not saved the checkpoint.
         """
         if self._reader is None:
-            self._reader = restore.open(
-                self.checkpoint,
-                folder=self._folder,
-                local_cache=self._local_cache,
-                peers=self._peers,
-                num_concurrent_reads=self._num_concurrent_reads,
-            )
+            self._reader = restore.open(self.checkpoint, **part(self._options, ReadOptions))
             weakref.finalize(self, self._reader.close)
         if self._metadata is None:
-            self._validate = validation_function(self._given_validate)
-            self._metadata = self._load_metadata(self._reader)
+            self._validate = validation_function(self._options.get("validate"))
+            name = self._metadata_file()
+            validate(self._validate, self._path(name), None)
+            self._metadata = read_metadata(self._reader, name)
         return self._reader
 
     def close(self) -> None:
@@ -168,7 +127,8 @@ class CkptAsyncReader(StorageReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self._stored = dict(metadata.storage_data or {})
+        # Of the reader's own method: one of ours would keep this alive, and with it the lease.
+        self._places = Places(self.checkpoint, self._prefix, metadata, self.open().read)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check everything that this rank is going to read before any rank reads."""
@@ -245,85 +205,34 @@ class CkptAsyncReader(StorageReader):
     def _path(self, file: str) -> str:
         return f"{self.checkpoint.remote.rstrip('/')}/{self.checkpoint.files[file].key}"
 
-    def _damage(self, file: str, reason: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(
-            f"{self.checkpoint.name} ({self.checkpoint.id}) is damaged: {file}: {reason}"
-        )
-
     def check_is_dcp(self) -> None:
         """Raise InvalidNameError if another tool saved the checkpoint, judging by its file names. Makes no request."""
         self._metadata_file()
 
-    def _metadata_file(self) -> RemoteFile:
+    def _metadata_file(self) -> str:
         name = f"{self._prefix}{METADATA}"
-        file = self.checkpoint.files.get(name)
-        if file is None:
+        if name not in self.checkpoint.files:
             raise InvalidNameError(
                 f"{self.checkpoint.name} has no {name}: torch.distributed.checkpoint has not saved it",
                 hint="`restore.find` and `restore.fetch` give you its files",
             )
-        return file
-
-    def _load_metadata(self, reader: Reader) -> Metadata:
-        file = self._metadata_file()
-        name = file.name
-        validate(self._validate, self._path(name), None)
-
-        def damage(stream: io.BytesIO) -> str:
-            told = file.checksum
-            is_right = told is None or checksum_of(stream.getbuffer(), told.algorithm) == told
-            return "" if is_right else "its checksum differs from its receipt"
-
-        stream = io.BytesIO(reader.read(name))
-        if damage(stream):
-            stream = self._read_again(name, 0, file.size_bytes, damage)
-        return load_metadata(stream.getvalue())
+        return name
 
     def _pieces(self, plan: LoadPlan) -> list[Piece]:
         """Return what the plan reads, in the order of the files.
 
         Raises DamagedCheckpointError if the checkpoint does not have it.
         """
+        assert self._places is not None
         items: dict[tuple[str, int, int, bool], list[ReadItem]] = {}
         for item in plan.items:
-            stored = self._stored.get(item.storage_index)
-            if stored is None:
-                raise self._damage(METADATA, f"it does not say where {item.storage_index.fqn!r} is")
-            if getattr(stored, "transform_descriptors", None):
-                raise CkptAsyncError(
-                    f"{item.storage_index.fqn!r} was saved through stream extensions",
-                    hint="fetch the checkpoint and load it with torch's FileSystemReader",
-                )
-            name, offset, size_bytes = f"{self._prefix}{stored.relative_path}", stored.offset, stored.length
-            file = self.checkpoint.files.get(name)
-            if file is None:
-                raise self._damage(METADATA, f"it names {name!r}, which is not in the checkpoint")
-            is_optimised = self._flashpoint(name)
-            if is_optimised is not None:
-                offset += FLASHPOINT_PREFIX_BYTES
-            if not 0 <= offset <= offset + size_bytes <= file.size_bytes:
-                raise self._damage(
-                    name, f"bytes {offset}+{size_bytes} are beyond its {file.size_bytes} bytes"
-                )
-            is_raw = bool(is_optimised) and item.type is not LoadItemType.BYTE_IO
-            items.setdefault((name, offset, size_bytes, is_raw), []).append(item)
+            place = self._places.find(item.storage_index)
+            is_raw = place.is_optimised and item.type is not LoadItemType.BYTE_IO
+            items.setdefault((place.file, place.offset, place.size_bytes, is_raw), []).append(item)
         return [
             Piece(name, offset, size_bytes, tuple(theirs), is_raw)
             for (name, offset, size_bytes, is_raw), theirs in sorted(items.items(), key=lambda each: each[0])
         ]
-
-    def _flashpoint(self, name: str) -> bool | None:
-        """Return whether ML Flashpoint wrote this file in its own form (True) or in torch's (False).
-
-        None if another tool wrote it.
-        """
-        if not flashpoint.OBJECT_NAME.search(name):
-            return None
-        if name not in self._signatures:
-            there = self.checkpoint.files[name].size_bytes
-            head = self.open().read(name, 0, min(there, FLASHPOINT_HEAD_BYTES))
-            self._signatures[name] = flashpoint_is_optimised(head)
-        return self._signatures[name]
 
     def _read_and_decode(
         self, reader: Reader, pieces: Sequence[Piece], views: Views
@@ -337,20 +246,13 @@ class CkptAsyncReader(StorageReader):
         """Return the content of these pieces: read, or received from the replica that reads."""
         assert self._replicas is not None
         first = dist.get_global_rank(self._replicas, 0)
-        told: list[Exception | None] = [None]
-        if dist.get_rank() == first:
-            try:
-                views = list(self._read_self(reader, pieces, views))
-            except Exception as error:  # noqa: BLE001  raised below, on every replica
-                told = [sendable(error)]
-        dist.broadcast_object_list(told, src=first, group=self._replicas)
-        if told[0] is not None:
-            raise told[0]
-        for view in filter(None, views):
-            whole = torch.frombuffer(view, dtype=torch.uint8)
-            for at in range(0, len(whole), CHUNK_BYTES):
-                dist.broadcast(whole[at : at + CHUNK_BYTES], src=first, group=self._replicas)
-        return views
+        found = on_all_ranks(
+            lambda: list(self._read_self(reader, pieces, views)) if dist.get_rank() == first else views,
+            group=self._replicas,
+        )
+        for view in filter(None, found):
+            broadcast(torch.frombuffer(view, dtype=torch.uint8), first, self._replicas)
+        return found
 
     def _read_self(self, reader: Reader, pieces: Sequence[Piece], views: Views) -> Iterator[memoryview]:
         reader.read_into(
@@ -359,30 +261,12 @@ class CkptAsyncReader(StorageReader):
         for piece, view in zip(pieces, views, strict=True):
             is_checked = piece.is_optimised or reader.is_verified(piece.file)
             if not is_checked and damage_of(in_memory(view)):
-                yield self._read_again(piece.file, piece.offset, piece.size_bytes, damage_of).getbuffer()
+                again = read_beyond_doubt(
+                    self.checkpoint, piece.file, piece.offset, piece.size_bytes, damage_of
+                )
+                yield again.getbuffer()
             else:
                 yield view
-
-    def _read_again(
-        self, file: str, offset: int, size_bytes: int, damage: Callable[[io.BytesIO], str]
-    ) -> io.BytesIO:
-        """Read from the store alone, over new connections each time.
-
-        A peer may have wrong bytes, or the network may have corrupted one.
-        """
-        before: bytes | None = None
-        for _ in range(2):
-            with restore.open(self.checkpoint) as store:
-                stream = io.BytesIO(store.read(file, offset, size_bytes))
-                if not (reason := damage(stream)):
-                    return stream
-                told = f"bytes {offset}+{size_bytes}: {reason}"
-                if stream.getvalue() == before:
-                    # Pieces in another serialization look like this, too: it does not prove the store wrong.
-                    is_other = reason.startswith(NOT_TORCH)
-                    raise self._damage(file, told) if is_other else store.damaged(f"{file}: {told}")
-                before = stream.getvalue()
-        raise unreliable(f"{self.checkpoint.name}: {file}: {told}, and others when they are read again")
 
     def _put(self, piece: Piece, content: memoryview | torch.Tensor, planner: LoadPlanner) -> None:
         objects = [item for item in piece.items if item.type is LoadItemType.BYTE_IO]
@@ -399,7 +283,7 @@ class CkptAsyncReader(StorageReader):
                 if part is None or target.size() != part.size():  # torch would repeat a part that is smaller
                     fqn, has = item.storage_index.fqn, tuple(saved.size() if part is None else part.size())
                     wanted = f"{tuple(target.size())} at {tuple(item.storage_offsets)}"
-                    raise self._damage(piece.file, f"{fqn!r} has {has} where {wanted} is wanted")
+                    raise damaged(self.checkpoint, piece.file, f"{fqn!r} has {has} where {wanted} is wanted")
                 target.copy_(part)
                 planner.commit_tensor(item, target)
 
@@ -409,7 +293,9 @@ class CkptAsyncReader(StorageReader):
             try:
                 return flashpoint_tensor(bytes(view))
             except FormatError as error:
-                raise self._damage(piece.file, f"bytes {piece.offset}+{piece.size_bytes}: {error}") from error
+                raise damaged(
+                    self.checkpoint, piece.file, f"bytes {piece.offset}+{piece.size_bytes}: {error}"
+                ) from error
         found: torch.Tensor
         if piece.size_bytes >= LARGE_BYTES:
             with contextlib.suppress(FormatError, UnsafePickleError):  # torch may know forms that we do not

@@ -17,13 +17,14 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, Unpack, cast
 
 import torch
 
 from ckpt_async import restore
 from ckpt_async.core import launch, naming
 from ckpt_async.errors import FormatError, UnsafePickleError
+from ckpt_async.restore.options import TransferOptions, check, part
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch import validation
 from ckpt_async.torch.agreement import own_rank
@@ -38,9 +39,10 @@ from ckpt_async.torch.codecs import (
     suffix_by_content,
     unknown,
 )
+from ckpt_async.torch.options import LoadOptions, LoadRemoteOptions
 from ckpt_async.torch.places import Place, Progress, placed
-from ckpt_async.torch.plain import Allow, allowed, or_trusted
-from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop
+from ckpt_async.torch.plain import allowed, or_trusted
+from ckpt_async.torch.states import checked_keys, drop
 from ckpt_async.torch.tensors import (
     flashpoint_tensor,  # noqa: F401  documented under this module
     load_safetensors,
@@ -54,14 +56,6 @@ logger = logging.getLogger(__name__)
 def load(
     path: str | os.PathLike[str],
     *,
-    map_location: MapLocation = "cpu",
-    weights_only: bool = True,
-    allow: Allow = (),
-    ignore_keys: IgnoreKeys = (),
-    run_name: str = "",
-    mmap: bool = False,
-    max_size_bytes: int | None = None,
-    validate: ValidationFunction | None = None,
     remote: str = "",
     store_options: StoreOptions | None = None,
     fallback: int | None = None,
@@ -69,6 +63,7 @@ def load(
     progress: Progress = None,
     on_one: bool = False,
     group: Any = None,
+    **options: Unpack[LoadOptions],
 ) -> Any:
     """Return what a checkpoint's file holds, as `torch.load` would.
 
@@ -94,41 +89,24 @@ def load(
 
     Besides tensors a file may hold plain data: numbers, texts, bytes, lists, tuples, dicts, sets; numpy's arrays and
     scalars of numbers and texts; values of `collections`, `datetime`, `decimal`, `fractions` and `pathlib`; torch's
-    sizes, dtypes and devices; states of random number generators. `allow` names further classes (dataclasses, enums,
-    …), as classes or as `'my.module.Class'`: their own code then runs, with what the file says. Anything that is not
-    allowed is refused before `ignore_keys` leaves anything out.
-
-    `ignore_keys` leaves parts out: globs over the '/'-joined keys of nested dicts and positions in lists, as in
-    Composer (`*` crosses '/', `state/optimizers/*`), or a function that changes what was loaded. A glob that matches
-    nothing is logged as a warning.
-
-    `mmap` maps the file instead of reading it. This takes less memory, but if the file is truncated later, this process
-    is killed; so it is off for your own files. Unpacked copies are always mapped. Unpacking takes disk space in the
-    temporary folder ($TMPDIR), at most `max_size_bytes`, or nine tenths of what is free there.
-
-    `validate`, or the function that CHECKPOINT_VALIDATION_FUNCTION names, is asked about the unpacked file before it is
-    decoded, as in Composer: see `ckpt_async.torch.validation`.
+    sizes, dtypes and devices; states of random number generators; and what `allow` names. Anything that is not allowed
+    is refused before `ignore_keys` leaves anything out. The options are those of `LoadOptions`.
 
     Blocks. Raises FormatError if the file cannot be loaded; UnsafePickleError, with the name of what is refused, if it
     holds more than tensors, plain data and what is allowed (`weights_only=False` is torch's own unrestricted reader,
     which runs whatever the file says: for files you wrote yourself); CheckpointRefusedError; OSError if it cannot be
     read.
     """
-    ignore_keys = checked_keys(ignore_keys)
-    how = _How(
-        map_location,
-        allowed(allow) if weights_only else None,
-        mmap,
-        max_size_bytes,
-        validation_function(validate),
-    )
+    check("load", options, LoadOptions)
+    ignore_keys, how = checked_keys(options.get("ignore_keys", ())), _How.of(options)
+    run_name = options.get("run_name", "")
     template = f"{remote.rstrip('/')}/{os.fspath(path)}" if remote else os.fspath(path)
     ranks = [None] if fallback is None else [None, fallback]
 
     def read() -> Any:
         paths = [fill(template, run_name=run_name, rank=rank) for rank in ranks]
         with _first_there(paths, world_size, store_options, progress) as place:
-            state = _load(place.path, replace(how, mmap=mmap or place.is_ours))
+            state = _load(place.path, replace(how, mmap=how.mmap or place.is_ours))
             logger.info("checkpoint_loaded path=%s file=%s", template, place.path.name)
         drop(state, ignore_keys)
         return state
@@ -136,50 +114,32 @@ def load(
     return read_on_one(read, group=group) if on_one else read()
 
 
-def load_remote(
-    checkpoint: restore.Checkpoint,
-    name: str,
-    *,
-    fallback: str | int | None = None,
-    destination: str | os.PathLike[str] | None = None,
-    map_location: MapLocation = "cpu",
-    weights_only: bool = True,
-    allow: Allow = (),
-    ignore_keys: IgnoreKeys = (),
-    run_name: str = "",
-    max_size_bytes: int | None = None,
-    validate: ValidationFunction | None = None,
-    **fetch_options: Any,
-) -> Any:
+def load_remote(checkpoint: restore.Checkpoint, name: str, **options: Unpack[LoadRemoteOptions]) -> Any:
     """`load` the file `name` of a checkpoint in the store, after fetching it whole and verifying it.
 
-    It is fetched into `destination`, or into a temporary folder that is removed on return. `{rank}` in the name is this
-    rank. If the checkpoint has no such file, the file that `fallback` names is loaded, or that of the rank `fallback`:
-    `load_remote(found, "train/rank{rank}.pt", fallback="train/rank0.pt")` is what OLMo and OLMo-core do for the
-    trainer's state, on any number of ranks.
-
-    `fetch_options` are those of `restore.fetch` (`folder`, `local_cache`, `peers`, …). Blocks. Raises what
-    `restore.fetch` and `load` raise.
+    `{rank}` in the name is this rank. `load_remote(found, "train/rank{rank}.pt", fallback="train/rank0.pt")` is what
+    OLMo and OLMo-core do for the trainer's state, on any number of ranks. The options are those of `load` and of
+    `restore.fetch`. Blocks. Raises what `restore.fetch` and `load` raise.
     """
-    ignore_keys = checked_keys(ignore_keys)
+    check("load_remote", options, LoadRemoteOptions)
+    ignore_keys, how = checked_keys(options.get("ignore_keys", ())), _How.of(options)
+    run_name, fallback, destination = (
+        options.get("run_name", ""),
+        options.get("fallback"),
+        options.get("destination"),
+    )
     names = [fill(name, run_name=run_name)]
     if fallback is not None:
         is_rank = isinstance(fallback, int)
         other, rank = (name, fallback) if is_rank else (fallback, None)
         names.append(fill(str(other), run_name=run_name, rank=cast(int | None, rank)))
     name = _chosen(checkpoint, names)
-    is_ours = destination is None
-    how = _How(
-        map_location,
-        allowed(allow) if weights_only else None,
-        is_ours,
-        max_size_bytes,
-        validation_function(validate),
-    )
     with contextlib.ExitStack() as stack:
         folder = destination or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-async-"))
-        report = restore.fetch(checkpoint, folder, files=[glob.escape(name)], **fetch_options)
-        state = _load(report.paths[name], how)
+        report = restore.fetch(
+            checkpoint, folder, files=[glob.escape(name)], **part(options, TransferOptions)
+        )
+        state = _load(report.paths[name], replace(how, mmap=how.mmap or destination is None))
         logger.info("checkpoint_loaded path=%s/%s file=%s", checkpoint.remote, checkpoint.name, name)
     drop(state, ignore_keys)
     return state
@@ -262,6 +222,16 @@ class _How:
     max_size_bytes: int | None
     validate: ValidationFunction | None
     is_unpacked: bool = False
+
+    @classmethod
+    def of(cls, options: LoadOptions) -> Self:
+        return cls(
+            options.get("map_location", "cpu"),
+            allowed(options.get("allow", ())) if options.get("weights_only", True) else None,
+            options.get("mmap", False),
+            options.get("max_size_bytes"),
+            validation_function(options.get("validate")),
+        )
 
 
 def _load(path: Path, how: _How) -> Any:

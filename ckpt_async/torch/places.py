@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from ckpt_async.errors import DestinationError, FormatError
 from ckpt_async.formats.dcp_files import is_metadata
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.objects import MAX_HOPS, look, own_place, pointed
+from ckpt_async.restore.progress import ProgressBar
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.codecs import CODECS, SAFETENSORS_SUFFIX, TAR_SUFFIXES, TORCH_SUFFIXES
 
@@ -27,7 +27,6 @@ Progress = bool | Callable[[int, int], None] | None
 
 _LOADABLE = (*TORCH_SUFFIXES, SAFETENSORS_SUFFIX, *TAR_SUFFIXES, *CODECS)
 _RANK_LAST = re.compile(r"rank[0-9]+(-of-[0-9]+)?$")  # as Composer's `ep1-ba42-rank0`
-_LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,35 +169,15 @@ def reported(
 ) -> Iterator[Callable[[int, int], None] | None]:
     """Yield a function that is told the bytes, or None.
 
-    It is the caller's own function, or shows a bar of tqdm's (without tqdm, lines) on standard error. There is none
+    It is the caller's own function, or shows a bar (where it cannot be redrawn, lines) on standard error. There is none
     with False, or with None if standard error is not a terminal.
     """
     stream = sys.stderr if stream is None else stream
     if callable(progress) or progress is False or (progress is None and not stream.isatty()):
         yield progress if callable(progress) else None
         return
+    bar = ProgressBar(stream, name)
     try:
-        from tqdm import tqdm  # type: ignore[import-untyped,unused-ignore]
-    except ImportError:
-        yield _lines(name, stream)
-        return
-    with tqdm(desc=name, unit="B", unit_scale=True, file=stream) as bar:
-
-        def show(done_bytes: int, total_bytes: int) -> None:
-            bar.total = total_bytes
-            bar.update(done_bytes - bar.n)
-
-        yield show
-
-
-def _lines(name: str, stream: IO[str]) -> Callable[[int, int], None]:
-    last = time.monotonic()
-
-    def show(done_bytes: int, total_bytes: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if done_bytes >= total_bytes or now - last > _LINE_EVERY_S:
-            last = now
-            print(f"{name}: {done_bytes >> 20} of {total_bytes >> 20} MiB", file=stream, flush=True)
-
-    return show
+        yield bar
+    finally:
+        bar.clear()

@@ -12,23 +12,21 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch.distributed as dist
 
 from ckpt_async import restore
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.errors import CheckpointGoneError, DamagedCheckpointError, ResumeError
-from ckpt_async.restore import addresses
-from ckpt_async.restore.fetching import FetchOptions, Where, fetch_as, use_newest
-from ckpt_async.restore.session import MAX_CONCURRENT_READS
+from ckpt_async.restore.fetching import Where, use_newest, where
+from ckpt_async.restore.options import FetchLatestOptions, FetchOptions, FindOptions, check, part
+from ckpt_async.restore.peers import machine, place
 from ckpt_async.restore.sources import LocalCopies
-from ckpt_async.stores import StoreOptions
+from ckpt_async.torch.agreement import on_all_ranks, run_on_one, told_by_all
 
 logger = logging.getLogger(__name__)
 
@@ -63,129 +61,111 @@ def first_fetches(needs: Sequence[Needs], size_bytes: Mapping[str, int]) -> dict
     return {node: frozenset(names) for node, names in chosen.items()}
 
 
+def find_together(
+    remote: str, group: dist.ProcessGroup | None = None, **options: Unpack[FindOptions]
+) -> restore.Checkpoint | None:
+    """Run `restore.find` on the first rank of a group, and return its result on all of them. A collective.
+
+    With `folder` and `drain_timeout_s`, every node finishes first what a dead trainer left there, so that all find it.
+    Raises what `restore.find` raises or, in a process group, RankFailedError with that as its cause.
+    """
+    check("find_together", options, FindOptions)
+    folder, drain_timeout_s = options.get("folder"), options.pop("drain_timeout_s", 0.0)
+    if folder is not None and drain_timeout_s > 0 and not options.get("passing_over"):
+        restore.drain_predecessor(folder, drain_timeout_s, options.get("store_options"))
+        told_by_all(None, group=group)
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    return run_on_one(lambda: restore.find(remote, **options), rank=first, group=group)
+
+
 def fetch_together(
     remote: str,
     destination: Where,
     *,
-    kind: str | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    ranks: Collection[int] | None = None,
-    files: Collection[str] | None = None,
-    step: int | None = None,
-    world_size: int | None = None,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | None = None,
     node: str | None = None,
     peer_host: str | None = None,
-    drain_timeout_s: float = 0.0,
-    store_options: StoreOptions | None = None,
-    overwrite: bool = False,
-    local_cache: str | os.PathLike[str] | None = None,
-    num_concurrent_reads: int = MAX_CONCURRENT_READS,
+    **options: Unpack[FetchLatestOptions],
 ) -> tuple[restore.Checkpoint, restore.FetchReport] | None:
-    """Run `restore.find` and `restore.fetch` on all ranks of a process group at once.
+    """Run `restore.find` and `restore.fetch` on all ranks of a process group at once, with the options of both.
 
-    Without a group there is one rank. Returns None on all ranks if there is no checkpoint (of this `kind`). `ranks` and
-    `files` say what *this* rank needs (`ranks=[dist.get_rank()]` for a file per rank; by default all). `destination` is
-    the folder to fetch to, or a function of the checkpoint. `world_size` is that of `restore.find`. `folder` is the
-    trainer's on this node. `overwrite` replaces a file in the destination that is not the checkpoint's, for example one
-    torn by a power loss. `local_cache` is that of `fetch`, and used only on this node: files that are checked only by
-    size are not served to others.
+    Without a group there is one rank. Returns None on all ranks if there is no checkpoint. `ranks` and `files` say what
+    *this* rank needs (`ranks=[dist.get_rank()]` for a file per rank). `destination` is the folder to fetch to, or a
+    function of the checkpoint. What is taken from `local_cache` and can be checked only by size is not served to
+    others. `on_progress` counts what this rank fetches from the store for all, and then again all that it needs.
 
-    If any rank finds a checkpoint damaged, all of them go on to the next older one. Ranks with the same `node` (by
-    default: those that share the destination, on one machine) share its files: each file is fetched once, and the
-    others wait for its lock. Other nodes reach this one under `peer_host`, or else at the interfaces that
+    If any rank finds a checkpoint damaged, all of them go on to the next older one, unless `step` is given. Ranks with
+    the same `node` (by default: those that share the destination, on one machine) share its files: each file is fetched
+    once, and the others wait for its lock. Other nodes reach this one under `peer_host`, or else at the interfaces that
     GLOO_SOCKET_IFNAME names, or else at the addresses that it has, IPv6 or IPv4. What they cannot get from it comes
     from the store, and is logged in one line. Collective: every rank of the group must call it. Blocks. Only CPU
     objects are sent, so a gloo group works even if the default group uses NCCL.
 
-    Raises ResumeError on every rank, naming the ranks that failed and why; errors of the search,
-    NoUsableCheckpointError and StoreError, are also raised on all ranks.
+    Raises on every rank: the rank's own error, or RankFailedError, which names the ranks that failed and why. What
+    `restore.find` raises is the cause of a RankFailedError (without a process group, it is raised itself).
     """
-    together = _Together(process_group)
-    options = FetchOptions(
-        destination=destination,
-        ranks=ranks,
-        files=files,
-        folder=folder,
-        overwrite=overwrite,
-        local_cache=local_cache,
-        num_concurrent_reads=num_concurrent_reads,
-    )
+    check("fetch_together", options, FetchLatestOptions)
+    choice, how = part(options, FindOptions), part(options, FetchOptions)
 
     def newest(passing_over: Collection[CheckpointId]) -> restore.Checkpoint | None:
-        if folder is not None and drain_timeout_s > 0 and not passing_over:
-            # Every node drains: what it was still uploading is found by all once it is committed.
-            restore.drain_predecessor(folder, drain_timeout_s, store_options)
-            together.gather(None)
-        found: restore.Checkpoint | None = together.on_first(
-            lambda: restore.find(
-                remote,
-                kind=kind,
-                folder=folder,
-                step=step,
-                world_size=world_size,
-                store_options=store_options,
-                passing_over=passing_over,
-            )
-        )
-        return found
+        choice["passing_over"] = passing_over
+        return find_together(remote, process_group, **choice)
 
-    return use_newest(
-        newest,
-        lambda checkpoint: _fetch(together, checkpoint, options, node, peer_host),
-        may_pass_over=step is None,
-    )
+    def use(checkpoint: restore.Checkpoint) -> restore.FetchReport:
+        return _fetch(checkpoint, Path(where(destination, checkpoint)), process_group, node, peer_host, how)
+
+    return use_newest(newest, use, may_pass_over=options.get("step") is None)
 
 
 def _fetch(
-    together: _Together,
     checkpoint: restore.Checkpoint,
-    options: FetchOptions,
+    destination: Path,
+    group: dist.ProcessGroup | None,
     node: str | None,
     peer_host: str | None,
+    options: FetchOptions,
 ) -> restore.FetchReport:
-    destination = Path(options.where(checkpoint))
-    copies = LocalCopies(options.folder, checkpoint)
+    copies = LocalCopies(options.get("folder"), checkpoint)
     here = {name: found[0] for name, file in checkpoint.files.items() if (found := copies.find(file))}
-    with together.all_or_none("look up what is needed"):
-        wanted = frozenset(file.name for file in checkpoint.select(options.ranks, options.files))
+    selected = on_all_ranks(
+        lambda: checkpoint.select(options.get("ranks"), options.get("files")), group=group
+    )
+    wanted = frozenset(file.name for file in selected)
     # Wanted files are served, too: they become available once they are complete.
-    places = {name: destination / name for name in wanted} | here
+    served = {checkpoint.files[name].key: path for name, path in here.items()}
+    served |= {checkpoint.files[name].key: destination / name for name in wanted - here.keys()}
+    own_node = node if node is not None else place(destination)
     reports: list[restore.FetchReport] = []
 
     def fetch(names: Collection[str], peers: Collection[restore.Peer]) -> None:
         if names:
-            files = [glob.escape(name) for name in names]
-            these = replace(options, destination=destination, ranks=None, files=files, peers=peers)
-            reports.append(fetch_as(checkpoint, these))
+            these = options.copy()
+            these["ranks"], these["files"] = None, [glob.escape(name) for name in names]
+            these["peers"] = [*options.get("peers", ()), *peers]
+            reports.append(restore.fetch(checkpoint, destination, **these))
 
     with contextlib.ExitStack() as stack:
-        with together.all_or_none("serve its files to the others"):
-            served = {checkpoint.files[name].key: path for name, path in places.items()}
-            server = stack.enter_context(restore.PeerServer(served, peer_host))
-            own_node = node if node is not None else addresses.place(destination)
-        needs = together.gather(Needs(own_node, wanted, frozenset(here)))
-        peers = _peers(together, own_node, server)
+        server = on_all_ranks(lambda: stack.enter_context(restore.PeerServer(served, peer_host)), group=group)
+        needs = told_by_all(Needs(own_node, wanted, frozenset(here)), group=group)
+        peers = _peers(own_node, server, group)
         sizes = {name: file.size_bytes for name, file in checkpoint.files.items()}
         first = first_fetches(needs, sizes)[own_node] & wanted
-        with together.all_or_none("fetch from the store"):
-            fetch(first, ())
-        with together.all_or_none("fetch what other ranks have"):
-            fetch(wanted, peers)
+        on_all_ranks(lambda: fetch(first, ()), group=group)  # what only the store has
+        on_all_ranks(lambda: fetch(wanted, peers), group=group)
     return _merged(reports, wanted, destination)
 
 
-def _peers(together: _Together, node: str, server: restore.PeerServer) -> list[restore.Peer]:
+def _peers(node: str, server: restore.PeerServer, group: dist.ProcessGroup | None) -> list[restore.Peer]:
     """Return the servers of the other nodes, with the addresses under which this node reaches them."""
-    machine = addresses.machine()
-    offers = together.gather((node, machine, server.local_peer, server.peer))
-    if server.peer is None and any(there != machine for _, there, *_ in offers):
+    here = machine()
+    offers = told_by_all((node, here, server.local_peer, server.peer), group=group)
+    if server.peer is None and any(there != here for _, there, *_ in offers):
         logger.warning(
             "no_address_for_peers host=%s; other nodes will load this node's files from the store;"
             " pass peer_host= or set GLOO_SOCKET_IFNAME",
             socket.gethostname(),
         )
-    others = [(nearby if there == machine else far) for other, there, nearby, far in offers if other != node]
+    others = [(nearby if there == here else far) for other, there, nearby, far in offers if other != node]
     return [peer for peer in others if peer is not None]
 
 
@@ -203,58 +183,3 @@ def _merged(
     return restore.FetchReport(
         {name: destination / name for name in wanted}, bytes_from, sum(each.duration_s for each in reports)
     )
-
-
-class _Together:
-    """Exchanges small objects between the ranks of a group; an error of one becomes an error of all.
-
-    Without a group there is one rank.
-    """
-
-    def __init__(self, process_group: Any) -> None:
-        self._group = process_group
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if is_alone else dist.get_rank(process_group)
-        self._size = 1 if is_alone else dist.get_world_size(process_group)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value of every rank, by rank."""
-        if self._size == 1:
-            return [value]
-        found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
-
-    def on_first(self, work: Callable[[], Any]) -> Any:
-        """Call `work` on the first rank, and return or raise its result on all of them."""
-        value: Any = None
-        if self.rank == 0:
-            try:
-                value = (work(), None)
-            except Exception as error:  # noqa: BLE001  raised on every rank
-                value = (None, error)
-        result, failure = self.gather(value)[0]
-        if failure is not None:
-            raise failure
-        return result
-
-    @contextlib.contextmanager
-    def all_or_none(self, what: str) -> Iterator[None]:
-        """Run a step that all ranks take: it ends when it has ended on each, and fails on all if it failed on one.
-
-        If it failed only because of a damaged checkpoint, all ranks see it as damaged.
-        """
-        own: Exception | None = None
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001  raised below, on every rank
-            own = error
-        is_damaged = isinstance(own, DamagedCheckpointError | CheckpointGoneError)
-        told = self.gather(None if own is None else (is_damaged, f"{type(own).__name__}: {own}"))
-        failed = {rank: each for rank, each in enumerate(told) if each is not None}
-        if not failed:
-            return
-        causes = "; ".join(f"rank {rank}: {message}" for rank, (_, message) in list(failed.items())[:5])
-        more = f"; and {len(failed) - 5} more ranks" if len(failed) > 5 else ""
-        kind = DamagedCheckpointError if all(damaged for damaged, _ in failed.values()) else ResumeError
-        raise kind(f"could not {what}: {causes}{more}") from own

@@ -19,28 +19,22 @@ from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ckpt_async.errors import DamagedCheckpointError, FormatError
-from ckpt_async.formats.dcp_files import (
-    FLASHPOINT_HEAD_BYTES,
-    FLASHPOINT_PREFIX_BYTES,
-    METADATA,
-    flashpoint_is_optimised,
-)
+from ckpt_async.formats.dcp_files import METADATA
 from ckpt_async.formats.olmo_files import METADATA_YAML, world_size
 from ckpt_async.formats.table import is_of_deepspeed
 from ckpt_async.restore import Reader, ReadInto
-from ckpt_async.torch import flashpoint, olmo_keys
+from ckpt_async.torch import olmo_keys
 from ckpt_async.torch.assembly import CheckpointFile, Part, Whole, part_of
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
-from ckpt_async.torch.nested import Nested, nest, with_lists
+from ckpt_async.torch.dcp_metadata import Place, Places, read_metadata
 from ckpt_async.torch.olmo_core_files import MARK, OlmoCoreFiles
-from ckpt_async.torch.planned import Plan, Visits
+from ckpt_async.torch.planned import Nested, Plan, Visits, nest, with_lists
 from ckpt_async.torch.sharded_rules import CLASSES, ShardedRules, Shards
 from ckpt_async.torch.tensors import safetensors_places
 from ckpt_async.torch.torchfile import Layout, read_layout, read_state
-from ckpt_async.torch.unpickle import load_metadata
 
 _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.pt")
 _WRAPPED = "_fsdp_wrapped_module."
@@ -50,8 +44,6 @@ _MAX_SMALL_BYTES = 1 << 20
 _TOGETHER_BYTES = 4 << 20
 
 Allow = Mapping[tuple[str, str], type]
-# File, offset, two fields not known yet (record, strides), size, whether it is in ML Flashpoint's own form.
-_Place = tuple[str, int, None, None, int, bool]
 
 
 class Planner:
@@ -122,10 +114,10 @@ class Planner:
 
     def _dcp(self, folder: str) -> dict[str, Any]:
         prefix = f"{folder}/" if folder else ""
-        metadata = load_metadata(self._reader.read(f"{prefix}{METADATA}"))
-        forms: dict[str, bool | None] = {}
+        metadata = read_metadata(self._reader, f"{prefix}{METADATA}")
+        places = Places(self._reader.checkpoint, prefix, metadata, self._reader.read)
         others = {
-            name: self._place(metadata, MetadataIndex(name), prefix, forms)
+            name: places.find(MetadataIndex(name))
             for name, told in metadata.state_dict_metadata.items()
             if not isinstance(told, TensorStorageMetadata)
         }
@@ -135,55 +127,39 @@ class Planner:
             if isinstance(told, TensorStorageMetadata):
                 whole = self.plan.whole(name, told.size, told.properties.dtype)
                 for chunk in told.chunks:
-                    place = self._place(metadata, MetadataIndex(name, chunk.offsets), prefix, forms)
-                    starts, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-                    whole.parts.append(Part(starts, sizes, *place))
+                    place = places.find(MetadataIndex(name, chunk.offsets))
+                    whole.parts.append(
+                        Part(
+                            tuple(chunk.offsets),
+                            tuple(chunk.sizes),
+                            place.file,
+                            place.offset,
+                            saved_bytes=place.size_bytes,
+                            is_optimised=place.is_optimised,
+                        )
+                    )
                 value: Any = whole.stand_in
             else:
                 value = self.plan.planned(values.pop(name), name, self.plan.in_memory)
             nest(state, (metadata.planner_data or {}).get(name, (name,)), value)
         return cast(dict[str, Any], with_lists(state))
 
-    def _values(self, places: Mapping[str, _Place]) -> Iterator[tuple[str, Any]]:
+    def _values(self, places: Mapping[str, Place]) -> Iterator[tuple[str, Any]]:
         """Yield the values that are not tensors, by name; there may be many, and each is small."""
         left = deque(places.items())
         while left:
             reading: list[tuple[str, str, bytearray]] = []
             wants: list[ReadInto] = []
             size_bytes = 0
-            while left and (not wants or size_bytes + left[0][1][4] <= _TOGETHER_BYTES):
-                name, (file, start, _, _, count, _) = left.popleft()
-                size_bytes += count
-                reading.append((name, file, data := bytearray(count)))
-                wants.append(ReadInto(file, start, memoryview(data)))
+            while left and (not wants or size_bytes + left[0][1].size_bytes <= _TOGETHER_BYTES):
+                name, place = left.popleft()
+                size_bytes += place.size_bytes
+                reading.append((name, place.file, data := bytearray(place.size_bytes)))
+                wants.append(ReadInto(place.file, place.offset, memoryview(data)))
             self._reader.read_into(wants)
             for name, file, data in reading:
                 what = f"{file}: {name[:200]!r}"
                 yield name, read_state(io.BytesIO(data), what, allow=self._allow)
-
-    def _place(
-        self, metadata: Metadata, index: MetadataIndex, prefix: str, forms: dict[str, bool | None]
-    ) -> _Place:
-        place = (metadata.storage_data or {}).get(index)
-        if place is None:
-            raise DamagedCheckpointError(f"{prefix}.metadata does not say where {index.fqn!r} is")
-        name = f"{prefix}{place.relative_path}"
-        if name not in self._names:
-            raise DamagedCheckpointError(f"{prefix}.metadata names {name!r}, which does not exist")
-        if getattr(place, "transform_descriptors", None):
-            raise FormatError(
-                f"{index.fqn!r} was saved through stream extensions",
-                hint="fetch the checkpoint and load it with torch's FileSystemReader",
-            )
-        if name not in forms:
-            forms[name] = None
-            if flashpoint.OBJECT_NAME.search(name):
-                head_bytes = min(FLASHPOINT_HEAD_BYTES, self._reader.files[name].size_bytes)
-                forms[name] = flashpoint_is_optimised(self._reader.read(name, 0, head_bytes))
-        offset = place.offset + (0 if forms[name] is None else FLASHPOINT_PREFIX_BYTES)
-        if offset + place.length > self._reader.files[name].size_bytes:
-            raise DamagedCheckpointError(f"{name} is shorter than {prefix}.metadata says")
-        return name, offset, None, None, place.length, bool(forms[name])
 
     # --- files of torch and safetensors --------------------------------------------------------------------
 

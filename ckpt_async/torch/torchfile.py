@@ -157,12 +157,15 @@ def _address(storage: torch.UntypedStorage) -> int:
     return address
 
 
-class _MemoryFile(io.RawIOBase):
-    """See `in_memory`."""
+class RandomAccess(io.RawIOBase):
+    """A file object over bytes that are elsewhere, as `Records` needs it. Subclasses know how to get them."""
 
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
         self._at = 0
+
+    def get(self, at: int, size_bytes: int) -> bytes | bytearray | memoryview:
+        raise NotImplementedError
 
     def seekable(self) -> bool:
         return True
@@ -173,18 +176,30 @@ class _MemoryFile(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        at = offset + (0, self._at, len(self.view))[whence]
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + (0, self._at, self.size_bytes)[whence]
         if at < 0:
             raise ValueError(f"negative seek position {at}")
         self._at = at
         return at
 
     def readinto(self, buffer: Any) -> int:
-        found = self.view[self._at : self._at + len(buffer)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        size_bytes = max(0, min(len(buffer), self.size_bytes - self._at))
+        if size_bytes:
+            buffer[:size_bytes] = self.get(self._at, size_bytes)
+        self._at += size_bytes
+        return size_bytes
+
+
+class _MemoryFile(RandomAccess):
+    """See `in_memory`."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(len(view))
+        self.view = view
+
+    def get(self, at: int, size_bytes: int) -> memoryview:
+        return self.view[at : at + size_bytes]
 
 
 def in_memory(view: memoryview) -> IO[bytes]:

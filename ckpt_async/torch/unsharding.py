@@ -16,13 +16,14 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Unpack, cast
 
 from ckpt_async import restore
 from ckpt_async.errors import DestinationError, FormatError, SettingsError
 from ckpt_async.local.durable import fsync_descriptor, fsync_path
 from ckpt_async.local.new_file import new_file
 from ckpt_async.restore import Checkpoint
+from ckpt_async.restore.options import ReadOptions
 from ckpt_async.torch.assembly import Assembler, Whole
 from ckpt_async.torch.codecs import SAFETENSORS_SUFFIX, TORCH_SUFFIXES
 from ckpt_async.torch.plain import Allow, allowed
@@ -58,8 +59,7 @@ def unshard(
     ignore_keys: IgnoreKeys = (),
     overwrite: bool = False,
     max_memory_bytes: int = MAX_MEMORY_BYTES,
-    num_concurrent_reads: int = 8,
-    **open_options: Any,
+    **options: Unpack[ReadOptions],
 ) -> UnshardReport:
     """Write the whole state of a checkpoint to one file, or into a folder.
 
@@ -77,7 +77,7 @@ def unshard(
     saved with each part, and checks that every element is there exactly once. What was written is read back and
     compared before it gets its name; it is durable on return. An error or SIGKILL leaves what was there before. Nothing
     in the files is run; `allow` and `ignore_keys` are those of `load`. Tensors in the result are plain ones: no
-    parameters, no gradients. `open_options` are those of `restore.open` (`folder`, `local_cache`, `peers`).
+    parameters, no gradients. The other options are those of `restore.open`.
 
     Blocks. Raises FormatError for what cannot be read or written in this way, UnsafePickleError, DamagedCheckpointError
     if a part is missing or is not what was saved, DestinationError if `path` exists (`overwrite` replaces a file),
@@ -95,7 +95,8 @@ def unshard(
             else "use another name, or overwrite it (overwrite=True, --overwrite)"
         )
         raise DestinationError(f"{str(target)!r} already exists; it was left alone", hint=hint)
-    with restore.open(checkpoint, num_concurrent_reads=num_concurrent_reads, **open_options) as reader:
+    options.setdefault("num_concurrent_reads", 8)
+    with restore.open(checkpoint, **options) as reader:
         plan = Planner(reader, classes).make(subfolder)
         drop(plan.state, ignore_keys)
         writing = _Writing(reader, plan, max_memory_bytes)

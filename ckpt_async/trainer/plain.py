@@ -10,9 +10,10 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, Unpack
 
 from ckpt_async.core import naming
+from ckpt_async.core.settings_options import SettingsOptions
 from ckpt_async.errors import (
     InvalidShardError,
     ObjectNotFoundError,
@@ -69,7 +70,7 @@ class PlainUploader:
         *,
         store_options: StoreOptions | None = None,
         staging_folder: str | os.PathLike[str] | None = None,
-        **settings: Any,
+        **settings: Unpack[SettingsOptions],
     ) -> None:
         self.remote = remote
         self._settings = load_settings(settings, os.environ)

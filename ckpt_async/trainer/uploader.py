@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self, Unpack
 
 from ckpt_async.core import arguments, keys, naming
 from ckpt_async.core.model import CheckpointId, Enqueued, Failed, Growing, Sealed, Shard
+from ckpt_async.core.settings_options import SettingsOptions
 from ckpt_async.errors import (
     CkptAsyncError,
     FailureReason,
@@ -93,7 +94,7 @@ class Uploader:
         store_options: StoreOptions | None = None,
         settings_file: str | os.PathLike[str] | None = None,
         on_event: Callable[[Event], object] | None = None,
-        **settings: Any,
+        **settings: Unpack[SettingsOptions],
     ) -> None:
         # On this node's clock, which is also that of the folder's local file system.
         self._opened_at = time.time()

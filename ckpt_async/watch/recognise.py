@@ -13,7 +13,7 @@ from pathlib import Path
 from ckpt_async.core import naming
 from ckpt_async.core.model import CheckpointId, Checksum, Decision, Outcome
 from ckpt_async.restore.checkpoint import RemoteFile
-from ckpt_async.restore.partial import checksum_of_file
+from ckpt_async.restore.destination import checksum_of_file
 from ckpt_async.watch import plan
 from ckpt_async.watch.entries import Entries, Entry, State
 from ckpt_async.watch.remote import Remote

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, __version__, cli, errors, restore
-from ckpt_async.cli.failures import code_of
-from ckpt_async.cli.output import SILENCE_S
+from ckpt_async.cli.output import SILENCE_S, code_of
 from ckpt_async.core import keys
 from ckpt_async.core.boundary import Boundary, Checkpoints
 from ckpt_async.core.model import (
@@ -380,7 +379,7 @@ def test_waiting_for_an_unresponsive_store_is_reported_on_stderr(
     assert f"after {SILENCE_S:.0f} s a message on stderr says so" in (ROOT / "docs/cli.md").read_text()
     assert SILENCE_S == 5
     monkeypatch.setattr("ckpt_async.cli.output.SILENCE_S", 0.01)
-    for place in ("cli.looking.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
+    for place in ("cli.ls.LS_TIMEOUT_S", "cli.upkeep.COMMAND_TIMEOUT_S", "restore.session.PATIENCE_S"):
         monkeypatch.setattr(f"ckpt_async.{place}", 1.0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens

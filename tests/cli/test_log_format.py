@@ -83,7 +83,7 @@ def test_a_traceback_that_was_asked_for_is_a_field(
 def test_a_warning_of_python_is_an_object(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt_async.cli.version.version", lambda _: warnings.warn("old", stacklevel=1) or 0)
+    monkeypatch.setattr("ckpt_async.cli.output.version", lambda _: warnings.warn("old", stacklevel=1) or 0)
     assert main(["version", "--log-format", "json"]) == 0
     (line,) = capsys.readouterr().err.splitlines()
     told = json.loads(line)

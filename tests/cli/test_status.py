@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader, cli, restore
-from ckpt_async.cli import status_text
-from ckpt_async.cli.drawing import Block, Table, Terminal, drawn
+from ckpt_async.cli.output import Block, Table, Terminal, drawn
+from ckpt_async.cli.status import folder_blocks
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Enqueued, FileIdentity, Sealed, Shard
 from ckpt_async.local.folder import Folder
@@ -209,9 +209,7 @@ def test_a_folder_whose_trainer_is_dead_says_how_to_finish_it(
 def test_the_time_left_is_that_of_what_has_not_been_uploaded(journal: Journal) -> None:
     id_ = CheckpointId(1, 7)
     status = view([journal.local()], {(0, id_, "a"): 896 << 10}, 0.0)
-    [block] = status_text.folder_blocks(
-        "/f", {"": Seen(status, (0,), {id_: float(1 << 16)})}, is_titled=False
-    )
+    [block] = folder_blocks("/f", {"": Seen(status, (0,), {id_: float(1 << 16)})}, is_titled=False)
     assert ("", "speed   64.0 KiB/s, 2 s left") in block.lines
     assert block.table is not None
     assert block.table.rows[0][-1] == "64.0 KiB/s, 2 s left"

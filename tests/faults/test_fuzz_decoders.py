@@ -31,11 +31,11 @@ from ckpt_async.core.model import Beat, CheckpointId, Checksum, Claim, Damage, G
 from ckpt_async.core.pickled import Rules
 from ckpt_async.errors import CkptAsyncError
 from ckpt_async.formats import Identity, Tree, find
-from ckpt_async.formats.dcp_files import named_files, named_tensors
+from ckpt_async.formats.dcp_files import named_files
 from ckpt_async.local import journals
 from ckpt_async.restore.objects import pointed
 from ckpt_async.runners import wire
-from ckpt_async.torch.unpickle import load_metadata
+from ckpt_async.torch.dcp_metadata import load_metadata
 from ckpt_async.watch.announcement import Announcement, Version
 
 MIB = 1 << 20
@@ -144,7 +144,7 @@ def _others() -> Iterator[tuple[str, Decoder]]:
         for n, each in enumerate(chunks)
     }
     real = Metadata({"w": weights, "x": BytesStorageMetadata()}, {"w": ("model", "w")}, places)
-    for protocol, decode in ((2, named_tensors), (4, named_files), (4, load_metadata)):
+    for protocol, decode in ((2, named_files), (4, named_files), (4, load_metadata)):
         yield decode.__name__, Decoder(decode, pickle.dumps(real, protocol=protocol))
     yield (
         "packet",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async.torch import SnapshotBuffers, capture_rng, host_memory, restore_rng
+from ckpt_async.torch import SnapshotBuffers, capture_rng, restore_rng, snapshot
 
 GPU = torch.device("cuda")
 
@@ -74,7 +74,7 @@ def test_a_snapshot_has_the_bytes_of_its_moment(keeps_sharing: bool) -> None:
 
 def test_large_tensors_are_copied_into_page_locked_memory_of_their_size() -> None:
     buffers = SnapshotBuffers()
-    tensor = torch.randn((host_memory.MAPPED_BYTES * 33 // 32) // 4, device=GPU)
+    tensor = torch.randn((snapshot.MAPPED_BYTES * 33 // 32) // 4, device=GPU)
     before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     taken = buffers.take({"a": tensor, "cpu": torch.randn(1 << 20)})
     assert taken["a"].is_pinned()
@@ -90,13 +90,13 @@ def test_large_tensors_are_copied_into_page_locked_memory_of_their_size() -> Non
 
 
 def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = host_memory._is_page_locked_now
+    lock = snapshot._is_page_locked_now
 
     def lock_twice(tensor: torch.Tensor) -> bool:
         assert lock(tensor)
         return lock(tensor)  # CUDA refuses: it is locked already
 
-    monkeypatch.setattr(host_memory, "_is_page_locked_now", lock_twice)
+    monkeypatch.setattr(snapshot, "_is_page_locked_now", lock_twice)
     tensor = torch.randn(1 << 20, device=GPU)
     buffers = SnapshotBuffers()
     taken = buffers.take([tensor])[0]

@@ -56,9 +56,8 @@ from ckpt_async.errors import (
 from ckpt_async.local import kept
 from ckpt_async.protocol import cas, deciding, presence, steps, sweep_plan
 from ckpt_async.protocol import generation as generations
-from ckpt_async.restore import discovery, proof
-from ckpt_async.restore.lanes import Pace
-from ckpt_async.restore.session import Session
+from ckpt_async.restore import discovery
+from ckpt_async.restore.session import Pace, Session
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.sweep import remote as remote_sweep
@@ -561,7 +560,7 @@ class World:
         for module in (deciding, discovery):
             patch(mock.patch.object(module, "both", lambda *both: in_turn(both)))
         again = contextlib.nullcontext(self._session())
-        patch(mock.patch.object(proof, "session", return_value=again))
+        patch(mock.patch.object(discovery, "session", return_value=again))
         patch(mock.patch.object(sweep_plan, "COLLECT_AT_LEAST", self._collect_at_least))
         # In this world decisions are collected at once, not after a day.
         patch(mock.patch.object(committing, "COLLECTED_AFTER_S", 0.0))

@@ -14,7 +14,8 @@ from typing import Any
 
 from ckpt_async import restore
 from ckpt_async.core import keys
-from ckpt_async.restore import partial, session
+from ckpt_async.restore import destination as destinations
+from ckpt_async.restore import session
 from ckpt_async.restore.destination import Destination
 from ckpt_async.stores.directory import DirectoryStore
 
@@ -74,7 +75,7 @@ def fetches_by_pieces(
     """Fetch from a folder in small ranges, and die by SIGKILL just before piece number `num_pieces` is taken from the
     store. Sends every range before it is read, and the report at the end.
     """
-    partial.RANGE_BYTES = range_bytes
+    destinations.RANGE_BYTES = range_bytes
     get_range, lock = DirectoryStore.get_range, threading.Lock()
     left = num_pieces
 

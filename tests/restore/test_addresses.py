@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.restore import PeerServer, addresses
+from ckpt_async.restore import PeerServer, peers
 
 
 @pytest.mark.fault("F63")
@@ -16,9 +16,9 @@ def test_loopback_addresses_are_never_offered_to_other_nodes() -> None:
     offered once, the most likely to work first, and only a few in all.
     """
     found = ["127.0.1.1", "10.0.0.7", "::1", "fe80::1", "169.254.1.1", "0.0.0.0", "::", "10.0.0.7", "fd00::7"]
-    assert addresses.usable(found) == ["10.0.0.7", "fd00::7"]
-    assert addresses.usable(["127.0.0.1"]) == []
-    assert len(addresses.usable(f"10.0.0.{number}" for number in range(100))) == addresses.MOST_ADDRESSES
+    assert peers.usable(found) == ["10.0.0.7", "fd00::7"]
+    assert peers.usable(["127.0.0.1"]) == []
+    assert len(peers.usable(f"10.0.0.{number}" for number in range(100))) == peers.MOST_ADDRESSES
 
 
 @pytest.mark.parametrize(
@@ -36,16 +36,16 @@ def test_order_of_the_addresses(
     env: dict[str, str], wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("eth0", "fd00::7"), ("eth1", "192.168.0.7")]
-    monkeypatch.setattr(addresses, "interface_addresses", lambda: iter(there))
-    assert addresses.own_addresses(env) == wanted
+    monkeypatch.setattr(peers, "interface_addresses", lambda: iter(there))
+    assert peers.own_addresses(env) == wanted
 
 
 def test_addresses_of_this_machine() -> None:
     """They must be those that the kernel reports."""
-    assert ("lo", "127.0.0.1") in list(addresses.interface_addresses())
+    assert ("lo", "127.0.0.1") in list(peers.interface_addresses())
     told = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
     of_kernel = {line.split()[3].partition("/")[0] for line in told.splitlines()}
-    assert {address for _, address in addresses.interface_addresses()} <= of_kernel
+    assert {address for _, address in peers.interface_addresses()} <= of_kernel
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_nodes_are_identified_by_machine_and_folder(tmp_path: Path) -> None:
     """
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert addresses.place(tmp_path / "a") == addresses.place(tmp_path / "link")
-    assert addresses.place(tmp_path / "a" / "x" / "y") == addresses.place(tmp_path / "link" / "x" / "y")
-    assert addresses.place(tmp_path / "a") != addresses.place(tmp_path / "b")
-    assert addresses.place(tmp_path / "a" / "x") != addresses.place(tmp_path / "a" / "y")
+    assert peers.place(tmp_path / "a") == peers.place(tmp_path / "link")
+    assert peers.place(tmp_path / "a" / "x" / "y") == peers.place(tmp_path / "link" / "x" / "y")
+    assert peers.place(tmp_path / "a") != peers.place(tmp_path / "b")
+    assert peers.place(tmp_path / "a" / "x") != peers.place(tmp_path / "a" / "y")

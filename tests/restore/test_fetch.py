@@ -21,9 +21,9 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, InvalidNameError, NoSpaceError, SettingsError, StoreError
-from ckpt_async.restore import destination, partial, sources
-from ckpt_async.restore.lanes import Pace
-from ckpt_async.restore.session import Session
+from ckpt_async.restore import destination, sources
+from ckpt_async.restore import destination as destinations
+from ckpt_async.restore.session import Pace, Session
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.progress import Progress
@@ -58,7 +58,7 @@ def test_fetched_files_are_byte_identical(
     """This includes empty files, and files of many ranges with a short last one. No lease
     and no partial file may be left.
     """
-    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", 1000)
     files = files_of(10) | {2: {"empty.pt": b"", "exact.pt": content(1, "x", 2000)}}
     checkpoint = _committed(any_run, files=files)
     seen: list[tuple[int, int]] = []
@@ -283,7 +283,7 @@ def test_damage_takes_nothing_from_a_process_that_fetches_the_same(run_: Run, tm
     shared = destination.Destination(there, checkpoint, is_verified=True, may_overwrite=False)
     shared.make()
     assert file.checksum is not None
-    with partial.locked_now(shared.partial_path(file), file.size_bytes, file.checksum.algorithm) as held:
+    with destinations.locked_now(shared.partial_path(file), file.size_bytes, file.checksum.algorithm) as held:
         assert held is not None
         held.prepare()
         with pytest.raises(restore.DamagedCheckpointError):
@@ -392,14 +392,14 @@ def test_missing_space_is_reported_before_the_fetch(
 def test_a_disk_that_runs_full_raises(run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk fills up in the middle of the fetch; when called again, the fetch continues."""
     checkpoint = _committed(run_)
-    write, is_full = partial.PartialFile.write, True
+    write, is_full = destinations.PartialFile.write, True
 
-    def full(self: partial.PartialFile, piece: memoryview, offset: int) -> None:
+    def full(self: destinations.PartialFile, piece: memoryview, offset: int) -> None:
         if is_full:
             raise OSError(28, "No space left on device")
         write(self, piece, offset)
 
-    monkeypatch.setattr(partial.PartialFile, "write", full)
+    monkeypatch.setattr(destinations.PartialFile, "write", full)
     with pytest.raises(NoSpaceError, match="filled up"):
         restore.fetch(checkpoint, tmp_path / "there")
     is_full = False
@@ -424,9 +424,9 @@ def test_a_failure_leaves_no_thread_writing_to_a_closed_file(
     """
     checkpoint = _committed(run_)
     preparing, failed, used = threading.Event(), threading.Event(), []
-    prepare, get_range = partial.PartialFile.prepare, DirectoryStore.get_range
+    prepare, get_range = destinations.PartialFile.prepare, DirectoryStore.get_range
 
-    def slowly(self: partial.PartialFile) -> int:
+    def slowly(self: destinations.PartialFile) -> int:
         if self._size_bytes and not preparing.is_set():
             preparing.set()
             assert failed.wait(30)
@@ -439,7 +439,7 @@ def test_a_failure_leaves_no_thread_writing_to_a_closed_file(
         failed.set()
         raise StoreError("no", reason=FailureReason.PRECONDITION, operation="get")
 
-    monkeypatch.setattr(partial.PartialFile, "prepare", slowly)
+    monkeypatch.setattr(destinations.PartialFile, "prepare", slowly)
     monkeypatch.setattr(DirectoryStore, "get_range", failing)
     with pytest.raises(StoreError):
         restore.fetch(checkpoint, tmp_path / "there")
@@ -563,7 +563,7 @@ def test_a_file_whose_fsync_failed_is_fetched_again(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole file is fetched again: correct bytes in memory prove nothing about the disk, nor does another fsync."""
-    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", 1000)
     checkpoint = _committed(run_, files={0: {"a.pt": content(1, "a")}})
     disk = Disk(monkeypatch)
     disk.fails = lambda facts: stat.S_ISREG(facts.st_mode)

@@ -16,8 +16,7 @@ from ckpt_async import Uploader, restore
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.errors import CkptAsyncError, DestinationError, InvalidNameError, NoUsableCheckpointError
-from ckpt_async.restore.destination import PARTIAL_FOLDER
-from ckpt_async.restore.partial import RANGE_BYTES
+from ckpt_async.restore.destination import PARTIAL_FOLDER, RANGE_BYTES
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.heard import Heard, heard
 from tests.restore import plays

@@ -18,7 +18,7 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.core import keys
 from ckpt_async.errors import StoreError
-from ckpt_async.restore import partial
+from ckpt_async.restore import destination as destinations
 from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores.checksums import checksum_of
 from tests.faults.processes import SOAK
@@ -53,7 +53,7 @@ def _recorded(there: Path, files: list[bytes], range_bytes: int) -> set[bytes]:
 
 def _ranges(asked: list[tuple[int, int]]) -> set[int]:
     """Return the offsets of the ranges covered by these requests."""
-    return {at for offset, size in asked for at in range(offset, offset + size, partial.RANGE_BYTES)}
+    return {at for offset, size in asked for at in range(offset, offset + size, destinations.RANGE_BYTES)}
 
 
 @pytest.mark.parametrize("num_kills", [20, pytest.param(500, marks=SOAK)])
@@ -111,11 +111,11 @@ def test_a_fetch_from_s3_killed_repeatedly_resumes(
 ) -> None:
     """The requests are counted on the wire: no process may ask again for a recorded range."""
     chance = random.Random(seed)
-    data = os.urandom(24 * partial.RANGE_BYTES + 5)
+    data = os.urandom(24 * destinations.RANGE_BYTES + 5)
     checkpoint = _committed(counted_run, {0: {"big.pt": data}})
     there, recorded = tmp_path / "there", set()
     # The last kill comes after twice as many bytes as can be in flight, so that some ranges are on record.
-    for size_bytes in (*(chance.randrange(1, 24) * MIB for _ in range(3)), 4 * partial.RANGE_BYTES):
+    for size_bytes in (*(chance.randrange(1, 24) * MIB for _ in range(3)), 4 * destinations.RANGE_BYTES):
         start = len(relay.asked("big.pt"))
         with (
             plays.playing(plays.fetches, checkpoint, str(there), {"num_concurrent_reads": 2}) as (
@@ -143,16 +143,16 @@ def test_a_wrong_progress_record_is_not_trusted(
     run_: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Power loss may leave a record of bytes that never reached the disk, or half a line."""
-    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", 1000)
     files = {0: {"a.pt": content(1, "a", 3000)}}
     checkpoint = _committed(run_, files)
     there = tmp_path / "there"
 
-    def fail(self: partial.PartialFile, target: Path, **options: int) -> None:
+    def fail(self: destinations.PartialFile, target: Path, **options: int) -> None:
         raise OSError(5, "by the test")
 
-    publish = partial.PartialFile.publish
-    monkeypatch.setattr(partial.PartialFile, "publish", fail)
+    publish = destinations.PartialFile.publish
+    monkeypatch.setattr(destinations.PartialFile, "publish", fail)
     with pytest.raises(restore.DestinationError):
         restore.fetch(checkpoint, there)
     (ranges,) = (there / PARTIAL_FOLDER).glob("*.ranges")
@@ -163,7 +163,7 @@ def test_a_wrong_progress_record_is_not_trusted(
     path.write_bytes(data)
     with path.with_name(f"{path.name}.ranges").open("ab") as record:
         record.write(b"\xff\x00 nonsense\n2000 AAAA\n99999 " + base64.b64encode(bytes(8)) + b"\n1000")
-    monkeypatch.setattr(partial.PartialFile, "publish", publish)
+    monkeypatch.setattr(destinations.PartialFile, "publish", publish)
     report = restore.fetch(checkpoint, there)
     assert is_whole(report, files)
     assert report.bytes_from == {"resumed": 2000, "remote": 1000}
@@ -225,7 +225,7 @@ def test_fetch_memory_is_bounded(tmp_path: Path) -> None:
     run.commit(5, {0: {"small.pt": b"x" * 1000}})
     small = restore.find(run.url)
     digest_of_nothing = checksum_of(bytes(MIB), "crc64nvme")
-    whole = partial.combine([(digest_of_nothing, MIB)] * 512, "crc64nvme")
+    whole = destinations.combine([(digest_of_nothing, MIB)] * 512, "crc64nvme")
     path = tmp_path / "remote" / shard_key(10, "large.pt")
     run.commit(10, {0: {"large.pt": b""}})
     with path.open("r+b") as file:
@@ -259,7 +259,7 @@ def test_a_bad_network_is_survived(
     """After refusals, answers cut off anywhere, and dropped or silent connections, the fetch
     tries again and ends correctly.
     """
-    monkeypatch.setattr(partial, "RANGE_BYTES", MIB)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", MIB)
     monkeypatch.setenv("CKPT_ASYNC_STALL_TIMEOUT_S", "1")
     monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.01")
     files = {0: {"a.pt": content(1, "a", 4 * MIB + 7), "b.pt": content(1, "b", 100)}}
@@ -275,7 +275,7 @@ def test_lost_connections_are_survived(
     counted_run: Run, relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All connections break, at any byte, several times."""
-    monkeypatch.setattr(partial, "RANGE_BYTES", 4 * MIB)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", 4 * MIB)
     monkeypatch.setenv("CKPT_ASYNC_RETRY_INITIAL_S", "0.01")
     files = {0: {"a.pt": os.urandom(24 * MIB)}}
     checkpoint = _committed(counted_run, files)
@@ -305,7 +305,7 @@ def test_a_store_that_stays_unavailable_raises(
     proxy: FaultProxy, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It raises after the configured time; everything fetched so far is kept for the next call."""
-    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", 1000)
     monkeypatch.setenv("CKPT_ASYNC_UPLOAD_TIMEOUT_S", "1")
     files = {0: {"a.pt": content(1, "a", 3000)}}
     checkpoint = _committed(Run(s3_url), files)
@@ -363,11 +363,11 @@ def test_ctrl_c_ends_the_comparison_of_a_large_local_file(
     The signal arrives on another thread, which does not end what the main thread waits for. That happens to one that
     arrives just before the main thread begins to wait.
     """
-    monkeypatch.setattr(partial, "SHARE_BYTES", 64 << 10)
-    monkeypatch.setattr(partial, "READ_BYTES", 1 << 10)
+    monkeypatch.setattr(destinations, "SHARE_BYTES", 64 << 10)
+    monkeypatch.setattr(destinations, "READ_BYTES", 1 << 10)
     num_turns = itertools.count()
 
-    class SlowDigest(partial.Digest):
+    class SlowDigest(destinations.Digest):
         def update(self, data: Any) -> None:
             if next(num_turns) == 0:
                 signal.pthread_kill(threading.get_ident(), signal.SIGINT)
@@ -379,7 +379,7 @@ def test_ctrl_c_ends_the_comparison_of_a_large_local_file(
     folder = tmp_path / "folder" / checkpoint.name
     folder.mkdir(parents=True)
     (folder / "a.pt").write_bytes(data)
-    monkeypatch.setattr(partial, "Digest", SlowDigest)
+    monkeypatch.setattr(destinations, "Digest", SlowDigest)
 
     def read() -> None:
         with restore.open(checkpoint, folder=tmp_path / "folder") as reader:
@@ -388,21 +388,21 @@ def test_ctrl_c_ends_the_comparison_of_a_large_local_file(
     calls = {"fetch": lambda: restore.fetch(checkpoint, folder), "read": read}
     with pytest.raises(KeyboardInterrupt):
         calls[call]()
-    assert next(num_turns) < len(data) // partial.READ_BYTES
+    assert next(num_turns) < len(data) // destinations.READ_BYTES
 
 
 def test_a_forked_child_holds_no_lock(tmp_path: Path) -> None:
     """A dataloader worker forked during a fetch inherits a copy of the lock's descriptor."""
 
     async def main() -> None:
-        async with partial.locked(tmp_path / "x", 10, "crc64nvme"):
+        async with destinations.locked(tmp_path / "x", 10, "crc64nvme"):
             context = multiprocessing.get_context("fork")
             stays, go = context.Event(), context.Event()
             child = context.Process(target=lambda: (stays.set(), go.wait()))
             child.start()
             assert await asyncio.to_thread(stays.wait, 30)
         try:
-            async with asyncio.timeout(10), partial.locked(tmp_path / "x", 10, "crc64nvme"):
+            async with asyncio.timeout(10), destinations.locked(tmp_path / "x", 10, "crc64nvme"):
                 pass
         finally:
             go.set()

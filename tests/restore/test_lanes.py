@@ -14,11 +14,15 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.core.units import MIB
 from ckpt_async.local import known_link
-from ckpt_async.restore import lanes as lanes_module
-from ckpt_async.restore import partial
+from ckpt_async.restore import destination as destinations
+from ckpt_async.restore import session as lanes_module
 from ckpt_async.restore import session as session_module
-from ckpt_async.restore.lanes import MAX_REQUEST_BYTES, Pace
-from ckpt_async.restore.session import CONCURRENT_READS_AT_FIRST, MAX_CONCURRENT_READS
+from ckpt_async.restore.session import (
+    CONCURRENT_READS_AT_FIRST,
+    MAX_CONCURRENT_READS,
+    MAX_REQUEST_BYTES,
+    Pace,
+)
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer.budgets import FIRST_SERIES, MAX_SERIES
@@ -119,7 +123,7 @@ class Slow:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    monkeypatch.setattr(partial, "RANGE_BYTES", RANGE_BYTES)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", RANGE_BYTES)
     return Slow(monkeypatch)
 
 

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from ckpt_async import restore
-from ckpt_async.restore import Peer, PeerServer, addresses, partial, peers
+from ckpt_async.restore import Peer, PeerServer, peers
+from ckpt_async.restore import destination as destinations
 from tests.restore.relay import Relay
 from tests.restore.runs import Run, content, files_of, is_whole, shard_key
 from tests.stores.http_server import Server, request_of
@@ -45,7 +46,7 @@ def test_a_wiped_node_is_refilled_by_its_peers(
     counted_run: Run, relay: Relay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two nodes has half of the files, in many ranges. No byte of a shard may come from the store."""
-    monkeypatch.setattr(partial, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(destinations, "RANGE_BYTES", 1000)
     checkpoint = _committed(counted_run)
     with (
         _node(tmp_path / "a", files_of(10)[0]) as first,
@@ -332,8 +333,8 @@ def test_a_named_peer_listens_at_its_interfaces(tmp_path: Path) -> None:
     for host in ("node-7.example", "192.0.2.7"):
         with PeerServer({"a": tmp_path}, host) as server:
             assert server.peer is not None
-            for address in addresses.own_addresses(os.environ):
-                there = f"http://{addresses.in_url(address)}:{urlsplit(server.peer.url).port}"
+            for address in peers.own_addresses(os.environ):
+                there = f"http://{peers.in_url(address)}:{urlsplit(server.peer.url).port}"
                 assert _answer(there, b"GET /a HTTP/1.1\r\n\r\n").startswith(b"HTTP/1.1 404")
 
 

@@ -76,9 +76,11 @@ def test_nothing_is_shown_before_all_is_there_and_an_interrupted_copy_goes_on(
     with pytest.raises(KeyboardInterrupt):
         copy(run_there, there, on_copied=interrupted)
     fetched: list[str] = []
-    once = run_copy.fetch_as
+    once = run_copy.fetch
     monkeypatch.setattr(
-        run_copy, "fetch_as", lambda found, where: fetched.append(found.name) or once(found, where)
+        run_copy,
+        "fetch",
+        lambda found, *where, **more: fetched.append(found.name) or once(found, *where, **more),
     )
     copy(run_there, there)
     assert fetched == ["step-3", "step-7"]

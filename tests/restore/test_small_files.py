@@ -20,7 +20,8 @@ import pytest
 from ckpt_async import restore
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.local import durable
-from ckpt_async.restore import partial, session, small_files
+from ckpt_async.restore import destination as destinations
+from ckpt_async.restore import session, small_files
 from ckpt_async.restore.destination import PARTIAL_FOLDER, Destination
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.http import connections
@@ -350,14 +351,14 @@ def test_an_expired_lease_stops_a_series(
 ) -> None:
     """It expires in the middle of a series: after the files under way nothing is requested, and nothing is left."""
     checkpoint = _committed(on_disk.run)
-    publish, keep, held = partial.PartialFile.publish, session.HeldLease.keep, []
+    publish, keep, held = destinations.PartialFile.publish, session.HeldLease.keep, []
     num_published = 0
 
     async def noted(self: session.HeldLease) -> None:
         held.append(self)
         await keep(self)
 
-    def then_it_runs_out(self: partial.PartialFile, target: Path, **options: int) -> None:
+    def then_it_runs_out(self: destinations.PartialFile, target: Path, **options: int) -> None:
         nonlocal num_published
         publish(self, target, **options)
         num_published += 1
@@ -365,7 +366,7 @@ def test_an_expired_lease_stops_a_series(
             held[0]._good_until = 0.0
 
     monkeypatch.setattr(session.HeldLease, "keep", noted)
-    monkeypatch.setattr(partial.PartialFile, "publish", then_it_runs_out)
+    monkeypatch.setattr(destinations.PartialFile, "publish", then_it_runs_out)
     on_disk.asked()
     with pytest.raises(restore.CheckpointGoneError, match="expired"):
         restore.fetch(checkpoint, tmp_path / "there", **ONE)
@@ -382,16 +383,16 @@ def test_a_disk_that_runs_full_stops_a_series(
 ) -> None:
     """The error is raised; when called again, the fetch continues where it was."""
     checkpoint = _committed(on_disk.run)
-    write, left = partial.PartialFile.write, 20
+    write, left = destinations.PartialFile.write, 20
 
-    def full(self: partial.PartialFile, piece: memoryview, offset: int) -> None:
+    def full(self: destinations.PartialFile, piece: memoryview, offset: int) -> None:
         nonlocal left
         left -= 1
         if left < 0:
             raise OSError(28, "No space left on device")
         write(self, piece, offset)
 
-    monkeypatch.setattr(partial.PartialFile, "write", full)
+    monkeypatch.setattr(destinations.PartialFile, "write", full)
     with pytest.raises(NoSpaceError, match="filled up"):
         restore.fetch(checkpoint, tmp_path / "there", **ONE)
     left = NUM
@@ -421,7 +422,7 @@ def test_a_file_that_cannot_be_published_is_an_error(
             raise RuntimeError("can't start new thread")
         start(self)
 
-    monkeypatch.setattr(partial, "fsync_descriptor", failing)
+    monkeypatch.setattr(destinations, "fsync_descriptor", failing)
     if not has_room:
         monkeypatch.setattr(threading.Thread, "start", no_room)
     with pytest.raises(restore.DestinationError, match=re.escape(NAMES[70])):
@@ -572,7 +573,7 @@ def test_the_folder_of_partial_files_may_vanish_at_any_time(
     monkeypatch.setattr(Path, "mkdir", vanishing)
 
     async def main() -> None:
-        async with asyncio.timeout(30), partial.locked(folder / "a", 1, "crc64nvme") as found:
+        async with asyncio.timeout(30), destinations.locked(folder / "a", 1, "crc64nvme") as found:
             assert found.prepare() == 0
 
     run(main())

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import restore
-from ckpt_async.restore.destination import PARTIAL_FOLDER
-from ckpt_async.restore.partial import discard_unlocked, locked_now
+from ckpt_async.restore.destination import PARTIAL_FOLDER, discard_unlocked, locked_now
 from tests.restore import plays
 from tests.restore.runs import Run, content, left_in, shard_key
 

@@ -20,8 +20,7 @@ from ckpt_async.errors import (
     ObjectNotFoundError,
     StoreError,
 )
-from ckpt_async.restore.destination import Destination
-from ckpt_async.restore.partial import RANGE_BYTES, locked_now
+from ckpt_async.restore.destination import RANGE_BYTES, Destination, locked_now
 from ckpt_async.stores import open_store
 from ckpt_async.stores.interface import Store
 from tests.restore.runs import Run, files_of

@@ -80,7 +80,7 @@ def clock(name: str) -> None:
     # Clocks of ranks differ: here the other ranks' would save all the time. Rank 0's counts.
     real = time.monotonic
     with open_saver(name, save_interval="0.2s") as saver:
-        saver._asking._clock = lambda: real() * (1 if rank == 0 else 1000)
+        saver._requests._clock = lambda: real() * (1 if rank == 0 else 1000)
         train(saver, name, lambda _: on_all_ranks(len(all_saved[name]) >= 2), lambda _: time.sleep(0.005))
 
 

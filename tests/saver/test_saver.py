@@ -776,7 +776,7 @@ def test_saves_that_failed_say_nothing_of_what_one_costs(
     started_s = time.monotonic()
 
     def is_due(batch: int, after_s: float) -> bool:
-        saver._asking._clock = lambda: started_s + after_s
+        saver._requests._clock = lambda: started_s + after_s
         return saver.step(dict, batch)
 
     assert is_due(1, 11)

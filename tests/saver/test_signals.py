@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_async.errors import JournalError, SettingsError
-from ckpt_async.saver.signals import on_signals, watch
+from ckpt_async.saver.save_requests import on_signals, watch
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,8 @@ def scenario(name: str, remote: str, base: Path, rank: int) -> dict[str, Any]:
     try:
         found = fetch_together(remote, destination, **settings)
     except Exception as error:
-        return {"error": type(error).__name__, "message": str(error)}
+        cause = type(error.__cause__).__name__
+        return {"error": type(error).__name__, "message": str(error), "cause": cause}
     if found is None:
         return {"none": True}
     checkpoint, report = found

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 import ckpt_async.torch as ckpt
 from ckpt_async import Uploader
 from ckpt_async.errors import FormatError, RankFailedError, SettingsError
-from ckpt_async.torch import dcp_writer, host_memory
+from ckpt_async.torch import dcp_writer, snapshot
 from tests.ranks import become_ranks
 
 world_size, root = int(sys.argv[1]), Path(sys.argv[2])
@@ -86,7 +86,7 @@ model, optimizer = trained(fully_shard)
 of_model, of_optimizer = get_state_dict(model, optimizer)
 state: dict[str, Any] = {"model": of_model, "optim": of_optimizer}
 is_independent_and_equal(state)
-assert max(local(each).nbytes for each in leaves(state).values()) > host_memory.MAPPED_BYTES
+assert max(local(each).nbytes for each in leaves(state).values()) > snapshot.MAPPED_BYTES
 
 model, optimizer = trained(fsdp1)
 FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)

@@ -88,7 +88,7 @@ def test_a_remote_that_lost_everything_is_no_fresh_start_for_any_rank(results: A
     over when a bucket was emptied.
     """
     for each in results["emptied"]:
-        assert each["error"] == "StoreError"
+        assert (each["error"], each["cause"]) == ("RankFailedError", "StoreError")
         assert "this node's journal knows" in each["message"]
 
 
@@ -148,9 +148,12 @@ def test_all_ranks_fall_back_to_the_same_older_checkpoint(results: Any) -> None:
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(results: Any) -> None:
-    for each in results["unwritable"]:
-        assert each["error"] == "ResumeError"
-        assert "rank 2: DestinationError" in each["message"]
+    for rank, each in enumerate(results["unwritable"]):
+        if rank // 2 == 1:  # the ranks of that node
+            assert each["error"] == "DestinationError"
+        else:
+            assert each["error"] == "RankFailedError"
+            assert "rank 2 failed: DestinationError" in each["message"]
 
 
 NODES = st.sampled_from(["a", "b", "c"])

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_async.errors import FormatError, SettingsError
 from ckpt_async.torch import SnapshotBuffers
-from ckpt_async.torch.host_memory import MAPPED_BYTES
+from ckpt_async.torch.snapshot import MAPPED_BYTES
 
 
 class Point(NamedTuple):

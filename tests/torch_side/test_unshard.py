@@ -40,6 +40,7 @@ from ckpt_async.errors import (
 from ckpt_async.restore.objects import look
 from ckpt_async.torch import unsharding
 from ckpt_async.torch.assembly import Block, Part, blocks, first_element, overlap
+from tests.restore.runs import Run, shard_key
 from tests.torch_side import foreign_files
 from tests.web_servers import serving_ranges
 
@@ -740,3 +741,16 @@ def test_shared_dicts_have_no_more_names_than_a_file_may_hold(tmp_path: Path) ->
     with pytest.raises(FormatError, match="names of its tensors"):
         ckpt.unshard(looked.checkpoint, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_metadata_that_differs_from_its_receipt_is_not_unsharded(tmp_path: Path, run_: Run) -> None:
+    """A name with a wrong bit would be written as another key, and nothing else would tell."""
+    state_dict_saver.save({"weights": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path / "saved"))
+    files = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    run_.commit(1, {0: files})
+    checkpoint = restore.find(run_.url)
+    assert checkpoint is not None
+    run_.flip(shard_key(1, ".metadata"), at=files[".metadata"].index(b"weights"))
+    with pytest.raises(DamagedCheckpointError, match="metadata"):
+        ckpt.unshard(checkpoint, tmp_path / "whole.pt")
+    assert not (tmp_path / "whole.pt").exists()

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_async.saver import Auto
 from ckpt_async.saver import schedule as schedules
-from ckpt_async.saver.asking import Asking
+from ckpt_async.saver.save_requests import SaveRequests
 from ckpt_async.saver.schedule import Due
 
 
@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 def test_what_another_thread_tells_is_counted_on_the_trainers(clock: Clock) -> None:
     """Nothing else keeps two threads from using the meter at the same time."""
-    asking = Asking(schedules.parse(Auto()), 0, 1, chosen=lambda _: None, clock=clock)
+    asking = SaveRequests(schedules.parse(Auto()), 0, 1, chosen=lambda _: None, clock=clock)
     asking.began(Due.YES, 1)
     asking.meter.save_began(1, clock.now_s, 0.0)
     clock.now_s = 5.0
@@ -44,7 +44,7 @@ def test_what_another_thread_tells_is_counted_on_the_trainers(clock: Clock) -> N
 
 def saved_at(clock: Clock, auto: Auto, upload_s: Callable[[float], float], end_s: float) -> list[float]:
     """When saves begin in a training run with a step each second, whose uploads come one after the other."""
-    asking = Asking(schedules.parse(auto), 0, 1, chosen=lambda _: None, clock=clock)
+    asking = SaveRequests(schedules.parse(auto), 0, 1, chosen=lambda _: None, clock=clock)
     found: list[float] = []
     on_their_way: list[tuple[float, int]] = []
     link_free_at = 0.0
@@ -85,7 +85,7 @@ def test_a_store_that_is_away_leaves_a_save_each_longest_interval(clock: Clock) 
 def test_a_lasting_save_stands_for_the_ephemeral_one_that_would_be_due_soon(clock: Clock) -> None:
     """What is kept for good can be resumed from, too: the next ephemeral save is due an interval later."""
     schedule = schedules.parse("25s", ephemeral_save_interval="10s")
-    asking = Asking(schedule, 0, 1, chosen=lambda _: None, clock=clock)
+    asking = SaveRequests(schedule, 0, 1, chosen=lambda _: None, clock=clock)
     saves: list[tuple[int, Due]] = []
     for step in range(1, 51):
         clock.now_s = float(step)

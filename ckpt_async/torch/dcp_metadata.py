@@ -1,4 +1,4 @@
-"""Reads DCP's `.metadata`, which is a pickle, without running anything that it says.
+"""Reads DCP's `.metadata`, which is a pickle, without running anything that it says, and finds the parts it names.
 
 The interpreter is in `pickled`. Here are its tables: a global is only a name in a table, and a value is put into a
 class of DCP only if it has the field's type. The result is always well-formed metadata.
@@ -6,8 +6,11 @@ class of DCP only if it has the field's type. The result is always well-formed m
 
 from __future__ import annotations
 
+import io
 import os
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
@@ -24,9 +27,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt_async import restore
 from ckpt_async.core.pickled import ILL_FORMED, Class, Function, Rules, interpret, refuse
-from ckpt_async.errors import UnsafePickleError
-from ckpt_async.formats.dcp_files import MAX_METADATA_BYTES, METADATA, OLMO_CORE_STORAGE
+from ckpt_async.errors import DamagedCheckpointError, FormatError, UnsafePickleError
+from ckpt_async.formats.dcp_files import (
+    FLASHPOINT_HEAD_BYTES,
+    FLASHPOINT_PREFIX_BYTES,
+    MAX_METADATA_BYTES,
+    METADATA,
+    OLMO_CORE_STORAGE,
+    flashpoint_is_optimised,
+)
+from ckpt_async.restore import Checkpoint, Reader
+from ckpt_async.restore.session import unreliable
+from ckpt_async.stores.checksums import checksum_of
+from ckpt_async.torch import flashpoint
+
+NOT_TORCH = "not in the form that torch saves"
 
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_FIELDS = 16
@@ -242,3 +259,106 @@ def _check_tensor(name: str, stored: TensorStorageMetadata) -> None:
 def _require(is_right: bool, what: str) -> None:
     if not is_right:
         refuse(f"{what} is not as DCP writes it")
+
+
+# --- the parts of a checkpoint in a store ------------------------------------------------------------------
+
+
+def read_metadata(reader: Reader, name: str) -> Metadata:
+    """Return the metadata in this file of a checkpoint, once its checksum is that of its receipt.
+
+    Raises DamagedCheckpointError; UnreliableReadError; UnsafePickleError, as `load_metadata`.
+    """
+    file = reader.files[name]
+
+    def damage(stream: io.BytesIO) -> str:
+        told = file.checksum
+        is_right = told is None or checksum_of(stream.getbuffer(), told.algorithm) == told
+        return "" if is_right else "its checksum differs from its receipt"
+
+    stream = io.BytesIO(reader.read(name))
+    if damage(stream):
+        stream = read_beyond_doubt(reader.checkpoint, name, 0, file.size_bytes, damage)
+    return load_metadata(stream.getvalue())
+
+
+def read_beyond_doubt(
+    checkpoint: Checkpoint, file: str, offset: int, size_bytes: int, damage: Callable[[io.BytesIO], str]
+) -> io.BytesIO:
+    """Read from the store alone, over new connections each time: a peer may have wrong bytes, or the network may have
+    corrupted one. `damage` says what is wrong with what was read.
+
+    Raises DamagedCheckpointError once the same wrong bytes came twice, else UnreliableReadError.
+    """
+    before: bytes | None = None
+    for _ in range(2):
+        with restore.open(checkpoint) as store:
+            stream = io.BytesIO(store.read(file, offset, size_bytes))
+            if not (reason := damage(stream)):
+                return stream
+            told = f"bytes {offset}+{size_bytes}: {reason}"
+            if stream.getvalue() == before:
+                # Pieces in another serialization look like this, too: it does not prove the store wrong.
+                is_other = reason.startswith(NOT_TORCH)
+                raise damaged(checkpoint, file, told) if is_other else store.damaged(f"{file}: {told}")
+            before = stream.getvalue()
+    raise unreliable(f"{checkpoint.name}: {file}: {told}, and others when they are read again")
+
+
+def damaged(checkpoint: Checkpoint, file: str, reason: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{checkpoint.name} ({checkpoint.id}) is damaged: {file}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The bytes that were saved as one part of a tensor, or as one object."""
+
+    file: str
+    offset: int
+    size_bytes: int
+    is_optimised: bool  # in ML Flashpoint's own form
+
+
+class Places:
+    """Finds the parts that the metadata in one folder of a checkpoint names. `read` reads a range of a file."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, metadata: Metadata, read: Callable[[str, int, int], bytes]
+    ) -> None:
+        self._checkpoint, self._prefix, self._read = checkpoint, prefix, read
+        self._stored = metadata.storage_data or {}
+        self._are_optimised: dict[str, bool | None] = {}
+
+    def find(self, index: MetadataIndex) -> Place:
+        """Return where a part is. Raises DamagedCheckpointError if the checkpoint does not have it."""
+        stored = self._stored.get(index)
+        if stored is None:
+            raise damaged(self._checkpoint, METADATA, f"it does not say where {index.fqn!r} is")
+        if getattr(stored, "transform_descriptors", None):
+            raise FormatError(
+                f"{index.fqn!r} was saved through stream extensions",
+                hint="fetch the checkpoint and load it with torch's FileSystemReader",
+            )
+        name, offset = f"{self._prefix}{stored.relative_path}", stored.offset
+        file = self._checkpoint.files.get(name)
+        if file is None:
+            raise damaged(self._checkpoint, METADATA, f"it names {name!r}, which is not in the checkpoint")
+        is_optimised = self._is_optimised(name, file.size_bytes)
+        if is_optimised is not None:
+            offset += FLASHPOINT_PREFIX_BYTES
+        if not 0 <= offset <= offset + stored.length <= file.size_bytes:
+            told = f"bytes {offset}+{stored.length} are beyond its {file.size_bytes} bytes"
+            raise damaged(self._checkpoint, name, told)
+        return Place(name, offset, stored.length, bool(is_optimised))
+
+    def _is_optimised(self, name: str, size_bytes: int) -> bool | None:
+        """Return whether ML Flashpoint wrote this file in its own form (True) or in torch's (False).
+
+        None if another tool wrote it.
+        """
+        if not flashpoint.OBJECT_NAME.search(name):
+            return None
+        if name not in self._are_optimised:
+            head = self._read(name, 0, min(size_bytes, FLASHPOINT_HEAD_BYTES))
+            self._are_optimised[name] = flashpoint_is_optimised(head)
+        return self._are_optimised[name]
