@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_async import StoreOptions, threads
+from ckpt_async import threads
 from ckpt_async.core import keys
 from ckpt_async.core.backlog import left_by_predecessors
 from ckpt_async.core.model import CheckpointId, Outcome, without_slash
@@ -19,6 +19,7 @@ from ckpt_async.protocol import steps
 from ckpt_async.restore.session import session
 from ckpt_async.saver.files import Files
 from ckpt_async.saver.local_only import unsealed
+from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import is_alone, spell, told_by_all
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.together import all_or_none
