@@ -39,6 +39,8 @@ _COMMANDS = (
     ("unmark", "upkeep", "remove a reader's damage mark"),
     ("verify", "upkeep", "check from the store alone that committed checkpoints are complete"),
     ("pull", "pull", "fetch a checkpoint into a local folder and verify it"),
+    ("copy", "whole_runs", "copy a run to another place, perhaps in another kind of store"),
+    ("delete", "whole_runs", "delete a whole run"),
     ("convert", "convert", "write a checkpoint, sharded or not, as one file"),
     ("doctor", "doctor", "check that this node, the folder and the remote are fit for a run"),
     ("version", "output", "print the version"),

@@ -51,14 +51,19 @@ async def plan(store: PatientStore) -> Deletion:
     )
 
 
+def check(found: Deletion) -> None:
+    """Raise CheckpointRefusedError if something speaks against it."""
+    if found.obstacle:
+        raise CheckpointRefusedError(f"{found.url} is not deleted: {found.obstacle}")
+
+
 async def delete(store: PatientStore, found: Deletion) -> None:
     """Delete what `plan` has found, and what was written since. Safe to repeat and to cut short anywhere.
 
     Readers see no checkpoint any more once the first step is done. Raises CheckpointRefusedError, before anything is
     deleted, if there is an obstacle, and in between if somebody begins to read or to write.
     """
-    if found.obstacle:
-        raise CheckpointRefusedError(f"{store.url} is not deleted: {found.obstacle}")
+    check(found)
     for id_ in found.committed:
         await steps.begin_prune(store, id_)
     for decision in await _decisions(store):
