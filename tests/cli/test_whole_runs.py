@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_async import cli, restore
 from ckpt_async.errors import CkptAsyncError
-from tests.restore.test_run_copy import save
+from tests.small_run import save
 
 
 @pytest.fixture

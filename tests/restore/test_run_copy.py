@@ -4,22 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async import Uploader, restore
+from ckpt_async import restore
 from ckpt_async.errors import DestinationError, ObjectNotFoundError
 from ckpt_async.restore import run_copy
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.run_copy import batches, copy
-
-
-def save(folder: Path, remote: str, *steps: int, kind: str = "") -> None:
-    folder.mkdir(exist_ok=True)
-    with Uploader(folder, remote, rank=0, world_size=1, kind=kind or None, generation=None) as uploader:
-        for step in steps:
-            for name in ("a", "b"):
-                path = folder / f"{step}-{name}"
-                path.write_bytes(f"{kind} {step} {name}".encode() * 1000)
-                uploader.enqueue(path, step=step, name=f"step-{step}")
-            uploader.seal(step=step)
+from tests.small_run import save
 
 
 def contents(remote: str, place: Path, step: int | None = None, kind: str | None = None) -> dict[str, bytes]:
