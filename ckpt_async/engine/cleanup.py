@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 async def move_local_latest(state: State, action: decide.MoveLocalLatest) -> None:
     await in_thread(_point_symlink, state, action.checkpoint)
-    state.remote = replace(state.remote, local_latest=action.checkpoint)
+    state.published = replace(state.published, local_latest=action.checkpoint)
 
 
 def _point_symlink(state: State, id_: CheckpointId) -> None:

@@ -10,8 +10,8 @@ One round of the loop (`_start_due`):
     4. sleep      until something changes, until the next time that `decide` named, or for POLL_S
 
 A task carries out one action, or a series of small uploads, and records what came of it: as rows of the journal, if it
-must survive a crash, else in `state.remote`. Then the next round begins. Nothing else changes the state: tasks run on
-one event loop and change it between two awaits; other threads only append to the journal and call `wake`.
+must survive a crash, else in a part of `state.remote`. Then the next round begins. Nothing else changes the state:
+tasks run on one event loop and change it between two awaits; other threads only append to the journal and call `wake`.
 
 Uploads take a second step, because they are many and share one link: they wait in the `UploadQueue`, in the order of
 `core/order.py`, and each that ends begins the next without asking `decide` again.
@@ -155,7 +155,8 @@ class Engine:
             state = self.state
             state.is_hurried = is_hurried
             if is_hurried:
-                state.remote = replace(state.remote, polls=replace(state.remote.polls, next_at=0.0))
+                polls = replace(state.commits.polls, next_at=0.0)
+                state.commits = replace(state.commits, polls=polls)
 
         self._soon(change)
 
@@ -165,7 +166,7 @@ class Engine:
         """
 
         def change() -> None:
-            self.state.remote = replace(self.state.remote, are_members_asked_for=True)
+            self.state.fence = replace(self.state.fence, are_members_asked_for=True)
 
         self._soon(change)
 
@@ -175,8 +176,8 @@ class Engine:
         def change() -> None:
             state = self.state
             owed = decide.owed(state.fresh_local(), state.policy)
-            turn = order.to_newest(state.remote.turn, owed, state.now())
-            state.remote = replace(state.remote, turn=turn)
+            turn = order.to_newest(state.uploads.turn, owed, state.now())
+            state.uploads = replace(state.uploads, turn=turn)
             self._queue.stop_all_but(turn.sending)
 
         self._soon(change)
@@ -229,7 +230,7 @@ class Engine:
         state = self.state
         state.refresh()
         loadable = (id_ for id_, each in state.local.checkpoints.items() if decide.is_loadable(each))
-        state.remote = replace(state.remote, to_publish=max(loadable, default=None))
+        state.published = replace(state.published, to_publish=max(loadable, default=None))
 
     def _start_due(self) -> float:
         """Start what is due and not under way; return for how long nothing else can become due."""
@@ -237,13 +238,12 @@ class Engine:
         if self._is_retry_asked:
             self._is_retry_asked = False
             in_flight.retry_all()
-        state.remote = decide.noticed_idleness(state.local, state.remote, state.policy, now)
-        state.remote = decide.noticed_turn(state.local, state.remote, state.policy, now)
+        state.fence = decide.noticed_idleness(state.local, state.fence, state.policy, now)
+        state.uploads = decide.noticed_turn(state.local, state.uploads, state.policy, now)
         wake_at, num_due = now + POLL_S, 0
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []
-        actions = decide.decide(state.local, state.remote, state.policy, now)
-        for action in () if state.is_taken else actions:
+        for action in decide.decide(state.local, state.remote, state.policy, now):
             if isinstance(action, decide.WaitUntil):
                 wake_at = min(wake_at, action.time)
                 continue
@@ -277,11 +277,11 @@ class Engine:
         Looks at other ranks do not, once the receipts have been listed for the first time: until then, shards or the
         commit wait for the look.
         """
-        remote = self.state.remote
+        commits = self.state.commits
         if isinstance(action, decide.ListReceipts | decide.ReadDecision):
-            return action.checkpoint in remote.watches
+            return action.checkpoint in commits.watches
         if isinstance(action, decide.Poll):
-            return remote.polls.has_polled
+            return commits.polls.has_polled
         if isinstance(action, decide.LookForSuccessor):
             return not action.is_first
         return isinstance(
@@ -356,7 +356,7 @@ class Engine:
         """Log that uploads fall behind, and again each time that twice as many checkpoints wait."""
         state = self.state
         num_waiting = len(backlog.backlog(state.local))
-        turn = state.remote.turn
+        turn = state.uploads.turn
         if num_waiting < self._tell_at or not (text := backlog.behind(state.local, turn.upload_s)):
             self._behind_since = 0.0
         elif not self._behind_since:
@@ -372,7 +372,7 @@ class Engine:
         is_to_supersede = found is not None and found.reaction == "supersede" and state.is_trainer
         # What was given up frees its space only later.
         is_known = is_to_supersede and not decide.is_freeing(state.local)
-        state.remote = replace(state.remote, shortage=found if is_known else None)
+        state.uploads = replace(state.uploads, shortage=found if is_known else None)
 
     def _keep_house(self) -> None:
         state = self.state
@@ -424,7 +424,7 @@ class Engine:
             case decide.LookForSuccessor():
                 await fencing.look_for_successor(state)
                 if action.is_first:  # one that was under way before may have seen nothing yet
-                    state.remote = replace(state.remote, must_look_first=False)
+                    state.fence = replace(state.fence, must_look_first=False)
             case decide.LookForMembers():
                 await fencing.look_for_members(state)
             case decide.NameTarget():

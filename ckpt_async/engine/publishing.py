@@ -113,4 +113,4 @@ async def move_pointer(state: State, action: decide.MovePointer) -> None:
                 root = keys.path_in(state.store.url)
                 named = f"{root}/{target}".strip("/")
                 await state.store.put(naming.fill(template, rank=state.rank), named.encode())
-    state.remote = replace(state.remote, pointed_at=action.checkpoint)
+    state.published = replace(state.published, pointed_at=action.checkpoint)

@@ -31,16 +31,6 @@ MAX_FAILURES = 1000
 
 
 @dataclass(slots=True)
-class Fence:
-    """What looks at other launches have found."""
-
-    by: int | None = None  # a newer launch; or our own generation, if another launch has taken that
-    absent_ranks: list[int] | None = None  # those that never opened this generation
-    # By which a listing tells the record of our generation from one that was written later; "": none is there.
-    record_mark: str | None = None
-
-
-@dataclass(slots=True)
 class Progress:
     """What has been sent of shards that are not verified yet."""
 
@@ -63,7 +53,7 @@ class Reports:
 class State:
     """One rank's folder, journal and store, and what is known about its checkpoints.
 
-    Belongs to one event loop; `local` and `remote` are immutable snapshots that any thread may read.
+    Belongs to one event loop; `local` and the parts of `remote` are immutable snapshots that any thread may read.
     """
 
     def __init__(
@@ -96,8 +86,9 @@ class State:
             is_adopted=not is_trainer,
         )
         self.local = Local(rank)
-        self.remote = decide.has_looked_for_successor(self.local, decide.Remote(), self.now())
-        self.fence, self.progress, self.reports = Fence(), Progress(), Reports()
+        self.uploads, self.commits, self.published = decide.Uploads(), decide.Commits(), decide.Published()
+        self.fence = decide.Fence().looked(self.local, self.now())
+        self.progress, self.reports = Progress(), Reports()
         self._noted_link: KnownLink | None = None
         self.is_hurried = False
         self.is_stopping = False
@@ -105,17 +96,20 @@ class State:
     def succeed(self, dead: State) -> None:
         """Take over what a crashed engine knew that is not in the journal."""
         self.reports, self.is_hurried = dead.reports, dead.is_hurried
-        self.fence = Fence(dead.fence.by)
-        self.look_first()
+        self.fence = decide.Fence(dead.fence.by)
 
     def look_first(self) -> None:
         """Write nothing before a look for a successor: an engine before this one, which died, was the last to look."""
-        self.remote = replace(self.remote, look_for_successor_at=0.0)
+        self.fence = replace(self.fence, look_at=0.0)
+
+    @property
+    def remote(self) -> decide.Remote:
+        return decide.Remote(self.uploads, self.commits, self.fence, self.published)
 
     @property
     def is_taken(self) -> bool:
         """Whether another launch has our generation: nothing may be written any more."""
-        return self.fence.by is not None and self.fence.by <= self.local.generation
+        return self.fence.is_taken(self.local.generation)
 
     def now(self) -> float:
         return self.loop.time()

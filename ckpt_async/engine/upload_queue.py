@@ -60,7 +60,7 @@ class UploadQueue:
             # If a shard is still being sent ahead, its parts would be sent twice.
             if each not in running and (not ahead or (each.checkpoint, each.shard) not in ahead)
         ]
-        now, local, turn = self._state.now(), self._state.local, self._state.remote.turn
+        now, local, turn = self._state.now(), self._state.local, self._state.uploads.turn
         owed = decide.owed(local, self._state.policy)
         self._is_resting = order.is_resting(turn, now, is_open=order.is_open(local, turn.target))
         is_asking = decide.NameTarget() in due and now >= self._in_flight.held_until(decide.NameTarget())

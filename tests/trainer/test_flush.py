@@ -127,7 +127,9 @@ def test_no_older_upload_begins_during_a_flush(opened: Open, monkeypatch: pytest
         assert has_stuck.wait(10)
         flushing = threading.Thread(target=uploader.flush, args=(20,))
         flushing.start()
-        wait_until(lambda: engine.state.remote.turn.sending == CheckpointId(uploader.generation, 4), uploader)
+        wait_until(
+            lambda: engine.state.uploads.turn.sending == CheckpointId(uploader.generation, 4), uploader
+        )
         store.go.set()
         wait_until(lambda: not engine._queue._num_uploading or len(store.came) > 1, uploader)
         is_stuck.clear()
