@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ckpt_async.core.decide import Shortage, is_freeing, why_hopeless
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
-from ckpt_async.core.model import CheckpointId, RemoteAddress, without_slash
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import age, in_units
 from ckpt_async.core.waiting import Receipts, missing_ranks
@@ -114,52 +112,8 @@ def left_by_predecessors(local: Local, generation: int) -> list[CheckpointId]:
     ]
 
 
-def nonces_of_left(local: Local, lost: Mapping[int, str]) -> dict[int, str]:
-    """Return the nonces, as far as they are known, of the generation that this rank has opened last, and of those of
-    which it has something left; `lost` are those of what the journal has lost.
-    """
-    known = {**lost, **(local.opened.nonces if local.opened else {})}
-    left = {local.generation, *lost, *(each.id.generation for each in undecided(local))}
-    return {number: nonce for number, nonce in known.items() if number in left}
-
-
 def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
     return sum(each.shard.size_bytes for each in checkpoint.shards.values() if each.stored is None)
-
-
-def is_of_another(local: Local, url: str) -> bool:
-    """Return whether the newest launch in the journal used another remote than `url`."""
-    return local.remote is not None and local.remote.url != without_slash(url)
-
-
-def stranded(local: Local, url: str) -> list[CheckpointId]:
-    """Return the unfinished checkpoints that were begun at another remote than `url`.
-
-    Shards that were verified there are not at `url`, so a commit at `url` would name shards that do not exist (R1).
-    """
-    return [each.id for each in undecided(local)] if is_of_another(local, url) else []
-
-
-def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
-    """Return the unfinished checkpoints that were begun at the same URL of another server.
-
-    It may be the same store under a new name, or a replica that lacks what the first one had verified. So what was
-    verified there must be asked for again before a commit may name it (R1).
-    """
-    known = local.remote
-    if known is None or known.url != address.url or known.endpoint_url == address.endpoint_url:
-        return []
-    return [each.id for each in undecided(local)]
-
-
-def committed_in_newest(local: Local) -> list[CheckpointId]:
-    """Return what this rank knows to be committed of the generation that it has opened last, oldest first.
-
-    What earlier generations have committed is not included: the launch after them has asked for it.
-    """
-    known = {id_ for id_, each in local.checkpoints.items() if each.was_committed}
-    known |= {local.newest_committed} if local.newest_committed is not None else set()
-    return sorted(id_ for id_ in known if id_.generation == local.generation)
 
 
 def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:

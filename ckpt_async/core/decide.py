@@ -32,10 +32,11 @@ After a crash, at any point, the journal is replayed, `Remote` is empty, and `de
 action can be done twice: uploads find their finished parts, receipts and decisions are created once, the rest is
 idempotent. What an earlier launch may have left in the store is looked up before anything is sent (`may_be_settled`).
 
-Rules that need only a part of this stand beside: which upload is next in `order.py`, when to list and whose turn it is
-in `waiting.py`, what receipts must agree on in `agreement.py`, what is kept in `retention.py`, whether the disk or the
-link keeps up in `backlog.py`. Two need an answer of the store in the middle, and stand where it comes: the comparison
-right before a commit (`protocol/deciding.py`), and who owns a generation (`protocol/generation.py`).
+Rules that need only a part of this stand beside: which upload is next, and what may share the link, in `order.py`, when
+to list and whose turn it is in `waiting.py`, what the receipts decide in `agreement.py`, what is kept in
+`retention.py`, whether the disk or the link keeps up in `backlog.py`, when what failed is tried again in `failures.py`,
+what is done with what earlier launches left in `recovery.py`. One needs answers of the store in the middle, and stands
+where they come: who owns a generation (`protocol/generation.py`).
 
 `decide` knows no clock, no I/O, no retries, no concurrency. It returns an action for as long as that is due; the engine
 starts what is not under way yet. `docs/design.md` lists the rules R1-R14.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from ckpt_async.core import backlog
+from ckpt_async.core.recovery import OnDisk
 from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
 from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
@@ -20,7 +20,7 @@ async def look_for_successor(state: State) -> None:
     """
     own = state.local.generation
     if state.fence.by is None and not state.is_trainer:
-        if await is_taken(state.store, backlog.nonces_of_left(state.local, {})):
+        if await is_taken(state.store, OnDisk(state.local).nonces):
             fence(state, own)
     elif state.fence.by is None:
         newest, record = await look_from(state.store, own)

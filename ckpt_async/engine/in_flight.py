@@ -6,17 +6,10 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 
-from ckpt_async.core import decide, errnos
-from ckpt_async.core.troubles import Troubles
-from ckpt_async.errors import StoreError
+from ckpt_async.core import decide, failures
+from ckpt_async.core.failures import Troubles
 
 logger = logging.getLogger(__name__)
-
-# An action that failed for good (its own retries are over and the trainer was told) is tried again after this time: an
-# outage longer than any timeout must heal without a restart.
-RETRY_ACTION_S = 30.0
-# The same while someone is waiting, if the store may recover or the disk may get space.
-RETRY_HURRIED_S = 1.0
 
 
 class InFlight:
@@ -53,12 +46,9 @@ class InFlight:
 
     def hold_back(self, action: decide.Action, error: Exception, now: float, *, is_hurried: bool) -> float:
         """Note that an action failed, and return for how long it is not tried again."""
-        pause_s = RETRY_ACTION_S
-        heals = error.reason.is_retryable if isinstance(error, StoreError) else errnos.is_full(error)
-        if heals:
+        pause_s = failures.retry_in_s(error, is_hurried=is_hurried)
+        if failures.may_heal(error):
             self._may_heal.add(action)
-            if is_hurried:
-                pause_s = min(pause_s, RETRY_HURRIED_S)
         self._not_before[action] = now + pause_s
         return pause_s
 

@@ -13,14 +13,6 @@ from ckpt_async.engine.in_flight import InFlight
 from ckpt_async.engine.state import State
 from ckpt_async.transfer.upload import SERIES_BYTES, SMALL_BYTES
 
-# Up to this many waiting uploads get a connection each, if there are enough. With more, no small one is sent alone,
-# because two cost as much as one.
-FEW = 8
-# So long after an upload has begun, its first bytes are on their way; and so long after its last ones, it is complete.
-BEGINNING_S = 2.0
-# A free rank asks for the target before it turns to anything. It sends nothing new meanwhile, but not longer than this.
-ASKING_S = 5.0
-
 
 class UploadQueue:
     """Uploads that are due and wait for a place, in the order of `core/order.py`."""
@@ -66,20 +58,10 @@ class UploadQueue:
         is_asking = decide.NameTarget() in due and now >= self._in_flight.held_until(decide.NameTarget())
         self._asks_since = (self._asks_since or now) if is_asking else None
         ordered = {id_: number for number, id_ in enumerate(order.in_order(turn, owed))}
-        self._places = self._shared_places(ordered)
+        unsent = ((id_, unsent_bytes(local.checkpoints[id_])) for id_ in ordered)
+        self._places = order.places(unsent, SERIES_BYTES)
         # A stable order: what is not sealed comes last, oldest first.
         self._waiting = deque(sorted(waiting, key=lambda each: ordered.get(each.checkpoint, len(ordered))))
-
-    def _shared_places(self, ordered: Iterable[CheckpointId]) -> dict[CheckpointId, int]:
-        """Give checkpoints places by their order. Small ones share a place: one alone would not fill the link."""
-        places: dict[CheckpointId, int] = {}
-        place = size_bytes = 0
-        for id_ in ordered:
-            places[id_] = place
-            size_bytes += unsent_bytes(self._state.checkpoint(id_))
-            if size_bytes > SERIES_BYTES:
-                place, size_bytes = place + 1, 0
-        return places
 
     def _running(self) -> list[tuple[decide.Upload, asyncio.Task[None]]]:
         return [
@@ -87,22 +69,18 @@ class UploadQueue:
         ]
 
     def may_begin(self, *, after: CheckpointId | None = None) -> bool:
-        """Return whether the next upload may begin: not while this rank asks what it is to send or rests, and not
-        beside a more urgent one whose bytes move, did a moment ago, or will in a moment. One that the store refuses, or
-        whose file cannot be read, holds up no other. `after`: only if it is of this checkpoint, too.
-        """
+        """Return whether the next upload may begin now. `after`: only if it is of this checkpoint, too."""
         if not self._waiting or after not in (None, self._waiting[0].checkpoint):
             return False
         store, now, own = self._state.store, self._state.now(), self.place_of(self._waiting[0].checkpoint)
-        if self._is_resting or (self._asks_since is not None and now - self._asks_since < ASKING_S):
-            return False
         self._moved_at |= {each: now for each in self._num_uploading if store.is_moving(each)}
         places = {each: self.place_of(each) for each in self._num_uploading}
+        moving = (place for each, place in places.items() if now - self._moved_at[each] < order.BEGINNING_S)
+        asks_for_s = None if self._asks_since is None else now - self._asks_since
         num_beside = sum(num for each, num in self._num_uploading.items() if places[each] == own)
-        is_held_up = any(
-            place < own and now - self._moved_at[each] < BEGINNING_S for each, place in places.items()
+        return num_beside < store.concurrency and order.may_begin(
+            own, moving, is_resting=self._is_resting, asks_for_s=asks_for_s
         )
-        return not is_held_up and num_beside < store.concurrency
 
     def place_of(self, checkpoint: CheckpointId) -> int:
         """Return the checkpoint's place in the order of uploads; those with the same place share the link.
@@ -123,12 +101,10 @@ class UploadQueue:
     def next_series(self) -> tuple[decide.Upload, ...]:
         """Return the next upload, with the following ones that are sent in one series with it; `ended` when it is.
 
-        They are of the same checkpoint and small. A series is no longer than one place's share of the queue, so that
-        the last uploads do not wait behind each other while other places are free.
+        They are of the same checkpoint and small.
         """
         store = self._state.store
-        share = max(-(-len(self._waiting) // store.concurrency), 2 if len(self._waiting) > FEW else 1)
-        most = min(share, store.series_length)
+        most = order.series_length(len(self._waiting), store.concurrency, store.series_length)
         series = [self._waiting.popleft()]
         size_bytes = self._small_bytes(series[0])
         while self._waiting and len(series) < most:

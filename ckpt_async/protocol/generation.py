@@ -139,22 +139,21 @@ async def _newest_decided(store: PatientStore, *, after: int) -> int:
     return max((each.generation for each in found if each is not None), default=after)
 
 
-async def forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping[int, str]) -> int | None:
-    """Return the newest generation if the store cannot be where this rank took its place in generation `number`: it was
-    wiped since, or is another store. None if it may be. Only reads.
+async def is_forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping[int, str]) -> bool:
+    """Return whether the store cannot be where this rank took its place in generation `number`: it was wiped since, or
+    is another store. Only reads.
 
     Of generations before the newest, a sweeper has removed the places, but not the records: see `is_taken`.
     """
     newest, is_others = await both(newest_generation(store), is_taken(store, nonces))
     if is_others:
-        return newest
+        return True
     if newest < number and await nonce_of(store, number) is not None:
         newest = number  # a listing may lag
     if newest == number:
         # Whoever has claimed it again for this rank has not taken its place; the nonce tells all the better.
-        is_ours = nonces.get(number) or await read(store, keys.member_key(number, rank)) is not None
-        return None if is_ours else newest
-    return newest if newest < number else None
+        return not nonces.get(number) and await read(store, keys.member_key(number, rank)) is None
+    return newest < number
 
 
 async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:

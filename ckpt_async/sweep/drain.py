@@ -20,6 +20,7 @@ from ckpt_async import private
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.model import Outcome, RemoteAddress, Unproven
 from ckpt_async.core.observe import Observer
+from ckpt_async.core.recovery import TAKEN
 from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
@@ -101,10 +102,8 @@ async def drain(
             ranks += adopted
             changed = _change_of_kind(change, kind)
             for each in () if adopts_copy else adopted:
-                await in_thread(recovery.refuse_copy, opened, each.before)
-            for address, members in await in_thread(
-                _by_remote, opened, adopted, changed, settings.only_remotes, given
-            ):
+                await in_thread(recovery.refuse_copy, opened, each.found)
+            for address, members in _by_remote(adopted, changed, settings.only_remotes, given):
                 with _refusing(members):
                     budgets = shared[keys.run_remote(address.url, kind)]
                     adoptions.append(
@@ -201,19 +200,15 @@ def _owner(error: FolderInUseError) -> str:
 
 
 def _by_remote(
-    folder: Folder,
-    adopted: Iterable[_Adopted],
-    change: Change | None,
-    only_remotes: str,
-    given: StoreOptions,
+    adopted: Iterable[_Adopted], change: Change | None, only_remotes: str, given: StoreOptions
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
     """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Refuses those
-    whose remote is not known or not allowed. Blocks.
+    whose remote is not known or not allowed.
     """
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         with _refusing([each]):
-            address = _remote_of(folder, each, change)
+            address = _remote_of(each, change)
             check_allowed(address, only_remotes, given, env=os.environ)
             group = next((members for known, members in groups if known == address), None)
             if group is None:
@@ -223,10 +218,10 @@ def _by_remote(
     return groups
 
 
-def _remote_of(folder: Folder, adopted: _Adopted, change: Change | None) -> RemoteAddress:
+def _remote_of(adopted: _Adopted, change: Change | None) -> RemoteAddress:
     local = adopted.before
     address = local.remote
-    if address is None and (lost := recovery.remote_of_lost(folder, local)):
+    if address is None and (lost := adopted.found.remote_of_lost()):
         address = address_of(lost, None, env=os.environ)
     address = change(address) if change else address
     if address is None:
@@ -235,8 +230,8 @@ def _remote_of(folder: Folder, adopted: _Adopted, change: Change | None) -> Remo
             f"the journal{of_kind} does not name the remote of rank {local.rank}",
             hint="pass the run's remote with --remote",
         )
-    if (stranded := recovery.stranded(folder, local, address.url)) is not None:
-        id_, there = stranded
+    if (elsewhere := adopted.found.unfinished_elsewhere(address.url)) is not None:
+        id_, there = elsewhere
         raise SettingsError(
             f"rank {local.rank} was uploading {id_} to {there!r}, not to {address.url!r}",
             hint="shards already verified there would be missing here: use the original remote",
@@ -263,6 +258,7 @@ class _Adopted:
         self.journal = Journal(folder, lock.rank)
         try:
             self.before = self.after = self.journal.local()
+            self.found = recovery.on_disk(folder, self.before)
         except BaseException:
             self.journal.close()
             raise
@@ -403,7 +399,8 @@ class _Adoption:
         await self._store.open(timeout_s)
         looking = self._store.answering_within(max(1.0, timeout_s))
         found = await all_or_none(
-            recovery.why_refused(looking, each.before, self._folder, self.address) for each in self.ranks
+            recovery.why_refused(looking, each.found, str(self._folder.path), self.address)
+            for each in self.ranks
         )
         for each, refusal in zip(self.ranks, found, strict=True):
             if refusal is not None:
@@ -411,7 +408,7 @@ class _Adoption:
 
     async def _start(self, each: _Adopted) -> None:
         before = each.before.opened
-        opened = await in_thread(recovery.opened_at, self.address, self._folder, each.before)
+        opened = each.found.opened_at(self.address)
         unproven = await recovery.unproven(self._store, each.before, self.address)
         if unproven or opened != before:  # so that the next launch can tell whose this is
             await in_thread(each.journal.append, [opened, *map(Unproven, unproven)])
@@ -520,5 +517,5 @@ def _report(adopted: _Adopted) -> RankReport:
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
         events=adopted.deliveries,
-        error=repr(crash) if crash is not None else recovery.TAKEN if engine.state.is_taken else "",
+        error=repr(crash) if crash is not None else TAKEN if engine.state.is_taken else "",
     )

@@ -340,10 +340,8 @@ class Simulation(World):
             )
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
             address = RemoteAddress(URL)
-            nonces = recovery.nonces_of_left(folder, local) | (local.opened.nonces if local.opened else {})
-            earlier = tuple(sorted(nonces.items()))
-            opened = Opened(generation, world_size, address, inherited, boot_id(), claim.nonce, earlier)
-            journal.append([opened])
+            opened = Opened(generation, world_size, address, inherited, boot_id(), claim.nonce)
+            journal.append(recovery.on_disk(folder, local).rows_of(opened, ()))
             known = State(
                 rank=rank,
                 folder=folder,

@@ -26,10 +26,10 @@ from ckpt_async import (
     UploadFailedError,
     restore,
 )
-from ckpt_async.core import decide, keys, records
+from ckpt_async.core import decide, failures, keys, records
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.model import CheckpointId, Enqueued, Event
-from ckpt_async.engine import durable, in_flight
+from ckpt_async.engine import durable
 from ckpt_async.engine import loop as engine_module
 from ckpt_async.errors import (
     FailureReason,
@@ -266,7 +266,7 @@ def test_waiting_retries_failed_uploads_that_can_succeed_now(
     """
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
-        monkeypatch.setattr(in_flight, "RETRY_ACTION_S", 3600.0)
+        monkeypatch.setattr(failures, "RETRY_ACTION_S", 3600.0)
         save(uploader, 1)
         wait_until(lambda: len(uploader._engine.view().failures) == 2, uploader)
         if is_told:
@@ -293,8 +293,8 @@ def test_waiting_lasts_for_the_given_time_despite_failures(
     """The engine gives up a shard, loudly, several times during the wait; then the store accepts it."""
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
-        monkeypatch.setattr(in_flight, "RETRY_ACTION_S", 3600.0)
-        monkeypatch.setattr(in_flight, "RETRY_HURRIED_S", 0.01)
+        monkeypatch.setattr(failures, "RETRY_ACTION_S", 3600.0)
+        monkeypatch.setattr(failures, "RETRY_HURRIED_S", 0.01)
         save(uploader, 1)
         with pytest.raises(UploadFailedError, match="by the test"):
             uploader.wait(1)  # without a timeout: until it has failed for good
