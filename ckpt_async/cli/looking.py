@@ -16,8 +16,7 @@ from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import steps
-from ckpt_async.protocol.kinds import check_known, kinds_below
-from ckpt_async.protocol.runs import runs_below
+from ckpt_async.protocol.runs import check_known, kinds_below, runs_below
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import all_or_none

@@ -213,8 +213,8 @@ class _RemoteSight(_Sight):
 
     async def _found(self) -> dict[str, Overview]:
         from ckpt_async.cli.looking import opened
-        from ckpt_async.protocol.kinds import kinds_below
         from ckpt_async.protocol.overview import look
+        from ckpt_async.protocol.runs import kinds_below
 
         found: dict[str, Overview | None] = {}
         async with opened(self.target, self._options) as (run, heard):

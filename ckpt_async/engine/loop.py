@@ -41,14 +41,12 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from ckpt_async.core import backlog, decide, errnos, order
-from ckpt_async.core.failures import Failing, Failure
+from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Failed, Opened
-from ckpt_async.core.outcomes import Outcomes
-from ckpt_async.engine import cleanup, committing, durable, fencing, publishing, recovery, uploading
-from ckpt_async.engine.in_flight import InFlight
+from ckpt_async.engine import committing, fencing, on_disk, recovery, uploading
+from ckpt_async.engine.in_flight import InFlight, UploadQueue
 from ckpt_async.engine.state import State
-from ckpt_async.engine.upload_queue import UploadQueue
 from ckpt_async.errors import CkptAsyncError, FailureReason, JournalError, SourceError, StoreError
 from ckpt_async.threads import in_thread
 
@@ -408,7 +406,7 @@ class Engine:
         state = self.state
         match action:
             case decide.MakeDurable():
-                await durable.make_durable(state, action)
+                await on_disk.make_durable(state, action)
             case decide.SendAhead():
                 await uploading.send_ahead(state, action)
             case decide.Upload():
@@ -440,19 +438,19 @@ class Engine:
             case decide.MoveLatest():
                 await committing.move_latest(state, action)
             case decide.MoveLocalLatest():
-                await cleanup.move_local_latest(state, action)
+                await on_disk.move_local_latest(state, action)
             case decide.Copy():
-                await publishing.copy(state, action)
+                await committing.copy_shards(state, action)
             case decide.MovePointer():
-                await publishing.move_pointer(state, action)
+                await committing.move_pointer(state, action)
             case decide.Release():
-                await cleanup.release(state, action)
+                await on_disk.release(state, action)
             case decide.Remove():
-                await cleanup.remove(state, action)
+                await on_disk.remove(state, action)
             case decide.Keep():
-                await cleanup.keep(state, action.checkpoint)
+                await on_disk.keep(state, action.checkpoint)
             case decide.Forget():
-                await cleanup.forget(state, action.checkpoint)
+                await on_disk.forget(state, action.checkpoint)
             case decide.WaitUntil():
                 pass
             case _:

@@ -29,10 +29,9 @@ from ckpt_async.core.units import few
 from ckpt_async.engine.state import State
 from ckpt_async.errors import InvalidRecordError, JournalError
 from ckpt_async.local import kept
-from ckpt_async.local.folder import Folder, boot_id
-from ckpt_async.local.links import identity_of
+from ckpt_async.local.folder import Folder, boot_id, identity_of
 from ckpt_async.protocol import generation as generations
-from ckpt_async.protocol import presence, steps
+from ckpt_async.protocol import steps
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
 
@@ -92,8 +91,8 @@ async def _lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, rank: 
     of_shards = {each.key: each.size_bytes for each in stored}
     prefix = keys.data_prefix(checkpoint.name, id_.generation)
     return [
-        *await presence.gone(store, keys.receipts_prefix(id_), of_receipts),
-        *await presence.gone(store, prefix, of_shards),
+        *await steps.gone(store, keys.receipts_prefix(id_), of_receipts),
+        *await steps.gone(store, prefix, of_shards),
     ]
 
 

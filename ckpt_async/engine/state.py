@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_async.core import decide, keys, retention
-from ckpt_async.core.failures import Failing, Failure
+from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId, Event, Failed
-from ckpt_async.core.notices import Notice, Teller
-from ckpt_async.core.observe import Observer
-from ckpt_async.core.outcomes import Outcomes
+from ckpt_async.core.observe import Notice, Observer, Teller
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.local import known_link

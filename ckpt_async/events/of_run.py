@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.notices import Teller
+from ckpt_async.core.observe import Teller
 from ckpt_async.core.settings import Settings
 from ckpt_async.events.backlog import View, Watch
 from ckpt_async.events.couriers import NO_EVENTS, Couriers, Deliveries, Sink

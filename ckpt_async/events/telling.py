@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
-from ckpt_async.core.notices import Notice, Teller
+from ckpt_async.core.observe import Notice, Teller
 from ckpt_async.core.refusal import Refused
 from ckpt_async.errors import SettingsError
 from ckpt_async.events import event as events

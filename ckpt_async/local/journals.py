@@ -14,7 +14,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, LocalCheckpoint, fold
 from ckpt_async.core.model import CheckpointId, JournalRow
 from ckpt_async.errors import NoJournalError
-from ckpt_async.local import journal_rows, log
+from ckpt_async.local import journal, log
 from ckpt_async.local.folder import place_of, spooled_ranks
 from ckpt_async.local.journal import PROGRESS
 
@@ -147,7 +147,7 @@ def _read(rank: int, path: Path, after: Place | None) -> Reading | None:
     found = log.look(path, after.log if after else None)
     if found is None:
         return None
-    rows = journal_rows.decode(found.records(journal_rows.LETTER), rank)
+    rows = journal.decode_rows(found.records(journal.EVENTS), rank)
     progress = {} if after is None or found.is_whole else after.progress
     for record in found.records(PROGRESS)[-1:]:
         noted = record.parts[PROGRESS]

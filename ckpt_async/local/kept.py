@@ -23,6 +23,7 @@ from ckpt_async.core.model import (
     without_slash,
 )
 from ckpt_async.errors import InvalidRecordError
+from ckpt_async.local import journals
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
 
@@ -81,3 +82,22 @@ def manifests(place: Path) -> Iterator[tuple[CheckpointId, records.Manifest]]:
             logger.warning("manifest_unreadable path=%s error=%s; its files are kept", place / name, error)
             continue
         yield id_, found
+
+
+def of_other_kinds(folder: Folder) -> set[tuple[str, FileIdentity]]:
+    """Return (source, identity) of every file that a kind other than the folder's own still knows. A file that
+    several kinds have is deleted by the last one to let go of it. Raises JournalError if a journal cannot be read,
+    because the answer is unknown then.
+    """
+    return {
+        each for kind in journals.kinds(folder.path) if kind != folder.kind for each in _of_kind(folder, kind)
+    }
+
+
+def _of_kind(folder: Folder, kind: str) -> Iterator[tuple[str, FileIdentity]]:
+    for checkpoint in journals.checkpoints(folder.path, kind):
+        if checkpoint.is_removed:
+            continue
+        for each in checkpoint.shards.values():
+            yield each.shard.source, each.shard.identity
+    yield from sources(journals.private_of(folder.path, kind))

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_async.core import agreement, keys, records
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.errors import InvalidRecordError
-from ckpt_async.protocol import presence
+from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import create_once, read
 from ckpt_async.protocol.steps import new_decision, read_boundary, receipt_from, settled
 from ckpt_async.stores.checksums import checksum_of
@@ -83,8 +83,8 @@ async def _gone(
     of_receipts = {keys.receipt_key(checkpoint, rank): size for rank, size in sizes.items()}
     of_shards = {shard.key: shard.size_bytes for each in receipts.values() for shard in each.shards}
     lost_receipts, lost_shards = await both(
-        presence.gone(store, keys.receipts_prefix(checkpoint), of_receipts),
-        presence.gone(store, keys.data_prefix(name, checkpoint.generation), of_shards),
+        steps.gone(store, keys.receipts_prefix(checkpoint), of_receipts),
+        steps.gone(store, keys.data_prefix(name, checkpoint.generation), of_shards),
     )
     return lost_receipts + lost_shards
 

@@ -26,7 +26,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import if_readable
-from ckpt_async.protocol.kinds import check_known
+from ckpt_async.protocol.runs import check_known
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of, why_passed_over
 from ckpt_async.restore.foreign import find_foreign
 from ckpt_async.restore.freshness import Known, check_fresh, check_nowhere, known_in

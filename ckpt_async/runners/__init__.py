@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckpt_async.core.failures import Failing, Failure
+from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.core.settings import Settings
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock

@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_async.core.failures import Failing, Failure
+from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.engine.state import MAX_FAILURES
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.journal import Journal

@@ -25,9 +25,8 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local import sealed
 from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
-from ckpt_async.local.folder import Folder
+from ckpt_async.local.folder import Folder, identity_of
 from ckpt_async.local.journal import RankLock
-from ckpt_async.local.links import identity_of
 from ckpt_async.local.sealed import Note
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.metrics import Metrics

@@ -29,7 +29,7 @@ from ckpt_async.local import journals
 from ckpt_async.local.folder import place_of
 from ckpt_async.monitor.metrics import SweeperMetrics
 from ckpt_async.protocol import steps, sweep_plan
-from ckpt_async.protocol.kinds import kinds_below
+from ckpt_async.protocol.runs import kinds_below
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, check_allowed, options_of
 from ckpt_async.sweep.drain import drain

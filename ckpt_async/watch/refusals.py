@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from ckpt_async.core.notices import Notice
+from ckpt_async.core.observe import Notice
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import JournalError

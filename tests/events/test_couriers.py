@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.notices import Notice
+from ckpt_async.core.observe import Notice
 from ckpt_async.errors import NoSpaceError
 from ckpt_async.events import couriers
 from ckpt_async.events.couriers import Courier, DeliveryError

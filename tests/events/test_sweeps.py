@@ -198,7 +198,7 @@ def test_a_damaged_queue_is_moved_aside_and_events_are_told_again(
     tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str], begin: int
 ) -> None:
     """No event of any later sweep was told, and the hint was to restart the trainer."""
-    from ckpt_async.core.notices import Notice
+    from ckpt_async.core.observe import Notice
     from ckpt_async.local.outbox import OwnOutbox
 
     place = tmp_path / "events"
@@ -222,7 +222,7 @@ def test_a_damaged_queue_is_moved_aside_and_events_are_told_again(
 
 def test_an_interrupted_call_leaves_the_queue_free(tmp_path: Path) -> None:
     """A suspended generator held its lock for as long as somebody held the traceback."""
-    from ckpt_async.core.notices import Notice
+    from ckpt_async.core.observe import Notice
     from ckpt_async.local.outbox import OwnOutbox
 
     with contextlib.closing(OwnOutbox(tmp_path / "events")) as outbox:

@@ -211,7 +211,7 @@ def test_what_became_of_a_checkpoint_is_known_however_many_followed(
     runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`wait` without a timeout would never end for one that nobody remembers."""
-    monkeypatch.setattr("ckpt_async.core.outcomes.MAX_OUTCOMES", 2)
+    monkeypatch.setattr("ckpt_async.core.failures.MAX_OUTCOMES", 2)
     with Uploader(tmp_path / "folder", f"file://{tmp_path}/store", runner=runner, **QUICK) as uploader:
         uploader.give_up(1, "by the test")
         for step in range(2, 8):

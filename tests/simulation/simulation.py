@@ -38,8 +38,7 @@ from ckpt_async.core.model import (
     Superseded,
 )
 from ckpt_async.core.naming import checkpoint_name
-from ckpt_async.core.notices import Notice
-from ckpt_async.core.observe import Observer
+from ckpt_async.core.observe import Notice, Observer
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine import loop as engine

@@ -13,7 +13,7 @@ from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Enqueued, Opened, RemoteAddress, Sealed, Shard
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import cleanup, durable, recovery
+from ckpt_async.engine import on_disk, recovery
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.outbox import OwnOutbox
@@ -155,13 +155,13 @@ def test_a_drain_that_is_cancelled_while_it_starts_to_tell_of_events_ends_what_i
     ("owner", "name"),
     [
         (recovery, "rebuild"),
-        (durable, "fsync_shards"),
-        (durable, "_write_manifest"),
+        (on_disk, "fsync_shards"),
+        (on_disk, "_write_manifest"),
         (Journal, "sync"),
-        (cleanup, "_point_symlink"),
+        (on_disk, "_point_symlink"),
         (Folder, "remove_spool"),
         (Folder, "remove_source"),
-        (cleanup, "_drop"),
+        (on_disk, "_drop"),
     ],
 )
 def test_what_an_engine_does_to_the_disk_has_ended_when_its_drain_is_cancelled(

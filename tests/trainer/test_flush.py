@@ -19,8 +19,8 @@ from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.records import decode_decision
+from ckpt_async.engine import in_flight
 from ckpt_async.engine import loop as engine_module
-from ckpt_async.engine import upload_queue
 from ckpt_async.trainer.preemption import flush_on_sigterm
 from tests.stores.misbehaving import Meddled, Slow
 from tests.trainer.uploads import Open, decisions, wait_until, write
@@ -86,7 +86,7 @@ def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(
     would ever be sent.
     """
     store = Ordered()
-    monkeypatch.setattr(upload_queue, "SERIES_BYTES", 500)  # smaller ones share the link
+    monkeypatch.setattr(in_flight, "SERIES_BYTES", 500)  # smaller ones share the link
     with opened(store, num_concurrent_uploads=8) as uploader:
         save(uploader, 1)
         wait_until(lambda: store.came == [1], uploader)

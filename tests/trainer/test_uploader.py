@@ -29,8 +29,8 @@ from ckpt_async import (
 from ckpt_async.core import decide, failures, keys, records
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.model import CheckpointId, Enqueued, Event
-from ckpt_async.engine import durable
 from ckpt_async.engine import loop as engine_module
+from ckpt_async.engine import on_disk
 from ckpt_async.errors import (
     FailureReason,
     InvalidNameError,
@@ -1119,7 +1119,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
 ) -> None:
     """A store that is faster than the disk's fsync is normal, and must not cause links to be left in the spool."""
     go, has_come = threading.Event(), threading.Event()
-    original = durable.fsync_path
+    original = on_disk.fsync_path
 
     def slow(path: Any) -> None:
         if "000001-000000000001" in str(path) and str(path).endswith(".pt"):
@@ -1127,7 +1127,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
             assert go.wait(10)
         original(path)
 
-    monkeypatch.setattr(durable, "fsync_path", slow)
+    monkeypatch.setattr(on_disk, "fsync_path", slow)
     with opened(Meddled()) as uploader:
         save(uploader, 1)
         uploader.wait(1, timeout_s=10)
