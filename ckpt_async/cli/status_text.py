@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_async.cli.drawing import Block, Table
 from ckpt_async.core.units import age, counted, few, in_units, named, one_line
-from ckpt_async.monitor.rates import eta_s
-from ckpt_async.monitor.report import Seen, hint_for
+from ckpt_async.monitor.report import Seen, eta_s, hint_for
 from ckpt_async.monitor.status import CheckpointStatus
 
 if TYPE_CHECKING:

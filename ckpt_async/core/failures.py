@@ -1,4 +1,4 @@
-"""What an engine failed to do: when it tries again, what is logged, and what is raised in the trainer. Pure."""
+"""What an engine's work came to: decisions, failures, when it tries again, and what is raised in the trainer. Pure."""
 
 from __future__ import annotations
 

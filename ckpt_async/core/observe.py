@@ -1,4 +1,8 @@
-"""The observer, to which the engine reports facts to be counted. It must not raise or block."""
+"""What the engine reports: facts, which an observer counts, and notices of them, to be delivered.
+
+A notice is written to the journal in the same transaction as the fact that it reports, so that no crash can separate
+the two.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +66,7 @@ class Notice:
     body: str
 
 
-class Teller:
+class Reporter:
     """Tells which notices a fact calls for. The base class returns none. Methods must not raise or block."""
 
     def decided(self, decision: Decision) -> Sequence[Notice]:  # noqa: ARG002

@@ -1,4 +1,5 @@
-"""From a rank's verified shards to the decision: receipt, looks at the other ranks, commit or abort, latest.
+"""From a rank's verified shards to the decision (receipt, looks at the other ranks, commit or abort), and what follows
+it: latest, copies under exact keys, Composer's pointer.
 
 Writes only through the steps of the protocol.
 """
@@ -270,7 +271,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
         decision.is_lost_by_store,
     )
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
-    state.record(event, notices=state.teller.decided(decision))
+    state.record(event, notices=state.reporter.decided(decision))
     state.reports.outcomes.add(event)
     state.commits = state.commits.without(checkpoint.id)
     delivered = state.uploads.delivered_by_others - {checkpoint.id}

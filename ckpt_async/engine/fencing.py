@@ -43,7 +43,7 @@ def fence(state: State, by: int) -> None:
         )
         return
     state.observer.fenced()
-    state.record(notices=state.teller.fenced(own, by))
+    state.record(notices=state.reporter.fenced(own, by))
     logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, by)
 
 

@@ -1,4 +1,4 @@
-"""The actions that an engine is carrying out, and those that it must not begin yet."""
+"""The actions that an engine is carrying out, those that it must not begin yet, and the queue of uploads."""
 
 from __future__ import annotations
 

@@ -79,7 +79,9 @@ async def remove(state: State, action: decide.Remove) -> None:
                 if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
                     logger.info("local_file_kept path=%s; the file has been replaced", each.shard.source)
             # Before the checkpoint is forgotten, because nothing comes back to a forgotten one.
-            state.record(notices=state.teller.removed_locally(checkpoint.id, checkpoint.name, action.reason))
+            state.record(
+                notices=state.reporter.removed_locally(checkpoint.id, checkpoint.name, action.reason)
+            )
             if checkpoint.to_copy:  # copies are made within the store, and need none of these files
                 state.record(Removed(action.checkpoint))
             else:

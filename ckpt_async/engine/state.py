@@ -12,7 +12,7 @@ from ckpt_async.core import decide, keys, retention
 from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId, Event, Failed
-from ckpt_async.core.observe import Notice, Observer, Teller
+from ckpt_async.core.observe import Notice, Observer, Reporter
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FailureReason
 from ckpt_async.local import known_link
@@ -65,11 +65,11 @@ class State:
         observer: Observer,
         clock: Callable[[], float],
         is_trainer: bool = True,
-        teller: Teller | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         self.rank, self.folder, self.journal, self.store = rank, folder, journal, store
         self.settings, self.observer, self.clock, self.is_trainer = settings, observer, clock, is_trainer
-        self.teller = teller or Teller()
+        self.reporter = reporter or Reporter()
         self.loop = asyncio.get_running_loop()
         has_conditional_put = store.capabilities.conditional_put
         self.policy = decide.Policy(

@@ -5,6 +5,6 @@ decides which event a fact is and who wants to hear of it, and delivers it. Noth
 """
 
 from ckpt_async.events.event import KINDS, Event
-from ckpt_async.events.signing import is_signed
+from ckpt_async.events.webhook import is_signed
 
 __all__ = ["KINDS", "Event", "is_signed"]

@@ -1,7 +1,8 @@
 """Committed checkpoints that stay on the local disk for good, moved out of the journal.
 
 The journal need not know them for ever, but a later launch that keeps fewer checkpoints must find them. Each one is
-a small file, `kept/rank-<r>/<g>-<step>.json`, that exists until the user's own files are gone.
+a small file, `kept/rank-<r>/<g>-<step>.json`, that exists until the user's own files are gone. Local retention leaves
+alone what any kind of checkpoints in the folder still has, here or in its journal.
 """
 
 from __future__ import annotations

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_async import private
 from ckpt_async.core.backlog import queue_state, waits_for_ranks
-from ckpt_async.core.local_state import Local, LocalShard
+from ckpt_async.core.local_state import Local, LocalShard, fold
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.errors import NoJournalError
 from ckpt_async.local import journals
 
 QUEUE_STATES = ("queued", "uploading", "retrying", "failed")
@@ -95,3 +97,32 @@ def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> Non
                 (id_, name) for (rank, id_, name), sent in progress.items() if rank == local.rank and sent
             }
             runs.setdefault(run, Holdings()).add(local, begun)
+
+
+class Replay:
+    """The state that the journals of one kind of checkpoints describe, for every rank of the folder. For one thread
+    at a time.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], kind: str = "") -> None:
+        self._folder, self._kind = folder, kind
+        self._places: dict[int, journals.Place] = {}
+        self.is_there = False
+        self.locals: dict[int, Local] = {}  # by rank
+        self.progress: dict[
+            int, Mapping[tuple[CheckpointId, str], int]
+        ] = {}  # bytes sent of unfinished shards
+
+    def look(self) -> None:
+        """Fold in new rows. Raises JournalError."""
+        found: dict[int, journals.Reading] = {}
+        self.is_there = False
+        with contextlib.suppress(NoJournalError):  # before the first uploader of the node has opened
+            found = journals.read(self._folder, kind=self._kind, after=self._places)
+            self.is_there = True
+        self.locals = {
+            rank: reading.local() if reading.is_whole else fold(reading.rows, self.locals[rank])
+            for rank, reading in found.items()
+        }
+        self._places = {rank: reading.place for rank, reading in found.items()}
+        self.progress = {rank: reading.progress for rank, reading in found.items()}

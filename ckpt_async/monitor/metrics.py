@@ -23,9 +23,8 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.monitor import holdings
 from ckpt_async.monitor.counters import Counters, Key
 from ckpt_async.monitor.definitions import DEFINITIONS, SAVES, SWEEPER_DEFINITIONS
-from ckpt_async.monitor.holdings import Holdings
+from ckpt_async.monitor.holdings import Holdings, Replay
 from ckpt_async.monitor.recent import Recent
-from ckpt_async.monitor.replay import Replay
 
 logger = logging.getLogger(__name__)
 

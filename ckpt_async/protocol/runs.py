@@ -1,4 +1,7 @@
-"""Finds the runs below a prefix."""
+"""Finds the runs below a prefix, and the kinds of checkpoints below a run. Each kind is a run of its own.
+
+The run itself knows only where its kinds are.
+"""
 
 from __future__ import annotations
 

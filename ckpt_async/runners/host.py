@@ -22,9 +22,9 @@ from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
-from ckpt_async.events.couriers import close_on_thread
-from ckpt_async.events.of_run import CLOSE_S, RunEvents
-from ckpt_async.events.telling import parse_wants
+from ckpt_async.events.delivery import close_on_thread
+from ckpt_async.events.event import parse_wants
+from ckpt_async.events.run_events import CLOSE_S, RunEvents
 from ckpt_async.local import known_link
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
@@ -115,7 +115,7 @@ class Host:
     ) -> None:
         self.engine: Engine | None = None
         self._events: RunEvents | None = None
-        self.tells_for_s = CLOSE_S  # how long to deliver events at the end
+        self.reports_for_s = CLOSE_S  # how long to deliver events at the end
         self._beating: asyncio.Future[None] | None = None
         self._is_stopping = False
         self.is_end_expected = False  # then a crash is raised: there is no time left to heal it
@@ -152,7 +152,7 @@ class Host:
                 self.stop_beating()
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._beating
-                await close_on_thread(events, self.tells_for_s)
+                await close_on_thread(events.delivery, self.reports_for_s)
 
     async def _work(self, store: PatientStore, engine: Engine) -> None:
         while True:
@@ -279,7 +279,7 @@ class Host:
             settings=self._start.settings,
             observer=self._observer,
             clock=time.time,
-            teller=self._events.teller if self._events else None,
+            reporter=self._events.reporter if self._events else None,
         )
         return Engine(state, self._changed)
 
@@ -298,4 +298,4 @@ class Host:
         try:
             events.look(engine.local.generation, engine.local, sent_bytes, missing)
         except JournalError as error:  # a full disk, for example
-            logger.warning("backlog_not_told error=%s", error)
+            logger.warning("backlog_not_reported error=%s", error)

@@ -28,8 +28,8 @@ from ckpt_async.core.observe import Observer
 from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.runners import EngineView, Start, companions, wire
-from ckpt_async.runners.view import ReportedEngine
+from ckpt_async.runners import EngineView, Start, wire
+from ckpt_async.runners.reports import ReportedEngine
 from ckpt_async.runners.wire import Channel, Meeting
 from ckpt_async.threads import Latch, outcome
 
@@ -63,6 +63,21 @@ main(int(sys.argv[1]), is_node=sys.argv[2] == "node")
 """
 
 
+# The runners that have a process, which other kinds of their rank join: one process runs the engines of all kinds,
+# within common limits. A process is started only under the lock, so that others find it.
+_with_process: list[ProcessRunner] = []
+_lock = threading.Lock()
+
+
+def _forget_parents() -> None:
+    global _lock  # noqa: PLW0603  a thread that is not here any more may hold it
+    _lock = threading.Lock()
+    _with_process.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)
+
+
 class RunnerDiedError(RunnerError):
     """The process was killed before it had started, and may get further next time."""
 
@@ -82,7 +97,7 @@ class ProcessRunner:
         on_change: Callable[[], None],
     ) -> None:
         self.death: BaseException | None = None
-        self._place = start.folder, start.rank
+        self.place = start.folder, start.rank
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
         self._view = ReportedEngine(journal, observer, on_change)
@@ -117,9 +132,21 @@ class ProcessRunner:
         self._tell("expect_end")
         self._ping()
 
-    @property
-    def open_channel(self) -> Channel | None:
-        return None if self._is_ended.is_set() else self._channel
+    def join(self) -> Channel | None:
+        """Return another connection to the process, for another kind; None if it is gone, or about to go."""
+        channel = None if self._is_ended.is_set() else self._channel
+        if channel is None:
+            return None
+        ours, theirs = Channel.pair()
+        try:
+            if channel.send("join", descriptors=(theirs.fileno(),)):
+                return ours
+        except OSError:
+            pass
+        finally:
+            theirs.close()
+        ours.close()
+        return None
 
     def end(self) -> None:
         self._is_ended.set()
@@ -313,23 +340,22 @@ class ProcessRunner:
         if self._start.settings.node_shared:
             self._channel = self._meet()
             return self._channel, True
-        with companions.of(self._place) as others:
-            for other in others:
-                if (channel := companions.join(other)) is not None:
+        with _lock:
+            for other in (each for each in _with_process if each.place == self.place):
+                if (channel := other.join()) is not None:
                     self.group, self.log_path = other.group, other.log_path
                     break
             else:
                 self.log_path = self._own_log_path()
                 channel, other = self._spawn_own(), None
             self._channel = channel
-            others.append(self)
+            _with_process.append(self)
         return channel, other is not None
 
     def _leave(self) -> None:
         """Stop letting other runners join."""
-        with companions.of(self._place) as others:
-            if self in others:
-                others.remove(self)
+        with _lock, contextlib.suppress(ValueError):
+            _with_process.remove(self)
 
     def _spawn_own(self) -> Channel:
         ours, theirs = Channel.pair()

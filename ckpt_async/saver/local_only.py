@@ -31,8 +31,8 @@ from ckpt_async.local.sealed import Note
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.trainer.checkpoints import metric_values
-from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.handle import LOCK_WAIT_S, deadline_in
+from ckpt_async.trainer.waits import FlushReport
 
 logger = logging.getLogger(__name__)
 

@@ -13,33 +13,113 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_async import private
-from ckpt_async.core import backlog, keys
-from ckpt_async.core.model import Outcome, RemoteAddress, Unproven
+from ckpt_async.core import backlog, decide, keys
+from ckpt_async.core.failures import last_store_error
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Outcome, RemoteAddress, Unproven
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.recovery import TAKEN
 from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
-from ckpt_async.errors import CkptAsyncError, FolderInUseError, JournalError, SettingsError
-from ckpt_async.events.callback import Callback, OnEvent
-from ckpt_async.events.couriers import NO_EVENTS, close_on_thread
-from ckpt_async.events.of_run import CLOSE_S, RunEvents
-from ckpt_async.events.sinks import wants_of
-from ckpt_async.events.telling import Wants, parse_wants
+from ckpt_async.errors import CkptAsyncError, FolderInUseError, JournalError, SettingsError, StoreError
+from ckpt_async.events.delivery import NO_EVENTS, DeliveryCounts, close_on_thread
+from ckpt_async.events.event import Wants, parse_wants
+from ckpt_async.events.run_events import CLOSE_S, RunEvents
+from ckpt_async.events.sinks import Callback, OnEvent, wants_of
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import StoreOptions, address_of, check_allowed, options_of
-from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, uncopied, why_left
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.together import all_or_none
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of one checkpoint of one rank.
+
+    `reason` says why it was given up or is left over; `missing_ranks` have not delivered yet.
+    """
+
+    checkpoint: CheckpointId
+    name: str
+    reason: str = ""
+    missing_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What was done for one kind of one rank's checkpoints.
+
+    `in_use_by` names the live owner that holds the rank or has taken it back.
+
+    `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
+    `uncopied` ones are committed, but copies of their shards under exact keys are outstanding.
+    """
+
+    rank: int
+    kind: str = ""
+    in_use_by: str = ""
+    committed: tuple[Fate, ...] = ()
+    aborted: tuple[Fate, ...] = ()
+    waiting: tuple[Fate, ...] = ()
+    left: tuple[Fate, ...] = ()
+    uncopied: tuple[Fate, ...] = ()
+    uploaded_shards: int = 0
+    uploaded_bytes: int = 0
+    error: str = ""  # the engine itself failed, or nothing was done
+    events: DeliveryCounts = NO_EVENTS
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """What was done for one folder, rank by rank."""
+
+    folder: str
+    remotes: tuple[str, ...]
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def uploaded_bytes(self) -> int:
+        return sum(each.uploaded_bytes for each in self.ranks)
+
+
+def why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
+    """Return why a checkpoint is left over.
+
+    That is a failure of it or one of its shards, else the last thing that went wrong, else that time ran out.
+    """
+    found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
+    failures = [each.message for each in found if each is not None]
+    others: list[CkptAsyncError] = [
+        each.error for each in engine.failures if isinstance(each.error, StoreError)
+    ]
+    return next(iter([*failures, *map(str, reversed(others))]), _out_of_time(engine))
+
+
+def _out_of_time(engine: Engine) -> str:
+    """Say that time ran out and, since the store may be why, what it answered last to a request that failed."""
+    return f"time ran out{last_store_error(engine.store_error)}"
+
+
+def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:
+    """Return the committed checkpoints of which copies under exact keys are outstanding, and why."""
+    reasons = {
+        each.checkpoint: str(each.error)
+        for each in engine.failures
+        if each.action == decide.Copy.__name__ and isinstance(each.error, StoreError)
+    }
+    left = [each for _, each in sorted(local.checkpoints.items()) if each.to_copy]
+    return tuple(Fate(each.id, each.name, reasons.get(each.id, _out_of_time(engine))) for each in left)
+
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +243,7 @@ async def _adopt(
             adopted.append(each)
         else:
             try:
-                await each.tell_what_waits(settings)
+                await each.report_what_waits(settings)
             except JournalError as error:
                 each.refuse(error)
             each.release()  # other ranks may take long, and this one's trainer must not wait for them
@@ -275,7 +355,7 @@ class _Adopted:
         logger.warning("drain_failed rank=%d error=%s", self.before.rank, error)
         self.refusal = error
 
-    def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
+    def begin_to_report(self, run: str, settings: Settings) -> RunEvents:
         """Start delivering events as the trainer would have, and to those that the settings name besides.
 
         Raises SettingsError, JournalError.
@@ -289,14 +369,14 @@ class _Adopted:
     def _wants(self, settings: Settings) -> Wants:
         return wants_of(settings, callback=Callback.of_sweeper if self._on_event is not None else "")
 
-    async def tell_what_waits(self, settings: Settings) -> None:
+    async def report_what_waits(self, settings: Settings) -> None:
         """Deliver waiting events of a rank that has nothing else to finish. Takes as long as the receivers do."""
         if self._wants(settings) and self.before.remote is not None:
             try:
-                await in_thread(self.begin_to_tell, self.before.remote.url, settings)
+                await in_thread(self.begin_to_report, self.before.remote.url, settings)
             finally:
                 if self.events is not None:
-                    await close_on_thread(self.events, settings.event_grace_s)
+                    await close_on_thread(self.events.delivery, settings.event_grace_s)
 
     def release(self) -> None:
         """Note what is left, and release journal and lock. Idempotent."""
@@ -304,7 +384,7 @@ class _Adopted:
             with contextlib.suppress(JournalError):
                 if self.engine is not None:
                     self.after = self.engine.fresh_local()
-                done = self.events.done if self.events is not None else NO_EVENTS
+                done = self.events.delivery.done if self.events is not None else NO_EVENTS
                 waiting = self.journal.outbox().num_waiting(but=(Callback.of_trainer, Callback.of_sweeper))
                 self.deliveries = replace(done, num_waiting=waiting)
         self.journal.close()
@@ -412,7 +492,7 @@ class _Adoption:
         unproven = await recovery.unproven(self._store, each.before, self.address)
         if unproven or opened != before:  # so that the next launch can tell whose this is
             await in_thread(each.journal.append, [opened, *map(Unproven, unproven)])
-        events = await in_thread(each.begin_to_tell, self.address.url, self._settings)
+        events = await in_thread(each.begin_to_report, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in opened.settings if name in INHERITED}
         state = State(
             rank=each.before.rank,
@@ -423,12 +503,12 @@ class _Adoption:
             observer=each.observer,
             clock=time.time,
             is_trainer=False,
-            teller=events.teller,
+            reporter=events.reporter,
         )
 
         def changed() -> None:
             self._changed.set()
-            events.notify()
+            events.delivery.notify()
 
         each.engine = engine = Engine(state, changed)
         await engine.recover(each.before.opened, adopts_copy=self._adopts_copy)
@@ -466,7 +546,7 @@ class _Adoption:
             if each.task is not None:
                 await asyncio.gather(each.task, return_exceptions=True)
             if each.events is not None:
-                await close_on_thread(each.events, CLOSE_S)
+                await close_on_thread(each.events.delivery, CLOSE_S)
             each.release()
 
     async def _stop(self) -> None:
@@ -475,8 +555,8 @@ class _Adoption:
             if each.engine is not None:
                 each.engine.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
-        telling = [each.events for each in self.ranks if each.events is not None]
-        await asyncio.gather(*(close_on_thread(each, self._settings.event_grace_s) for each in telling))
+        reporting = [each.events.delivery for each in self.ranks if each.events is not None]
+        await asyncio.gather(*(close_on_thread(each, self._settings.event_grace_s) for each in reporting))
 
 
 async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:

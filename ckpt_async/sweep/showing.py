@@ -12,7 +12,7 @@ from ckpt_async.monitor.recent import Recent
 from ckpt_async.monitor.report import FolderWatch
 from ckpt_async.page.board import look_at
 from ckpt_async.protocol.overview import Overview, overview_json
-from ckpt_async.sweep.fates import DrainReport
+from ckpt_async.sweep.drain import DrainReport
 from ckpt_async.sweep.remote import RemoteReport
 
 _TOLD = {

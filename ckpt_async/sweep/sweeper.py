@@ -22,9 +22,8 @@ from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, NoJournalError, ObjectNotFoundError, SettingsError
-from ckpt_async.events.callback import check_callable
 from ckpt_async.events.event import Event
-from ckpt_async.events.sinks import check
+from ckpt_async.events.sinks import check, check_callable
 from ckpt_async.local import journals
 from ckpt_async.local.folder import place_of
 from ckpt_async.monitor.metrics import SweeperMetrics
@@ -32,11 +31,10 @@ from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.runs import kinds_below
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, check_allowed, options_of
-from ckpt_async.sweep.drain import drain
-from ckpt_async.sweep.fates import DrainReport
+from ckpt_async.sweep.drain import DrainReport, drain
 from ckpt_async.sweep.remote import Done, RemoteReport, RemoteSweep, open_run
+from ckpt_async.sweep.reporting import RemoteEvents, default_folder, remote_events
 from ckpt_async.sweep.showing import Showing
-from ckpt_async.sweep.telling import RemoteEvents, default_folder, remote_events
 from ckpt_async.transfer.patient import connect
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from ckpt_async.core.observe import Notice
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import JournalError
-from ckpt_async.events import telling
-from ckpt_async.events.couriers import Couriers
+from ckpt_async.events import event as events
+from ckpt_async.events.delivery import Delivery
 from ckpt_async.events.sinks import sinks_of, wants_of
 from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.monitor.metrics import Metrics
@@ -44,7 +44,7 @@ class Refusals:
         self._metrics: Metrics | None = None
         self._wants = wants_of(settings)
         self._outbox: OwnOutbox | None = None
-        self._couriers: Couriers | None = None
+        self._couriers: Delivery | None = None
         if not self._wants:
             return
         sinks = sinks_of(settings, os.environ, warns=False)  # the run warns
@@ -55,7 +55,7 @@ class Refusals:
         except JournalError as error:
             logger.error("events_not_told error=%s; events of refusals are lost", error)  # noqa: TRY400  no bug of ours
             return
-        self._couriers = Couriers(self._outbox, sinks)
+        self._couriers = Delivery(self._outbox, sinks)
 
     def add(self, refused: Refused) -> None:
         """Record something that was refused for the first time."""
@@ -67,8 +67,8 @@ class Refusals:
                 self._unshown.append(refused)
         if refused.cause is Refusal.GIVEN_UP:  # the run's own event reports it, once for all nodes
             return
-        event = telling.refused(self._run, refused, time.time(), node=self._node)
-        self._unwritten.extend(telling.notices_of(event, self._wants))
+        event = events.refused(self._run, refused, time.time(), node=self._node)
+        self._unwritten.extend(events.notices_of(event, self._wants))
         self._write()
 
     def _write(self) -> None:

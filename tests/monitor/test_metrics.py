@@ -49,7 +49,7 @@ from ckpt_async.page.server import serve
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.sweep import sweeper as sweeper_module
-from ckpt_async.sweep.fates import DrainReport, Fate, RankReport
+from ckpt_async.sweep.drain import DrainReport, Fate, RankReport
 from ckpt_async.sweep.remote import Done, RemoteReport
 from ckpt_async.sweep.sweeper import FolderReport, SweepReport
 from tests.monitor.metrics_page import describe

@@ -54,7 +54,7 @@ from ckpt_async.protocol.cas import read
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.sweep import drain, sweeper
-from ckpt_async.sweep.fates import DrainReport
+from ckpt_async.sweep.drain import DrainReport
 from ckpt_async.sweep.remote import RemoteSweep
 from ckpt_async.sweep.sweeper import Sweeper
 from ckpt_async.transfer import patient, progress

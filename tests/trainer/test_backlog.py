@@ -66,9 +66,9 @@ class Blocked(logging.Handler):
 @pytest.fixture
 def blocked() -> Iterator[Blocked]:
     handler = Blocked()
-    logging.getLogger("ckpt_async.trainer.backlog").addHandler(handler)
+    logging.getLogger("ckpt_async.trainer.waits").addHandler(handler)
     yield handler
-    logging.getLogger("ckpt_async.trainer.backlog").removeHandler(handler)
+    logging.getLogger("ckpt_async.trainer.waits").removeHandler(handler)
 
 
 def save(uploader: Uploader, step: int, **metrics: float) -> None:

@@ -45,7 +45,7 @@ from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
 from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores import StoreOptions
-from ckpt_async.trainer import closing
+from ckpt_async.trainer import waits
 from ckpt_async.transfer import source
 from tests.stores.memory import CAPABILITIES, MemoryBucket
 from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
@@ -346,7 +346,7 @@ def test_a_store_that_does_not_say_who_is_absent_is_no_success(
             if operation == "list" and "members" in key and not is_open:
                 await asyncio.Event().wait()
 
-    monkeypatch.setattr(closing, "MEMBERS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(waits, "MEMBERS_TIMEOUT_S", 0.1)
     is_open = True
     unknown = pytest.raises(UploadFailedError, match="the store did not answer in time which ranks opened it")
     with unknown, opened(Silent(), rank=0, world_size=2, generation=1) as uploader:
@@ -465,7 +465,7 @@ def test_closing_before_the_time_is_over_does_not_say_that_it_is(
     with opened(store) as uploader:
         save(uploader, 1)
         assert store.has_come.wait(10)
-        monkeypatch.setattr(closing, "drain", lambda *_, **__: None)
+        monkeypatch.setattr(waits, "drain", lambda *_, **__: None)
         try:
             uploader.close()
         finally:
