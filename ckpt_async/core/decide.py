@@ -178,25 +178,27 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeDurable:
-    """Fsync shards, folders, manifest and journal: from then on they survive power loss."""
+class OfCheckpoint:
+    """What most actions have: the checkpoint that they are for."""
 
     checkpoint: CheckpointId
+
+
+class MakeDurable(OfCheckpoint):
+    """Fsync shards, folders, manifest and journal: from then on they survive power loss."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendAhead:
+class SendAhead(OfCheckpoint):
     """Send the finished parts of a shard that is still being written."""
 
-    checkpoint: CheckpointId
     shard: str
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class Upload(OfCheckpoint):
     """Send one shard and have the store verify it."""
 
-    checkpoint: CheckpointId
     shard: str
 
     def __hash__(self) -> int:
@@ -205,32 +207,23 @@ class Upload:
         return hash(self.shard) ^ self.checkpoint.step
 
 
-@dataclass(frozen=True, slots=True)
-class StoreReceipt:
+class StoreReceipt(OfCheckpoint):
     """Write this rank's receipt to the store: all its shards are verified."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class ListReceipts:
+class ListReceipts(OfCheckpoint):
     """Find out which ranks are done."""
 
-    checkpoint: CheckpointId
-
 
 @dataclass(frozen=True, slots=True)
-class Poll:
+class Poll(OfCheckpoint):
     """Find out which of all checkpoints that wait are decided."""
 
     checkpoint: CheckpointId = field(compare=False)  # the oldest of them
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDecision:
+class ReadDecision(OfCheckpoint):
     """Read the decision of a checkpoint that seems to have one."""
-
-    checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,83 +250,54 @@ class TellOwed:
     """Tell sweepers which checkpoints this rank still has to send, because it has long been behind."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUpForNewer:
+class GiveUpForNewer(OfCheckpoint):
     """Give up a checkpoint of which no rank has delivered its part, because newer ones need the room."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(OfCheckpoint):
     """Read all receipts, check them against each other, and create the decision `commit`."""
 
-    checkpoint: CheckpointId
-
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(OfCheckpoint):
     """Create the decision `abort`: this rank can never deliver its shards."""
 
-    checkpoint: CheckpointId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class MoveLatest:
+class MoveLatest(OfCheckpoint):
     """Move `latest.json` forward to this committed checkpoint."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class MoveLocalLatest:
+class MoveLocalLatest(OfCheckpoint):
     """Point the local symlink at this committed checkpoint."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(OfCheckpoint):
     """Have the store copy this rank's shards of a committed checkpoint to the exact keys that the user chose."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class MovePointer:
+class MovePointer(OfCheckpoint):
     """Point Composer's text pointer at this committed checkpoint, all of whose copies are made."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(OfCheckpoint):
     """Remove a decided checkpoint's links from the spool. The user's own files stay."""
 
-    checkpoint: CheckpointId
-
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(OfCheckpoint):
     """Delete this rank's own files of a committed checkpoint that retention no longer keeps."""
 
-    checkpoint: CheckpointId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(OfCheckpoint):
     """Move a committed checkpoint to `kept/`, because all are kept locally; a later launch may keep fewer."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(OfCheckpoint):
     """Drop the checkpoint from journal and spool: this rank has nothing left to do for it."""
-
-    checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ ANSWER_S = 15.0
 # The time limit for all records of a long run, which has a decision for each checkpoint.
 RECORDS_S = 60.0
 NUM_SAMPLES = 5
+SPEED_BYTES, SPEED_RANGES = 64 << 20, 8
+SPEED_TIMEOUT_S = 120.0
 _SWEEPERS = "a sweeper needs this permission, a trainer does not"
 _SENT_AGAIN = "a shard whose upload is killed is sent again from its beginning: allow ListParts"
 
@@ -227,70 +229,46 @@ class Trial:
         self._note(left_behind=(*left, *self._uploads))
 
     async def _measure_speed(self, workplace: Folder) -> Speed:
+        """Upload a file as an uploader does, and read it in ranges."""
         key = f"{self._name}-f"
         if what := no_room(self._store.url, workplace, self._min_free_bytes):
             return Speed(SPEED_BYTES, left_out=what)
         self._written.append(key)
+        settings = self._settings
+        quick = dataclasses.replace(
+            settings, upload_timeout_s=SPEED_TIMEOUT_S, retry_max_s=settings.retry_initial_s
+        )
 
         def opened(multipart: upload.Resume) -> None:
             self._uploads[key] = multipart.upload_id
 
-        def uploaded() -> None:
-            self._uploads.pop(key, None)
-
-        return await measure(self._store, self._settings, workplace, key, opened=opened, uploaded=uploaded)
-
-
-# --- speed --------------------------------------------------------------------------------------------------
-
-
-SPEED_BYTES, SPEED_RANGES = 64 << 20, 8
-SPEED_TIMEOUT_S = 120.0
-
-
-async def measure(
-    store: Store,
-    settings: Settings,
-    workplace: Folder,
-    key: str,
-    *,
-    opened: Callable[[upload.Resume], None],
-    uploaded: Callable[[], None],
-) -> Speed:
-    """Upload a file as an uploader does, and read it in ranges.
-
-    `opened` and `uploaded` are called when a multipart upload begins and ends.
-    """
-    quick = dataclasses.replace(
-        settings, upload_timeout_s=SPEED_TIMEOUT_S, retry_max_s=settings.retry_initial_s
-    )
-
-    try:
-        source = await _large_source(workplace)
         try:
+            source = await _large_source(workplace)
+            try:
+                began = time.perf_counter()
+                await upload.upload(
+                    PatientStore(self._store, quick, is_patient=False),
+                    source,
+                    key,
+                    smallest_part_bytes=settings.part_size_bytes,
+                    resume=None,
+                    opened=opened,
+                    sent=lambda _: None,
+                )
+                upload_s = time.perf_counter() - began
+                self._uploads.pop(key, None)
+            finally:
+                source.close()
             began = time.perf_counter()
-            await upload.upload(
-                PatientStore(store, quick, is_patient=False),
-                source,
-                key,
-                smallest_part_bytes=settings.part_size_bytes,
-                resume=None,
-                opened=opened,
-                sent=lambda _: None,
-            )
-            upload_s = time.perf_counter() - began
-            uploaded()
-        finally:
-            source.close()
-        began = time.perf_counter()
-        ranges = upload.plan_parts(SPEED_BYTES, SPEED_BYTES // SPEED_RANGES)
-        async with asyncio.timeout(SPEED_TIMEOUT_S):
-            await all_or_none(
-                store.get_range(key, each.offset, each.size_bytes, lambda _: None) for each in ranges
-            )
-        return Speed(SPEED_BYTES, upload_s, time.perf_counter() - began)
-    except (CkptAsyncError, OSError) as error:
-        return Speed(SPEED_BYTES, error=str(error) or f"no result within {SPEED_TIMEOUT_S:.0f} s")
+            ranges = upload.plan_parts(SPEED_BYTES, SPEED_BYTES // SPEED_RANGES)
+            async with asyncio.timeout(SPEED_TIMEOUT_S):
+                await all_or_none(
+                    self._store.get_range(key, each.offset, each.size_bytes, lambda _: None)
+                    for each in ranges
+                )
+            return Speed(SPEED_BYTES, upload_s, time.perf_counter() - began)
+        except (CkptAsyncError, OSError) as error:
+            return Speed(SPEED_BYTES, error=str(error) or f"no result within {SPEED_TIMEOUT_S:.0f} s")
 
 
 def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:

@@ -6,9 +6,8 @@ import logging
 from dataclasses import replace
 
 from ckpt_async.core.recovery import OnDisk
-from ckpt_async.engine import recovery
 from ckpt_async.engine.state import State
-from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
+from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of, reclaim
 from ckpt_async.stores.interface import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ async def _has_record(state: State, record: ObjectInfo | None, newest: int) -> b
         return True
     there = await nonce_of(state.store, opened.generation)  # the listing may lag
     if there is None and newest == opened.generation:
-        if not await recovery.reclaim(state.store, opened):
+        if not await reclaim(state.store, opened):
             return False
         logger.error(
             "generation_was_lost generation=%d; the store had lost its record, which is written again: what was"

@@ -55,15 +55,6 @@ logger = logging.getLogger(__name__)
 # A wake-up is only a hint; polling is the safety net. Another process may have appended to the journal (DCP's PROCESS
 # mode), or a second thread's wake-up may have been lost at shutdown.
 POLL_S = 1.0
-# Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
-# checkpoints.
-_OF_NO_CHECKPOINT = (
-    decide.WaitUntil,
-    decide.LookForSuccessor,
-    decide.LookForMembers,
-    decide.NameTarget,
-    decide.TellOwed,
-)
 
 
 class Engine:
@@ -262,7 +253,7 @@ class Engine:
             state.reports.failing &= {
                 (each.checkpoint, type(each).__name__)
                 for each in due
-                if not isinstance(each, _OF_NO_CHECKPOINT)
+                if isinstance(each, decide.OfCheckpoint)
             }
         self._queue.refill(uploads, due)
         self._start_uploads()
@@ -393,7 +384,8 @@ class Engine:
         except (CkptAsyncError, OSError, MemoryError) as error:
             state = self.state
             self._in_flight.note_trouble(action, error, self._hold_back(action, error), state.now())
-            if isinstance(action, _OF_NO_CHECKPOINT):
+            # Whatever is wrong with one that is for no checkpoint will also fail those of checkpoints.
+            if not isinstance(action, decide.OfCheckpoint):
                 return
             if isinstance(error, JournalError | OSError | MemoryError):
                 state.observer.attempt_failed(FailureReason.DISK)  # recovers once there is space again

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
-import time
 from pathlib import Path
 
 from ckpt_async.core import backlog, keys, records
 from ckpt_async.core.local_state import Local, LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, FileIdentity, Generation, Opened, RemoteAddress
+from ckpt_async.core.model import CheckpointId, FileIdentity, Opened, RemoteAddress
 from ckpt_async.core.recovery import (
     OnDisk,
     adopted,
@@ -40,15 +38,8 @@ logger = logging.getLogger(__name__)
 
 def on_disk(folder: Folder, local: Local) -> OnDisk:
     """Complete what the journal says with what it has lost and a manifest in the spool knows. Blocks."""
-    lost: dict[CheckpointId, records.Manifest] = {}
     spool = folder.private / keys.spool_rank(local.rank)
-    for entry in sorted(os.listdir(spool)) if spool.exists() else ():
-        id_ = keys.parse_checkpoint_tag(entry.removesuffix(".json"))
-        if not entry.endswith(".json") or id_ is None or id_ in local.checkpoints:
-            continue
-        with contextlib.suppress(InvalidRecordError):  # `rebuild` tells of it
-            lost[id_] = records.decode_manifest((spool / entry).read_bytes(), id_)
-    return OnDisk(local, lost)
+    return OnDisk(local, dict(kept.manifests(spool, but=local.checkpoints)))
 
 
 def refuse_copy(folder: Folder, found: OnDisk) -> None:
@@ -113,19 +104,11 @@ async def why_refused(
     if gone := await lost(store, found, address):
         return put_back(gone, found.local, folder, address)
     opened = found.local.opened
-    is_ours = opened is None or not opened.nonce or await reclaim(store, opened)
+    is_ours = opened is None or not opened.nonce or await generations.reclaim(store, opened)
     # Also if this generation is there: another rank may have claimed it again, and this one has older files left.
     if is_ours and not await generations.is_taken(store, found.nonces):
         return None
     return wiped(found, folder, address)
-
-
-async def reclaim(store: PatientStore, opened: Opened) -> bool:
-    """Do what `generation.reclaim` does, for the generation that this rank has opened last."""
-    mine = Generation(
-        opened.generation, opened.nonce, opened.world_size, socket.gethostname(), opened.nonce, time.time()
-    )
-    return await generations.reclaim(store, mine, opened.nonces)
 
 
 async def recover(state: State, before: Opened | None, *, adopts_copy: bool = False) -> None:

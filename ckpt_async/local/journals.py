@@ -43,6 +43,37 @@ class Reading:
         return fold(self.rows, Local(self.rank))
 
 
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank's journal says, with the bytes sent of each unfinished (checkpoint, shard)."""
+
+    local: Local
+    progress: Mapping[tuple[CheckpointId, str], int]
+
+
+class Follower:
+    """Reads the journals of one kind of checkpoints again and again, and of each only what is new. For one thread at a
+    time.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], kind: str = "") -> None:
+        self._folder, self._kind = folder, kind
+        self._readings: dict[int, Reading] = {}
+        self._states: dict[int, RankState] = {}
+
+    def look(self) -> list[RankState]:
+        """Return what every rank's journal says now. Raises NoJournalError, JournalError."""
+        places = {rank: each.place for rank, each in self._readings.items()}
+        self._readings = read(self._folder, kind=self._kind, after=places)
+        self._states = {
+            rank: RankState(
+                each.local() if each.is_whole else fold(each.rows, self._states[rank].local), each.progress
+            )
+            for rank, each in self._readings.items()
+        }
+        return [each for each in self._states.values() if each.local.sequence]
+
+
 def read(
     folder: str | os.PathLike[str], *, kind: str = "", after: Mapping[int, Place] | None = None
 ) -> dict[int, Reading]:
@@ -120,6 +151,14 @@ def read_all(folder: str | os.PathLike[str]) -> dict[str, dict[int, Reading]]:
     if not found and missing is not None:
         raise missing
     return found
+
+
+def states(folder: str | os.PathLike[str]) -> dict[str, list[RankState]]:
+    """Return what each rank's journal says, by kind of checkpoints. Raises the same errors as `read`."""
+    return {
+        kind: [RankState(each.local(), each.progress) for each in found.values() if each.rows]
+        for kind, found in read_all(folder).items()
+    }
 
 
 def checkpoints(folder: str | os.PathLike[str], kind: str) -> Iterator[LocalCheckpoint]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from ckpt_async.core import keys, records
@@ -67,15 +67,17 @@ def sources(private: Path) -> Iterator[tuple[str, FileIdentity]]:
             yield from ((each.shard.source, each.shard.identity) for each in found.enqueued)
 
 
-def manifests(place: Path) -> Iterator[tuple[CheckpointId, records.Manifest]]:
-    """Those in a folder, the oldest first. What cannot be understood is logged and left out."""
+def manifests(
+    place: Path, *, but: Container[CheckpointId] = ()
+) -> Iterator[tuple[CheckpointId, records.Manifest]]:
+    """Those in a folder, oldest first, except those of some checkpoints. What cannot be understood is logged and left out."""
     try:
         names = sorted(os.listdir(place))
     except (FileNotFoundError, NotADirectoryError):  # a file in its place is refused by `Folder`
         return
     for name in names:
         id_ = keys.parse_checkpoint_tag(name.removesuffix(".json"))
-        if id_ is None:
+        if id_ is None or not name.endswith(".json") or id_ in but:
             continue
         try:
             found = records.decode_manifest((place / name).read_bytes(), id_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -9,10 +10,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.errors import NoJournalError
 from ckpt_async.local import journals
-from ckpt_async.monitor.holdings import Replay
+from ckpt_async.local.journals import Follower, RankState
 from ckpt_async.monitor.status import CheckpointStatus, Status, has_owner, view
 
 Json = dict[str, Any]
@@ -47,7 +48,7 @@ class FolderWatch:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.path.realpath(folder)
-        self._replays: dict[str, Replay] = {}
+        self._followers: dict[str, Follower] = {}
         self._rates: dict[str, Rates[CheckpointId]] = {}
 
     def look(self, missing: Missing = _nobody, *, now: float | None = None) -> dict[str, Seen]:
@@ -59,22 +60,15 @@ class FolderWatch:
         now = time.time() if now is None else now
         found: dict[str, Seen] = {}
         for kind in journals.kinds(self.folder):
-            replay = self._replays.setdefault(kind, Replay(self.folder, kind))
-            replay.look()
-            locals_ = [each for each in replay.locals.values() if each.sequence]
-            if replay.is_there:
-                found[kind] = self._seen(kind, locals_, missing, now)
+            follower = self._followers.setdefault(kind, Follower(self.folder, kind))
+            with contextlib.suppress(NoJournalError):  # before the kind's first uploader has opened
+                found[kind] = self._seen(kind, follower.look(), missing, now)
         if not found:
             raise journals.none_in(self.folder)
         return found
 
-    def _seen(self, kind: str, locals_: Sequence[Local], missing: Missing, now: float) -> Seen:
-        progress = {
-            (rank, id_, shard): sent
-            for rank, of_rank in self._replays[kind].progress.items()
-            for (id_, shard), sent in of_rank.items()
-        }
-        status = view(locals_, progress, now)
+    def _seen(self, kind: str, states: Sequence[RankState], missing: Missing, now: float) -> Seen:
+        status = view(states, now)
         rates, now_s = self._rates.setdefault(kind, Rates()), time.monotonic()
         unfinished = {each.id: each.uploaded_bytes for each in status.pending if each.state != "waiting"}
         done = {each.id for each in status.pending if each.state == "waiting"}
@@ -94,7 +88,7 @@ class FolderWatch:
 
 def folder_json(folder: str, by_kind: Mapping[str, Seen], now: float) -> Json:
     """Return the status of the run itself, with that of each kind in `kinds`."""
-    own = by_kind.get("", Seen(view([], {}, now)))
+    own = by_kind.get("", Seen(view([], now)))
     return {
         "folder": os.path.realpath(folder),
         **_kind_json(folder, own),

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_async.core import keys, records, waiting
-from ckpt_async.core.model import Beat, CheckpointId, Generation
+from ckpt_async.core.model import Beat, CheckpointId, Generation, Opened
 from ckpt_async.errors import (
     CapabilityError,
     FencedError,
@@ -164,22 +165,24 @@ async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:
     return any(found not in (None, "", mine) for found, mine in zip(there, nonces.values(), strict=True))
 
 
-async def reclaim(store: PatientStore, mine: Generation, nonces: Mapping[int, str]) -> bool:
-    """Return whether a generation that this rank has opened is there. If the store has lost it (it was wiped, or put
-    back), it is claimed again, so that later launches take other numbers and never write the same keys.
+async def reclaim(store: PatientStore, opened: Opened) -> bool:
+    """Return whether the generation that this rank has opened last is there. If the store has lost it (it was wiped, or
+    put back), it is claimed again, so that later launches take other numbers and never write the same keys.
 
     But not if another launch may have begun there since, which would be fenced: what is there must belong to the
-    history of this rank, of which `nonces` has the newest. Costs one GET if the generation is there.
+    history of this rank. Costs one GET if the generation is there.
     """
-    there = await nonce_of(store, mine.number)
+    number, nonce = opened.generation, opened.nonce
+    there = await nonce_of(store, number)
     if there is None:
         newest = await newest_generation(store)
-        is_other = newest not in (0, mine.number)  # a listing may lag
-        if is_other and await nonce_of(store, newest) != nonces.get(newest):
+        is_other = newest not in (0, number)  # a listing may lag
+        if is_other and await nonce_of(store, newest) != opened.nonces.get(newest):
             return False
-        await create_once(store, keys.generation_key(mine.number), records.encode_generation(mine))
-        there = await nonce_of(store, mine.number)
-    return there in ("", mine.nonce)
+        mine = Generation(number, nonce, opened.world_size, socket.gethostname(), nonce, time.time())
+        await create_once(store, keys.generation_key(number), records.encode_generation(mine))
+        there = await nonce_of(store, number)
+    return there in ("", nonce)
 
 
 async def nonce_of(store: PatientStore, number: int) -> str | None:

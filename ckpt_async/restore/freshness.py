@@ -18,7 +18,6 @@ from ckpt_async.core.model import CheckpointId, Latest, Outcome, without_slash
 from ckpt_async.core.units import counted
 from ckpt_async.errors import FailureReason, NoJournalError, StoreError
 from ckpt_async.local import journals
-from ckpt_async.monitor import holdings
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import if_readable
 from ckpt_async.restore.session import Session, session
@@ -55,10 +54,10 @@ def known_in(folder: str | os.PathLike[str] | None, remote: str) -> Known:
     if folder is None:
         return Known()
     try:
-        found = holdings.read(folder)
+        found = journals.states(folder)
     except NoJournalError:
         return Known()
-    return known_of([local for locals_, _ in found.values() for local in locals_], remote)
+    return known_of([each.local for states in found.values() for each in states], remote)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -162,45 +162,16 @@ class _Facts(Observer):
         self.observed: deque[tuple[Any, ...]] = deque()
         self._on_fact = on_fact
 
-    def _note(self, *fact: Any) -> None:
-        self.observed.append(fact)
+    def note(self, fact: str, *values: Any) -> None:
+        self.observed.append((fact, *map(_in_report, values)))
         self._on_fact()
 
-    def uploads_started(self, num_shards: int) -> None:
-        self._note("uploads_started", num_shards)
 
-    def uploads_ended(self, num_shards: int) -> None:
-        self._note("uploads_ended", num_shards)
-
-    def requests_finished(self, operation: str, durations_s: Sequence[float]) -> None:
-        self._note("requests_finished", operation, [round(each, 6) for each in durations_s])
-
-    def attempt_failed(self, reason: FailureReason) -> None:
-        self._note("attempt_failed", reason)
-
-    def bytes_uploaded(self, size_bytes: int) -> None:
-        self._note("bytes_uploaded", size_bytes)
-
-    def shards_finished(self, result: str, num_shards: int, duration_s: float) -> None:
-        self._note("shards_finished", result, num_shards, duration_s)
-
-    def checkpoint_committed(self, step: int, latency_s: float) -> None:
-        self._note("checkpoint_committed", step, latency_s)
-
-    def checkpoint_aborted(self, step: int, reason: str) -> None:
-        self._note("checkpoint_aborted", step, wire.shortened(reason, MAX_REASON_BYTES))
-
-    def checkpoint_pruned(self, location: str) -> None:
-        self._note("checkpoint_pruned", location)
-
-    def copies_finished(self, result: str, num_files: int) -> None:
-        self._note("copies_finished", result, num_files)
-
-    def fenced(self) -> None:
-        self._note("fenced")
-
-    def engine_restarted(self) -> None:
-        self._note("engine_restarted")
+def _in_report(value: Any) -> Any:
+    """Return a value of a fact so that it fits into a report."""
+    if isinstance(value, str):
+        return wire.shortened(value, MAX_REASON_BYTES)
+    return [round(each, 6) for each in value] if isinstance(value, list | tuple) else value
 
 
 # --- the trainer's side -------------------------------------------------------------------------------------

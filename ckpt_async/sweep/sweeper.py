@@ -367,5 +367,4 @@ def _unfinished_ranks(folder: str) -> tuple[int, ...]:
 def _locals(folder: str) -> list[tuple[str, Local]]:
     """Return, for each kind and rank, what the folder's journals say."""
     private.check(place_of(folder) / keys.PRIVATE)
-    found = journals.read_all(folder)
-    return [(kind, each.local()) for kind, readings in found.items() for each in readings.values()]
+    return [(kind, each.local) for kind, states in journals.states(folder).items() for each in states]
