@@ -115,7 +115,7 @@ def not_committed(local: Local, within_s: float, store_error: str) -> UploadFail
     )
 
 
-def in_vain(local: Local) -> list[int]:
+def never_committed(local: Local) -> list[int]:
     """Return the steps that this launch has sealed and that nobody has decided.
 
     Empty if this launch has committed any checkpoint.
@@ -145,7 +145,7 @@ def fenced(generation: int, by: int) -> FencedError:
     )
 
 
-def why_taken(local: Local, fenced_by: int | None) -> FencedError | None:
+def why_generation_taken(local: Local, fenced_by: int | None) -> FencedError | None:
     """Return what to raise at the end of a launch whose generation another one has taken: what it has sealed since will
     never be committed. None if that is not so.
     """
@@ -157,7 +157,7 @@ def why_taken(local: Local, fenced_by: int | None) -> FencedError | None:
     return FencedError(f"{named('step', steps)} will not be committed: {error.without_hint}", hint=error.hint)
 
 
-def why_in_vain(
+def why_nothing_committed(
     local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int] | None
 ) -> CkptAsyncError | None:
     """Return what to raise at the end of a launch that sealed `steps` but committed nothing and may never do so.

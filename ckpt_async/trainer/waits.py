@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt_async.core import backlog
-from ckpt_async.core.failures import in_vain, not_committed, not_sent, why_in_vain, why_taken
+from ckpt_async.core.failures import (
+    never_committed,
+    not_committed,
+    not_sent,
+    why_generation_taken,
+    why_nothing_committed,
+)
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
@@ -92,13 +98,14 @@ def flush(engine: EngineHandle, timeout_s: float, num_committed: Callable[[], in
 def finish(
     engine: EngineHandle, deadline: float, settings: Settings, *, is_late_an_error: bool
 ) -> CkptAsyncError | None:
-    """Wait at the end of a launch for what was sealed. Returns what is wrong if it was in vain, or not over in time."""
+    """Wait at the end of a launch for what was sealed. Returns what is wrong if nothing was
+    committed and never can be, or not in time."""
     engine.runner.expect_end()
     if not engine.runner.is_alive:
         return None
     drain(engine, deadline, grace_s=settings.close_grace_s)
     local = engine.view().fresh_local()
-    log_what_is_left(local, is_taken=why_taken(local, engine.view().fenced_by) is not None)
+    log_what_is_left(local, is_taken=why_generation_taken(local, engine.view().fenced_by) is not None)
     late: CkptAsyncError | None = None
     if is_late_an_error and time.monotonic() >= deadline:
         view = engine.view()
@@ -158,10 +165,14 @@ def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncE
     """
     view = engine.view()
     local = view.fresh_local()
-    steps = in_vain(local)
+    steps = never_committed(local)
     if not steps or view.fenced_by is not None:
-        error = why_in_vain(local, steps, view.fenced_by, None) if steps else why_taken(local, view.fenced_by)
-        return _told(error)
+        error = (
+            why_nothing_committed(local, steps, view.fenced_by, None)
+            if steps
+            else why_generation_taken(local, view.fenced_by)
+        )
+        return _logged(error)
     if time.monotonic() >= deadline:
         return None
 
@@ -176,12 +187,12 @@ def why_nothing_will_commit(engine: EngineHandle, deadline: float) -> CkptAsyncE
     absent_ranks = view.absent_ranks
     if absent_ranks is None and time.monotonic() >= deadline:
         absent_ranks = []  # the caller left no time to find out
-    return _told(why_in_vain(view.fresh_local(), steps, view.fenced_by, absent_ranks))
+    return _logged(why_nothing_committed(view.fresh_local(), steps, view.fenced_by, absent_ranks))
 
 
-def _told(error: CkptAsyncError | None) -> CkptAsyncError | None:
+def _logged(error: CkptAsyncError | None) -> CkptAsyncError | None:
     if error is not None:
-        logger.error("closed_in_vain error=%s", error)
+        logger.error("closed_without_commit error=%s", error)
     return error
 
 

@@ -378,7 +378,7 @@ def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close
 
     with pytest.raises(ZeroDivisionError):
         train()
-    assert "closed_in_vain" in caplog.text
+    assert "closed_without_commit" in caplog.text
 
 
 def test_steps_that_two_starts_have_left_are_told_apart(
