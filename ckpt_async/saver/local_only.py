@@ -308,7 +308,7 @@ class LocalOnly:
         logger.info("waits_for_predecessor folder=%s timeout_s=%g", self.folder, timeout_s)
         is_over = all(each.before_exit(max(0.0, deadline - time.monotonic())) for each in others)
         if not is_over:
-            logger.warning("predecessor_is_not_over folder=%s waited_s=%g", self.folder, timeout_s)
+            logger.warning("previous_launch_unfinished folder=%s waited_s=%g", self.folder, timeout_s)
         return is_over
 
     def saves_as(self, other: LocalOnly) -> bool:

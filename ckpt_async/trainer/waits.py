@@ -243,7 +243,7 @@ def wait_for_predecessor(engine: EngineHandle, generation: int, timeout_s: float
         steps = left(engine.view())
     if steps:
         logger.warning(
-            "predecessor_is_not_over steps=%s waited_s=%g; some rank was killed before it saved them, or its node has"
+            "previous_launch_unfinished steps=%s waited_s=%g; some rank was killed before it saved them, or its node has"
             " not started again",
             *(few(steps), timeout_s),
         )

@@ -122,7 +122,7 @@ def test_a_step_that_a_rank_never_saved_is_waited_for_only_until_a_newer_one_is_
         uploader.close(timeout_s=0)
     with opened(store, generation=2) as uploader:
         assert not uploader.wait_for_predecessor(0.1)
-        assert "predecessor_is_not_over steps=4 " in caplog.text
+        assert "previous_launch_unfinished steps=4 " in caplog.text
         save(uploader, 6)
         uploader.wait(6, timeout_s=30)
     caplog.clear()
