@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_async.core.decide import Shortage, is_freeing, why_hopeless
+from ckpt_async.core.decide import Shortage, is_freeing, why_undeliverable
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
@@ -21,7 +21,7 @@ def undecided(local: Local) -> list[LocalCheckpoint]:
 def backlog(local: Local) -> list[LocalCheckpoint]:
     """Return the checkpoints that this rank has not finished uploading, oldest first.
 
-    Excluded are checkpoints that wait for other ranks, that are hopeless and wait to be aborted, or that wait for the
+    Excluded are checkpoints that wait for other ranks, that are undeliverable and wait to be aborted, or that wait for the
     trainer itself to add shards or to seal: blocking the trainer for those would stall it for ever.
     """
     return [
@@ -29,7 +29,7 @@ def backlog(local: Local) -> list[LocalCheckpoint]:
         for _, each in sorted(local.checkpoints.items())
         if each.decision is None
         and not each.has_receipt
-        and why_hopeless(each, local.generation) is None
+        and why_undeliverable(each, local.generation) is None
         and not (each.sealed is None and all(shard.stored is not None for shard in each.shards.values()))
     ]
 
@@ -108,7 +108,7 @@ def left_by_predecessors(local: Local, generation: int) -> list[CheckpointId]:
         for each in undecided(local)
         if each.id.generation < generation
         and (newest is None or each.id > newest)
-        and why_hopeless(each, generation) is None
+        and why_undeliverable(each, generation) is None
     ]
 
 

@@ -30,7 +30,7 @@ Who may act:
 
 After a crash, at any point, the journal is replayed, `Remote` is empty, and `decide` returns what is still due. Every
 action can be done twice: uploads find their finished parts, receipts and decisions are created once, the rest is
-idempotent. What an earlier launch may have left in the store is looked up before anything is sent (`may_be_settled`).
+idempotent. What an earlier launch may have left in the store is looked up before anything is sent (`may_be_decided`).
 
 Rules that need only a part of this stand beside: which upload is next, and what may share the link, in `order.py`, when
 to list and whose turn it is in `waiting.py`, what the receipts decide in `agreement.py`, what is kept in
@@ -402,7 +402,7 @@ def owed(local: Local, policy: Policy) -> list[CheckpointId]:
         if each.sealed is not None
         and each.decision is None
         and not each.is_verified
-        and why_hopeless(each, local.generation, is_adopted=policy.is_adopted) is None
+        and why_undeliverable(each, local.generation, is_adopted=policy.is_adopted) is None
     )
 
 
@@ -445,7 +445,7 @@ def supersedable(
             candidate(each)
             for each in local.checkpoints.values()
             if each.sealed is not None
-            and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
+            and (is_loadable(each) if each.decision else why_undeliverable(each, local.generation) is None)
         ]
         kept = retention.apply(policy.remote_retention, candidates)
 
@@ -480,10 +480,10 @@ def _is_target_due(local: Local, turn: order.Turn, policy: Policy, now: float) -
 
 def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy) -> bool:
     """Return whether this rank can only wait until others have decided an undecided checkpoint, or may have before."""
-    if why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted) is not None:
+    if why_undeliverable(checkpoint, local.generation, is_adopted=policy.is_adopted) is not None:
         # Others will decide it. Without looking for that, our links would stay for ever.
         return not policy.may_decide
-    must_poll = not remote.commits.polls.has_polled and may_be_settled(
+    must_poll = not remote.commits.polls.has_polled and may_be_decided(
         checkpoint.id, local.generation, policy
     )
     if must_poll or checkpoint.id in remote.commits.to_read:
@@ -509,10 +509,10 @@ def _towards_decision(
 
     Never waits for another checkpoint.
     """
-    hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
-    if hopeless is not None:
+    undeliverable = why_undeliverable(checkpoint, local.generation, is_adopted=policy.is_adopted)
+    if undeliverable is not None:
         # The other ranks must not wait for a shard that cannot come: abort competes with commit (R4).
-        yield Abort(checkpoint.id, hopeless)
+        yield Abort(checkpoint.id, undeliverable)
         return
     if is_volatile(checkpoint):
         yield MakeDurable(checkpoint.id)
@@ -621,7 +621,9 @@ def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:
 # --- the rules, one by one ---------------------------------------------------------------------------------
 
 
-def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bool = False) -> str | None:
+def why_undeliverable(
+    checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bool = False
+) -> str | None:
     """Return why this rank can never deliver the checkpoint, or None.
 
     Checkpoints that an earlier generation had sealed are still finished (R11); those it had not sealed never will be.
@@ -635,7 +637,7 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bo
     return None
 
 
-def may_be_settled(id_: CheckpointId, generation: int, policy: Policy) -> bool:
+def may_be_decided(id_: CheckpointId, generation: int, policy: Policy) -> bool:
     """Return whether a decision may be there before this engine has looked.
 
     Other ranks or the sweeper may have made it in the meantime.

@@ -162,7 +162,7 @@ def _may_be_collected(state: State, id_: CheckpointId) -> bool:
     """Return whether a decision may have been there and be gone: a sweeper collects what was decided long ago."""
     watch = state.commits.watches.get(id_)
     is_old = watch is not None and state.now() - watch.since >= COLLECTED_AFTER_S
-    is_earlier = decide.may_be_settled(id_, state.local.generation, state.policy)
+    is_earlier = decide.may_be_decided(id_, state.local.generation, state.policy)
     return is_earlier or is_old or state.fence.by is not None
 
 
