@@ -21,8 +21,8 @@ def undecided(local: Local) -> list[LocalCheckpoint]:
 def backlog(local: Local) -> list[LocalCheckpoint]:
     """Return the checkpoints that this rank has not finished uploading, oldest first.
 
-    Excluded are checkpoints that wait for other ranks, that are undeliverable and wait to be aborted, or that wait for the
-    trainer itself to add shards or to seal: blocking the trainer for those would stall it for ever.
+    Excluded are checkpoints that wait for other ranks, that are undeliverable and wait to be aborted, or that wait for
+    the trainer itself to add shards or to seal: blocking the trainer for those would stall it for ever.
     """
     return [
         each

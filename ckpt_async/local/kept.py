@@ -70,7 +70,7 @@ def sources(private: Path) -> Iterator[tuple[str, FileIdentity]]:
 def manifests(
     place: Path, *, but: Container[CheckpointId] = ()
 ) -> Iterator[tuple[CheckpointId, records.Manifest]]:
-    """Those in a folder, oldest first, except those of some checkpoints. What cannot be understood is logged and left out."""
+    """Those in a folder, oldest first, except those of some checkpoints; what cannot be understood is only logged."""
     try:
         names = sorted(os.listdir(place))
     except (FileNotFoundError, NotADirectoryError):  # a file in its place is refused by `Folder`

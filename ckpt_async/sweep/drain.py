@@ -43,7 +43,7 @@ from ckpt_async.transfer.together import all_or_none
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class DrainedCheckpoint:
     """What became of one checkpoint of one rank.
 
     `reason` says why it was given up or is left over; `missing_ranks` have not delivered yet.
@@ -68,11 +68,11 @@ class RankReport:
     rank: int
     kind: str = ""
     in_use_by: str = ""
-    committed: tuple[Fate, ...] = ()
-    aborted: tuple[Fate, ...] = ()
-    waiting: tuple[Fate, ...] = ()
-    left: tuple[Fate, ...] = ()
-    uncopied: tuple[Fate, ...] = ()
+    committed: tuple[DrainedCheckpoint, ...] = ()
+    aborted: tuple[DrainedCheckpoint, ...] = ()
+    waiting: tuple[DrainedCheckpoint, ...] = ()
+    left: tuple[DrainedCheckpoint, ...] = ()
+    uncopied: tuple[DrainedCheckpoint, ...] = ()
     uploaded_shards: int = 0
     uploaded_bytes: int = 0
     error: str = ""  # the engine itself failed, or nothing was done
@@ -110,7 +110,7 @@ def _out_of_time(engine: Engine) -> str:
     return f"time ran out{last_store_error(engine.store_error)}"
 
 
-def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:
+def uncopied(local: Local, engine: Engine) -> tuple[DrainedCheckpoint, ...]:
     """Return the committed checkpoints of which copies under exact keys are outstanding, and why."""
     reasons = {
         each.checkpoint: str(each.error)
@@ -118,7 +118,9 @@ def uncopied(local: Local, engine: Engine) -> tuple[Fate, ...]:
         if each.action == decide.Copy.__name__ and isinstance(each.error, StoreError)
     }
     left = [each for _, each in sorted(local.checkpoints.items()) if each.to_copy]
-    return tuple(Fate(each.id, each.name, reasons.get(each.id, _out_of_time(engine))) for each in left)
+    return tuple(
+        DrainedCheckpoint(each.id, each.name, reasons.get(each.id, _out_of_time(engine))) for each in left
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -575,7 +577,9 @@ def _report(adopted: _Adopted) -> RankReport:
     if crash is not None:
         logger.error("drain_failed rank=%d", engine.state.rank, exc_info=crash)
     outcomes = sorted(engine.outcomes.newest(), key=lambda each: each.checkpoint)
-    fates = {each.checkpoint: Fate(each.checkpoint, each.name, each.reason) for each in outcomes}
+    drained = {
+        each.checkpoint: DrainedCheckpoint(each.checkpoint, each.name, each.reason) for each in outcomes
+    }
     aborted = {each.checkpoint for each in outcomes if each.outcome is Outcome.ABORT}
     local = adopted.after
     undecided = backlog.undecided(local)
@@ -583,15 +587,17 @@ def _report(adopted: _Adopted) -> RankReport:
         engine.state.rank,
         adopted.kind,
         in_use_by="a trainer that has started" if adopted.is_given_back else "",
-        committed=tuple(each for id_, each in fates.items() if id_ not in aborted),
-        aborted=tuple(each for id_, each in fates.items() if id_ in aborted),
+        committed=tuple(each for id_, each in drained.items() if id_ not in aborted),
+        aborted=tuple(each for id_, each in drained.items() if id_ in aborted),
         waiting=tuple(
-            Fate(each.id, each.name, missing_ranks=tuple(engine.missing_ranks(each.id)))
+            DrainedCheckpoint(each.id, each.name, missing_ranks=tuple(engine.missing_ranks(each.id)))
             for each in undecided
             if each.has_receipt
         ),
         left=tuple(
-            Fate(each.id, each.name, why_left(each, engine)) for each in undecided if not each.has_receipt
+            DrainedCheckpoint(each.id, each.name, why_left(each, engine))
+            for each in undecided
+            if not each.has_receipt
         ),
         uncopied=uncopied(local, engine),
         uploaded_shards=adopted.observer.uploaded_shards,

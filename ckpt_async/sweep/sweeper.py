@@ -296,8 +296,8 @@ def _count(report: SweepReport, metrics: SweeperMetrics) -> None:
         ranks = folder.drained.ranks if folder.drained else ()
         for rank in ranks:
             metrics.adopted(rank.uploaded_shards, rank.uploaded_bytes)
-        committed = {(rank.kind, fate.checkpoint) for rank in ranks for fate in rank.committed}
-        aborted = {(rank.kind, fate.checkpoint) for rank in ranks for fate in rank.aborted}
+        committed = {(rank.kind, each.checkpoint) for rank in ranks for each in rank.committed}
+        aborted = {(rank.kind, each.checkpoint) for rank in ranks for each in rank.aborted}
         metrics.ended("committed", len(committed))
         metrics.ended("aborted", len(aborted))
     for remote in report.remotes:

@@ -243,8 +243,8 @@ def wait_for_predecessor(engine: EngineHandle, generation: int, timeout_s: float
         steps = left(engine.view())
     if steps:
         logger.warning(
-            "previous_launch_unfinished steps=%s waited_s=%g; some rank was killed before it saved them, or its node has"
-            " not started again",
+            "previous_launch_unfinished steps=%s waited_s=%g; some rank was killed before it saved them, or its node"
+            " has not started again",
             *(few(steps), timeout_s),
         )
     return not steps
