@@ -15,10 +15,9 @@ from ckpt_async.core.model import CheckpointId, Event, Failed
 from ckpt_async.core.observe import Notice, Observer, Reporter
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FailureReason
-from ckpt_async.local import known_link
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
-from ckpt_async.local.known_link import KnownLink
+from ckpt_async.transfer.link import KnownLink, known_file_name, note_known
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import Resume
 
@@ -124,8 +123,8 @@ class State:
         link = self.store.link
         known = KnownLink(link.limit, link.connection_bytes_per_s)
         if link.is_known and known != self._noted_link:
-            path = self.folder.private / known_link.file_name("up")
-            known_link.note(path, self.store.url, known, self.clock())
+            path = self.folder.private / known_file_name("up")
+            note_known(path, self.store.url, known, self.clock())
             self._noted_link = known
 
     # --- the journal ---------------------------------------------------------------------------------------

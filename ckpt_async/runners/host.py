@@ -25,15 +25,14 @@ from ckpt_async.errors import JournalError, SettingsError
 from ckpt_async.events.delivery import close_on_thread
 from ckpt_async.events.event import parse_wants
 from ckpt_async.events.run_events import CLOSE_S, RunEvents
-from ckpt_async.local import known_link
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
-from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import copies
 from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
+from ckpt_async.transfer.link import KnownLink, known_file_name, recall_known
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import both
 
@@ -220,8 +219,8 @@ class Host:
         return found
 
     def _known_link(self) -> KnownLink | None:
-        path = self._folder.private / known_link.file_name("up")
-        return known_link.recall(path, self._start.address.url, time.time())
+        path = self._folder.private / known_file_name("up")
+        return recall_known(path, self._start.address.url, time.time())
 
     async def _agree(self, store: PatientStore, found: OnDisk) -> int:
         start = self._start

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 from ckpt_async.core import order
 from ckpt_async.core.settings import Settings
-from ckpt_async.local.known_link import KnownLink
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.concurrency import Concurrency, Request
-from ckpt_async.transfer.node import Direction, Node
+from ckpt_async.transfer.link import Direction, KnownLink, Node
 
 logger = logging.getLogger(__name__)
 
