@@ -18,7 +18,7 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.sweep import drain as drains
-from ckpt_async.sweep import telling
+from ckpt_async.sweep import reporting
 
 
 @pytest.fixture
@@ -178,10 +178,10 @@ def test_a_sweep_that_is_cancelled_while_it_opens_its_queue_of_events_leaves_it_
 ) -> None:
     async def sweep() -> None:
         settings = Settings(event_webhook="http://127.0.0.1:9/hook")
-        async with telling.remote_events(settings, tmp_path / "events"):
+        async with reporting.remote_events(settings, tmp_path / "events"):
             pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(telling, "OwnOutbox", held.before(OwnOutbox))
+        patch.setattr(reporting, "OwnOutbox", held.before(OwnOutbox))
         held.cancel(sweep())
     OwnOutbox(tmp_path / "events").close()
