@@ -151,7 +151,7 @@ def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
     return checkpoint.has_receipt and checkpoint.decision is None
 
 
-def first_tell_s(receipts: Receipts, rank: int) -> float:
+def first_log_s(receipts: Receipts, rank: int) -> float:
     """Return how long this rank waits before it logs that it is waiting.
 
     The lowest rank that has delivered does so first, on behalf of all; the others follow at the next doubling, because

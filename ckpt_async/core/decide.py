@@ -68,7 +68,7 @@ from ckpt_async.core.waiting import (
 # together look for a successor at most this often per second.
 SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
 # A rank that has had something to send for so long says so, as often: a sweeper must not give it up as abandoned.
-TELL_OWED_S = 600.0
+REPORT_OWED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Uploads:
     """What this rank sends next, and what is given up for it."""
 
     turn: order.Turn = field(default_factory=order.Turn)
-    tell_owed_at: float | None = None  # None: this rank has nothing to send
+    report_owed_at: float | None = None  # None: this rank has nothing to send
     shortage: Shortage | None = None  # older checkpoints are to be given up
     # Of these, other ranks had delivered their parts when this one was to give them up.
     delivered_by_others: frozenset[CheckpointId] = frozenset()
@@ -246,7 +246,7 @@ class NameTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class TellOwed:
+class ReportOwed:
     """Tell sweepers which checkpoints this rank still has to send, because it has long been behind."""
 
 
@@ -319,7 +319,7 @@ Action = (
     | LookForMembers
     | NameTarget
     | GiveUpForNewer
-    | TellOwed
+    | ReportOwed
     | Commit
     | Abort
     | MoveLatest
@@ -334,7 +334,7 @@ Action = (
 )
 
 
-_WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, TellOwed, Commit, Abort)
+_WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, ReportOwed, Commit, Abort)
 
 
 # --- the rules ---------------------------------------------------------------------------------------------
@@ -360,8 +360,8 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
     actions += _after_decision(local, remote.published, policy)
     if _is_target_due(local, remote.uploads.turn, policy, now):
         actions.append(NameTarget())
-    if (at := remote.uploads.tell_owed_at) is not None and now >= at:
-        actions.append(TellOwed())
+    if (at := remote.uploads.report_owed_at) is not None and now >= at:
+        actions.append(ReportOwed())
     if (victim := _to_give_up(local, remote.uploads, policy)) is not None:
         actions.append(GiveUpForNewer(victim))
     if has_open(local, policy):
@@ -410,13 +410,13 @@ def noticed_turn(local: Local, uploads: Uploads, policy: Policy, now: float) -> 
     """Note which checkpoint this rank has turned to, and since when it has something to send."""
     is_open, to_send = order.is_open(local, uploads.turn.target), owed(local, policy)
     turn = order.turned(uploads.turn, to_send, now, is_open=is_open, is_alone=_has_no_others(local, policy))
-    tell_owed_at = uploads.tell_owed_at
+    report_owed_at = uploads.report_owed_at
     if not to_send or policy.is_adopted:
-        tell_owed_at = None
-    elif tell_owed_at is None:
-        tell_owed_at = now + TELL_OWED_S
-    is_same = (turn, tell_owed_at) == (uploads.turn, uploads.tell_owed_at)
-    return uploads if is_same else replace(uploads, turn=turn, tell_owed_at=tell_owed_at)
+        report_owed_at = None
+    elif report_owed_at is None:
+        report_owed_at = now + REPORT_OWED_S
+    is_same = (turn, report_owed_at) == (uploads.turn, uploads.report_owed_at)
+    return uploads if is_same else replace(uploads, turn=turn, report_owed_at=report_owed_at)
 
 
 def _has_no_others(local: Local, policy: Policy) -> bool:

@@ -87,13 +87,13 @@ async def list_receipts(state: State, action: decide.ListReceipts) -> None:
     now = state.now()
     if watch is None:
         polls = state.commits.polls.began(now, first_s=state.settings.decision_poll_s)
-        watch = waiting.Watch(since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
+        watch = waiting.Watch(since=now, log_at=now + backlog.first_log_s(receipts, state.rank))
     else:
         polls = replace(state.commits.polls, last_listing_at=now)
-    if now >= watch.tell_at:
+    if now >= watch.log_at:
         if text := backlog.long_wait(state.local, id_, receipts, now - watch.since):
             logger.warning("checkpoint_waits %s", text)
-        watch = replace(watch, tell_at=now + (now - watch.since))
+        watch = replace(watch, log_at=now + (now - watch.since))
     list_at = waiting.listed_until(checkpoint, receipts, state.rank, now)
     watch = replace(watch, receipts=receipts, list_at=list_at)
     state.commits = replace(state.commits.watching(id_, watch), polls=polls)
@@ -190,7 +190,7 @@ def _wait_again(state: State, id_: CheckpointId) -> None:
     pauses of polls.
     """
     now = state.now()
-    state.commits = state.commits.watching(id_, waiting.Watch(list_at=now, since=now, tell_at=now))
+    state.commits = state.commits.watching(id_, waiting.Watch(list_at=now, since=now, log_at=now))
 
 
 async def commit(state: State, action: decide.Commit) -> None:
@@ -312,11 +312,11 @@ async def name_target(state: State) -> None:
     state.uploads = replace(state.uploads, turn=turn)
 
 
-async def tell_owed(state: State) -> None:
+async def report_owed(state: State) -> None:
     key = keys.owed_key(state.local.generation, state.rank)
     owed = Checkpoints.of(decide.owed(state.local, state.policy))
     await state.store.put(key, records.encode_owed(owed))
-    state.uploads = replace(state.uploads, tell_owed_at=state.now() + decide.TELL_OWED_S)
+    state.uploads = replace(state.uploads, report_owed_at=state.now() + decide.REPORT_OWED_S)
 
 
 async def give_up_for_newer(state: State, action: decide.GiveUpForNewer) -> None:

@@ -80,7 +80,7 @@ class InFlight:
         if self._troubles.is_new(kind, text, now):
             logger.warning("action_failed %s", text)
 
-    def tell_of_troubles(self, now: float, *, is_end: bool = False) -> None:
+    def log_troubles(self, now: float, *, is_end: bool = False) -> None:
         for num, for_s, last in self._troubles.due(now, is_end=is_end):
             logger.warning("action_failed num_more=%d for_s=%.0f last: %s", num, for_s, last)
 

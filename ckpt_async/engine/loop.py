@@ -75,7 +75,7 @@ class Engine:
         self._is_retry_asked = False
         self._housekeep_at = 0.0
         self._behind_since = 0.0
-        self._tell_at = 3  # log that uploads fall behind when so many checkpoints wait
+        self._log_at = 3  # log that uploads fall behind when so many checkpoints wait
         self._wakes, self._last_wake = itertools.count(1), 0
         self._woken = asyncio.Event()
         self._crash: asyncio.Future[None] = state.loop.create_future()
@@ -212,7 +212,7 @@ class Engine:
                 await self._housekeep()
         finally:
             await self._cancel_all()
-            self._in_flight.tell_of_troubles(self.state.now(), is_end=True)
+            self._in_flight.log_troubles(self.state.now(), is_end=True)
             self._on_change()
 
     def _begin(self) -> None:
@@ -274,7 +274,7 @@ class Engine:
         if isinstance(action, decide.LookForSuccessor):
             return not action.is_first
         return isinstance(
-            action, decide.SendAhead | decide.LookForMembers | decide.NameTarget | decide.TellOwed
+            action, decide.SendAhead | decide.LookForMembers | decide.NameTarget | decide.ReportOwed
         )
 
     def _start_uploads(self) -> None:
@@ -328,8 +328,8 @@ class Engine:
         if state.now() < self._housekeep_at:
             return
         self._housekeep_at = state.now() + POLL_S
-        self._in_flight.tell_of_troubles(state.now())
-        self._tell_if_behind()
+        self._in_flight.log_troubles(state.now())
+        self._log_if_behind()
         try:
             await in_thread(self._keep_house)
             self._note_shortage()
@@ -341,17 +341,17 @@ class Engine:
         except (JournalError, OSError) as error:  # such as a full disk: no reason to stop uploads under way
             logger.debug("housekeeping_skipped error=%s", error)
 
-    def _tell_if_behind(self) -> None:
+    def _log_if_behind(self) -> None:
         """Log that uploads fall behind, and again each time that twice as many checkpoints wait."""
         state = self.state
         num_waiting = len(backlog.backlog(state.local))
         turn = state.uploads.turn
-        if num_waiting < self._tell_at or not (text := backlog.behind(state.local, turn.upload_s)):
+        if num_waiting < self._log_at or not (text := backlog.behind(state.local, turn.upload_s)):
             self._behind_since = 0.0
         elif not self._behind_since:
             self._behind_since = turn.free_at
         elif turn.free_at > self._behind_since:  # so the next upload took as long: it was no outage
-            self._tell_at, self._behind_since = 2 * num_waiting, 0.0
+            self._log_at, self._behind_since = 2 * num_waiting, 0.0
             logger.warning("uploads_fall_behind %s", text)
 
     def _note_shortage(self) -> None:
@@ -419,8 +419,8 @@ class Engine:
                 await fencing.look_for_members(state)
             case decide.NameTarget():
                 await committing.name_target(state)
-            case decide.TellOwed():
-                await committing.tell_owed(state)
+            case decide.ReportOwed():
+                await committing.report_owed(state)
             case decide.GiveUpForNewer():
                 await committing.give_up_for_newer(state, action)
             case decide.Commit():

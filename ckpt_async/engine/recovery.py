@@ -122,7 +122,7 @@ async def recover(state: State, before: Opened | None, *, adopts_copy: bool = Fa
         await in_thread(_adopt, state)
     await in_thread(_take_up_kept, state)
     if before is not None and before.boot_id not in ("", boot_id()):
-        await in_thread(_distrust_after_reboot, state)
+        await in_thread(_invalidate_after_reboot, state)
 
 
 def rebuild(state: State) -> None:
@@ -197,7 +197,7 @@ def _take_up_kept(state: State) -> None:
     state.refresh()
 
 
-def _distrust_after_reboot(state: State) -> None:
+def _invalidate_after_reboot(state: State) -> None:
     """Give up shards that may not have survived the reboot."""
     for checkpoint in list(state.local.checkpoints.values()):
         if not doubtful_after_reboot(checkpoint):

@@ -29,8 +29,8 @@ from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.runners import EngineView, Start, wire
-from ckpt_async.runners.reports import ReportedEngine
-from ckpt_async.runners.wire import Channel, Meeting
+from ckpt_async.runners.reports import EngineProxy
+from ckpt_async.runners.wire import Channel, NodeSocket
 from ckpt_async.threads import Latch, outcome
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ PING_TIMEOUT_S = 2.0
 # How often to start a process that dies before it works: an out-of-memory kill may strike again.
 MAX_STARTS = 3
 # How often to connect to a node's process that turns out to be ending.
-MAX_MEETINGS = 5
-MEET_PAUSE_S = 0.02
+MAX_NODE_CONNECTS = 5
+CONNECT_PAUSE_S = 0.02
 LOG_TAIL_BYTES = 2000
 
 # Use -P and the trainer's own path, so that neither the working directory nor a script's folder can shadow a
@@ -100,7 +100,7 @@ class ProcessRunner:
         self.place = start.folder, start.rank
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
-        self._view = ReportedEngine(journal, observer, on_change)
+        self._view = EngineProxy(journal, observer, on_change)
         # The trainer's calls look here, and not whether `_started` is done: Ctrl-C within that keeps its lock for ever.
         self.engine: EngineView | None = None
         self._started: Future[int] = Future()
@@ -282,8 +282,8 @@ class ProcessRunner:
 
         Raises RunnerError, SettingsError.
         """
-        for _ in range(MAX_MEETINGS):
-            channel, may_be_ending = self._meet_or_start()
+        for _ in range(MAX_NODE_CONNECTS):
+            channel, may_be_ending = self._connect_or_start()
             channel.socket.settimeout(SPAWN_TIMEOUT_S)
             try:
                 level = logging.getLogger("ckpt_async").getEffectiveLevel()
@@ -333,12 +333,12 @@ class ProcessRunner:
             case _:
                 pass
 
-    def _meet_or_start(self) -> tuple[Channel, bool]:
+    def _connect_or_start(self) -> tuple[Channel, bool]:
         """Return a connection to the node's process, to that of the rank's other kinds, or to a new one; and
         whether that process may have been ending already.
         """
         if self._start.settings.node_shared:
-            self._channel = self._meet()
+            self._channel = self._connect_to_node()
             return self._channel, True
         with _lock:
             for other in (each for each in _with_process if each.place == self.place):
@@ -368,23 +368,23 @@ class ProcessRunner:
             theirs.close()
         return ours
 
-    def _meet(self) -> Channel:
+    def _connect_to_node(self) -> Channel:
         """Connect to the node's process. If there is none, the rank that gets its lock starts it."""
-        meeting = Meeting(self._folder.common)
+        node_socket = NodeSocket(self._folder.common)
         path, deadline = self._folder.common / "node.lock", time.monotonic() + SPAWN_TIMEOUT_S
         channel: Channel | None = None
 
         def is_over() -> bool:
             nonlocal channel
-            channel = meeting.connect()
+            channel = node_socket.connect()
             return channel is not None or self._is_ended.is_set()
 
         lock = private.open_lock(path)
         try:
             while (left_s := deadline - time.monotonic()) > 0 and not is_over():
                 # Others hold it while the process is being started, or is just ending.
-                if private.lock(lock, path, timeout_s=left_s, poll_s=MEET_PAUSE_S, is_over=is_over):
-                    with meeting.listen() as listener:
+                if private.lock(lock, path, timeout_s=left_s, poll_s=CONNECT_PAUSE_S, is_over=is_over):
+                    with node_socket.listen() as listener:
                         self._spawn("node", listener.fileno(), lock)  # which holds the lock from now on
                     ended, lock = lock, private.open_lock(path)
                     os.close(ended)
@@ -397,7 +397,7 @@ class ProcessRunner:
             )
         finally:
             os.close(lock)
-            meeting.close()
+            node_socket.close()
 
     def _spawn(self, kind: str, *descriptors: int) -> int:
         """Start the process with these descriptors open, and return its process group once it runs."""

@@ -177,7 +177,7 @@ def _in_report(value: Any) -> Any:
 # --- the trainer's side -------------------------------------------------------------------------------------
 
 
-class ReportedEngine:
+class EngineProxy:
     """The trainer's view of an engine in another process: the journal, which is the truth, and what the process
     reports in addition. Its reports, and the trainer's requests, outlive the process.
     """

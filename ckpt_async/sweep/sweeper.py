@@ -196,10 +196,10 @@ class Sweeper:
                     below = targets[url] = _Target(replace(target.address, url=url), policy)
                     remotes.append((await self._sweep_remote(below, is_dry_run=is_dry_run))[0])
         if not any(each.error for each in remotes):
-            self._tell_unused_policies(targets)
+            self._log_unused_policies(targets)
         return SweepReport(tuple(folders), tuple(remotes))
 
-    def _tell_unused_policies(self, urls: Iterable[str]) -> None:
+    def _log_unused_policies(self, urls: Iterable[str]) -> None:
         for kind in self._kind_policies:
             if not any(url.endswith(keys.kind_remote("", kind)) for url in urls):
                 logger.warning(

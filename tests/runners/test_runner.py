@@ -1186,10 +1186,10 @@ def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
 
 def test_only_this_user_reaches_the_process_of_a_node(tmp_path: Path) -> None:
     """Whoever connects has it open folders and stores."""
-    meeting = wire.Meeting(tmp_path)
-    with meeting.listen():
+    node_socket = wire.NodeSocket(tmp_path)
+    with node_socket.listen():
         assert (tmp_path / "node.sock").stat().st_mode & 0o777 == 0o600
-    meeting.close()
+    node_socket.close()
 
 
 def test_each_wish_of_a_trainer_reaches_the_engine_when_it_changes() -> None:
