@@ -220,6 +220,7 @@ class Poll(OfCheckpoint):
     """Find out which of all checkpoints that wait are decided."""
 
     checkpoint: CheckpointId = field(compare=False)  # the oldest of them
+    waiting: tuple[CheckpointId, ...] = field(compare=False)  # all of them, oldest first
 
 
 class ReadDecision(OfCheckpoint):
@@ -492,16 +493,6 @@ def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, p
     return receipts is not None and not _may_commit(checkpoint, receipts, local.rank, policy)
 
 
-def waiting_ids(local: Local, remote: Remote, policy: Policy) -> list[CheckpointId]:
-    """Return the checkpoints of which a poll finds out whether they are decided, oldest first."""
-    undecided = ((id_, each) for id_, each in sorted(local.checkpoints.items()) if each.decision is None)
-    return [
-        id_
-        for id_, each in undecided
-        if id_ not in remote.commits.to_read and awaits_decision(each, local, remote, policy)
-    ]
-
-
 def _towards_decision(
     checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy
 ) -> Iterable[Action]:
@@ -540,7 +531,7 @@ def _while_waiting(
     """
     polls = commits.polls
     poll_at = max(polls.next_at, polls.last_at + _pause_s(local, POLLS_PER_S))
-    yield Poll(waiting[0]) if now >= poll_at else WaitUntil(poll_at)
+    yield Poll(waiting[0], tuple(waiting)) if now >= poll_at else WaitUntil(poll_at)
     if polls.last_at > polls.last_listing_at + _pause_s(local, LISTINGS_PER_S):
         listable = {id_: commits.watches[id_].list_at for id_ in waiting if id_ in commits.watches}
         first = min(listable, key=lambda id_: listable[id_], default=None)

@@ -136,9 +136,9 @@ async def receipts_of(state: State, id_: CheckpointId) -> waiting.Receipts:
     return waiting.Receipts(ranks, newest_age_s, listing.is_whole)
 
 
-async def poll(state: State) -> None:
+async def poll(state: State, action: decide.Poll) -> None:
     """Find out which of all checkpoints that wait are decided, with one LIST. If there is only one, it is asked for."""
-    ids = decide.waiting_ids(state.local, state.remote, state.policy)
+    ids = action.waiting
     to_read = await _seem_decided(state, ids) if len(ids) > 1 else ids
     first_s, longest_s = state.settings.decision_poll_s, state.settings.decision_poll_max_s
     polls = state.commits.polls.polled(

@@ -408,7 +408,7 @@ class Engine:
             case decide.ListReceipts():
                 await committing.list_receipts(state, action)
             case decide.Poll():
-                await committing.poll(state)
+                await committing.poll(state, action)
             case decide.ReadDecision():
                 await committing.read_decision(state, action)
             case decide.LookForSuccessor():

@@ -117,15 +117,5 @@ class Runner(Protocol):
         """Stop the engine, whatever it is doing, and wait until it has released everything. Idempotent."""
 
 
-class MakeRunner(Protocol):
-    """Makes a runner of either kind, without starting anything."""
-
-    def __call__(
-        self,
-        start: Start,
-        folder: Folder,
-        journal: Journal,
-        lock: RankLock,
-        observer: Observer,
-        on_change: Callable[[], None],
-    ) -> Runner: ...
+MakeRunner = Callable[[Start, Folder, Journal, RankLock, Observer, Callable[[], None]], Runner]
+"""Makes a runner of either kind, without starting anything. The last argument is called on every change."""

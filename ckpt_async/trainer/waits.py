@@ -202,13 +202,7 @@ def _logged(error: CkptAsyncError | None) -> CkptAsyncError | None:
 def wait_for_commit(engine: EngineHandle, id_: CheckpointId, timeout_s: float | None) -> None:
     """See `Uploader.wait`."""
     deadline = None if timeout_s is None else deadline_in(timeout_s)
-    engine.retry_failed(id_)
-    engine.hurried(lambda: _wait_for_commit(engine, id_, timeout_s, deadline))
 
-
-def _wait_for_commit(
-    engine: EngineHandle, id_: CheckpointId, timeout_s: float | None, deadline: float | None
-) -> None:
     def left_s() -> float | None:
         return None if deadline is None else deadline - time.monotonic()
 
@@ -226,8 +220,12 @@ def _wait_for_commit(
             engine.check_not_fenced()
         return False
 
-    while not engine.changed.wait(left_s(), unless=has_come):
-        pass
+    def wait() -> None:
+        while not engine.changed.wait(left_s(), unless=has_come):
+            pass
+
+    engine.retry_failed(id_)
+    engine.hurried(wait)
 
 
 def wait_for_predecessor(engine: EngineHandle, generation: int, timeout_s: float) -> bool:
