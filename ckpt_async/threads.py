@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -267,38 +266,3 @@ async def result_of(work: asyncio.Future[T], cancel: Callable[[], bool]) -> T:
         if not work.cancel() and not work.cancelled():
             work.exception()  # mark as retrieved: only the cancellation counts
         raise
-
-
-# --- what a forked child must let go of ---------------------------------------------------------------------
-
-
-class Abandoned(Protocol):
-    """A handle of the parent that a forked child must let go of."""
-
-    def abandon(self) -> None: ...
-
-
-class _AfterFork:
-    """Handles that a forked child must let go of. One `register_at_fork` for the life of the process."""
-
-    _is_registered: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        self._handles: set[Abandoned] = set()
-
-    def add(self, handle: Abandoned) -> None:
-        if not _AfterFork._is_registered:
-            os.register_at_fork(after_in_child=self._abandon_all)
-            _AfterFork._is_registered = True
-        self._handles.add(handle)
-
-    def discard(self, handle: Abandoned) -> None:
-        self._handles.discard(handle)
-
-    def _abandon_all(self) -> None:
-        for handle in self._handles:
-            handle.abandon()
-        self._handles.clear()
-
-
-after_fork = _AfterFork()

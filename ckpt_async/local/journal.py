@@ -42,8 +42,8 @@ from ckpt_async.core.observe import Notice
 from ckpt_async.errors import FailureReason, FolderInUseError, InvalidNameError
 from ckpt_async.local import outbox
 from ckpt_async.local.folder import Folder, unusable
+from ckpt_async.local.forks import after_fork
 from ckpt_async.local.log import Log, Parts, Record, unreadable
-from ckpt_async.threads import after_fork
 
 # How long a `.wanted` mark counts. A trainer that waits for a lock renews its mark twenty times a second.
 WANTED_S = 5.0

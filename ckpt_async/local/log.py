@@ -34,7 +34,7 @@ from ckpt_async.core import errnos, keys
 from ckpt_async.errors import CkptAsyncError, JournalDamagedError, JournalError
 from ckpt_async.local.durable import FsyncError, fsync_descriptor, fsync_path
 from ckpt_async.local.folder import no_space, not_there
-from ckpt_async.threads import after_fork
+from ckpt_async.local.forks import after_fork
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from ckpt_async.core import launch
+from ckpt_async.local.forks import after_fork
 from ckpt_async.page.board import Board
 from ckpt_async.serving import BoundedServer
-from ckpt_async.threads import after_fork
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

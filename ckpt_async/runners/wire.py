@@ -22,9 +22,9 @@ from ckpt_async.core.failures import Failure
 from ckpt_async.core.model import CheckpointId, Decided, Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FailureReason, RunnerError, StoreError
+from ckpt_async.local.forks import after_fork
 from ckpt_async.runners import Start
 from ckpt_async.stores import StoreOptions
-from ckpt_async.threads import after_fork
 
 # The kernel doubles this value; a packet must fit as a whole.
 BUFFER_BYTES = 1 << 19
