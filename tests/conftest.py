@@ -82,7 +82,7 @@ LONGEST = (
 )
 TESTS = Path(__file__).resolve().parent
 
-# Tests that run in parallel would judge the link by each other's transfers (`ckpt_async.transfer.node`).
+# Tests that run in parallel would judge the link by each other's transfers (`ckpt_async.transfer.link`).
 _link = tempfile.TemporaryDirectory(
     prefix="ckpt-link-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
 )

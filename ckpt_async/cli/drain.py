@@ -18,7 +18,7 @@ from ckpt_async.errors import SettingsError
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.stores import StoreOptions, address_of
 from ckpt_async.sweep import drain as work
-from ckpt_async.sweep.fates import DrainReport, Fate, RankReport
+from ckpt_async.sweep.drain import DrainedCheckpoint, DrainReport, RankReport
 
 
 def drain_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +151,7 @@ def _drain_json(report: DrainReport, code: Exit) -> Json:
     }
 
 
-def _fate_json(fate: Fate) -> Json:
+def _fate_json(fate: DrainedCheckpoint) -> Json:
     return {
         **id_json(fate.checkpoint),
         "name": fate.name,

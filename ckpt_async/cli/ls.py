@@ -31,9 +31,8 @@ from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import age, in_units, one_line
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import steps
-from ckpt_async.protocol.kinds import check_known, kinds_below
 from ckpt_async.protocol.overview import STATES
-from ckpt_async.protocol.runs import runs_below
+from ckpt_async.protocol.runs import check_known, kinds_below, runs_below
 from ckpt_async.restore.checkpoint import RemoteFile, files_of
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import PatientStore, connect

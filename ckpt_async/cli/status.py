@@ -30,8 +30,7 @@ from ckpt_async.cli.parsing import add_store_options, as_path, as_seconds
 from ckpt_async.core import keys
 from ckpt_async.core.units import age, counted, few, in_units, named, one_line
 from ckpt_async.errors import CkptAsyncError, ObjectNotFoundError
-from ckpt_async.monitor.rates import eta_s
-from ckpt_async.monitor.report import FolderWatch, Seen, folder_json, hint_for
+from ckpt_async.monitor.report import FolderWatch, Seen, eta_s, folder_json, hint_for
 from ckpt_async.monitor.status import CheckpointStatus
 
 if TYPE_CHECKING:
@@ -229,8 +228,8 @@ class _RemoteSight(_Sight):
 
     async def _found(self) -> dict[str, Overview]:
         from ckpt_async.cli.ls import opened
-        from ckpt_async.protocol.kinds import kinds_below
         from ckpt_async.protocol.overview import look
+        from ckpt_async.protocol.runs import kinds_below
 
         found: dict[str, Overview | None] = {}
         async with opened(self.target, self._options) as (run, heard):

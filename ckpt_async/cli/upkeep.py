@@ -39,7 +39,7 @@ from ckpt_async.errors import FailureReason, InvalidRecordError, ObjectNotFoundE
 from ckpt_async.protocol import steps
 from ckpt_async.protocol import verify as verification
 from ckpt_async.protocol.cas import if_readable
-from ckpt_async.protocol.kinds import check_known
+from ckpt_async.protocol.runs import check_known
 from ckpt_async.sweep.remote import open_run
 from ckpt_async.transfer.patient import PatientStore, connect
 

@@ -19,7 +19,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import counted, in_units
 from ckpt_async.errors import CkptAsyncError, ObjectNotFoundError
-from ckpt_async.protocol.kinds import kinds_below
+from ckpt_async.protocol.runs import kinds_below
 from ckpt_async.restore.checkpoint import Checkpoint
 from ckpt_async.restore.run_copy import copy as copy_run
 from ckpt_async.restore.session import PATIENCE_S

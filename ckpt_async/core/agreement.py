@@ -1,11 +1,44 @@
-"""What the receipts of a checkpoint's ranks must agree on before they are committed together (rule R5). Pure."""
+"""What is decided about a checkpoint whose ranks are done, from their receipts and what the store still has. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from ckpt_async.core.model import CheckpointId, Receipt
+from ckpt_async.core.model import CheckpointId, Checksum, Decision, Outcome, Receipt
 from ckpt_async.core.units import few, named
+
+
+def verdict(
+    draft: Decision, receipts: Mapping[int, Receipt], gone: Sequence[str], checksums: Mapping[int, Checksum]
+) -> Decision | None:
+    """Return the decision to create: a commit, or an abort if the receipts contradict each other (R5), or if the store
+    has lost what it had confirmed (R1: `gone` are the keys). None if a receipt is missing that may still be listed.
+
+    `receipts` and their `checksums` are those of ranks 0..N-1 that are there. `draft` has what both decisions have.
+    """
+    is_complete = len(receipts) == draft.world_size
+    if is_complete and (reason := obstacle(draft.checkpoint, receipts.values())):
+        return replace(draft, outcome=Outcome.ABORT, reason=reason)
+    if gone:
+        return replace(draft, outcome=Outcome.ABORT, reason=lost(gone), is_lost_by_store=True)
+    if not is_complete:
+        return None
+    return replace(
+        draft,
+        outcome=Outcome.COMMIT,
+        receipts=tuple(checksums[rank] for rank in range(draft.world_size)),
+        num_shards=sum(len(each.shards) for each in receipts.values()),
+        size_bytes=sum(each.size_bytes for each in receipts.values()),
+        metrics=merged_metrics(receipts.values()),
+    )
+
+
+def is_ours(there: Decision, wanted: Decision) -> bool:
+    """Return whether the decision that is there is ours: whoever decides has more to do afterwards. An earlier attempt
+    of ours may have created it and then failed.
+    """
+    return there.nonce == wanted.nonce or there.decided_by == wanted.decided_by
 
 
 def obstacle(checkpoint: CheckpointId, receipts: Iterable[Receipt]) -> str | None:

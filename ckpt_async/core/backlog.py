@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ckpt_async.core.decide import Shortage, is_freeing, why_hopeless
+from ckpt_async.core.decide import Shortage, is_freeing, why_undeliverable
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
-from ckpt_async.core.model import CheckpointId, RemoteAddress, without_slash
+from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.core.units import age, in_units
 from ckpt_async.core.waiting import Receipts, missing_ranks
@@ -23,15 +21,15 @@ def undecided(local: Local) -> list[LocalCheckpoint]:
 def backlog(local: Local) -> list[LocalCheckpoint]:
     """Return the checkpoints that this rank has not finished uploading, oldest first.
 
-    Excluded are checkpoints that wait for other ranks, that are hopeless and wait to be aborted, or that wait for the
-    trainer itself to add shards or to seal: blocking the trainer for those would stall it for ever.
+    Excluded are checkpoints that wait for other ranks, that are undeliverable and wait to be aborted, or that wait for
+    the trainer itself to add shards or to seal: blocking the trainer for those would stall it for ever.
     """
     return [
         each
         for _, each in sorted(local.checkpoints.items())
         if each.decision is None
         and not each.has_receipt
-        and why_hopeless(each, local.generation) is None
+        and why_undeliverable(each, local.generation) is None
         and not (each.sealed is None and all(shard.stored is not None for shard in each.shards.values()))
     ]
 
@@ -110,56 +108,12 @@ def left_by_predecessors(local: Local, generation: int) -> list[CheckpointId]:
         for each in undecided(local)
         if each.id.generation < generation
         and (newest is None or each.id > newest)
-        and why_hopeless(each, generation) is None
+        and why_undeliverable(each, generation) is None
     ]
-
-
-def nonces_of_left(local: Local, lost: Mapping[int, str]) -> dict[int, str]:
-    """Return the nonces, as far as they are known, of the generation that this rank has opened last, and of those of
-    which it has something left; `lost` are those of what the journal has lost.
-    """
-    known = {**lost, **(local.opened.nonces if local.opened else {})}
-    left = {local.generation, *lost, *(each.id.generation for each in undecided(local))}
-    return {number: nonce for number, nonce in known.items() if number in left}
 
 
 def unsent_bytes(checkpoint: LocalCheckpoint) -> int:
     return sum(each.shard.size_bytes for each in checkpoint.shards.values() if each.stored is None)
-
-
-def is_of_another(local: Local, url: str) -> bool:
-    """Return whether the newest launch in the journal used another remote than `url`."""
-    return local.remote is not None and local.remote.url != without_slash(url)
-
-
-def stranded(local: Local, url: str) -> list[CheckpointId]:
-    """Return the unfinished checkpoints that were begun at another remote than `url`.
-
-    Shards that were verified there are not at `url`, so a commit at `url` would name shards that do not exist (R1).
-    """
-    return [each.id for each in undecided(local)] if is_of_another(local, url) else []
-
-
-def unproven(local: Local, address: RemoteAddress) -> list[CheckpointId]:
-    """Return the unfinished checkpoints that were begun at the same URL of another server.
-
-    It may be the same store under a new name, or a replica that lacks what the first one had verified. So what was
-    verified there must be asked for again before a commit may name it (R1).
-    """
-    known = local.remote
-    if known is None or known.url != address.url or known.endpoint_url == address.endpoint_url:
-        return []
-    return [each.id for each in undecided(local)]
-
-
-def committed_in_newest(local: Local) -> list[CheckpointId]:
-    """Return what this rank knows to be committed of the generation that it has opened last, oldest first.
-
-    What earlier generations have committed is not included: the launch after them has asked for it.
-    """
-    known = {id_ for id_, each in local.checkpoints.items() if each.was_committed}
-    known |= {local.newest_committed} if local.newest_committed is not None else set()
-    return sorted(id_ for id_ in known if id_.generation == local.generation)
 
 
 def queue_state(each: LocalShard, *, is_begun: bool, is_inherited: bool) -> str:
@@ -197,7 +151,7 @@ def waits_for_ranks(checkpoint: LocalCheckpoint) -> bool:
     return checkpoint.has_receipt and checkpoint.decision is None
 
 
-def first_tell_s(receipts: Receipts, rank: int) -> float:
+def first_log_s(receipts: Receipts, rank: int) -> float:
     """Return how long this rank waits before it logs that it is waiting.
 
     The lowest rank that has delivered does so first, on behalf of all; the others follow at the next doubling, because

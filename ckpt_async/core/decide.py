@@ -30,12 +30,13 @@ Who may act:
 
 After a crash, at any point, the journal is replayed, `Remote` is empty, and `decide` returns what is still due. Every
 action can be done twice: uploads find their finished parts, receipts and decisions are created once, the rest is
-idempotent. What an earlier launch may have left in the store is looked up before anything is sent (`may_be_settled`).
+idempotent. What an earlier launch may have left in the store is looked up before anything is sent (`may_be_decided`).
 
-Rules that need only a part of this stand beside: which upload is next in `order.py`, when to list and whose turn it is
-in `waiting.py`, what receipts must agree on in `agreement.py`, what is kept in `retention.py`, whether the disk or the
-link keeps up in `backlog.py`. Two need an answer of the store in the middle, and stand where it comes: the comparison
-right before a commit (`protocol/deciding.py`), and who owns a generation (`protocol/generation.py`).
+Rules that need only a part of this stand beside: which upload is next, and what may share the link, in `order.py`, when
+to list and whose turn it is in `waiting.py`, what the receipts decide in `agreement.py`, what is kept in
+`retention.py`, whether the disk or the link keeps up in `backlog.py`, when what failed is tried again in `failures.py`,
+what is done with what earlier launches left in `recovery.py`. One needs answers of the store in the middle, and stands
+where they come: who owns a generation (`protocol/generation.py`).
 
 `decide` knows no clock, no I/O, no retries, no concurrency. It returns an action for as long as that is due; the engine
 starts what is not under way yet. `docs/design.md` lists the rules R1-R14.
@@ -67,7 +68,7 @@ from ckpt_async.core.waiting import (
 # together look for a successor at most this often per second.
 SUCCESSOR_POLL_S, SUCCESSOR_LOOKS_PER_S = 10.0, 100
 # A rank that has had something to send for so long says so, as often: a sweeper must not give it up as abandoned.
-TELL_OWED_S = 600.0
+REPORT_OWED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +81,81 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
-    """What the engine has seen of the store. Kept in memory only: after a crash, the engine looks again."""
+class Uploads:
+    """What this rank sends next, and what is given up for it."""
+
+    turn: order.Turn = field(default_factory=order.Turn)
+    report_owed_at: float | None = None  # None: this rank has nothing to send
+    shortage: Shortage | None = None  # older checkpoints are to be given up
+    # Of these, other ranks had delivered their parts when this one was to give them up.
+    delivered_by_others: frozenset[CheckpointId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """The checkpoints that wait for other ranks or for a decision."""
 
     watches: Mapping[CheckpointId, Watch] = field(default_factory=dict)
     polls: Polls = field(default_factory=Polls)
     to_read: frozenset[CheckpointId] = frozenset()  # what a poll has shown, or may have shown, to be decided
-    latest: Latest | None = None  # as last read; it may be older than the truth, but never newer
-    look_for_successor_at: float = 0.0
+
+    def watching(self, id_: CheckpointId, watch: Watch) -> Commits:
+        return replace(self, watches={**self.watches, id_: watch})
+
+    def without(self, id_: CheckpointId) -> Commits:
+        watches = {each: watch for each, watch in self.watches.items() if each != id_}
+        return replace(self, watches=watches, to_read=self.to_read - {id_})
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """What is known of other launches, and when to look for them again (R11)."""
+
+    by: int | None = None  # a newer launch; or our own generation, if another launch has taken that
+    look_at: float = 0.0
     is_idle: bool = True  # nothing of this launch is open
-    must_look_first: bool = False  # for a successor, because that was long ago when something was opened
+    must_look_first: bool = False  # because the last look was long ago when something was opened
     are_members_asked_for: bool = False
+    absent_ranks: list[int] | None = None  # those that never opened this generation, if they were asked for
+    # By which a listing tells the record of our generation from one that was written later; "": none is there.
+    record_mark: str | None = None
+
+    def is_taken(self, generation: int) -> bool:
+        """Return whether another launch has our generation: nothing may be written any more."""
+        return self.by is not None and self.by <= generation
+
+    def fenced(self, by: int, generation: int) -> Fence:
+        """Return what is known once a look has found `by`. Another one beside it may have found out before."""
+        is_known = self.is_taken(generation) or (self.by is not None and by > generation)
+        return self if is_known else replace(self, by=by)
+
+    def looked(self, local: Local, now: float) -> Fence:
+        """Schedule the next look: there was one just now."""
+        pause_s = max(SUCCESSOR_POLL_S, _pause_s(local, SUCCESSOR_LOOKS_PER_S))
+        return replace(self, look_at=now + pause_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where this engine has pointed readers."""
+
+    latest: Latest | None = None  # as last read; it may be older than the truth, but never newer
     to_publish: CheckpointId | None = None  # committed; this engine must move latest to it
     local_latest: CheckpointId | None = None  # what this engine pointed the local symlink at
     pointed_at: CheckpointId | None = None  # the newest for which Composer's pointer was moved or need not be
-    turn: order.Turn = field(default_factory=order.Turn)
-    tell_owed_at: float | None = None  # None: this rank has nothing to send
-    shortage: Shortage | None = None  # older checkpoints are to be given up
-    # Of these, other ranks had delivered their parts when this one was to give them up.
-    delivered_by_others: frozenset[CheckpointId] = frozenset()
+
+    def publishing(self, id_: CheckpointId) -> Published:
+        return replace(self, to_publish=max(filter(None, (self.to_publish, id_))))
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """What the engine has seen of the store. Kept in memory only: after a crash, the engine looks again."""
+
+    uploads: Uploads = field(default_factory=Uploads)
+    commits: Commits = field(default_factory=Commits)
+    fence: Fence = field(default_factory=Fence)
+    published: Published = field(default_factory=Published)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +178,27 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeDurable:
-    """Fsync shards, folders, manifest and journal: from then on they survive power loss."""
+class OfCheckpoint:
+    """What most actions have: the checkpoint that they are for."""
 
     checkpoint: CheckpointId
+
+
+class MakeDurable(OfCheckpoint):
+    """Fsync shards, folders, manifest and journal: from then on they survive power loss."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendAhead:
+class SendAhead(OfCheckpoint):
     """Send the finished parts of a shard that is still being written."""
 
-    checkpoint: CheckpointId
     shard: str
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class Upload(OfCheckpoint):
     """Send one shard and have the store verify it."""
 
-    checkpoint: CheckpointId
     shard: str
 
     def __hash__(self) -> int:
@@ -148,32 +207,24 @@ class Upload:
         return hash(self.shard) ^ self.checkpoint.step
 
 
-@dataclass(frozen=True, slots=True)
-class StoreReceipt:
+class StoreReceipt(OfCheckpoint):
     """Write this rank's receipt to the store: all its shards are verified."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class ListReceipts:
+class ListReceipts(OfCheckpoint):
     """Find out which ranks are done."""
 
-    checkpoint: CheckpointId
-
 
 @dataclass(frozen=True, slots=True)
-class Poll:
+class Poll(OfCheckpoint):
     """Find out which of all checkpoints that wait are decided."""
 
     checkpoint: CheckpointId = field(compare=False)  # the oldest of them
+    waiting: tuple[CheckpointId, ...] = field(compare=False)  # all of them, oldest first
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDecision:
+class ReadDecision(OfCheckpoint):
     """Read the decision of a checkpoint that seems to have one."""
-
-    checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,87 +247,58 @@ class NameTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class TellOwed:
+class ReportOwed:
     """Tell sweepers which checkpoints this rank still has to send, because it has long been behind."""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUpForNewer:
+class GiveUpForNewer(OfCheckpoint):
     """Give up a checkpoint of which no rank has delivered its part, because newer ones need the room."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(OfCheckpoint):
     """Read all receipts, check them against each other, and create the decision `commit`."""
 
-    checkpoint: CheckpointId
-
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(OfCheckpoint):
     """Create the decision `abort`: this rank can never deliver its shards."""
 
-    checkpoint: CheckpointId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class MoveLatest:
+class MoveLatest(OfCheckpoint):
     """Move `latest.json` forward to this committed checkpoint."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class MoveLocalLatest:
+class MoveLocalLatest(OfCheckpoint):
     """Point the local symlink at this committed checkpoint."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(OfCheckpoint):
     """Have the store copy this rank's shards of a committed checkpoint to the exact keys that the user chose."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class MovePointer:
+class MovePointer(OfCheckpoint):
     """Point Composer's text pointer at this committed checkpoint, all of whose copies are made."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(OfCheckpoint):
     """Remove a decided checkpoint's links from the spool. The user's own files stay."""
 
-    checkpoint: CheckpointId
-
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(OfCheckpoint):
     """Delete this rank's own files of a committed checkpoint that retention no longer keeps."""
 
-    checkpoint: CheckpointId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(OfCheckpoint):
     """Move a committed checkpoint to `kept/`, because all are kept locally; a later launch may keep fewer."""
 
-    checkpoint: CheckpointId
 
-
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(OfCheckpoint):
     """Drop the checkpoint from journal and spool: this rank has nothing left to do for it."""
-
-    checkpoint: CheckpointId
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +320,7 @@ Action = (
     | LookForMembers
     | NameTarget
     | GiveUpForNewer
-    | TellOwed
+    | ReportOwed
     | Commit
     | Abort
     | MoveLatest
@@ -313,7 +335,7 @@ Action = (
 )
 
 
-_WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, TellOwed, Commit, Abort)
+_WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, ReportOwed, Commit, Abort)
 
 
 # --- the rules ---------------------------------------------------------------------------------------------
@@ -321,6 +343,8 @@ _WRITES = (SendAhead, Upload, StoreReceipt, NameTarget, GiveUpForNewer, TellOwed
 
 def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Action]:
     """Return everything that is due now for one rank, oldest checkpoint first."""
+    if remote.fence.is_taken(local.generation):
+        return []
     actions: list[Action] = []
     waiting: list[CheckpointId] = []
     for id_, checkpoint in sorted(local.checkpoints.items()):
@@ -328,25 +352,25 @@ def decide(local: Local, remote: Remote, policy: Policy, now: float) -> list[Act
             continue
         if not awaits_decision(checkpoint, local, remote, policy):
             actions += _towards_decision(checkpoint, local, remote, policy)
-        elif id_ in remote.to_read:
+        elif id_ in remote.commits.to_read:
             actions.append(ReadDecision(id_))
         else:
             waiting.append(id_)
     if waiting:
-        actions += _while_waiting(waiting, local, remote, now)
-    actions += _after_decision(local, remote, policy)
-    if _is_target_due(local, remote, policy, now):
+        actions += _while_waiting(waiting, local, remote.commits, now)
+    actions += _after_decision(local, remote.published, policy)
+    if _is_target_due(local, remote.uploads.turn, policy, now):
         actions.append(NameTarget())
-    if remote.tell_owed_at is not None and now >= remote.tell_owed_at:
-        actions.append(TellOwed())
-    if (victim := _to_give_up(local, remote, policy)) is not None:
+    if (at := remote.uploads.report_owed_at) is not None and now >= at:
+        actions.append(ReportOwed())
+    if (victim := _to_give_up(local, remote.uploads, policy)) is not None:
         actions.append(GiveUpForNewer(victim))
     if has_open(local, policy):
-        at, is_first = remote.look_for_successor_at, remote.must_look_first
+        at, is_first = remote.fence.look_at, remote.fence.must_look_first
         if is_first:
             actions = [each for each in actions if not isinstance(each, _WRITES)]
         actions.append(LookForSuccessor(is_first) if is_first or now >= at else WaitUntil(at))
-    if remote.are_members_asked_for:
+    if remote.fence.are_members_asked_for:
         actions.append(LookForMembers())
     return actions
 
@@ -362,20 +386,13 @@ def _pause_s(local: Local, per_s: float) -> float:
     return (local.opened.world_size if local.opened else 1) / per_s
 
 
-def has_looked_for_successor(local: Local, remote: Remote, now: float) -> Remote:
-    """Schedule the next look for a successor: there was one just now."""
-    pause_s = max(SUCCESSOR_POLL_S, _pause_s(local, SUCCESSOR_LOOKS_PER_S))
-    return replace(remote, look_for_successor_at=now + pause_s)
-
-
-def noticed_idleness(local: Local, remote: Remote, policy: Policy, now: float) -> Remote:
+def noticed_idleness(local: Local, fence: Fence, policy: Policy, now: float) -> Fence:
     """Note whether something is open. After an idle time, in which another launch may have taken the remote, what is
     opened waits for a look at it.
     """
-    if (is_idle := not has_open(local, policy)) == remote.is_idle:
-        return remote
-    must_look = not is_idle and now >= remote.look_for_successor_at
-    return replace(remote, is_idle=is_idle, must_look_first=must_look)
+    if (is_idle := not has_open(local, policy)) == fence.is_idle:
+        return fence
+    return replace(fence, is_idle=is_idle, must_look_first=not is_idle and now >= fence.look_at)
 
 
 def owed(local: Local, policy: Policy) -> list[CheckpointId]:
@@ -386,21 +403,21 @@ def owed(local: Local, policy: Policy) -> list[CheckpointId]:
         if each.sealed is not None
         and each.decision is None
         and not each.is_verified
-        and why_hopeless(each, local.generation, is_adopted=policy.is_adopted) is None
+        and why_undeliverable(each, local.generation, is_adopted=policy.is_adopted) is None
     )
 
 
-def noticed_turn(local: Local, remote: Remote, policy: Policy, now: float) -> Remote:
+def noticed_turn(local: Local, uploads: Uploads, policy: Policy, now: float) -> Uploads:
     """Note which checkpoint this rank has turned to, and since when it has something to send."""
-    is_open, to_send = order.is_open(local, remote.turn.target), owed(local, policy)
-    turn = order.turned(remote.turn, to_send, now, is_open=is_open, is_alone=_has_no_others(local, policy))
-    tell_owed_at = remote.tell_owed_at
+    is_open, to_send = order.is_open(local, uploads.turn.target), owed(local, policy)
+    turn = order.turned(uploads.turn, to_send, now, is_open=is_open, is_alone=_has_no_others(local, policy))
+    report_owed_at = uploads.report_owed_at
     if not to_send or policy.is_adopted:
-        tell_owed_at = None
-    elif tell_owed_at is None:
-        tell_owed_at = now + TELL_OWED_S
-    is_same = (turn, tell_owed_at) == (remote.turn, remote.tell_owed_at)
-    return remote if is_same else replace(remote, turn=turn, tell_owed_at=tell_owed_at)
+        report_owed_at = None
+    elif report_owed_at is None:
+        report_owed_at = now + REPORT_OWED_S
+    is_same = (turn, report_owed_at) == (uploads.turn, uploads.report_owed_at)
+    return uploads if is_same else replace(uploads, turn=turn, report_owed_at=report_owed_at)
 
 
 def _has_no_others(local: Local, policy: Policy) -> bool:
@@ -413,27 +430,29 @@ def owed_of_launch(local: Local, policy: Policy) -> list[CheckpointId]:
     return [id_ for id_ in owed(local, policy) if id_.generation == local.generation]
 
 
-def supersedable(local: Local, remote: Remote, policy: Policy, *, is_disk_short: bool) -> list[CheckpointId]:
+def supersedable(
+    local: Local, uploads: Uploads, policy: Policy, *, is_disk_short: bool
+) -> list[CheckpointId]:
     """Return the checkpoints that may be given up for newer ones, oldest first.
 
     They are older than what all ranks send now, no receipt of them is known, and unless the disk is short, remote
     retention would not keep them if all that waits was committed. Checkpoints that were or will be aborted do not count
     towards retention.
     """
-    turned_to = max(filter(None, (remote.turn.target, remote.turn.sending)), default=None)
+    turned_to = max(filter(None, (uploads.turn.target, uploads.turn.sending)), default=None)
     kept: Collection[CheckpointId] = ()
     if not is_disk_short:
         candidates = [
             candidate(each)
             for each in local.checkpoints.values()
             if each.sealed is not None
-            and (is_loadable(each) if each.decision else why_hopeless(each, local.generation) is None)
+            and (is_loadable(each) if each.decision else why_undeliverable(each, local.generation) is None)
         ]
         kept = retention.apply(policy.remote_retention, candidates)
 
     def may_go(id_: CheckpointId) -> bool:
-        is_older = turned_to is not None and id_ < turned_to and id_ != remote.turn.sending
-        return is_older and id_ not in kept and id_ not in remote.delivered_by_others
+        is_older = turned_to is not None and id_ < turned_to and id_ != uploads.turn.sending
+        return is_older and id_ not in kept and id_ not in uploads.delivered_by_others
 
     return [id_ for id_ in owed(local, policy) if may_go(id_)]
 
@@ -443,43 +462,35 @@ def is_freeing(local: Local) -> bool:
     return any(each.superseded and not each.was_committed for each in local.checkpoints.values())
 
 
-def _to_give_up(local: Local, remote: Remote, policy: Policy) -> CheckpointId | None:
+def _to_give_up(local: Local, uploads: Uploads, policy: Policy) -> CheckpointId | None:
     """Return the checkpoint to give up because there is no room, or None. One at a time: what was given up has yet to
     free its space.
     """
-    if remote.shortage is None or is_freeing(local) or not policy.may_decide:
+    if uploads.shortage is None or is_freeing(local) or not policy.may_decide:
         return None
-    victims = supersedable(local, remote, policy, is_disk_short=remote.shortage.is_of_disk)
+    victims = supersedable(local, uploads, policy, is_disk_short=uploads.shortage.is_of_disk)
     return next(iter(victims), None)
 
 
-def _is_target_due(local: Local, remote: Remote, policy: Policy, now: float) -> bool:
+def _is_target_due(local: Local, turn: order.Turn, policy: Policy, now: float) -> bool:
     if _has_no_others(local, policy):
         return False
-    is_open = order.is_open(local, remote.turn.target)
-    return order.is_asking_due(remote.turn, owed_of_launch(local, policy), now, is_open=is_open)
+    is_open = order.is_open(local, turn.target)
+    return order.is_asking_due(turn, owed_of_launch(local, policy), now, is_open=is_open)
 
 
 def awaits_decision(checkpoint: LocalCheckpoint, local: Local, remote: Remote, policy: Policy) -> bool:
     """Return whether this rank can only wait until others have decided an undecided checkpoint, or may have before."""
-    if why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted) is not None:
+    if why_undeliverable(checkpoint, local.generation, is_adopted=policy.is_adopted) is not None:
         # Others will decide it. Without looking for that, our links would stay for ever.
         return not policy.may_decide
-    must_poll = not remote.polls.has_polled and may_be_settled(checkpoint.id, local.generation, policy)
-    if must_poll or checkpoint.id in remote.to_read:
+    must_poll = not remote.commits.polls.has_polled and may_be_decided(
+        checkpoint.id, local.generation, policy
+    )
+    if must_poll or checkpoint.id in remote.commits.to_read:
         return True
     receipts = _known_receipts(checkpoint, local, remote)
     return receipts is not None and not _may_commit(checkpoint, receipts, local.rank, policy)
-
-
-def waiting_ids(local: Local, remote: Remote, policy: Policy) -> list[CheckpointId]:
-    """Return the checkpoints of which a poll finds out whether they are decided, oldest first."""
-    undecided = ((id_, each) for id_, each in sorted(local.checkpoints.items()) if each.decision is None)
-    return [
-        id_
-        for id_, each in undecided
-        if id_ not in remote.to_read and awaits_decision(each, local, remote, policy)
-    ]
 
 
 def _towards_decision(
@@ -489,10 +500,10 @@ def _towards_decision(
 
     Never waits for another checkpoint.
     """
-    hopeless = why_hopeless(checkpoint, local.generation, is_adopted=policy.is_adopted)
-    if hopeless is not None:
+    undeliverable = why_undeliverable(checkpoint, local.generation, is_adopted=policy.is_adopted)
+    if undeliverable is not None:
         # The other ranks must not wait for a shard that cannot come: abort competes with commit (R4).
-        yield Abort(checkpoint.id, hopeless)
+        yield Abort(checkpoint.id, undeliverable)
         return
     if is_volatile(checkpoint):
         yield MakeDurable(checkpoint.id)
@@ -513,22 +524,22 @@ def _towards_decision(
 
 
 def _while_waiting(
-    waiting: Sequence[CheckpointId], local: Local, remote: Remote, now: float
+    waiting: Sequence[CheckpointId], local: Local, commits: Commits, now: float
 ) -> Iterable[Action]:
     """Yield one poll for all checkpoints that wait. After it, list the receipts of one that is still undecided: those
     who were to commit it may have died. The next poll is followed by those of another one.
     """
-    polls = remote.polls
+    polls = commits.polls
     poll_at = max(polls.next_at, polls.last_at + _pause_s(local, POLLS_PER_S))
-    yield Poll(waiting[0]) if now >= poll_at else WaitUntil(poll_at)
+    yield Poll(waiting[0], tuple(waiting)) if now >= poll_at else WaitUntil(poll_at)
     if polls.last_at > polls.last_listing_at + _pause_s(local, LISTINGS_PER_S):
-        listable = {id_: remote.watches[id_].list_at for id_ in waiting if id_ in remote.watches}
+        listable = {id_: commits.watches[id_].list_at for id_ in waiting if id_ in commits.watches}
         first = min(listable, key=lambda id_: listable[id_], default=None)
         if first is not None and now >= listable[first]:
             yield ListReceipts(first)
 
 
-def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Action]:
+def _after_decision(local: Local, published: Published, policy: Policy) -> Iterable[Action]:
     """Yield what is due after a decision, and never before it (R1, R7).
 
     The order is latest → copies → pointer, and local symlink → release → local retention.
@@ -538,21 +549,21 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
     kept = policy.local_retention.keep(committed)
     loadable = [id_ for id_, each in decided.items() if is_loadable(each)]
     newest = max(loadable, default=None)
-    publish = remote.to_publish
-    if publish is not None and is_ahead(publish, remote.latest):
+    publish = published.to_publish
+    if publish is not None and is_ahead(publish, published.latest):
         if publish in decided:  # on a full disk, the commit may not be recorded yet
             yield MoveLatest(publish)
     else:
         publish = None
     yield from (Copy(id_) for id_, each in decided.items() if each.to_copy)
-    pointer = _to_point_at(loadable, decided, remote) if policy.has_pointer else None
+    pointer = _to_point_at(loadable, decided, published) if policy.has_pointer else None
     if pointer is not None:
         yield MovePointer(pointer)
     linkable = [id_ for id_ in loadable if policy.local_retention.count != 0 or id_ in kept]
     # If all were pruned remotely, those kept locally are still complete, and the symlink must not point at one that
     # is about to be removed (R2).
     linked = max(linkable or kept, default=None) if policy.has_local_latest else None
-    is_linked = linked is None or remote.local_latest == linked
+    is_linked = linked is None or published.local_latest == linked
     if linked is not None and not is_linked:
         yield MoveLocalLatest(linked)
     is_all_kept, to_rescue = policy.local_retention.is_all, local.to_rescue
@@ -578,11 +589,11 @@ def _after_decision(local: Local, remote: Remote, policy: Policy) -> Iterable[Ac
 
 
 def _to_point_at(
-    loadable: Iterable[CheckpointId], decided: Mapping[CheckpointId, LocalCheckpoint], remote: Remote
+    loadable: Iterable[CheckpointId], decided: Mapping[CheckpointId, LocalCheckpoint], published: Published
 ) -> CheckpointId | None:
     """Return the newest checkpoint whose copies are all made, if it is ahead of where the pointer was moved."""
     newest = max((id_ for id_ in loadable if not decided[id_].to_copy), default=None)
-    if newest is None or (remote.pointed_at is not None and newest <= remote.pointed_at):
+    if newest is None or (published.pointed_at is not None and newest <= published.pointed_at):
         return None
     return newest
 
@@ -601,7 +612,9 @@ def _why_superseded(checkpoint: LocalCheckpoint, policy: Policy) -> str:
 # --- the rules, one by one ---------------------------------------------------------------------------------
 
 
-def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bool = False) -> str | None:
+def why_undeliverable(
+    checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bool = False
+) -> str | None:
     """Return why this rank can never deliver the checkpoint, or None.
 
     Checkpoints that an earlier generation had sealed are still finished (R11); those it had not sealed never will be.
@@ -615,7 +628,7 @@ def why_hopeless(checkpoint: LocalCheckpoint, generation: int, *, is_adopted: bo
     return None
 
 
-def may_be_settled(id_: CheckpointId, generation: int, policy: Policy) -> bool:
+def may_be_decided(id_: CheckpointId, generation: int, policy: Policy) -> bool:
     """Return whether a decision may be there before this engine has looked.
 
     Other ranks or the sweeper may have made it in the meantime.
@@ -650,7 +663,7 @@ def _known_receipts(checkpoint: LocalCheckpoint, local: Local, remote: Remote) -
     """Return the receipts as last listed, after this rank had written its own; None if they were not."""
     if not checkpoint.is_verified or not checkpoint.has_receipt:
         return None
-    if watch := remote.watches.get(checkpoint.id):
+    if watch := remote.commits.watches.get(checkpoint.id):
         return watch.receipts
     return Receipts((local.rank,)) if is_alone(checkpoint) else None  # there are no others to look for
 

@@ -1,15 +1,15 @@
-"""What an engine failed to do, and which of its failures are raised in the trainer. Pure."""
+"""What an engine's work came to: decisions, failures, when it tries again, and what is raised in the trainer. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ckpt_async.core import backlog
+from ckpt_async.core import backlog, errnos, keys
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import CheckpointId
+from ckpt_async.core.model import CheckpointId, Decided, Outcome
 from ckpt_async.core.units import in_units, named
-from ckpt_async.errors import CkptAsyncError, FencedError, UploadFailedError
+from ckpt_async.errors import CkptAsyncError, FencedError, StoreError, UploadFailedError
 
 # How many failures are named in one message.
 MAX_TOLD = 3
@@ -19,6 +19,13 @@ _TRIED_AGAIN = (
     " `ckpt-async drain`"
 )
 
+# An action that failed for good (its own retries are over and the trainer was told) is tried again after this time: an
+# outage longer than any timeout must heal without a restart.
+RETRY_ACTION_S = 30.0
+# The same while someone is waiting, if the store may recover or the disk may get space.
+RETRY_HURRIED_S = 1.0
+# The shortest time between two lines about one kind of trouble.
+AGAIN_S = 60.0
 
 Failing = tuple[CheckpointId, str]  # an action, by its name, that failed and is still due
 
@@ -108,7 +115,7 @@ def not_committed(local: Local, within_s: float, store_error: str) -> UploadFail
     )
 
 
-def in_vain(local: Local) -> list[int]:
+def never_committed(local: Local) -> list[int]:
     """Return the steps that this launch has sealed and that nobody has decided.
 
     Empty if this launch has committed any checkpoint.
@@ -138,7 +145,7 @@ def fenced(generation: int, by: int) -> FencedError:
     )
 
 
-def why_taken(local: Local, fenced_by: int | None) -> FencedError | None:
+def why_generation_taken(local: Local, fenced_by: int | None) -> FencedError | None:
     """Return what to raise at the end of a launch whose generation another one has taken: what it has sealed since will
     never be committed. None if that is not so.
     """
@@ -150,7 +157,7 @@ def why_taken(local: Local, fenced_by: int | None) -> FencedError | None:
     return FencedError(f"{named('step', steps)} will not be committed: {error.without_hint}", hint=error.hint)
 
 
-def why_in_vain(
+def why_nothing_committed(
     local: Local, steps: Sequence[int], fenced_by: int | None, absent_ranks: Sequence[int] | None
 ) -> CkptAsyncError | None:
     """Return what to raise at the end of a launch that sealed `steps` but committed nothing and may never do so.
@@ -178,3 +185,107 @@ def why_in_vain(
             " size; then restart all ranks",
         )
     return None
+
+
+# --- trying again ------------------------------------------------------------------------------------------
+
+
+def may_heal(error: Exception) -> bool:
+    """Return whether the store or a full disk refuses only for now."""
+    return error.reason.is_retryable if isinstance(error, StoreError) else errnos.is_full(error)
+
+
+def retry_in_s(error: Exception, *, is_hurried: bool) -> float:
+    """Return for how long an action that failed is not tried again."""
+    return min(RETRY_ACTION_S, RETRY_HURRIED_S) if is_hurried and may_heal(error) else RETRY_ACTION_S
+
+
+@dataclass(slots=True)
+class _Trouble:
+    told_at: float
+    num_untold: int = 0
+    last: str = ""
+
+
+class Troubles:
+    """Which kinds of trouble were logged, and how many troubles of each kind were only counted.
+
+    They come by the hundred, for example when a disk is full: the log gets the first one, then how many more.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Trouble] = {}
+
+    def is_new(self, kind: Hashable, text: str, now: float) -> bool:
+        """Return whether to log this trouble now; if not, it is counted."""
+        known = self._known.get(kind)
+        if known is None:
+            self._known[kind] = _Trouble(now)
+            return True
+        known.num_untold, known.last = known.num_untold + 1, text
+        return False
+
+    def due(self, now: float, *, is_end: bool = False) -> list[tuple[int, float, str]]:
+        """Return what was counted and is due to be logged.
+
+        For each kind: how many more there were, within how many seconds, and the text of the last one. A kind that did
+        not recur within AGAIN_S is forgotten, so that its next trouble is new.
+        """
+        found = []
+        for kind, each in list(self._known.items()):
+            for_s = now - each.told_at
+            if for_s < AGAIN_S and not is_end:
+                continue
+            if each.num_untold:
+                found.append((each.num_untold, for_s, each.last))
+                self._known[kind] = _Trouble(now)
+            else:
+                del self._known[kind]
+        return found
+
+
+# --- what became of checkpoints, for whoever asks after they have left the journal --------------------------
+
+
+# Of so many checkpoints, the newest, all that their decisions say is kept.
+MAX_OUTCOMES = 1000
+_FORGOTTEN = "the log of that time says why"
+
+
+class Outcomes:
+    """The decisions that an engine has learned. Of the older ones only the outcome is kept, as a number each.
+
+    One thread may add, and any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[CheckpointId, Decided] = {}
+        self._committed: set[int] = set()
+        self._aborted: set[int] = set()
+
+    def add(self, decided: Decided) -> None:
+        self._newest[decided.checkpoint] = decided
+        while len(self._newest) > MAX_OUTCOMES:
+            id_, oldest = next(iter(self._newest.items()))
+            # First, so that it is known at any moment.
+            (self._aborted if oldest.outcome is Outcome.ABORT else self._committed).add(_number(id_))
+            del self._newest[id_]
+
+    def of(self, id_: CheckpointId) -> Decided | None:
+        """Return the decision on a checkpoint, of an older one without its name and reason; None if it is not known."""
+        if (decided := self._newest.get(id_)) is not None:
+            return decided
+        if (number := _number(id_)) in self._committed:
+            return Decided(id_, Outcome.COMMIT, "")
+        return Decided(id_, Outcome.ABORT, "", _FORGOTTEN) if number in self._aborted else None
+
+    def newest(self) -> list[Decided]:
+        """Return the newest decisions, in the order in which they were learned."""
+        return list(self._newest.values())
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+
+def _number(id_: CheckpointId) -> int:
+    return id_.generation * (keys.MAX_STEP + 1) + id_.step

@@ -94,6 +94,20 @@ _KIND = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _LAST_NUMBER = re.compile(r"([0-9]+)[^0-9]*$")
 
 
+def _number_in(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.fullmatch(text)
+    return int(match[1]) if match else None
+
+
+def _pair_in(pattern: re.Pattern[str], text: str) -> tuple[int, int] | None:
+    match = pattern.fullmatch(text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _checkpoint_in(pattern: re.Pattern[str], text: str) -> CheckpointId | None:
+    return CheckpointId(*found) if (found := _pair_in(pattern, text)) else None
+
+
 def is_kind(text: str) -> bool:
     """Return whether this is a valid name for a kind of checkpoints."""
     return _KIND.fullmatch(text) is not None
@@ -133,8 +147,7 @@ def checkpoint_tag(checkpoint: CheckpointId) -> str:
 
 
 def parse_checkpoint_tag(tag: str) -> CheckpointId | None:
-    match = _CHECKPOINT.fullmatch(tag)
-    return CheckpointId(int(match[1]), int(match[2])) if match else None
+    return _checkpoint_in(_CHECKPOINT, tag)
 
 
 def data_prefix(name: str, generation: int) -> str:
@@ -164,8 +177,7 @@ def leases_prefix(checkpoint: CheckpointId) -> str:
 
 
 def parse_lease_key(key: str) -> CheckpointId | None:
-    match = _LEASE.fullmatch(key)
-    return CheckpointId(int(match[1]), int(match[2])) if match else None
+    return _checkpoint_in(_LEASE, key)
 
 
 def damage_key(checkpoint: CheckpointId) -> str:
@@ -173,8 +185,7 @@ def damage_key(checkpoint: CheckpointId) -> str:
 
 
 def parse_damage_key(key: str) -> CheckpointId | None:
-    match = _DAMAGE.fullmatch(key)
-    return CheckpointId(int(match[1]), int(match[2])) if match else None
+    return _checkpoint_in(_DAMAGE, key)
 
 
 def claim_key(key: str) -> str:
@@ -190,8 +201,7 @@ def generation_key(generation: int) -> str:
 
 
 def parse_generation_key(key: str) -> int | None:
-    match = _GENERATION.fullmatch(key)
-    return int(match[1]) if match else None
+    return _number_in(_GENERATION, key)
 
 
 def members_prefix(generation: int) -> str:
@@ -203,8 +213,7 @@ def member_key(generation: int, rank: int) -> str:
 
 
 def parse_member_key(key: str) -> tuple[int, int] | None:
-    match = _MEMBER.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match else None
+    return _pair_in(_MEMBER, key)
 
 
 def owed_key(generation: int, rank: int) -> str:
@@ -212,8 +221,7 @@ def owed_key(generation: int, rank: int) -> str:
 
 
 def parse_owed_key(key: str) -> tuple[int, int] | None:
-    match = _OWED.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match else None
+    return _pair_in(_OWED, key)
 
 
 def beat_key(generation: int) -> str:
@@ -221,8 +229,7 @@ def beat_key(generation: int) -> str:
 
 
 def parse_beat_key(key: str) -> int | None:
-    match = _BEAT.fullmatch(key)
-    return int(match[1]) if match else None
+    return _number_in(_BEAT, key)
 
 
 def announcements_prefix(generation: int) -> str:
@@ -234,8 +241,7 @@ def announcement_key(checkpoint: CheckpointId) -> str:
 
 
 def parse_announcement_key(key: str) -> CheckpointId | None:
-    match = _ANNOUNCED.fullmatch(key)
-    return CheckpointId(int(match[1]), int(match[2])) if match else None
+    return _checkpoint_in(_ANNOUNCED, key)
 
 
 def ended_key(generation: int, rank: int) -> str:
@@ -243,8 +249,7 @@ def ended_key(generation: int, rank: int) -> str:
 
 
 def parse_ended_key(key: str) -> tuple[int, int] | None:
-    match = _ENDED.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match else None
+    return _pair_in(_ENDED, key)
 
 
 def receipts_prefix(checkpoint: CheckpointId) -> str:
@@ -265,8 +270,7 @@ def decision_key(checkpoint: CheckpointId) -> str:
 
 
 def parse_decision_key(key: str) -> CheckpointId | None:
-    match = _DECISION.fullmatch(key)
-    return CheckpointId(int(match[1]), int(match[2])) if match else None
+    return _checkpoint_in(_DECISION, key)
 
 
 def journal_name(rank: int) -> str:
@@ -274,8 +278,7 @@ def journal_name(rank: int) -> str:
 
 
 def parse_journal_name(name: str) -> int | None:
-    match = _JOURNAL.fullmatch(name)
-    return int(match[1]) if match else None
+    return _number_in(_JOURNAL, name)
 
 
 def longest_keys() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which checkpoint a rank uploads next. Pure.
+"""Which checkpoint a rank uploads next, and what may share the link with it. Pure.
 
 Where uploads are slower than saves, sealed checkpoints pile up. A checkpoint is committed only when every rank has
 sent its part, so ranks that choose by themselves send different ones, and commit none. They agree on one:
@@ -19,7 +19,7 @@ Nothing is given up because of the order. What an earlier launch has left is old
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_async.core.local_state import Local
@@ -30,6 +30,13 @@ from ckpt_async.core.model import CheckpointId
 OVERDUE_UPLOADS, OVERDUE_S = 3, 5.0
 # How often a rank asks for the target: at least one second apart, and while it waits, eight times during an upload.
 ASK_S, ASKS_PER_UPLOAD = 1.0, 8
+# A free rank asks for the target before it turns to anything. It sends nothing new meanwhile, but not longer than this.
+ASKING_S = 5.0
+# So long after an upload has begun, its first bytes are on their way; and so long after its last ones, it is complete.
+BEGINNING_S = 2.0
+# Up to this many waiting uploads get a connection each, if there are enough. With more, no small one is sent alone,
+# because two cost as much as one.
+FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +139,43 @@ def is_open(local: Local, target: CheckpointId | None) -> bool:
     if known is not None:
         return known.decision is None and known.loss is None and not known.superseded
     return local.newest_enqueued is None or target > local.newest_enqueued
+
+
+# --- the link ----------------------------------------------------------------------------------------------
+
+
+def places(ordered: Iterable[tuple[CheckpointId, int]], shared_bytes: int) -> dict[CheckpointId, int]:
+    """Give checkpoints places by their order; those with the same place share the link. Each comes with the bytes that
+    it has to send: small ones, up to so many bytes, share a place, because one alone would not fill the link.
+    """
+    found: dict[CheckpointId, int] = {}
+    place = size_bytes = 0
+    for id_, unsent_bytes in ordered:
+        found[id_] = place
+        size_bytes += unsent_bytes
+        if size_bytes > shared_bytes:
+            place, size_bytes = place + 1, 0
+    return found
+
+
+def may_share(place: int, moving: Iterable[int]) -> bool:
+    """Return whether what has this place may use the link beside uploads whose bytes move: none is more urgent.
+
+    It holds for whole uploads (`UploadQueue`) as for the requests of those under way (`transfer/budgets.py`).
+    """
+    return all(place <= each for each in moving)
+
+
+def may_begin(place: int, moving: Iterable[int], *, is_resting: bool, asks_for_s: float | None) -> bool:
+    """Return whether the next upload may begin: not while this rank rests, or asks what it is to send (since so long),
+    and not beside a more urgent one. One that the store refuses, or whose file cannot be read, holds up no other.
+    """
+    is_asking = asks_for_s is not None and asks_for_s < ASKING_S
+    return not (is_resting or is_asking) and may_share(place, moving)
+
+
+def series_length(num_waiting: int, num_places: int, longest: int) -> int:
+    """Return how many small shards are sent in one series: no more than one place's share of what waits, so that the
+    last ones do not wait behind each other while other places are free.
+    """
+    return min(max(-(-num_waiting // num_places), 2 if num_waiting > FEW else 1), longest)

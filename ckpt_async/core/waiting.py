@@ -36,7 +36,7 @@ class Watch:
     receipts: Receipts = field(default_factory=Receipts)  # as last listed
     list_at: float = 0.0  # when they were listed or, if all were there, when it is this rank's turn to commit
     since: float = 0.0
-    tell_at: float = float("inf")  # when to log that the checkpoint has been waiting long
+    log_at: float = float("inf")  # when to log that the checkpoint has been waiting long
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,9 +257,9 @@ def _look_at_journal(path: Path) -> tuple[JournalState, RemoteAddress | None]:
 
 def _recorded(path: Path) -> Iterator[RemoteAddress]:
     """Yield the run's remote as each journal of the folder names it, that of the run itself last."""
-    for kind, found in reversed(journals.read_all(path).items()):
-        for reading in found.values():
-            if (remote := reading.local().remote) is not None:
+    for kind, states in reversed(journals.states(path).items()):
+        for each in states:
+            if (remote := each.local.remote) is not None:
                 yield dataclasses.replace(remote, url=keys.run_remote(remote.url, kind))
 
 

@@ -5,28 +5,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
 
+import aiofiles
+
 from ckpt_async.core import keys
 from ckpt_async.core.settings import Settings
+from ckpt_async.core.units import in_units
 from ckpt_async.doctor.diagnosis import Remote, Speed, Tried
-from ckpt_async.doctor.speed import SPEED_BYTES, measure, no_room
 from ckpt_async.errors import CkptAsyncError, FailureReason, IntegrityError, StoreError
 from ckpt_async.local.folder import Folder
 from ckpt_async.protocol.verify import find_unreadable
-from ckpt_async.stores import makes_folder
+from ckpt_async.stores import makes_folder, parse_url
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody, Store
 from ckpt_async.transfer import upload
 from ckpt_async.transfer.patient import PatientStore
+from ckpt_async.transfer.source import Source
+from ckpt_async.transfer.together import all_or_none
 
 # The time limit of a small request: the store answers, or it does not.
 ANSWER_S = 15.0
 # The time limit for all records of a long run, which has a decision for each checkpoint.
 RECORDS_S = 60.0
 NUM_SAMPLES = 5
+SPEED_BYTES, SPEED_RANGES = 64 << 20, 8
+SPEED_TIMEOUT_S = 120.0
 _SWEEPERS = "a sweeper needs this permission, a trainer does not"
 _SENT_AGAIN = "a shard whose upload is killed is sent again from its beginning: allow ListParts"
 
@@ -222,15 +229,65 @@ class Trial:
         self._note(left_behind=(*left, *self._uploads))
 
     async def _measure_speed(self, workplace: Folder) -> Speed:
+        """Upload a file as an uploader does, and read it in ranges."""
         key = f"{self._name}-f"
         if what := no_room(self._store.url, workplace, self._min_free_bytes):
             return Speed(SPEED_BYTES, left_out=what)
         self._written.append(key)
+        settings = self._settings
+        quick = dataclasses.replace(
+            settings, upload_timeout_s=SPEED_TIMEOUT_S, retry_max_s=settings.retry_initial_s
+        )
 
         def opened(multipart: upload.Resume) -> None:
             self._uploads[key] = multipart.upload_id
 
-        def uploaded() -> None:
-            self._uploads.pop(key, None)
+        try:
+            source = await _large_source(workplace)
+            try:
+                began = time.perf_counter()
+                await upload.upload(
+                    PatientStore(self._store, quick, is_patient=False),
+                    source,
+                    key,
+                    smallest_part_bytes=settings.part_size_bytes,
+                    resume=None,
+                    opened=opened,
+                    sent=lambda _: None,
+                )
+                upload_s = time.perf_counter() - began
+                self._uploads.pop(key, None)
+            finally:
+                source.close()
+            began = time.perf_counter()
+            ranges = upload.plan_parts(SPEED_BYTES, SPEED_BYTES // SPEED_RANGES)
+            async with asyncio.timeout(SPEED_TIMEOUT_S):
+                await all_or_none(
+                    self._store.get_range(key, each.offset, each.size_bytes, lambda _: None)
+                    for each in ranges
+                )
+            return Speed(SPEED_BYTES, upload_s, time.perf_counter() - began)
+        except (CkptAsyncError, OSError) as error:
+            return Speed(SPEED_BYTES, error=str(error) or f"no result within {SPEED_TIMEOUT_S:.0f} s")
 
-        return await measure(self._store, self._settings, workplace, key, opened=opened, uploaded=uploaded)
+
+def no_room(url: str, workplace: Folder, min_free_bytes: int) -> str:
+    """Return why the file must not be written, or "": a trainer on this node may need the space."""
+    free_bytes, _ = workplace.space()
+    needed_bytes = SPEED_BYTES
+    if parse_url(url).scheme == "file":
+        needed_bytes *= 2  # the remote may be on the same disk
+    if free_bytes - needed_bytes >= min_free_bytes:
+        return ""
+    what = f"{in_units(free_bytes)} are free, but it takes {in_units(needed_bytes)}"
+    return f"{what} in addition to min_free_bytes={min_free_bytes}" if min_free_bytes else what
+
+
+async def _large_source(folder: Folder) -> Source:
+    """Return a shard to send, whose bytes cannot be compressed on the way."""
+    path = folder.path / "speed.bin"
+    async with aiofiles.open(path, "wb") as file:
+        for _ in range(SPEED_RANGES):
+            await file.write(os.urandom(SPEED_BYTES // SPEED_RANGES))
+    ((identity, _),) = folder.link([(path.name, path.name)], "spool/doctor")
+    return Source(folder.open_source(path.name, None, identity), identity, str(path))

@@ -1,35 +1,39 @@
-"""From a rank's verified shards to the decision: receipt, looks at the other ranks, commit or abort, latest.
+"""From a rank's verified shards to the decision (receipt, looks at the other ranks, commit or abort), and what follows
+it: latest, copies under exact keys, Composer's pointer.
 
 Writes only through the steps of the protocol.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt_async.core import agreement, backlog, decide, keys, order, records, waiting
+from ckpt_async.core import agreement, backlog, decide, keys, naming, order, pointers, records, waiting
 from ckpt_async.core.boundary import Checkpoints
 from ckpt_async.core.failures import Failure
 from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import (
     CheckpointId,
+    Copied,
     Decided,
     Decision,
     Failed,
     Outcome,
     Receipt,
     ReceiptStored,
+    StoredShard,
     Superseded,
 )
 from ckpt_async.core.units import one_line
 from ckpt_async.engine import fencing
 from ckpt_async.engine.state import State
-from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError
-from ckpt_async.protocol import cas, deciding, presence, steps
-from ckpt_async.protocol import target as targets
+from ckpt_async.errors import CkptAsyncError, FailureReason, InvalidRecordError, StoreError
+from ckpt_async.protocol import cas, copies, deciding, steps
+from ckpt_async.protocol import steps as targets
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.together import all_or_none
@@ -73,26 +77,26 @@ def _receipt(state: State, checkpoint: LocalCheckpoint) -> Receipt:
 async def list_receipts(state: State, action: decide.ListReceipts) -> None:
     """List which ranks are done; the first time, also look for a successor."""
     checkpoint, id_ = state.checkpoint(action.checkpoint), action.checkpoint
-    watch = state.remote.watches.get(id_)
+    watch = state.commits.watches.get(id_)
     at_once: list[Callable[[], Coroutine[Any, Any, Any]]] = [lambda: receipts_of(state, id_)]
     if watch is None:
         at_once.append(lambda: fencing.look_for_successor(state))
     receipts, *_ = await all_or_none(look() for look in at_once)
     is_missed = waiting.lacks_own(receipts, state.rank)
-    is_lost = is_missed and not await presence.is_there(state.store, keys.receipt_key(id_, state.rank))
+    is_lost = is_missed and not await steps.is_there(state.store, keys.receipt_key(id_, state.rank))
     now = state.now()
     if watch is None:
-        first_s = state.settings.decision_poll_s
-        state.remote = replace(state.remote, polls=state.remote.polls.began(now, first_s=first_s))
-        watch = waiting.Watch(since=now, tell_at=now + backlog.first_tell_s(receipts, state.rank))
+        polls = state.commits.polls.began(now, first_s=state.settings.decision_poll_s)
+        watch = waiting.Watch(since=now, log_at=now + backlog.first_log_s(receipts, state.rank))
     else:
-        state.remote = replace(state.remote, polls=replace(state.remote.polls, last_listing_at=now))
-    if now >= watch.tell_at:
+        polls = replace(state.commits.polls, last_listing_at=now)
+    if now >= watch.log_at:
         if text := backlog.long_wait(state.local, id_, receipts, now - watch.since):
             logger.warning("checkpoint_waits %s", text)
-        watch = replace(watch, tell_at=now + (now - watch.since))
+        watch = replace(watch, log_at=now + (now - watch.since))
     list_at = waiting.listed_until(checkpoint, receipts, state.rank, now)
-    _watch(state, id_, replace(watch, receipts=receipts, list_at=list_at))
+    watch = replace(watch, receipts=receipts, list_at=list_at)
+    state.commits = replace(state.commits.watching(id_, watch), polls=polls)
     if is_lost:
         await _give_up_lost(state, checkpoint)
 
@@ -107,10 +111,6 @@ async def _give_up_lost(state: State, checkpoint: LocalCheckpoint) -> None:
     elif checkpoint.loss is None and await fencing.is_still_ours(state):
         reason = agreement.lost([keys.receipt_key(checkpoint.id, state.rank)])
         state.fail(checkpoint.id, [Failed(checkpoint.id, "", FailureReason.STORE_LOST_OBJECTS, reason)])
-
-
-def _watch(state: State, id_: CheckpointId, watch: waiting.Watch) -> None:
-    state.remote = replace(state.remote, watches={**state.remote.watches, id_: watch})
 
 
 async def receipts_of(state: State, id_: CheckpointId) -> waiting.Receipts:
@@ -136,15 +136,15 @@ async def receipts_of(state: State, id_: CheckpointId) -> waiting.Receipts:
     return waiting.Receipts(ranks, newest_age_s, listing.is_whole)
 
 
-async def poll(state: State) -> None:
+async def poll(state: State, action: decide.Poll) -> None:
     """Find out which of all checkpoints that wait are decided, with one LIST. If there is only one, it is asked for."""
-    ids = decide.waiting_ids(state.local, state.remote, state.policy)
+    ids = action.waiting
     to_read = await _seem_decided(state, ids) if len(ids) > 1 else ids
     first_s, longest_s = state.settings.decision_poll_s, state.settings.decision_poll_max_s
-    polls = state.remote.polls.polled(
+    polls = state.commits.polls.polled(
         state.now(), first_s=first_s, longest_s=first_s if state.is_hurried else longest_s
     )
-    state.remote = replace(state.remote, to_read=state.remote.to_read | {*to_read}, polls=polls)
+    state.commits = replace(state.commits, to_read=state.commits.to_read | {*to_read}, polls=polls)
 
 
 async def _seem_decided(state: State, ids: Sequence[CheckpointId]) -> set[CheckpointId]:
@@ -160,9 +160,9 @@ async def _seem_decided(state: State, ids: Sequence[CheckpointId]) -> set[Checkp
 
 def _may_be_collected(state: State, id_: CheckpointId) -> bool:
     """Return whether a decision may have been there and be gone: a sweeper collects what was decided long ago."""
-    watch = state.remote.watches.get(id_)
+    watch = state.commits.watches.get(id_)
     is_old = watch is not None and state.now() - watch.since >= COLLECTED_AFTER_S
-    is_earlier = decide.may_be_settled(id_, state.local.generation, state.policy)
+    is_earlier = decide.may_be_decided(id_, state.local.generation, state.policy)
     return is_earlier or is_old or state.fence.by is not None
 
 
@@ -171,7 +171,7 @@ async def read_decision(state: State, action: decide.ReadDecision) -> None:
     decision = await steps.read_settled(state.store, id_, may_be_collected=_may_be_collected(state, id_))
     if decision is not None:
         await _learn_ours(state, state.checkpoint(id_), decision)
-    state.remote = replace(state.remote, to_read=state.remote.to_read - {id_})
+    state.commits = replace(state.commits, to_read=state.commits.to_read - {id_})
 
 
 def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
@@ -179,7 +179,7 @@ def missing_ranks(state: State, id_: CheckpointId) -> list[int]:
 
     If there are many, only the first are returned.
     """
-    checkpoint, watch = state.local.checkpoints.get(id_), state.remote.watches.get(id_)
+    checkpoint, watch = state.local.checkpoints.get(id_), state.commits.watches.get(id_)
     if checkpoint is None or checkpoint.sealed is None or watch is None:
         return []
     return waiting.missing_ranks(watch.receipts, checkpoint.sealed.world_size)
@@ -190,17 +190,7 @@ def _wait_again(state: State, id_: CheckpointId) -> None:
     pauses of polls.
     """
     now = state.now()
-    _watch(state, id_, waiting.Watch(list_at=now, since=now, tell_at=now))
-
-
-def _forget_watches(state: State, ids: Sequence[CheckpointId]) -> None:
-    watches = {id_: each for id_, each in state.remote.watches.items() if id_ not in ids}
-    state.remote = replace(
-        state.remote,
-        watches=watches,
-        to_read=state.remote.to_read - {*ids},
-        delivered_by_others=state.remote.delivered_by_others - {*ids},
-    )
+    state.commits = state.commits.watching(id_, waiting.Watch(list_at=now, since=now, log_at=now))
 
 
 async def commit(state: State, action: decide.Commit) -> None:
@@ -222,7 +212,7 @@ async def commit(state: State, action: decide.Commit) -> None:
     await fencing.look_for_successor(state)
     decision, is_ours = settled
     if is_ours and decision.outcome is Outcome.COMMIT:
-        _publish(state, checkpoint.id)
+        state.published = state.published.publishing(id_)
     await _learn_ours(state, checkpoint, decision)
 
 
@@ -281,9 +271,11 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
         decision.is_lost_by_store,
     )
     _count(state, checkpoint, decision)  # first, so that whoever waits for the decision finds it counted
-    state.record(event, notices=state.teller.decided(decision))
+    state.record(event, notices=state.reporter.decided(decision))
     state.reports.outcomes.add(event)
-    _forget_watches(state, [checkpoint.id])
+    state.commits = state.commits.without(checkpoint.id)
+    delivered = state.uploads.delivered_by_others - {checkpoint.id}
+    state.uploads = replace(state.uploads, delivered_by_others=delivered)
     if decision.outcome is Outcome.ABORT:
         logger.error("checkpoint_aborted %s reason=%s", checkpoint.id, one_line(decision.reason))
         is_known = decision.is_superseded or checkpoint.loss is not None
@@ -294,7 +286,7 @@ def _learn(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
         return
     if decision.outcome is Outcome.COMMIT and state.is_left_over(checkpoint.id):
         # Whoever committed it may have died before it could move latest.
-        _publish(state, checkpoint.id)
+        state.published = state.published.publishing(checkpoint.id)
 
 
 def _count(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> None:
@@ -305,46 +297,41 @@ def _count(state: State, checkpoint: LocalCheckpoint, decision: Decision) -> Non
     state.observer.checkpoint_committed(checkpoint.id.step, max(0.0, state.clock() - first))
 
 
-def _publish(state: State, id_: CheckpointId) -> None:
-    publish = max(filter(None, (state.remote.to_publish, id_)))
-    state.remote = replace(state.remote, to_publish=publish)
-
-
 async def name_target(state: State) -> None:
-    local, known = state.local, state.remote.turn.target
+    local, known = state.local, state.uploads.turn.target
     newest = max(decide.owed_of_launch(local, state.policy), default=None)
     if newest is None:
         return
     is_open = order.is_open(local, known)
-    is_waiting = order.is_waiting(state.remote.turn, state.now(), is_open=is_open)
+    is_waiting = order.is_waiting(state.uploads.turn, state.now(), is_open=is_open)
     if state.policy.may_decide and not is_waiting:
         target = await targets.name_target(state.store, newest, known)
     else:
         target = await targets.read_target(state.store, newest)
-    turn = order.with_target(state.remote.turn, target or known, state.now(), may_have_named=not is_waiting)
-    state.remote = replace(state.remote, turn=turn)
+    turn = order.with_target(state.uploads.turn, target or known, state.now(), may_have_named=not is_waiting)
+    state.uploads = replace(state.uploads, turn=turn)
 
 
-async def tell_owed(state: State) -> None:
+async def report_owed(state: State) -> None:
     key = keys.owed_key(state.local.generation, state.rank)
     owed = Checkpoints.of(decide.owed(state.local, state.policy))
     await state.store.put(key, records.encode_owed(owed))
-    state.remote = replace(state.remote, tell_owed_at=state.now() + decide.TELL_OWED_S)
+    state.uploads = replace(state.uploads, report_owed_at=state.now() + decide.REPORT_OWED_S)
 
 
 async def give_up_for_newer(state: State, action: decide.GiveUpForNewer) -> None:
     """Give up a checkpoint unless some rank has delivered its part: then it may still be committed."""
     id_ = action.checkpoint
     if (await receipts_of(state, id_)).ranks:
-        delivered = state.remote.delivered_by_others | {id_}
-        state.remote = replace(state.remote, delivered_by_others=delivered)
+        delivered = state.uploads.delivered_by_others | {id_}
+        state.uploads = replace(state.uploads, delivered_by_others=delivered)
         return
-    if (shortage := state.remote.shortage) is None:
+    if (shortage := state.uploads.shortage) is None:
         return
     size_bytes = state.checkpoint(id_).size_bytes
     logger.warning("checkpoint_superseded %s size_bytes=%d reason=%s", id_, size_bytes, shortage.text)
     state.record(Superseded(id_, f"superseded by newer checkpoints: {shortage.text}"))
-    state.remote = replace(state.remote, shortage=None)  # until it is looked for again
+    state.uploads = replace(state.uploads, shortage=None)  # until it is looked for again
 
 
 async def move_latest(state: State, action: decide.MoveLatest) -> None:
@@ -352,4 +339,103 @@ async def move_latest(state: State, action: decide.MoveLatest) -> None:
     assert decided is not None
     name = decided.name
     latest = await steps.move_latest(state.store, action.checkpoint, name)
-    state.remote = replace(state.remote, latest=latest)
+    state.published = replace(state.published, latest=latest)
+
+
+# --- after the commit ---------------------------------------------------------------------------------------
+
+
+# The store does the copying; one rank asks for this many copies at once.
+_AT_ONCE = 4
+RETRACT_S = 30.0
+
+
+async def copy_shards(state: State, action: decide.Copy) -> None:
+    """Copy this rank's shards to their exact keys; if the checkpoint is being pruned, take back what was copied.
+
+    The decision is read again after copying, because the pruner may have looked before a copy was there. Copies that
+    fail are tried again later; the others are recorded.
+    """
+    checkpoint, store, id_ = state.checkpoint(action.checkpoint), state.store, action.checkpoint
+    wanted, failed = set(checkpoint.to_copy), dict[str, StoreError | InvalidRecordError]()
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def publish(shard: StoredShard) -> None:
+        async with at_once:
+            try:
+                await copies.publish(store, id_, shard)
+            except (StoreError, InvalidRecordError) as error:
+                failed[shard.name] = error
+
+    decision = await _decision(state, id_)
+    if decision is not None:
+        receipt = await steps.bound_receipt(store, decision, state.rank)
+        # Only what the receipt lists: the pruner finds the copies by it.
+        shards = [each for each in receipt.shards if each.publish_as and each.name in wanted]
+        await all_or_none(publish(each) for each in shards)
+        decision = await _decision(state, id_)
+    else:
+        shards = _known_here(checkpoint)
+    if decision is None:
+        logger.info("copies_left_out %s: it was pruned", id_)
+        await _take_back(state, id_, shards)
+        failed.clear()
+    else:
+        state.observer.copies_finished("ok", len(shards) - len(failed))
+        state.observer.copies_finished("failed", len(failed))
+    state.record(Copied(id_, tuple(sorted(wanted - failed.keys()))))
+    for error in failed.values():
+        raise error
+
+
+async def _take_back(state: State, id_: CheckpointId, shards: Iterable[StoredShard]) -> None:
+    """Delete copies, as far as possible: a trainer's credentials need not be allowed to delete."""
+    store = state.store.answering_within(RETRACT_S)
+    for each in shards:
+        try:
+            await copies.retract(store, id_, each)
+        except (StoreError, InvalidRecordError) as error:
+            logger.warning("copy_left key=%s error=%s; delete it yourself", each.publish_as, error)
+
+
+async def _decision(state: State, id_: CheckpointId) -> Decision | None:
+    """Return the decision if it is still `commit`, else None."""
+    decision = await steps.read_settled(state.store, id_)
+    return decision if decision is not None and decision.outcome is Outcome.COMMIT else None
+
+
+def _known_here(checkpoint: LocalCheckpoint) -> list[StoredShard]:
+    """Return, from the journal, the shards that may have been copied by an engine that died before it could look again.
+    By now, the receipt may be gone.
+    """
+    found = (
+        (each.stored, each.shard.publish_as) for each in checkpoint.shards.values() if each.shard.publish_as
+    )
+    return [replace(stored, publish_as=key) for stored, key in found if stored is not None]
+
+
+async def move_pointer(state: State, action: decide.MovePointer) -> None:
+    """Move Composer's remote 'symlink'. It is a hint, like latest, and never moves behind latest.
+
+    It is a text object that holds an object name without its bucket (composer/utils/file_helpers.py,
+    create_symlink_file).
+    """
+    shards = [each.shard for each in state.checkpoint(action.checkpoint).shards.values()]
+    if pointers.may_write(state.rank, shards):
+        latest = await steps.read_latest(state.store)
+        decision = await _decision(state, action.checkpoint)
+        if decision is not None and (latest is None or latest.checkpoint <= action.checkpoint):
+            template = state.settings.composer_symlink
+            target = pointers.target(
+                state.rank,
+                shards,
+                name=decision.name,
+                generation=action.checkpoint.generation,
+                num_shards=decision.num_shards,
+                has_own=naming.fill(template, rank=0) != naming.fill(template, rank=1),
+            )
+            if target is not None:
+                root = keys.path_in(state.store.url)
+                named = f"{root}/{target}".strip("/")
+                await state.store.put(naming.fill(template, rank=state.rank), named.encode())
+    state.published = replace(state.published, pointed_at=action.checkpoint)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from ckpt_async.core import backlog, decide
-from ckpt_async.engine import recovery
+from ckpt_async.core.recovery import OnDisk
 from ckpt_async.engine.state import State
-from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of
+from ckpt_async.protocol.generation import absent_ranks, is_taken, look_from, nonce_of, reclaim
 from ckpt_async.stores.interface import ObjectInfo
 
 logger = logging.getLogger(__name__)
@@ -20,7 +19,7 @@ async def look_for_successor(state: State) -> None:
     """
     own = state.local.generation
     if state.fence.by is None and not state.is_trainer:
-        if await is_taken(state.store, backlog.nonces_of_left(state.local, {})):
+        if await is_taken(state.store, OnDisk(state.local).nonces):
             fence(state, own)
     elif state.fence.by is None:
         newest, record = await look_from(state.store, own)
@@ -28,14 +27,14 @@ async def look_for_successor(state: State) -> None:
             fence(state, own)
         elif newest > own:
             fence(state, newest)
-    state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
+    state.fence = state.fence.looked(state.local, state.now())
 
 
 def fence(state: State, by: int) -> None:
     own = state.local.generation
-    if state.is_taken or (state.fence.by is not None and by > own):
-        return  # another look, beside this one, has found out
-    state.fence.by = by
+    before, state.fence = state.fence, state.fence.fenced(by, own)
+    if state.fence == before:
+        return
     if not state.is_trainer:
         logger.error(
             "generation_taken generation=%d; another launch has it, or an earlier one: nothing more is uploaded",
@@ -43,7 +42,7 @@ def fence(state: State, by: int) -> None:
         )
         return
     state.observer.fenced()
-    state.record(notices=state.teller.fenced(own, by))
+    state.record(notices=state.reporter.fenced(own, by))
     logger.error("fenced generation=%d by=%d; no new checkpoint is accepted", own, by)
 
 
@@ -56,14 +55,14 @@ async def _has_record(state: State, record: ObjectInfo | None, newest: int) -> b
         return True
     there = await nonce_of(state.store, opened.generation)  # the listing may lag
     if there is None and newest == opened.generation:
-        if not await recovery.reclaim(state.store, opened):
+        if not await reclaim(state.store, opened):
             return False
         logger.error(
             "generation_was_lost generation=%d; the store had lost its record, which is written again: what was"
             " committed there may be lost, too (a lifecycle rule, or a remote that was wiped or put back)",
             opened.generation,
         )
-    state.fence.record_mark = mark
+    state.fence = replace(state.fence, record_mark=mark)
     return there in (None, "", opened.nonce)
 
 
@@ -76,5 +75,5 @@ async def look_for_members(state: State) -> None:
     await look_for_successor(state)
     opened = state.local.opened
     world_size = opened.world_size if opened else 1
-    state.fence.absent_ranks = await absent_ranks(state.store, state.local.generation, world_size)
-    state.remote = replace(state.remote, are_members_asked_for=False)
+    absent = await absent_ranks(state.store, state.local.generation, world_size)
+    state.fence = replace(state.fence, absent_ranks=absent, are_members_asked_for=False)

@@ -10,8 +10,8 @@ One round of the loop (`_start_due`):
     4. sleep      until something changes, until the next time that `decide` named, or for POLL_S
 
 A task carries out one action, or a series of small uploads, and records what came of it: as rows of the journal, if it
-must survive a crash, else in `state.remote`. Then the next round begins. Nothing else changes the state: tasks run on
-one event loop and change it between two awaits; other threads only append to the journal and call `wake`.
+must survive a crash, else in a part of `state.remote`. Then the next round begins. Nothing else changes the state:
+tasks run on one event loop and change it between two awaits; other threads only append to the journal and call `wake`.
 
 Uploads take a second step, because they are many and share one link: they wait in the `UploadQueue`, in the order of
 `core/order.py`, and each that ends begins the next without asking `decide` again.
@@ -41,14 +41,12 @@ from dataclasses import replace
 from typing import Any, assert_never
 
 from ckpt_async.core import backlog, decide, errnos, order
-from ckpt_async.core.failures import Failing, Failure
+from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, Failed, Opened
-from ckpt_async.core.outcomes import Outcomes
-from ckpt_async.engine import cleanup, committing, durable, fencing, publishing, recovery, uploading
-from ckpt_async.engine.in_flight import InFlight
+from ckpt_async.engine import committing, fencing, on_disk, recovery, uploading
+from ckpt_async.engine.in_flight import InFlight, UploadQueue
 from ckpt_async.engine.state import State
-from ckpt_async.engine.upload_queue import UploadQueue
 from ckpt_async.errors import CkptAsyncError, FailureReason, JournalError, SourceError, StoreError
 from ckpt_async.threads import in_thread
 
@@ -57,15 +55,6 @@ logger = logging.getLogger(__name__)
 # A wake-up is only a hint; polling is the safety net. Another process may have appended to the journal (DCP's PROCESS
 # mode), or a second thread's wake-up may have been lost at shutdown.
 POLL_S = 1.0
-# Actions that belong to no checkpoint. Their failures are not reported: whatever is wrong will also fail those of
-# checkpoints.
-_OF_NO_CHECKPOINT = (
-    decide.WaitUntil,
-    decide.LookForSuccessor,
-    decide.LookForMembers,
-    decide.NameTarget,
-    decide.TellOwed,
-)
 
 
 class Engine:
@@ -86,7 +75,7 @@ class Engine:
         self._is_retry_asked = False
         self._housekeep_at = 0.0
         self._behind_since = 0.0
-        self._tell_at = 3  # log that uploads fall behind when so many checkpoints wait
+        self._log_at = 3  # log that uploads fall behind when so many checkpoints wait
         self._wakes, self._last_wake = itertools.count(1), 0
         self._woken = asyncio.Event()
         self._crash: asyncio.Future[None] = state.loop.create_future()
@@ -155,7 +144,8 @@ class Engine:
             state = self.state
             state.is_hurried = is_hurried
             if is_hurried:
-                state.remote = replace(state.remote, polls=replace(state.remote.polls, next_at=0.0))
+                polls = replace(state.commits.polls, next_at=0.0)
+                state.commits = replace(state.commits, polls=polls)
 
         self._soon(change)
 
@@ -165,7 +155,7 @@ class Engine:
         """
 
         def change() -> None:
-            self.state.remote = replace(self.state.remote, are_members_asked_for=True)
+            self.state.fence = replace(self.state.fence, are_members_asked_for=True)
 
         self._soon(change)
 
@@ -175,8 +165,8 @@ class Engine:
         def change() -> None:
             state = self.state
             owed = decide.owed(state.fresh_local(), state.policy)
-            turn = order.to_newest(state.remote.turn, owed, state.now())
-            state.remote = replace(state.remote, turn=turn)
+            turn = order.to_newest(state.uploads.turn, owed, state.now())
+            state.uploads = replace(state.uploads, turn=turn)
             self._queue.stop_all_but(turn.sending)
 
         self._soon(change)
@@ -222,14 +212,14 @@ class Engine:
                 await self._housekeep()
         finally:
             await self._cancel_all()
-            self._in_flight.tell_of_troubles(self.state.now(), is_end=True)
+            self._in_flight.log_troubles(self.state.now(), is_end=True)
             self._on_change()
 
     def _begin(self) -> None:
         state = self.state
         state.refresh()
         loadable = (id_ for id_, each in state.local.checkpoints.items() if decide.is_loadable(each))
-        state.remote = replace(state.remote, to_publish=max(loadable, default=None))
+        state.published = replace(state.published, to_publish=max(loadable, default=None))
 
     def _start_due(self) -> float:
         """Start what is due and not under way; return for how long nothing else can become due."""
@@ -237,13 +227,12 @@ class Engine:
         if self._is_retry_asked:
             self._is_retry_asked = False
             in_flight.retry_all()
-        state.remote = decide.noticed_idleness(state.local, state.remote, state.policy, now)
-        state.remote = decide.noticed_turn(state.local, state.remote, state.policy, now)
+        state.fence = decide.noticed_idleness(state.local, state.fence, state.policy, now)
+        state.uploads = decide.noticed_turn(state.local, state.uploads, state.policy, now)
         wake_at, num_due = now + POLL_S, 0
         due: set[decide.Action] = set()
         uploads: list[decide.Upload] = []
-        actions = decide.decide(state.local, state.remote, state.policy, now)
-        for action in () if state.is_taken else actions:
+        for action in decide.decide(state.local, state.remote, state.policy, now):
             if isinstance(action, decide.WaitUntil):
                 wake_at = min(wake_at, action.time)
                 continue
@@ -264,7 +253,7 @@ class Engine:
             state.reports.failing &= {
                 (each.checkpoint, type(each).__name__)
                 for each in due
-                if not isinstance(each, _OF_NO_CHECKPOINT)
+                if isinstance(each, decide.OfCheckpoint)
             }
         self._queue.refill(uploads, due)
         self._start_uploads()
@@ -277,15 +266,15 @@ class Engine:
         Looks at other ranks do not, once the receipts have been listed for the first time: until then, shards or the
         commit wait for the look.
         """
-        remote = self.state.remote
+        commits = self.state.commits
         if isinstance(action, decide.ListReceipts | decide.ReadDecision):
-            return action.checkpoint in remote.watches
+            return action.checkpoint in commits.watches
         if isinstance(action, decide.Poll):
-            return remote.polls.has_polled
+            return commits.polls.has_polled
         if isinstance(action, decide.LookForSuccessor):
             return not action.is_first
         return isinstance(
-            action, decide.SendAhead | decide.LookForMembers | decide.NameTarget | decide.TellOwed
+            action, decide.SendAhead | decide.LookForMembers | decide.NameTarget | decide.ReportOwed
         )
 
     def _start_uploads(self) -> None:
@@ -339,8 +328,8 @@ class Engine:
         if state.now() < self._housekeep_at:
             return
         self._housekeep_at = state.now() + POLL_S
-        self._in_flight.tell_of_troubles(state.now())
-        self._tell_if_behind()
+        self._in_flight.log_troubles(state.now())
+        self._log_if_behind()
         try:
             await in_thread(self._keep_house)
             self._note_shortage()
@@ -352,17 +341,17 @@ class Engine:
         except (JournalError, OSError) as error:  # such as a full disk: no reason to stop uploads under way
             logger.debug("housekeeping_skipped error=%s", error)
 
-    def _tell_if_behind(self) -> None:
+    def _log_if_behind(self) -> None:
         """Log that uploads fall behind, and again each time that twice as many checkpoints wait."""
         state = self.state
         num_waiting = len(backlog.backlog(state.local))
-        turn = state.remote.turn
-        if num_waiting < self._tell_at or not (text := backlog.behind(state.local, turn.upload_s)):
+        turn = state.uploads.turn
+        if num_waiting < self._log_at or not (text := backlog.behind(state.local, turn.upload_s)):
             self._behind_since = 0.0
         elif not self._behind_since:
             self._behind_since = turn.free_at
         elif turn.free_at > self._behind_since:  # so the next upload took as long: it was no outage
-            self._tell_at, self._behind_since = 2 * num_waiting, 0.0
+            self._log_at, self._behind_since = 2 * num_waiting, 0.0
             logger.warning("uploads_fall_behind %s", text)
 
     def _note_shortage(self) -> None:
@@ -372,7 +361,7 @@ class Engine:
         is_to_supersede = found is not None and found.reaction == "supersede" and state.is_trainer
         # What was given up frees its space only later.
         is_known = is_to_supersede and not decide.is_freeing(state.local)
-        state.remote = replace(state.remote, shortage=found if is_known else None)
+        state.uploads = replace(state.uploads, shortage=found if is_known else None)
 
     def _keep_house(self) -> None:
         state = self.state
@@ -395,7 +384,8 @@ class Engine:
         except (CkptAsyncError, OSError, MemoryError) as error:
             state = self.state
             self._in_flight.note_trouble(action, error, self._hold_back(action, error), state.now())
-            if isinstance(action, _OF_NO_CHECKPOINT):
+            # Whatever is wrong with one that is for no checkpoint will also fail those of checkpoints.
+            if not isinstance(action, decide.OfCheckpoint):
                 return
             if isinstance(error, JournalError | OSError | MemoryError):
                 state.observer.attempt_failed(FailureReason.DISK)  # recovers once there is space again
@@ -408,7 +398,7 @@ class Engine:
         state = self.state
         match action:
             case decide.MakeDurable():
-                await durable.make_durable(state, action)
+                await on_disk.make_durable(state, action)
             case decide.SendAhead():
                 await uploading.send_ahead(state, action)
             case decide.Upload():
@@ -418,19 +408,19 @@ class Engine:
             case decide.ListReceipts():
                 await committing.list_receipts(state, action)
             case decide.Poll():
-                await committing.poll(state)
+                await committing.poll(state, action)
             case decide.ReadDecision():
                 await committing.read_decision(state, action)
             case decide.LookForSuccessor():
                 await fencing.look_for_successor(state)
                 if action.is_first:  # one that was under way before may have seen nothing yet
-                    state.remote = replace(state.remote, must_look_first=False)
+                    state.fence = replace(state.fence, must_look_first=False)
             case decide.LookForMembers():
                 await fencing.look_for_members(state)
             case decide.NameTarget():
                 await committing.name_target(state)
-            case decide.TellOwed():
-                await committing.tell_owed(state)
+            case decide.ReportOwed():
+                await committing.report_owed(state)
             case decide.GiveUpForNewer():
                 await committing.give_up_for_newer(state, action)
             case decide.Commit():
@@ -440,19 +430,19 @@ class Engine:
             case decide.MoveLatest():
                 await committing.move_latest(state, action)
             case decide.MoveLocalLatest():
-                await cleanup.move_local_latest(state, action)
+                await on_disk.move_local_latest(state, action)
             case decide.Copy():
-                await publishing.copy(state, action)
+                await committing.copy_shards(state, action)
             case decide.MovePointer():
-                await publishing.move_pointer(state, action)
+                await committing.move_pointer(state, action)
             case decide.Release():
-                await cleanup.release(state, action)
+                await on_disk.release(state, action)
             case decide.Remove():
-                await cleanup.remove(state, action)
+                await on_disk.remove(state, action)
             case decide.Keep():
-                await cleanup.keep(state, action.checkpoint)
+                await on_disk.keep(state, action.checkpoint)
             case decide.Forget():
-                await cleanup.forget(state, action.checkpoint)
+                await on_disk.forget(state, action.checkpoint)
             case decide.WaitUntil():
                 pass
             case _:

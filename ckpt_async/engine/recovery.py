@@ -9,110 +9,48 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ckpt_async.core import backlog, keys, records
 from ckpt_async.core.local_state import Local, LocalCheckpoint
-from ckpt_async.core.model import (
-    CheckpointId,
-    Enqueued,
-    Event,
-    Failed,
-    FileIdentity,
-    Generation,
-    Opened,
-    RemoteAddress,
-    without_slash,
+from ckpt_async.core.model import CheckpointId, FileIdentity, Opened, RemoteAddress
+from ckpt_async.core.recovery import (
+    OnDisk,
+    adopted,
+    completing,
+    doubtful_after_reboot,
+    lost_by_reboot,
+    put_back,
+    wiped,
 )
 from ckpt_async.core.units import few
 from ckpt_async.engine.state import State
-from ckpt_async.errors import FailureReason, InvalidRecordError, JournalError
+from ckpt_async.errors import InvalidRecordError, JournalError
 from ckpt_async.local import kept
-from ckpt_async.local.folder import Folder, boot_id
-from ckpt_async.local.links import identity_of
+from ckpt_async.local.folder import Folder, boot_id, identity_of
 from ckpt_async.protocol import generation as generations
-from ckpt_async.protocol import presence, steps
+from ckpt_async.protocol import steps
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.patient import PatientStore
 
 logger = logging.getLogger(__name__)
 
 
-def stranded(folder: Folder, local: Local, url: str) -> tuple[CheckpointId, str] | None:
-    """Return a checkpoint that may be unfinished and was begun at another remote than `url`, and that remote's URL;
-    None if there is none. Also finds what the journal has lost and a manifest in the spool knows. Blocks.
-    """
-    if local.remote is not None and (left := backlog.stranded(local, url)):
-        return left[-1], local.remote.url
-    lost = ((id_, found.remote) for id_, found in _lost(folder, local))
-    return next(((id_, there) for id_, there in lost if there != without_slash(url)), None)
-
-
-def remote_of_lost(folder: Folder, local: Local) -> str:
-    """Return the URL of the remote that the spool's manifests name, if the journal has lost it; "" if they name none,
-    or several. Blocks.
-    """
-    remotes = {found.remote for _, found in _lost(folder, local)}
-    return remotes.pop() if len(remotes) == 1 else ""
-
-
-def opened_at(address: RemoteAddress, folder: Folder, local: Local) -> Opened:
-    """Return the newest launch that the journal knows, at this address; if the journal is lost, the newest that the
-    spool's manifests know. These also have the nonces that the journal has lost, without which receipts would differ
-    from those in the store. Blocks.
-    """
-    opened = local.opened or Opened(0, 1, address)
-    lost = {id_.generation: found for id_, found in _lost(folder, local)}
-    if local.opened is None and lost:
-        number, newest = max(lost.items(), key=lambda each: each[0])
-        world_size = newest.sealed.world_size if newest.sealed else 1
-        opened = Opened(number, world_size, address, nonce=newest.nonce)
-    nonces = {number: found.nonce for number, found in lost.items() if found.nonce}
-    return replace(opened, remote=address, earlier=tuple(sorted((nonces | dict(opened.earlier)).items())))
-
-
-TAKEN = (
-    "another launch has taken the generation, because the remote was wiped or put back meanwhile: nothing more is"
-    " uploaded, and the files stay in the folder"
-)
-
-
-def nonces_of_left(folder: Folder, local: Local) -> dict[int, str]:
-    """Return the nonces, as far as they are known, of the generation that this rank has opened last, and of those of
-    which it has something left. Blocks.
-    """
-    lost = {id_.generation: found.nonce for id_, found in _lost(folder, local) if found.nonce}
-    return backlog.nonces_of_left(local, lost)
-
-
-def _lost(folder: Folder, local: Local) -> Iterator[tuple[CheckpointId, records.Manifest]]:
-    """Yield the checkpoints that the journal has lost and a manifest in the spool knows, oldest first."""
+def on_disk(folder: Folder, local: Local) -> OnDisk:
+    """Complete what the journal says with what it has lost and a manifest in the spool knows. Blocks."""
     spool = folder.private / keys.spool_rank(local.rank)
-    for entry in sorted(os.listdir(spool)) if spool.exists() else ():
-        id_ = keys.parse_checkpoint_tag(entry.removesuffix(".json"))
-        if not entry.endswith(".json") or id_ is None or id_ in local.checkpoints:
-            continue
-        with contextlib.suppress(InvalidRecordError):  # `rebuild` tells of it
-            yield id_, records.decode_manifest((spool / entry).read_bytes(), id_)
+    return OnDisk(local, dict(kept.manifests(spool, but=local.checkpoints)))
 
 
-def refuse_copy(folder: Folder, local: Local) -> None:
+def refuse_copy(folder: Folder, found: OnDisk) -> None:
     """Raise JournalError if something is unfinished and the folder is a copy of the one in which it was saved: that may
     still upload it, and has what the copy lacks. Blocks.
 
     Only copying gives a link in the spool another inode. Where a mount does that too, no copy is refused.
     """
-    unfinished = [
-        (each.id, known.shard) for each in backlog.undecided(local) for known in each.shards.values()
-    ]
-    unfinished += [(id_, each.shard) for id_, found in _lost(folder, local) for each in found.enqueued]
-    for id_, shard in unfinished if folder.keeps_inodes else ():
-        found = _identity_at(folder.private / keys.spool_checkpoint(id_, local.rank) / shard.name)
-        if shard.is_linked and found is not None and found.inode != shard.identity.inode:
+    for id_, shard in found.unfinished if folder.keeps_inodes else ():
+        now = _identity_at(folder.private / keys.spool_checkpoint(id_, found.local.rank) / shard.name)
+        if shard.is_linked and now is not None and now.inode != shard.identity.inode:
             raise JournalError(
                 f"folder {str(folder.path)!r} is a copy of another one, which may still be uploading {id_}",
                 hint="nothing was changed: use the original. If that is gone, `ckpt-async drain FOLDER --adopt` puts"
@@ -122,9 +60,9 @@ def refuse_copy(folder: Folder, local: Local) -> None:
 
 async def unproven(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
     """Return the unfinished checkpoints of which the journal must forget what the store has: at another endpoint all of
-    them (`backlog.unproven`), else those of which the store has lost something that this rank uploaded. Logs them.
+    them (`OnDisk.unproven`), else those of which the store has lost something that this rank uploaded. Logs them.
     """
-    if found := backlog.unproven(local, address):
+    if found := OnDisk(local).unproven(address):
         there, here = local.remote and local.remote.endpoint_url, address.endpoint_url
         logger.warning(
             "endpoint_changed url=%s from=%s to=%s checkpoints=%d; what was uploaded of these is looked up again",
@@ -144,74 +82,33 @@ async def _lost_uploads(store: PatientStore, checkpoint: LocalCheckpoint, rank: 
     of_shards = {each.key: each.size_bytes for each in stored}
     prefix = keys.data_prefix(checkpoint.name, id_.generation)
     return [
-        *await presence.gone(store, keys.receipts_prefix(id_), of_receipts),
-        *await presence.gone(store, prefix, of_shards),
+        *await steps.gone(store, keys.receipts_prefix(id_), of_receipts),
+        *await steps.gone(store, prefix, of_shards),
     ]
 
 
-async def lost(store: PatientStore, local: Local, address: RemoteAddress) -> list[CheckpointId]:
+async def lost(store: PatientStore, found: OnDisk, address: RemoteAddress) -> list[CheckpointId]:
     """Return the checkpoints that the newest launch in the journal saw committed, and that the store does not know: it
     was put back, or is another one, such as a replica that the same URL leads to.
     """
-    known = backlog.committed_in_newest(local)
-    return (
-        await steps.vanished(store, known) if known and not backlog.is_of_another(local, address.url) else []
-    )
+    known = [] if found.is_of_another(address.url) else found.committed_in_newest()
+    return await steps.vanished(store, known) if known else []
 
 
 async def why_refused(
-    store: PatientStore, local: Local, folder: Folder, address: RemoteAddress
+    store: PatientStore, found: OnDisk, folder: str, address: RemoteAddress
 ) -> JournalError | None:
     """Return why nothing that this rank has left may be uploaded, or None if it may. Takes its generation again if the
     store has lost that, but none of this rank's commits.
     """
-    if gone := await lost(store, local, address):
-        return put_back(gone, local, folder, address)
-    opened = local.opened
-    left = await in_thread(nonces_of_left, folder, local)
-    is_ours = opened is None or not opened.nonce or await reclaim(store, opened)
+    if gone := await lost(store, found, address):
+        return put_back(gone, found.local, folder, address)
+    opened = found.local.opened
+    is_ours = opened is None or not opened.nonce or await generations.reclaim(store, opened)
     # Also if this generation is there: another rank may have claimed it again, and this one has older files left.
-    if is_ours and not await generations.is_taken(store, left):
+    if is_ours and not await generations.is_taken(store, found.nonces):
         return None
-    number = local.generation or max(left)
-    at = f" at {address.endpoint_url}" if address.endpoint_url else ""
-    return JournalError(
-        f"rank {local.rank} has opened generation {number} of {address.url!r} (says the journal of"
-        f" {str(folder.path)!r}), but the store{at} does not know of that, and may have given that number or an earlier"
-        " one to another launch: the remote was wiped or put back, or this is another store",
-        hint="nothing was changed, because the other launch's files would be overwritten. Check the URL and the"
-        " endpoint; files that are only in this folder stay there",
-    )
-
-
-async def reclaim(store: PatientStore, opened: Opened) -> bool:
-    """Do what `generation.reclaim` does, for the generation that this rank has opened last."""
-    mine = Generation(
-        opened.generation, opened.nonce, opened.world_size, socket.gethostname(), opened.nonce, time.time()
-    )
-    return await generations.reclaim(store, mine, opened.nonces)
-
-
-def put_back(
-    gone: Sequence[CheckpointId], local: Local, folder: Folder, address: RemoteAddress
-) -> JournalError:
-    """Return the error about a store that has lost what it had committed. To go on would save the same steps again,
-    and replace files that may be all that is left of them.
-    """
-    at = f" at {address.endpoint_url}" if address.endpoint_url else ""
-    return JournalError(
-        f"rank {local.rank} knows of commits in generation {local.generation} of {address.url!r} (says the journal of"
-        f" {str(folder.path)!r}), of which the store{at} has no record: steps {_steps(gone)}. The remote was put back"
-        " to an older state, or this is another store",
-        hint="nothing was changed. Check the URL and the endpoint, or put the missing objects back. If the remote was"
-        " put back on purpose, continue with a new remote URL, or with another folder, on all ranks; files of these"
-        " steps that are still in this folder stay there",
-    )
-
-
-def _steps(ids: Sequence[CheckpointId]) -> str:
-    more = f"{len(ids) - 8} more, " if ids[8:] else ""
-    return more + ", ".join(str(each.step) for each in ids[-8:])
+    return wiped(found, folder, address)
 
 
 async def recover(state: State, before: Opened | None, *, adopts_copy: bool = False) -> None:
@@ -225,7 +122,7 @@ async def recover(state: State, before: Opened | None, *, adopts_copy: bool = Fa
         await in_thread(_adopt, state)
     await in_thread(_take_up_kept, state)
     if before is not None and before.boot_id not in ("", boot_id()):
-        await in_thread(_distrust_after_reboot, state)
+        await in_thread(_invalidate_after_reboot, state)
 
 
 def rebuild(state: State) -> None:
@@ -249,20 +146,14 @@ def rebuild(state: State) -> None:
 
 
 def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
-    """Append what the manifest knows about the checkpoint and the journal does not.
-
-    The journal may have lost only its tail.
-    """
+    """Append what the manifest knows about the checkpoint and the journal does not."""
     if known.decision is not None:
         return
     try:
-        found = records.decode_manifest(path.read_bytes(), known.id)
+        lost = completing(records.decode_manifest(path.read_bytes(), known.id), known)
     except InvalidRecordError as error:
         logger.warning("manifest_unreadable path=%s error=%s; its files are left in place", path, error)
         return
-    lost: list[Event] = [each for each in found.enqueued if each.shard.name not in known.shards]
-    if found.sealed is not None and known.sealed is None:
-        lost.append(found.sealed)
     if lost:
         logger.warning("journal_rebuilt rank=%d %s events=%d", state.rank, known.id, len(lost))
         state.record(*lost)
@@ -271,12 +162,10 @@ def _complete_from(state: State, path: Path, known: LocalCheckpoint) -> None:
 def _adopt(state: State) -> None:
     """Take copied files for those that were enqueued if size and mtime agree. They are not durable yet."""
     copied = [
-        Enqueued(checkpoint.id, checkpoint.name, replace(each.shard, identity=found))
+        event
         for checkpoint in backlog.undecided(state.local)
         for each in checkpoint.shards.values()
-        if (found := _identity_at(state.path(checkpoint, each))) is not None
-        and found != each.shard.identity
-        and found.is_as_long_and_old_as(each.shard.identity)
+        if (event := adopted(checkpoint, each.shard, _identity_at(state.path(checkpoint, each)))) is not None
     ]
     if copied:
         state.record(*copied)
@@ -308,33 +197,16 @@ def _take_up_kept(state: State) -> None:
     state.refresh()
 
 
-def _distrust_after_reboot(state: State) -> None:
-    """Give up shards that may not have survived the reboot.
-
-    Power loss can leave a file its size and times but not its bytes. Only what a manifest lists is sure to be fsynced,
-    because the manifest is written after the fsync, and durably.
-    """
+def _invalidate_after_reboot(state: State) -> None:
+    """Give up shards that may not have survived the reboot."""
     for checkpoint in list(state.local.checkpoints.values()):
-        doubtful = [
-            each for each in checkpoint.shards.values() if not each.is_durable and each.stored is None
-        ]
-        if checkpoint.decision is not None or not doubtful:
+        if not doubtful_after_reboot(checkpoint):
             continue
         path = state.folder.private / keys.spool_manifest(checkpoint.id, state.rank)
         safe: set[str] = set()
         with contextlib.suppress(OSError, InvalidRecordError):
             found = records.decode_manifest(path.read_bytes(), checkpoint.id)
             safe = {event.shard.name for event in found.enqueued}
-        lost = [
-            Failed(
-                checkpoint.id,
-                each.shard.name,
-                FailureReason.SOURCE_CHANGED,
-                f"shard {state.users_path(each)!r} was not fsynced yet when the machine went down",
-            )
-            for each in doubtful
-            if each.shard.name not in safe
-        ]
-        if lost:
+        if lost := lost_by_reboot(checkpoint, safe, str(state.folder.path)):
             state.fail(checkpoint.id, lost)
     state.refresh()

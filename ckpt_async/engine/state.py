@@ -9,18 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_async.core import decide, keys, retention
-from ckpt_async.core.failures import Failing, Failure
+from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local, LocalCheckpoint, LocalShard
 from ckpt_async.core.model import CheckpointId, Event, Failed
-from ckpt_async.core.notices import Notice, Teller
-from ckpt_async.core.observe import Observer
-from ckpt_async.core.outcomes import Outcomes
+from ckpt_async.core.observe import Notice, Observer, Reporter
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, FailureReason
-from ckpt_async.local import known_link
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
-from ckpt_async.local.known_link import KnownLink
+from ckpt_async.transfer.link import KnownLink, known_file_name, note_known
 from ckpt_async.transfer.patient import PatientStore
 from ckpt_async.transfer.upload import Resume
 
@@ -28,16 +25,6 @@ logger = logging.getLogger(__name__)
 
 # So many failures are kept for the trainer's next call.
 MAX_FAILURES = 1000
-
-
-@dataclass(slots=True)
-class Fence:
-    """What looks at other launches have found."""
-
-    by: int | None = None  # a newer launch; or our own generation, if another launch has taken that
-    absent_ranks: list[int] | None = None  # those that never opened this generation
-    # By which a listing tells the record of our generation from one that was written later; "": none is there.
-    record_mark: str | None = None
 
 
 @dataclass(slots=True)
@@ -63,7 +50,7 @@ class Reports:
 class State:
     """One rank's folder, journal and store, and what is known about its checkpoints.
 
-    Belongs to one event loop; `local` and `remote` are immutable snapshots that any thread may read.
+    Belongs to one event loop; `local` and the parts of `remote` are immutable snapshots that any thread may read.
     """
 
     def __init__(
@@ -77,11 +64,11 @@ class State:
         observer: Observer,
         clock: Callable[[], float],
         is_trainer: bool = True,
-        teller: Teller | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         self.rank, self.folder, self.journal, self.store = rank, folder, journal, store
         self.settings, self.observer, self.clock, self.is_trainer = settings, observer, clock, is_trainer
-        self.teller = teller or Teller()
+        self.reporter = reporter or Reporter()
         self.loop = asyncio.get_running_loop()
         has_conditional_put = store.capabilities.conditional_put
         self.policy = decide.Policy(
@@ -96,8 +83,9 @@ class State:
             is_adopted=not is_trainer,
         )
         self.local = Local(rank)
-        self.remote = decide.has_looked_for_successor(self.local, decide.Remote(), self.now())
-        self.fence, self.progress, self.reports = Fence(), Progress(), Reports()
+        self.uploads, self.commits, self.published = decide.Uploads(), decide.Commits(), decide.Published()
+        self.fence = decide.Fence().looked(self.local, self.now())
+        self.progress, self.reports = Progress(), Reports()
         self._noted_link: KnownLink | None = None
         self.is_hurried = False
         self.is_stopping = False
@@ -105,17 +93,20 @@ class State:
     def succeed(self, dead: State) -> None:
         """Take over what a crashed engine knew that is not in the journal."""
         self.reports, self.is_hurried = dead.reports, dead.is_hurried
-        self.fence = Fence(dead.fence.by)
-        self.look_first()
+        self.fence = decide.Fence(dead.fence.by)
 
     def look_first(self) -> None:
         """Write nothing before a look for a successor: an engine before this one, which died, was the last to look."""
-        self.remote = replace(self.remote, look_for_successor_at=0.0)
+        self.fence = replace(self.fence, look_at=0.0)
+
+    @property
+    def remote(self) -> decide.Remote:
+        return decide.Remote(self.uploads, self.commits, self.fence, self.published)
 
     @property
     def is_taken(self) -> bool:
         """Whether another launch has our generation: nothing may be written any more."""
-        return self.fence.by is not None and self.fence.by <= self.local.generation
+        return self.fence.is_taken(self.local.generation)
 
     def now(self) -> float:
         return self.loop.time()
@@ -132,8 +123,8 @@ class State:
         link = self.store.link
         known = KnownLink(link.limit, link.connection_bytes_per_s)
         if link.is_known and known != self._noted_link:
-            path = self.folder.private / known_link.file_name("up")
-            known_link.note(path, self.store.url, known, self.clock())
+            path = self.folder.private / known_file_name("up")
+            note_known(path, self.store.url, known, self.clock())
             self._noted_link = known
 
     # --- the journal ---------------------------------------------------------------------------------------

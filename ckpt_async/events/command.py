@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_async.errors import SettingsError
-from ckpt_async.events.couriers import DeliveryError
+from ckpt_async.events.delivery import DeliveryError
 from ckpt_async.events.event import Event
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ def happenings(told: Iterable[Posted]) -> Iterator[Happening]:
         try:
             event = Event.from_json(each.body)
         except ValueError:
-            continue  # the courier logs this
+            continue  # the delivery logs this
         if event.id not in known and (found := _happening(event)) is not None:
             known.add(event.id)  # there is one for each sink that wanted the event
             yield found

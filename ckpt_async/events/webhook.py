@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
+import re
 import time
 from urllib.parse import urlsplit
 
 from ckpt_async.errors import SettingsError
-from ckpt_async.events import signing
-from ckpt_async.events.couriers import DeliveryError
+from ckpt_async.events.delivery import DeliveryError
 from ckpt_async.events.event import Event
 from ckpt_async.stores.http.connections import trusted_for
 
@@ -68,7 +70,7 @@ class Webhook:
             "Ckpt-Async-Event": event.kind,
         }
         if self._secret:
-            headers[signing.HEADER] = signing.signature(body, self._secret, time.time())
+            headers[SIGNATURE_HEADER] = signature(body, self._secret, time.time())
         async with (
             aiohttp.ClientSession(trust_env=True) as session,
             session.post(
@@ -101,3 +103,37 @@ def host_of(url: str, where: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url:
         raise SettingsError(f"{where} is not a URL such as https://example.com/hook")
     return f"{parts.scheme}://{parts.hostname}{port}"
+
+
+# --- signatures: an HMAC over the time and the body, against forged and replayed requests -------------------
+
+
+SIGNATURE_HEADER = "Ckpt-Async-Signature"
+# Allows for the difference between the clocks, and for the time a request takes.
+TOLERANCE_S = 300.0
+
+_SIGNATURE = re.compile(r"t=([0-9]{1,12}),v1=([0-9a-f]{64})", re.ASCII)
+
+
+def signature(body: bytes, secret: bytes, now: float) -> str:
+    """Return the value of the header."""
+    return f"t={int(now)},v1={_digest(body, secret, int(now))}"
+
+
+def is_signed(
+    body: bytes, header: str, secret: bytes, now: float, *, tolerance_s: float = TOLERANCE_S
+) -> bool:
+    """Return whether `body` was signed with `secret` at most `tolerance_s` from `now` (Unix seconds). For receivers.
+
+    `header` is the value of `Ckpt-Async-Signature`, or "" if there was none.
+    """
+    found = _SIGNATURE.fullmatch(header)
+    if found is None:
+        return False
+    signed_at = int(found[1])
+    is_right = hmac.compare_digest(found[2], _digest(body, secret, signed_at))
+    return is_right and abs(now - signed_at) <= tolerance_s
+
+
+def _digest(body: bytes, secret: bytes, signed_at: int) -> str:
+    return hmac.new(secret, b"%d.%s" % (signed_at, body), hashlib.sha256).hexdigest()

@@ -14,7 +14,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.local_state import Local, LocalCheckpoint, fold
 from ckpt_async.core.model import CheckpointId, JournalRow
 from ckpt_async.errors import NoJournalError
-from ckpt_async.local import journal_rows, log
+from ckpt_async.local import journal, log
 from ckpt_async.local.folder import place_of, spooled_ranks
 from ckpt_async.local.journal import PROGRESS
 
@@ -41,6 +41,37 @@ class Reading:
 
     def local(self) -> Local:
         return fold(self.rows, Local(self.rank))
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank's journal says, with the bytes sent of each unfinished (checkpoint, shard)."""
+
+    local: Local
+    progress: Mapping[tuple[CheckpointId, str], int]
+
+
+class Follower:
+    """Reads the journals of one kind of checkpoints again and again, and of each only what is new. For one thread at a
+    time.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], kind: str = "") -> None:
+        self._folder, self._kind = folder, kind
+        self._readings: dict[int, Reading] = {}
+        self._states: dict[int, RankState] = {}
+
+    def look(self) -> list[RankState]:
+        """Return what every rank's journal says now. Raises NoJournalError, JournalError."""
+        places = {rank: each.place for rank, each in self._readings.items()}
+        self._readings = read(self._folder, kind=self._kind, after=places)
+        self._states = {
+            rank: RankState(
+                each.local() if each.is_whole else fold(each.rows, self._states[rank].local), each.progress
+            )
+            for rank, each in self._readings.items()
+        }
+        return [each for each in self._states.values() if each.local.sequence]
 
 
 def read(
@@ -122,6 +153,14 @@ def read_all(folder: str | os.PathLike[str]) -> dict[str, dict[int, Reading]]:
     return found
 
 
+def states(folder: str | os.PathLike[str]) -> dict[str, list[RankState]]:
+    """Return what each rank's journal says, by kind of checkpoints. Raises the same errors as `read`."""
+    return {
+        kind: [RankState(each.local(), each.progress) for each in found.values() if each.rows]
+        for kind, found in read_all(folder).items()
+    }
+
+
 def checkpoints(folder: str | os.PathLike[str], kind: str) -> Iterator[LocalCheckpoint]:
     """Yield what every rank knows of a kind's checkpoints; nothing if it has no journal yet. Raises JournalError."""
     with contextlib.suppress(NoJournalError):
@@ -147,7 +186,7 @@ def _read(rank: int, path: Path, after: Place | None) -> Reading | None:
     found = log.look(path, after.log if after else None)
     if found is None:
         return None
-    rows = journal_rows.decode(found.records(journal_rows.LETTER), rank)
+    rows = journal.decode_rows(found.records(journal.EVENTS), rank)
     progress = {} if after is None or found.is_whole else after.progress
     for record in found.records(PROGRESS)[-1:]:
         noted = record.parts[PROGRESS]

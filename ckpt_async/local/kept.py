@@ -1,14 +1,15 @@
 """Committed checkpoints that stay on the local disk for good, moved out of the journal.
 
 The journal need not know them for ever, but a later launch that keeps fewer checkpoints must find them. Each one is
-a small file, `kept/rank-<r>/<g>-<step>.json`, that exists until the user's own files are gone.
+a small file, `kept/rank-<r>/<g>-<step>.json`, that exists until the user's own files are gone. Local retention leaves
+alone what any kind of checkpoints in the folder still has, here or in its journal.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from ckpt_async.core import keys, records
@@ -23,6 +24,7 @@ from ckpt_async.core.model import (
     without_slash,
 )
 from ckpt_async.errors import InvalidRecordError
+from ckpt_async.local import journals
 from ckpt_async.local.durable import write_durably
 from ckpt_async.local.folder import Folder
 
@@ -65,15 +67,17 @@ def sources(private: Path) -> Iterator[tuple[str, FileIdentity]]:
             yield from ((each.shard.source, each.shard.identity) for each in found.enqueued)
 
 
-def manifests(place: Path) -> Iterator[tuple[CheckpointId, records.Manifest]]:
-    """Those in a folder, the oldest first. What cannot be understood is logged and left out."""
+def manifests(
+    place: Path, *, but: Container[CheckpointId] = ()
+) -> Iterator[tuple[CheckpointId, records.Manifest]]:
+    """Those in a folder, oldest first, except those of some checkpoints; what cannot be understood is only logged."""
     try:
         names = sorted(os.listdir(place))
     except (FileNotFoundError, NotADirectoryError):  # a file in its place is refused by `Folder`
         return
     for name in names:
         id_ = keys.parse_checkpoint_tag(name.removesuffix(".json"))
-        if id_ is None:
+        if id_ is None or not name.endswith(".json") or id_ in but:
             continue
         try:
             found = records.decode_manifest((place / name).read_bytes(), id_)
@@ -81,3 +85,22 @@ def manifests(place: Path) -> Iterator[tuple[CheckpointId, records.Manifest]]:
             logger.warning("manifest_unreadable path=%s error=%s; its files are kept", place / name, error)
             continue
         yield id_, found
+
+
+def of_other_kinds(folder: Folder) -> set[tuple[str, FileIdentity]]:
+    """Return (source, identity) of every file that a kind other than the folder's own still knows. A file that
+    several kinds have is deleted by the last one to let go of it. Raises JournalError if a journal cannot be read,
+    because the answer is unknown then.
+    """
+    return {
+        each for kind in journals.kinds(folder.path) if kind != folder.kind for each in _of_kind(folder, kind)
+    }
+
+
+def _of_kind(folder: Folder, kind: str) -> Iterator[tuple[str, FileIdentity]]:
+    for checkpoint in journals.checkpoints(folder.path, kind):
+        if checkpoint.is_removed:
+            continue
+        for each in checkpoint.shards.values():
+            yield each.shard.source, each.shard.identity
+    yield from sources(journals.private_of(folder.path, kind))

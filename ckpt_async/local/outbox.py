@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_async import private
-from ckpt_async.core.notices import Notice
+from ckpt_async.core.observe import Notice
 from ckpt_async.errors import FolderInUseError, JournalError
 from ckpt_async.filesystems import check_local, filesystem_of
 from ckpt_async.local.log import Log, Parts, Record, unreadable

@@ -12,9 +12,8 @@ from pathlib import Path
 from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, FileIdentity, Sealed, Shard
 from ckpt_async.local.durable import fsync_path, write_durably
-from ckpt_async.local.folder import Folder
+from ckpt_async.local.folder import Folder, identity_of
 from ckpt_async.local.kept import manifests
-from ckpt_async.local.links import identity_of
 
 
 @dataclass(frozen=True, slots=True)

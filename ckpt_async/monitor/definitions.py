@@ -20,7 +20,7 @@ SWEEP_SCOPES = ("folder", "remote", "action")
 ENDS = ("committed", "aborted", "pruned")
 ORPHANS = ("partial_checkpoint", "multipart", "lease", "member", "probe", "damage", "decision")
 COMMANDS = ("drain", "sweep", "prune", "verify", "pull")
-FATES = ("committed", "aborted", "pruned", "waiting", "left", "checked", "fetched")
+COMMAND_RESULTS = ("committed", "aborted", "pruned", "waiting", "left", "checked", "fetched")
 VERIFY_KINDS = ("missing", "size", "checksum", "record")
 
 
@@ -310,7 +310,7 @@ COMMAND_DEFINITIONS = (
         "Checkpoints by outcome: `waiting` ones wait for other ranks, `left` ones are not uploaded, `checked`"
         " ones were verified. Absent for outcomes that the command does not have, or if it failed before it"
         " could tell.",
-        labels={**_COMMAND, "fate": FATES},
+        labels={**_COMMAND, "result": COMMAND_RESULTS},
     ),
     _gauge(
         "ckpt_async_command_bytes",

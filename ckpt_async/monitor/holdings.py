@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_async import private
 from ckpt_async.core.backlog import queue_state, waits_for_ranks
-from ckpt_async.core.local_state import Local, LocalShard
+from ckpt_async.core.local_state import LocalShard
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.local import journals
+from ckpt_async.local.journals import RankState
 
 QUEUE_STATES = ("queued", "uploading", "retrying", "failed")
-
-Progress = Mapping[tuple[int, CheckpointId, str], int]  # bytes sent of unfinished shards, by rank
 
 
 @dataclass(slots=True)
@@ -31,8 +29,9 @@ class Holdings:
     retained: set[CheckpointId] = field(default_factory=set)
     linked: dict[tuple[int, int], int] = field(default_factory=dict)  # (device, inode): size
 
-    def add(self, local: Local, begun: set[tuple[CheckpointId, str]]) -> None:
-        """Add one rank; `begun` are the shards of which some bytes were sent."""
+    def add(self, state: RankState) -> None:
+        """Add one rank."""
+        local = state.local
         if local.newest_committed is not None:
             self.committed = _newest(self.committed, (local.newest_committed, local.newest_committed_at))
         if local.newest_enqueued is not None:
@@ -48,9 +47,9 @@ class Holdings:
                     identity = each.shard.identity
                     self.linked[identity.device, identity.inode] = identity.size_bytes
                 if each.stored is None and checkpoint.decision is None:
-                    self._add_pending(
-                        each, is_begun=(id_, name) in begun, is_inherited=id_.generation < local.generation
-                    )
+                    is_begun = state.progress.get((id_, name), 0) > 0
+                    is_inherited = id_.generation < local.generation
+                    self._add_pending(each, is_begun=is_begun, is_inherited=is_inherited)
 
     def _add_pending(self, each: LocalShard, *, is_begun: bool, is_inherited: bool) -> None:
         self.num_files[queue_state(each, is_begun=is_begun, is_inherited=is_inherited)] += 1
@@ -68,30 +67,14 @@ def _newest(
     return other if one is None else max(one, other)
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, tuple[list[Local], Progress]]:
-    """Return what each rank's journal says, by kind of checkpoints. Works beside live trainers: creates no file,
-    takes no lock. Raises NoJournalError if there is none, JournalError if one cannot be read.
-    """
-    return {kind: _of_ranks(found.values()) for kind, found in journals.read_all(folder).items()}
-
-
-def _of_ranks(readings: Iterable[journals.Reading]) -> tuple[list[Local], Progress]:
-    found = [each for each in readings if each.rows]
-    progress = {
-        (each.rank, id_, shard): sent for each in found for (id_, shard), sent in each.progress.items()
-    }
-    return [each.local() for each in found], progress
-
-
 def add_folder(runs: dict[str, Holdings], folder: str | os.PathLike[str]) -> None:
-    """Add what a folder holds to `runs`, whose keys are the URLs of the runs' remotes. Raises the same errors as
-    `read`, and JournalError for another user's folder.
+    """Add what a folder holds to `runs`, whose keys are the URLs of the runs' remotes.
+
+    Works beside live trainers: creates no file, takes no lock. Raises NoJournalError if there is no journal,
+    JournalError if one cannot be read, and for another user's folder.
     """
     private.check(journals.private_of(folder))
-    for locals_, progress in read(folder).values():
-        for local in locals_:
-            run = local.remote.url if local.remote else ""
-            begun = {
-                (id_, name) for (rank, id_, name), sent in progress.items() if rank == local.rank and sent
-            }
-            runs.setdefault(run, Holdings()).add(local, begun)
+    for states in journals.states(folder).values():
+        for each in states:
+            run = each.local.remote.url if each.local.remote else ""
+            runs.setdefault(run, Holdings()).add(each)

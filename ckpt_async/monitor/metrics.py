@@ -18,14 +18,14 @@ from ckpt_async.core.model import without_slash
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.refusal import Refusal
 from ckpt_async.core.units import age, counted
-from ckpt_async.errors import CkptAsyncError, FailureReason
+from ckpt_async.errors import CkptAsyncError, FailureReason, NoJournalError
 from ckpt_async.local.folder import Folder
+from ckpt_async.local.journals import Follower
 from ckpt_async.monitor import holdings
 from ckpt_async.monitor.counters import Counters, Key
 from ckpt_async.monitor.definitions import DEFINITIONS, SAVES, SWEEPER_DEFINITIONS
 from ckpt_async.monitor.holdings import Holdings
 from ckpt_async.monitor.recent import Recent
-from ckpt_async.monitor.replay import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class Metrics(Counters, Observer):
         self.recent = Recent()
         self._is_fenced = False
         self._num_uploads = 0
-        self._replay_lock = threading.Lock()
-        self._replay = Replay(folder.path, folder.kind)
+        self._follower_lock = threading.Lock()
+        self._follower = Follower(folder.path, folder.kind)
         self._save_interval_s: float | None = None
 
     @property
@@ -186,7 +186,7 @@ class Metrics(Counters, Observer):
             gauges["ckpt_async_spool_filesystem_free_bytes", ()] = free_bytes
             gauges["ckpt_async_spool_filesystem_size_bytes", ()] = size_bytes
         try:
-            with self._replay_lock:
+            with self._follower_lock:
                 view = self._view()
         except CkptAsyncError as error:  # the journal is damaged, locked, or of another version
             logger.debug("scrape_without_journal error=%s", error)
@@ -197,11 +197,10 @@ class Metrics(Counters, Observer):
 
     def _view(self) -> Holdings:
         """Return what the journals say now. Raises JournalError."""
-        self._replay.look()
         view = Holdings()
-        for rank, local in self._replay.locals.items():
-            progress = self._replay.progress[rank]
-            view.add(local, {key for key, sent_bytes in progress.items() if sent_bytes})
+        with contextlib.suppress(NoJournalError):  # before the first uploader of the node has opened
+            for each in self._follower.look():
+                view.add(each)
         return view
 
 

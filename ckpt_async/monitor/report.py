@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId
+from ckpt_async.errors import NoJournalError
 from ckpt_async.local import journals
-from ckpt_async.monitor.rates import Rates, eta_s
-from ckpt_async.monitor.replay import Replay
+from ckpt_async.local.journals import Follower, RankState
 from ckpt_async.monitor.status import CheckpointStatus, Status, has_owner, view
 
 Json = dict[str, Any]
@@ -47,7 +48,7 @@ class FolderWatch:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.path.realpath(folder)
-        self._replays: dict[str, Replay] = {}
+        self._followers: dict[str, Follower] = {}
         self._rates: dict[str, Rates[CheckpointId]] = {}
 
     def look(self, missing: Missing = _nobody, *, now: float | None = None) -> dict[str, Seen]:
@@ -59,22 +60,15 @@ class FolderWatch:
         now = time.time() if now is None else now
         found: dict[str, Seen] = {}
         for kind in journals.kinds(self.folder):
-            replay = self._replays.setdefault(kind, Replay(self.folder, kind))
-            replay.look()
-            locals_ = [each for each in replay.locals.values() if each.sequence]
-            if replay.is_there:
-                found[kind] = self._seen(kind, locals_, missing, now)
+            follower = self._followers.setdefault(kind, Follower(self.folder, kind))
+            with contextlib.suppress(NoJournalError):  # before the kind's first uploader has opened
+                found[kind] = self._seen(kind, follower.look(), missing, now)
         if not found:
             raise journals.none_in(self.folder)
         return found
 
-    def _seen(self, kind: str, locals_: Sequence[Local], missing: Missing, now: float) -> Seen:
-        progress = {
-            (rank, id_, shard): sent
-            for rank, of_rank in self._replays[kind].progress.items()
-            for (id_, shard), sent in of_rank.items()
-        }
-        status = view(locals_, progress, now)
+    def _seen(self, kind: str, states: Sequence[RankState], missing: Missing, now: float) -> Seen:
+        status = view(states, now)
         rates, now_s = self._rates.setdefault(kind, Rates()), time.monotonic()
         unfinished = {each.id: each.uploaded_bytes for each in status.pending if each.state != "waiting"}
         done = {each.id for each in status.pending if each.state == "waiting"}
@@ -94,7 +88,7 @@ class FolderWatch:
 
 def folder_json(folder: str, by_kind: Mapping[str, Seen], now: float) -> Json:
     """Return the status of the run itself, with that of each kind in `kinds`."""
-    own = by_kind.get("", Seen(view([], {}, now)))
+    own = by_kind.get("", Seen(view([], now)))
     return {
         "folder": os.path.realpath(folder),
         **_kind_json(folder, own),
@@ -192,3 +186,66 @@ def hint_for(each: CheckpointStatus, owned: Collection[int], folder: str) -> str
             return f"`ckpt-async drain {folder}` retries it now"
         case _:
             return ""
+
+
+# --- rates of growth, from sizes seen at different times ----------------------------------------------------
+
+
+# Progress is noted once a second: a shorter window shows those jumps, a longer one hides that the link has
+# changed.
+WINDOW_S = 15.0
+# A lower rate over the window means small files between two parts of a large one: it says nothing about the
+# rest.
+MIN_BYTES_PER_S = 64 * 1024
+# Two looks closer together than this say nothing.
+CLOSE_S = 0.5
+
+RateKey = TypeVar("RateKey", bound=Hashable)
+
+
+def eta_s(bytes_per_s: float | None, left_bytes: int) -> float | None:
+    """Return how long the rest will take, if that can be estimated."""
+    if not left_bytes or bytes_per_s is None or bytes_per_s < MIN_BYTES_PER_S:
+        return None
+    return left_bytes / bytes_per_s
+
+
+class Rates(Generic[RateKey]):
+    """The sizes of things at the last looks. Pure: the caller passes the time."""
+
+    def __init__(self) -> None:
+        self._seen: dict[RateKey, deque[tuple[float, int]]] = {}
+        self._moved_at_s: float | None = None
+        self._done: frozenset[RateKey] = frozenset()
+
+    def idle_s(self, now_s: float) -> float | None:
+        """Return how long nothing has moved, as far as looks can tell; None if there is nothing to move."""
+        return None if self._moved_at_s is None else max(0.0, now_s - self._moved_at_s)
+
+    def look(
+        self, now_s: float, sizes: Mapping[RateKey, int], done: Iterable[RateKey] = ()
+    ) -> dict[RateKey, float]:
+        """Return the bytes per second of each thing that was seen before; things that are not in `sizes` are
+        forgotten. `done` are the things that have all their bytes, so that one that came and went between two looks
+        counts as movement too.
+        """
+        before = {key: seen[-1][1] for key, seen in self._seen.items() if seen}
+        done_before, self._done = self._done, frozenset(done)
+        has_grown = any(before.get(key, 0) != size for key, size in sizes.items())
+        if not sizes:
+            self._moved_at_s = None
+        elif self._moved_at_s is None or has_grown or self._done - done_before:
+            self._moved_at_s = now_s
+        self._seen = {key: self._seen.get(key, deque()) for key in sizes}
+        return {key: rate for key, size in sizes.items() if (rate := self._of(key, now_s, size)) is not None}
+
+    def _of(self, key: RateKey, now_s: float, size: int) -> float | None:
+        seen = self._seen[key]
+        if seen and size < seen[-1][1]:
+            seen.clear()  # it was started anew
+        while len(seen) > 1 and now_s - seen[1][0] >= WINDOW_S:
+            seen.popleft()
+        if not seen or now_s - seen[-1][0] >= CLOSE_S:
+            seen.append((now_s, size))
+        begin_s, begin = seen[0]
+        return (size - begin) / (now_s - begin_s) if now_s - begin_s >= CLOSE_S else None

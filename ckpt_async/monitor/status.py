@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from ckpt_async import private
 from ckpt_async.core import backlog, keys
-from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.local_state import LocalCheckpoint
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.units import age, named
 from ckpt_async.local import journals
-from ckpt_async.monitor import holdings
-from ckpt_async.monitor.holdings import QUEUE_STATES, Progress
+from ckpt_async.local.journals import RankState
+from ckpt_async.monitor.holdings import QUEUE_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +117,19 @@ class Status:
 # --- the view ----------------------------------------------------------------------------------------------
 
 
-def view(locals_: Iterable[Local], progress: Progress, now: float) -> Status:
+def view(states: Iterable[RankState], now: float) -> Status:
     """Merge what the ranks of a node know. Pure."""
-    known = sorted(locals_, key=lambda each: each.rank)
+    known = sorted(states, key=lambda each: each.local.rank)
     queue = dict.fromkeys(QUEUE_STATES, (0, 0))
-    parts: dict[CheckpointId, list[tuple[int, LocalCheckpoint]]] = {}
+    parts: dict[CheckpointId, list[tuple[RankState, LocalCheckpoint]]] = {}
     committed: CheckpointId | None = None
     committed_at = 0.0
-    for local in known:
-        newest = local.newest_committed
+    for rank in known:
+        local, newest = rank.local, rank.local.newest_committed
         if newest is not None and (committed is None or newest > committed):
             committed, committed_at = newest, local.newest_committed_at
         for id_, checkpoint in local.checkpoints.items():
-            parts.setdefault(id_, []).append((local.rank, checkpoint))
+            parts.setdefault(id_, []).append((rank, checkpoint))
             if checkpoint.decision is not None:
                 continue
             for name, each in checkpoint.shards.items():
@@ -137,26 +137,24 @@ def view(locals_: Iterable[Local], progress: Progress, now: float) -> Status:
                     continue
                 state = backlog.queue_state(
                     each,
-                    is_begun=progress.get((local.rank, id_, name), 0) > 0,
+                    is_begun=rank.progress.get((id_, name), 0) > 0,
                     is_inherited=id_.generation < local.generation,
                 )
                 count, size_bytes = queue[state]
                 queue[state] = (count + 1, size_bytes + each.shard.size_bytes)
-    remotes = [local.remote.url for local in known if local.remote is not None]
+    remotes = [each.local.remote.url for each in known if each.local.remote is not None]
     return Status(
         remote=remotes[-1] if remotes else None,
-        ranks=tuple(each.rank for each in known),
+        ranks=tuple(each.local.rank for each in known),
         last_committed=committed,
         last_committed_at=committed_at,
         queue=queue,
-        checkpoints=tuple(_merge(id_, each, progress) for id_, each in sorted(parts.items())),
+        checkpoints=tuple(_merge(id_, each) for id_, each in sorted(parts.items())),
         now=now,
     )
 
 
-def _merge(
-    id_: CheckpointId, parts: list[tuple[int, LocalCheckpoint]], progress: Progress
-) -> CheckpointStatus:
+def _merge(id_: CheckpointId, parts: list[tuple[RankState, LocalCheckpoint]]) -> CheckpointStatus:
     uploaded_bytes = num_verified = 0
     failure = ""
     for rank, part in parts:
@@ -166,7 +164,7 @@ def _merge(
                 num_verified += 1
                 uploaded_bytes += each.shard.size_bytes
             else:
-                uploaded_bytes += min(each.shard.size_bytes, progress.get((rank, id_, name), 0))
+                uploaded_bytes += min(each.shard.size_bytes, rank.progress.get((id_, name), 0))
                 failure = failure or (each.failure.message if each.failure else "")
         if part.decision is not None and part.decision.outcome is Outcome.ABORT:
             failure = part.decision.reason
@@ -175,7 +173,7 @@ def _merge(
         id=id_,
         name=named[0],
         state=_state([part for _, part in parts]),
-        ranks=tuple(rank for rank, _ in parts),
+        ranks=tuple(rank.local.rank for rank, _ in parts),
         world_size=next((part.sealed.world_size for _, part in parts if part.sealed is not None), None),
         num_shards=sum(len(part.shards) for _, part in parts),
         num_verified=num_verified,
@@ -244,7 +242,7 @@ def load(folder: str | os.PathLike[str], *, now: float | None = None) -> dict[st
     is none.
     """
     now = time.time() if now is None else now
-    return {kind: view(locals_, progress, now) for kind, (locals_, progress) in holdings.read(folder).items()}
+    return {kind: view(states, now) for kind, states in journals.states(folder).items()}
 
 
 def has_owner(folder: str | os.PathLike[str], rank: int, kind: str = "") -> bool:

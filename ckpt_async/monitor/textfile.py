@@ -31,9 +31,9 @@ class CommandMetrics(Counters):
         self._set("ckpt_async_command_exit_code", exit_code)
 
     def did(self, checkpoints: Mapping[str, int], size_bytes: int | None, violations: int | None) -> None:
-        """Note the number of checkpoints by their fate; pass None for what the command does not do."""
-        for fate, num in checkpoints.items():
-            self._set("ckpt_async_command_checkpoints", num, fate)
+        """Note the number of checkpoints by result; pass None for what the command does not do."""
+        for result, num in checkpoints.items():
+            self._set("ckpt_async_command_checkpoints", num, result)
         if size_bytes is not None:
             self._set("ckpt_async_command_bytes", size_bytes)
         if violations is not None:

@@ -1,4 +1,4 @@
-"""From the receipts to the decision: what is compared before a checkpoint is committed, and that only one decides.
+"""From the receipts to the decision: reads what `core/agreement.py` compares, and creates what that decides.
 
 Safe to repeat and to cut short anywhere, as all steps of the protocol.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from typing import Any
 
 from ckpt_async.core import agreement, keys, records
 from ckpt_async.core.model import CheckpointId, Decision, Outcome, Receipt
 from ckpt_async.errors import InvalidRecordError
-from ckpt_async.protocol import presence
+from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import create_once, read
 from ckpt_async.protocol.steps import new_decision, read_boundary, receipt_from, settled
 from ckpt_async.stores.checksums import checksum_of
@@ -48,10 +47,9 @@ async def settle(
     """
     raw = await read_receipts(store, checkpoint, world_size)
     receipts = {rank: receipt_from(data, checkpoint, rank) for rank, data in raw.items()}
-    is_complete = len(raw) == world_size
-    obstacle = agreement.obstacle(checkpoint, receipts.values()) if is_complete else None
     name = agreement.name_of(receipts.values()) if receipts else name or f"step-{checkpoint.step}"
     draft = new_decision(checkpoint, Outcome.ABORT, name=name, world_size=world_size, by=by, now=now)
+    checksums = {rank: checksum_of(data, store.capabilities.checksum_algorithm) for rank, data in raw.items()}
     sizes = {rank: len(raw[rank]) if rank in raw else None for rank in range(world_size)}
     wanted: Decision | None = None
 
@@ -65,12 +63,9 @@ async def settle(
         gone = await _gone(once, checkpoint, name, sizes, receipts)
         if (gone or is_again) and not await may_decide():
             return None
-        if obstacle or gone:
-            wanted = replace(draft, reason=obstacle or agreement.lost(gone), is_lost_by_store=not obstacle)
-        elif is_complete:
-            wanted = _commit(draft, raw, receipts, store.capabilities.checksum_algorithm)
-        else:
+        if (found := agreement.verdict(draft, receipts, gone, checksums)) is None:
             return None
+        wanted = found
         return await _create(once, wanted)
 
     created = await store.from_the_start(attempt)
@@ -88,23 +83,10 @@ async def _gone(
     of_receipts = {keys.receipt_key(checkpoint, rank): size for rank, size in sizes.items()}
     of_shards = {shard.key: shard.size_bytes for each in receipts.values() for shard in each.shards}
     lost_receipts, lost_shards = await both(
-        presence.gone(store, keys.receipts_prefix(checkpoint), of_receipts),
-        presence.gone(store, keys.data_prefix(name, checkpoint.generation), of_shards),
+        steps.gone(store, keys.receipts_prefix(checkpoint), of_receipts),
+        steps.gone(store, keys.data_prefix(name, checkpoint.generation), of_shards),
     )
     return lost_receipts + lost_shards
-
-
-def _commit(
-    draft: Decision, raw: Mapping[int, bytes], receipts: Mapping[int, Receipt], algorithm: str
-) -> Decision:
-    return replace(
-        draft,
-        outcome=Outcome.COMMIT,
-        receipts=tuple(checksum_of(raw[rank], algorithm) for rank in range(draft.world_size)),
-        num_shards=sum(len(each.shards) for each in receipts.values()),
-        size_bytes=sum(each.size_bytes for each in receipts.values()),
-        metrics=agreement.merged_metrics(receipts.values()),
-    )
 
 
 async def read_receipts(store: PatientStore, checkpoint: CheckpointId, world_size: int) -> dict[int, bytes]:
@@ -135,8 +117,7 @@ async def _decided(store: PatientStore, wanted: Decision, there: bytes) -> tuple
         decision = records.decode_decision(there, id_)
     except InvalidRecordError as error:
         raise error.at(keys.decision_key(id_)) from None
-    # An earlier attempt of ours may have created it and then failed: whoever decides has more to do afterwards.
-    is_ours = decision.nonce == wanted.nonce or decision.decided_by == wanted.decided_by
+    is_ours = agreement.is_ours(decision, wanted)
     decision = settled(id_, decision, await read_boundary(store)) or decision
     is_ours = is_ours and decision.outcome is wanted.outcome
     if is_ours and decision.outcome is Outcome.COMMIT:

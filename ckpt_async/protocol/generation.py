@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_async.core import keys, records, waiting
-from ckpt_async.core.model import Beat, CheckpointId, Generation
+from ckpt_async.core.model import Beat, CheckpointId, Generation, Opened
 from ckpt_async.errors import (
     CapabilityError,
     FencedError,
@@ -139,22 +140,21 @@ async def _newest_decided(store: PatientStore, *, after: int) -> int:
     return max((each.generation for each in found if each is not None), default=after)
 
 
-async def forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping[int, str]) -> int | None:
-    """Return the newest generation if the store cannot be where this rank took its place in generation `number`: it was
-    wiped since, or is another store. None if it may be. Only reads.
+async def is_forgotten(store: PatientStore, number: int, rank: int, nonces: Mapping[int, str]) -> bool:
+    """Return whether the store cannot be where this rank took its place in generation `number`: it was wiped since, or
+    is another store. Only reads.
 
     Of generations before the newest, a sweeper has removed the places, but not the records: see `is_taken`.
     """
     newest, is_others = await both(newest_generation(store), is_taken(store, nonces))
     if is_others:
-        return newest
+        return True
     if newest < number and await nonce_of(store, number) is not None:
         newest = number  # a listing may lag
     if newest == number:
         # Whoever has claimed it again for this rank has not taken its place; the nonce tells all the better.
-        is_ours = nonces.get(number) or await read(store, keys.member_key(number, rank)) is not None
-        return None if is_ours else newest
-    return newest if newest < number else None
+        return not nonces.get(number) and await read(store, keys.member_key(number, rank)) is None
+    return newest < number
 
 
 async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:
@@ -165,22 +165,24 @@ async def is_taken(store: PatientStore, nonces: Mapping[int, str]) -> bool:
     return any(found not in (None, "", mine) for found, mine in zip(there, nonces.values(), strict=True))
 
 
-async def reclaim(store: PatientStore, mine: Generation, nonces: Mapping[int, str]) -> bool:
-    """Return whether a generation that this rank has opened is there. If the store has lost it (it was wiped, or put
-    back), it is claimed again, so that later launches take other numbers and never write the same keys.
+async def reclaim(store: PatientStore, opened: Opened) -> bool:
+    """Return whether the generation that this rank has opened last is there. If the store has lost it (it was wiped, or
+    put back), it is claimed again, so that later launches take other numbers and never write the same keys.
 
     But not if another launch may have begun there since, which would be fenced: what is there must belong to the
-    history of this rank, of which `nonces` has the newest. Costs one GET if the generation is there.
+    history of this rank. Costs one GET if the generation is there.
     """
-    there = await nonce_of(store, mine.number)
+    number, nonce = opened.generation, opened.nonce
+    there = await nonce_of(store, number)
     if there is None:
         newest = await newest_generation(store)
-        is_other = newest not in (0, mine.number)  # a listing may lag
-        if is_other and await nonce_of(store, newest) != nonces.get(newest):
+        is_other = newest not in (0, number)  # a listing may lag
+        if is_other and await nonce_of(store, newest) != opened.nonces.get(newest):
             return False
-        await create_once(store, keys.generation_key(mine.number), records.encode_generation(mine))
-        there = await nonce_of(store, mine.number)
-    return there in ("", mine.nonce)
+        mine = Generation(number, nonce, opened.world_size, socket.gethostname(), nonce, time.time())
+        await create_once(store, keys.generation_key(number), records.encode_generation(mine))
+        there = await nonce_of(store, number)
+    return there in ("", nonce)
 
 
 async def nonce_of(store: PatientStore, number: int) -> str | None:

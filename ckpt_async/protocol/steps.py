@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_async.core import decide, keys, records
@@ -21,9 +21,10 @@ from ckpt_async.core.model import (
     Outcome,
     Receipt,
     StoredShard,
+    Target,
 )
 from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
-from ckpt_async.protocol import copies, presence, sweep_plan
+from ckpt_async.protocol import copies, sweep_plan
 from ckpt_async.protocol.cas import advance, if_readable, read, read_record
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import Listing
@@ -177,7 +178,7 @@ async def lost(store: PatientStore, committed: Collection[CheckpointId]) -> list
         logger.warning("boundary_unreadable error=%s; taking what is missing for collected", error)
         return []
     doubtful = sorted(id_ for id_ in gone if not boundary.voids(id_))
-    are_there = await all_or_none(presence.is_there(store, keys.decision_key(id_)) for id_ in doubtful)
+    are_there = await all_or_none(is_there(store, keys.decision_key(id_)) for id_ in doubtful)
     return [id_ for id_, found in zip(doubtful, are_there, strict=True) if not found]
 
 
@@ -407,3 +408,80 @@ async def take_lease(store: PatientStore, lease: Lease) -> Decision | None:
 
 async def drop_lease(store: PatientStore, lease: Lease) -> None:
     await store.delete([keys.lease_key(lease.checkpoint, lease.reader)])
+
+
+# --- what the store still has of what it confirmed: somebody may have deleted there, or put the remote back (R1) ---
+
+
+async def gone(store: PatientStore, prefix: str, expected: Mapping[str, int | None]) -> list[str]:
+    """Return the keys of the objects below `prefix` that the store does not have any more, or has with another size
+    than `expected` (None: any). A listing may lag, so HEAD is asked for each object that it lacks.
+    """
+    if not expected:
+        return []
+    listing = await store.list(prefix)
+    there = {each.key: each.size_bytes for each in listing.objects}
+    doubtful = {key: size for key, size in expected.items() if not _is_as_expected(there.get(key), size)}
+    are_there = await all_or_none(is_there(store, key, size) for key, size in doubtful.items())
+    return [key for key, found in zip(doubtful, are_there, strict=True) if not found]
+
+
+async def is_there(store: PatientStore, key: str, size_bytes: int | None = None) -> bool:
+    """Return whether there is such an object, of this size unless it is None. Costs one HEAD."""
+    try:
+        return _is_as_expected((await store.head(key)).size_bytes, size_bytes)
+    except ObjectNotFoundError:
+        return False
+
+
+def _is_as_expected(found: int | None, size_bytes: int | None) -> bool:
+    return found is not None and size_bytes in (None, found)
+
+
+# --- the target ---------------------------------------------------------------------------------------------
+
+
+async def name_target(
+    store: PatientStore, newest: CheckpointId, known: CheckpointId | None
+) -> CheckpointId | None:
+    """Name `newest` as the target, unless another rank has named one after `known`. Returns what is named then; None if
+    it is of another launch.
+    """
+    nonce = uuid.uuid4().hex
+
+    def change(there: bytes | None) -> bytes | None:
+        target = _decoded_target(there)
+        if target is not None and (target.checkpoint >= newest or _is_newer_target(target, newest, known)):
+            return None
+        return records.encode_target(Target(newest, target.number + 1 if target else 1, nonce))
+
+    return _of_launch(_decoded_target(await advance(store, keys.TARGET, change)), newest)
+
+
+async def read_target(store: PatientStore, newest: CheckpointId) -> CheckpointId | None:
+    """Return the target; None if there is none of this launch, that of `newest`."""
+    try:
+        there = await read(store, keys.TARGET)
+    except InvalidRecordError:
+        return None
+    return _of_launch(_decoded_target(there[0] if there else None), newest)
+
+
+def _is_newer_target(target: Target, newest: CheckpointId, known: CheckpointId | None) -> bool:
+    return target.checkpoint.generation == newest.generation and (known is None or target.checkpoint > known)
+
+
+def _of_launch(target: Target | None, newest: CheckpointId) -> CheckpointId | None:
+    is_ours = target is not None and target.checkpoint.generation == newest.generation
+    return target.checkpoint if target is not None and is_ours else None
+
+
+def _decoded_target(data: bytes | None) -> Target | None:
+    """Return the target; None if there is none, or if it is unreadable: it is only a hint, and is replaced."""
+    if data is None:
+        return None
+    try:
+        return records.decode_target(data)
+    except InvalidRecordError as error:
+        logger.warning("target_unreadable error=%s; treated as missing", error)
+        return None

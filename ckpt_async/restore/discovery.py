@@ -28,10 +28,10 @@ from ckpt_async.errors import (
     StoreError,
     UnknownVersionError,
 )
-from ckpt_async.monitor import holdings
+from ckpt_async.local import journals
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import if_readable
-from ckpt_async.protocol.kinds import check_known
+from ckpt_async.protocol.runs import check_known
 from ckpt_async.restore.checkpoint import Checkpoint, Rejected, checkpoint_of, why_passed_over
 from ckpt_async.restore.foreign import find_foreign
 from ckpt_async.restore.options import FindOptions, check
@@ -434,10 +434,10 @@ def known_in(folder: str | os.PathLike[str] | None, remote: str) -> Known:
     if folder is None:
         return Known()
     try:
-        found = holdings.read(folder)
+        found = journals.states(folder)
     except NoJournalError:
         return Known()
-    return known_of([local for locals_, _ in found.values() for local in locals_], remote)
+    return known_of([each.local for states in found.values() for each in states], remote)
 
 
 async def check_fresh(opened: Session, remote: str, known: Known, latest: Latest | None) -> None:

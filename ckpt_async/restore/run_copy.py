@@ -30,10 +30,10 @@ from ckpt_async.errors import (
     InvalidRecordError,
     ObjectNotFoundError,
 )
-from ckpt_async.local.links import identity_of
+from ckpt_async.local.folder import identity_of
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import create_once, read, read_record
-from ckpt_async.protocol.kinds import kinds_below
+from ckpt_async.protocol.runs import kinds_below
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, checkpoint_of
 from ckpt_async.restore.fetching import fetch
 from ckpt_async.restore.session import PATIENCE_S, Session, session

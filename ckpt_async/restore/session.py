@@ -30,9 +30,7 @@ from ckpt_async.errors import (
     StoreError,
     UnreliableReadError,
 )
-from ckpt_async.local import known_link
 from ckpt_async.local.folder import place_of
-from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import read
 from ckpt_async.restore.checkpoint import OWN_FORMAT, Checkpoint
@@ -40,6 +38,7 @@ from ckpt_async.restore.options import MAX_CONCURRENT_READS
 from ckpt_async.stores import StoreOptions
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
+from ckpt_async.transfer.link import KnownLink, known_file_name, note_known, recall_known
 from ckpt_async.transfer.patient import PatientStore, connect
 
 logger = logging.getLogger(__name__)
@@ -91,8 +90,8 @@ async def session(
     settings: Settings = load(
         {"num_concurrent_uploads": at_first, "max_concurrent_uploads": num_concurrent_reads}, os.environ
     )
-    path = place_of(folder) / keys.PRIVATE / known_link.file_name("down") if folder is not None else None
-    known = await in_thread(known_link.recall, path, remote, time.time()) if path is not None else None
+    path = place_of(folder) / keys.PRIVATE / known_file_name("down") if folder is not None else None
+    known = await in_thread(recall_known, path, remote, time.time()) if path is not None else None
     budgets = Budgets(settings, few=num_of_cores(), direction="down", known=known)
     bulk = connect(remote, options, settings, silence_s=PATIENCE_S, budgets=budgets)
     try:
@@ -110,7 +109,7 @@ async def session(
         if path is not None and bulk.link.is_known:
             with contextlib.suppress(OSError):  # it may be read-only; the next reader measures for itself
                 found = KnownLink(bulk.link.limit, bulk.link.connection_bytes_per_s)
-                await in_thread(known_link.note, path, remote, found, time.time())
+                await in_thread(note_known, path, remote, found, time.time())
 
 
 def affordable(most: int) -> int:

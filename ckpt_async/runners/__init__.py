@@ -12,11 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ckpt_async.core.failures import Failing, Failure
+from ckpt_async.core.failures import Failing, Failure, Outcomes
 from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import CheckpointId, RemoteAddress
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.outcomes import Outcomes
 from ckpt_async.core.settings import Settings
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
@@ -118,15 +117,5 @@ class Runner(Protocol):
         """Stop the engine, whatever it is doing, and wait until it has released everything. Idempotent."""
 
 
-class MakeRunner(Protocol):
-    """Makes a runner of either kind, without starting anything."""
-
-    def __call__(
-        self,
-        start: Start,
-        folder: Folder,
-        journal: Journal,
-        lock: RankLock,
-        observer: Observer,
-        on_change: Callable[[], None],
-    ) -> Runner: ...
+MakeRunner = Callable[[Start, Folder, Journal, RankLock, Observer, Callable[[], None]], Runner]
+"""Makes a runner of either kind, without starting anything. The last argument is called on every change."""

@@ -259,7 +259,7 @@ class _Rank:
         await wait_while(waits_for_others_too, self._loop.time() + start.settings.close_grace_s)
         await wait_while(is_working, ends_at)
         if not (lock.is_wanted() or self._process.is_terminated):
-            host.tells_for_s = start.settings.event_grace_s
+            host.reports_for_s = start.settings.event_grace_s
         host.stop()
 
     # --- what the trainer says -----------------------------------------------------------------------------

@@ -14,25 +14,25 @@ from weakref import WeakValueDictionary
 
 from ckpt_async.core import backlog, keys
 from ckpt_async.core.local_state import Local
-from ckpt_async.core.model import Opened, StartedOver, Unproven
+from ckpt_async.core.model import Opened
 from ckpt_async.core.observe import Observer
+from ckpt_async.core.recovery import OnDisk, put_back, wiped
 from ckpt_async.core.settings import EVENTS, RECORDED
 from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import JournalError, SettingsError
-from ckpt_async.events.couriers import close_on_thread
-from ckpt_async.events.of_run import CLOSE_S, RunEvents
-from ckpt_async.events.telling import parse_wants
-from ckpt_async.local import known_link
+from ckpt_async.events.delivery import close_on_thread
+from ckpt_async.events.event import parse_wants
+from ckpt_async.events.run_events import CLOSE_S, RunEvents
 from ckpt_async.local.folder import Folder, boot_id
 from ckpt_async.local.journal import Journal
-from ckpt_async.local.known_link import KnownLink
 from ckpt_async.protocol import copies
 from ckpt_async.protocol import generation as generations
 from ckpt_async.runners import Start
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
+from ckpt_async.transfer.link import KnownLink, known_file_name, recall_known
 from ckpt_async.transfer.patient import PatientStore, connect
 from ckpt_async.transfer.together import both
 
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 # A store may be briefly away when training starts; wrong credentials and a missing bucket fail at once.
 START_TIMEOUT_S = 60.0
 ENGINE_RESTART_S = 1.0
-# How many earlier generations the journal remembers, by their nonces.
-NUM_EARLIER = 100
 
 
 class Backends:
@@ -116,7 +114,7 @@ class Host:
     ) -> None:
         self.engine: Engine | None = None
         self._events: RunEvents | None = None
-        self.tells_for_s = CLOSE_S  # how long to deliver events at the end
+        self.reports_for_s = CLOSE_S  # how long to deliver events at the end
         self._beating: asyncio.Future[None] | None = None
         self._is_stopping = False
         self.is_end_expected = False  # then a crash is raised: there is no time left to heal it
@@ -128,12 +126,12 @@ class Host:
         anybody is still interested. Raises what keeps the engine from starting, and also a crash if the end is
         expected.
         """
-        local = await in_thread(self._earlier)
+        found = await in_thread(self._earlier)
         known = await in_thread(self._known_link)
         async with self._backends.use(self._start, self._observer, known) as store:
             generation = self._start.generation
             if generation is None:
-                generation = await self._agree(store, local)
+                generation = await self._agree(store, found)
             self._beating = asyncio.ensure_future(self._beat(store, generation))
             wants = parse_wants(self._start.wants)
             events = self._events = RunEvents(
@@ -144,7 +142,7 @@ class Host:
                 # Recover only at the first start: after a restart the trainer is alive, and files that it is
                 # just linking would look left behind.
                 if self._start.generation is None:
-                    await self.engine.recover(local.opened)
+                    await self.engine.recover(found.local.opened)
                 else:
                     self.engine.state.look_first()
                 if started(generation):
@@ -153,7 +151,7 @@ class Host:
                 self.stop_beating()
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._beating
-                await close_on_thread(events, self.tells_for_s)
+                await close_on_thread(events.delivery, self.reports_for_s)
 
     async def _work(self, store: PatientStore, engine: Engine) -> None:
         while True:
@@ -199,45 +197,43 @@ class Host:
                 "beat_ended generation=%d; ranks that open later will fence this one", generation
             )
 
-    def _earlier(self) -> Local:
-        """Return what earlier launches left in the journal. If that is of another remote, all of it must be decided."""
+    def _earlier(self) -> OnDisk:
+        """Return what earlier launches left. If that is of another remote, all of it must be decided."""
         remote = self._start.address.url
-        local = self._journal.local()
-        recovery.refuse_copy(self._folder, local)
-        if (stranded := recovery.stranded(self._folder, local, remote)) is not None:
-            id_, there = stranded
+        found = recovery.on_disk(self._folder, self._journal.local())
+        recovery.refuse_copy(self._folder, found)
+        if (elsewhere := found.unfinished_elsewhere(remote)) is not None:
+            id_, there = elsewhere
             run = keys.run_remote(there, self._start.kind)
             raise SettingsError(
                 f"folder {self._start.folder!r} still holds {id_}, which was being uploaded to {there!r}",
                 hint=f"finish it with `ckpt-async drain --remote {run}`, or use another folder",
             )
-        for lost in local.to_rescue if backlog.is_of_another(local, remote) else ():
+        for lost in found.local.to_rescue if found.is_of_another(remote) else ():
             spool = self._folder.private / keys.spool_checkpoint(lost, self._start.rank)
             if spool.exists():
                 raise SettingsError(
                     f"folder {self._start.folder!r} has {lost}, which its remote has lost before it was committed",
                     hint=f"copy what you need from {str(spool)!r} and delete that, or use another folder",
                 )
-        return local
+        return found
 
     def _known_link(self) -> KnownLink | None:
-        path = self._folder.private / known_link.file_name("up")
-        return known_link.recall(path, self._start.address.url, time.time())
+        path = self._folder.private / known_file_name("up")
+        return recall_known(path, self._start.address.url, time.time())
 
-    async def _agree(self, store: PatientStore, local: Local) -> int:
+    async def _agree(self, store: PatientStore, found: OnDisk) -> int:
         start = self._start
-        is_of_another = backlog.is_of_another(local, start.address.url)
-        left = await in_thread(recovery.nonces_of_left, self._folder, local)
-        before = local.generation or max(left, default=0)
-        if before and not is_of_another:  # first: a refused start must leave the store as it is
-            newest, lost = await both(
-                generations.forgotten(store, before, start.rank, left),
-                recovery.lost(store, local, start.address),
+        is_of_another = found.is_of_another(start.address.url)
+        if found.generation and not is_of_another:  # first: a refused start must leave the store as it is
+            is_forgotten, lost = await both(
+                generations.is_forgotten(store, found.generation, start.rank, found.nonces),
+                recovery.lost(store, found, start.address),
             )
-            if newest is not None:
-                raise self._wiped(before, newest)
+            if is_forgotten:
+                raise wiped(found, start.folder, start.address)
             if lost:
-                raise recovery.put_back(lost, local, self._folder, start.address)
+                raise put_back(lost, found.local, start.folder, start.address)
         claim = await generations.agree(
             store,
             rank=start.rank,
@@ -247,35 +243,17 @@ class Host:
             now=time.time(),
             member=start.member,
         )
-        generation = claim.number
-        if not is_of_another and generation < before + (not start.is_again):
-            raise self._wiped(before, generation - 1)
+        if not found.may_open(claim.number, start.address.url, is_again=start.is_again):
+            raise wiped(found, start.folder, start.address)
         if is_of_another:  # only once this remote could be opened: its URL may have been a mistake
-            await in_thread(self._let_go_of_all, local)
+            await in_thread(self._let_go_of_all, found.local)
         recorded = tuple((name, getattr(start.settings, name)) for name in RECORDED)
         if start.wants:
             recorded += ((EVENTS, start.wants),)
-        nonces = {} if is_of_another else left | (local.opened.nonces if local.opened else {})
-        earlier = tuple(sorted(nonces.items()))[-NUM_EARLIER:]
-        opened = Opened(
-            generation, start.world_size, start.address, recorded, boot_id(), claim.nonce, earlier
-        )
-        unproven = await recovery.unproven(store, local, start.address)
-        # Another remote's generations would be mistaken for this one's.
-        over = [StartedOver()] if is_of_another else []
-        self._journal.append([*over, opened, *map(Unproven, unproven)])
-        return generation
-
-    def _wiped(self, before: int, newest: int) -> JournalError:
-        there = self._start.address
-        at = f" at {there.endpoint_url}" if there.endpoint_url else ""
-        return JournalError(
-            f"rank {self._start.rank} has opened generation {before} of {there.url!r} (says the journal of"
-            f" {self._start.folder!r}), but the store{at} does not know of that, and its newest generation is"
-            f" {newest}: the remote was wiped, or this is another store",
-            hint="nothing was changed. Check the URL and the endpoint. If the remote was emptied on purpose, continue"
-            " with a new remote URL, or with another folder, on all ranks",
-        )
+        opened = Opened(claim.number, start.world_size, start.address, recorded, boot_id(), claim.nonce)
+        unproven = await recovery.unproven(store, found.local, start.address)
+        self._journal.append(found.rows_of(opened, unproven))
+        return claim.number
 
     def _let_go_of_all(self, local: Local) -> None:
         """Let go of another remote's checkpoints. All of them are decided; their local files belong to the user from
@@ -300,7 +278,7 @@ class Host:
             settings=self._start.settings,
             observer=self._observer,
             clock=time.time,
-            teller=self._events.teller if self._events else None,
+            reporter=self._events.reporter if self._events else None,
         )
         return Engine(state, self._changed)
 
@@ -319,4 +297,4 @@ class Host:
         try:
             events.look(engine.local.generation, engine.local, sent_bytes, missing)
         except JournalError as error:  # a full disk, for example
-            logger.warning("backlog_not_told error=%s", error)
+            logger.warning("backlog_not_reported error=%s", error)

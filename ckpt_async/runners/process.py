@@ -28,9 +28,9 @@ from ckpt_async.core.observe import Observer
 from ckpt_async.errors import CkptAsyncError, RunnerError, SettingsError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.runners import EngineView, Start, companions, wire
-from ckpt_async.runners.view import ReportedEngine
-from ckpt_async.runners.wire import Channel, Meeting
+from ckpt_async.runners import EngineView, Start, wire
+from ckpt_async.runners.reports import EngineProxy
+from ckpt_async.runners.wire import Channel, NodeSocket
 from ckpt_async.threads import Latch, outcome
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ PING_TIMEOUT_S = 2.0
 # How often to start a process that dies before it works: an out-of-memory kill may strike again.
 MAX_STARTS = 3
 # How often to connect to a node's process that turns out to be ending.
-MAX_MEETINGS = 5
-MEET_PAUSE_S = 0.02
+MAX_NODE_CONNECTS = 5
+CONNECT_PAUSE_S = 0.02
 LOG_TAIL_BYTES = 2000
 
 # Use -P and the trainer's own path, so that neither the working directory nor a script's folder can shadow a
@@ -61,6 +61,21 @@ sys.path[:] = sys.argv[3:]
 from ckpt_async.runners.child import main
 main(int(sys.argv[1]), is_node=sys.argv[2] == "node")
 """
+
+
+# The runners that have a process, which other kinds of their rank join: one process runs the engines of all kinds,
+# within common limits. A process is started only under the lock, so that others find it.
+_with_process: list[ProcessRunner] = []
+_lock = threading.Lock()
+
+
+def _forget_parents() -> None:
+    global _lock  # noqa: PLW0603  a thread that is not here any more may hold it
+    _lock = threading.Lock()
+    _with_process.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)
 
 
 class RunnerDiedError(RunnerError):
@@ -82,10 +97,10 @@ class ProcessRunner:
         on_change: Callable[[], None],
     ) -> None:
         self.death: BaseException | None = None
-        self._place = start.folder, start.rank
+        self.place = start.folder, start.rank
         self._start, self._folder, self._lock, self._observer = start, folder, lock, observer
         self._on_change = on_change
-        self._view = ReportedEngine(journal, observer, on_change)
+        self._view = EngineProxy(journal, observer, on_change)
         # The trainer's calls look here, and not whether `_started` is done: Ctrl-C within that keeps its lock for ever.
         self.engine: EngineView | None = None
         self._started: Future[int] = Future()
@@ -117,9 +132,21 @@ class ProcessRunner:
         self._tell("expect_end")
         self._ping()
 
-    @property
-    def open_channel(self) -> Channel | None:
-        return None if self._is_ended.is_set() else self._channel
+    def join(self) -> Channel | None:
+        """Return another connection to the process, for another kind; None if it is gone, or about to go."""
+        channel = None if self._is_ended.is_set() else self._channel
+        if channel is None:
+            return None
+        ours, theirs = Channel.pair()
+        try:
+            if channel.send("join", descriptors=(theirs.fileno(),)):
+                return ours
+        except OSError:
+            pass
+        finally:
+            theirs.close()
+        ours.close()
+        return None
 
     def end(self) -> None:
         self._is_ended.set()
@@ -255,8 +282,8 @@ class ProcessRunner:
 
         Raises RunnerError, SettingsError.
         """
-        for _ in range(MAX_MEETINGS):
-            channel, may_be_ending = self._meet_or_start()
+        for _ in range(MAX_NODE_CONNECTS):
+            channel, may_be_ending = self._connect_or_start()
             channel.socket.settimeout(SPAWN_TIMEOUT_S)
             try:
                 level = logging.getLogger("ckpt_async").getEffectiveLevel()
@@ -306,30 +333,29 @@ class ProcessRunner:
             case _:
                 pass
 
-    def _meet_or_start(self) -> tuple[Channel, bool]:
+    def _connect_or_start(self) -> tuple[Channel, bool]:
         """Return a connection to the node's process, to that of the rank's other kinds, or to a new one; and
         whether that process may have been ending already.
         """
         if self._start.settings.node_shared:
-            self._channel = self._meet()
+            self._channel = self._connect_to_node()
             return self._channel, True
-        with companions.of(self._place) as others:
-            for other in others:
-                if (channel := companions.join(other)) is not None:
+        with _lock:
+            for other in (each for each in _with_process if each.place == self.place):
+                if (channel := other.join()) is not None:
                     self.group, self.log_path = other.group, other.log_path
                     break
             else:
                 self.log_path = self._own_log_path()
                 channel, other = self._spawn_own(), None
             self._channel = channel
-            others.append(self)
+            _with_process.append(self)
         return channel, other is not None
 
     def _leave(self) -> None:
         """Stop letting other runners join."""
-        with companions.of(self._place) as others:
-            if self in others:
-                others.remove(self)
+        with _lock, contextlib.suppress(ValueError):
+            _with_process.remove(self)
 
     def _spawn_own(self) -> Channel:
         ours, theirs = Channel.pair()
@@ -342,23 +368,23 @@ class ProcessRunner:
             theirs.close()
         return ours
 
-    def _meet(self) -> Channel:
+    def _connect_to_node(self) -> Channel:
         """Connect to the node's process. If there is none, the rank that gets its lock starts it."""
-        meeting = Meeting(self._folder.common)
+        node_socket = NodeSocket(self._folder.common)
         path, deadline = self._folder.common / "node.lock", time.monotonic() + SPAWN_TIMEOUT_S
         channel: Channel | None = None
 
         def is_over() -> bool:
             nonlocal channel
-            channel = meeting.connect()
+            channel = node_socket.connect()
             return channel is not None or self._is_ended.is_set()
 
         lock = private.open_lock(path)
         try:
             while (left_s := deadline - time.monotonic()) > 0 and not is_over():
                 # Others hold it while the process is being started, or is just ending.
-                if private.lock(lock, path, timeout_s=left_s, poll_s=MEET_PAUSE_S, is_over=is_over):
-                    with meeting.listen() as listener:
+                if private.lock(lock, path, timeout_s=left_s, poll_s=CONNECT_PAUSE_S, is_over=is_over):
+                    with node_socket.listen() as listener:
                         self._spawn("node", listener.fileno(), lock)  # which holds the lock from now on
                     ended, lock = lock, private.open_lock(path)
                     os.close(ended)
@@ -371,7 +397,7 @@ class ProcessRunner:
             )
         finally:
             os.close(lock)
-            meeting.close()
+            node_socket.close()
 
     def _spawn(self, kind: str, *descriptors: int) -> int:
         """Start the process with these descriptors open, and return its process group once it runs."""

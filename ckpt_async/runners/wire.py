@@ -197,10 +197,10 @@ def failure_from(fields: dict[str, Any]) -> Failure:
     return Failure(**fields | {"error": error, "checkpoint": checkpoint})
 
 
-# --- the node's meeting place ------------------------------------------------------------------------------
+# --- the node's socket ------------------------------------------------------------------------------------
 
 
-class Meeting:
+class NodeSocket:
     """The place where the ranks of a node find the one process that runs their engines: a socket in the folder. It
     is reached through the folder's descriptor, because the path of a socket may only have 107 bytes.
     """

@@ -26,15 +26,14 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local import sealed
 from ckpt_async.local.durable import fsync_path, point_symlink, with_those_above
-from ckpt_async.local.folder import Folder
+from ckpt_async.local.folder import Folder, identity_of
 from ckpt_async.local.journal import RankLock
-from ckpt_async.local.links import identity_of
 from ckpt_async.local.sealed import Note
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.trainer.checkpoints import metric_values
-from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.handle import LOCK_WAIT_S, deadline_in
+from ckpt_async.trainer.waits import FlushReport
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +309,7 @@ class LocalOnly:
         logger.info("waits_for_predecessor folder=%s timeout_s=%g", self.folder, timeout_s)
         is_over = all(each.before_exit(max(0.0, deadline - time.monotonic())) for each in others)
         if not is_over:
-            logger.warning("predecessor_is_not_over folder=%s waited_s=%g", self.folder, timeout_s)
+            logger.warning("previous_launch_unfinished folder=%s waited_s=%g", self.folder, timeout_s)
         return is_over
 
     def saves_as(self, other: LocalOnly) -> bool:

@@ -33,8 +33,8 @@ from ckpt_async.saver.timestamp import Event, Timestamp
 from ckpt_async.stores import StoreOptions
 from ckpt_async.torch.agreement import rank_and_world_size
 from ckpt_async.torch.options import LoadRemoteOptions
-from ckpt_async.trainer.closing import FlushReport
 from ckpt_async.trainer.uploader import CLOSE_AFTER_ERROR_S
+from ckpt_async.trainer.waits import FlushReport
 
 logger = logging.getLogger(__name__)
 

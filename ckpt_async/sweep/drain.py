@@ -13,32 +13,115 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_async import private
-from ckpt_async.core import backlog, keys
-from ckpt_async.core.model import Outcome, RemoteAddress, Unproven
+from ckpt_async.core import backlog, decide, keys
+from ckpt_async.core.failures import last_store_error
+from ckpt_async.core.local_state import Local, LocalCheckpoint
+from ckpt_async.core.model import CheckpointId, Outcome, RemoteAddress, Unproven
 from ckpt_async.core.observe import Observer
+from ckpt_async.core.recovery import TAKEN
 from ckpt_async.core.settings import EVENTS, INHERITED, Settings
 from ckpt_async.engine import recovery
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
-from ckpt_async.errors import CkptAsyncError, FolderInUseError, JournalError, SettingsError
-from ckpt_async.events.callback import Callback, OnEvent
-from ckpt_async.events.couriers import NO_EVENTS, close_on_thread
-from ckpt_async.events.of_run import CLOSE_S, RunEvents
-from ckpt_async.events.sinks import wants_of
-from ckpt_async.events.telling import Wants, parse_wants
+from ckpt_async.errors import CkptAsyncError, FolderInUseError, JournalError, SettingsError, StoreError
+from ckpt_async.events.delivery import NO_EVENTS, DeliveryCounts, close_on_thread
+from ckpt_async.events.event import Wants, parse_wants
+from ckpt_async.events.run_events import CLOSE_S, RunEvents
+from ckpt_async.events.sinks import Callback, OnEvent, wants_of
 from ckpt_async.local import journals
 from ckpt_async.local.folder import Folder, place_of, spooled_ranks
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.stores import StoreOptions, address_of, check_allowed, options_of
-from ckpt_async.sweep.fates import DrainReport, Fate, RankReport, uncopied, why_left
 from ckpt_async.threads import in_thread
 from ckpt_async.transfer.budgets import Budgets
 from ckpt_async.transfer.patient import connect
 from ckpt_async.transfer.together import all_or_none
+
+
+@dataclass(frozen=True, slots=True)
+class DrainedCheckpoint:
+    """What became of one checkpoint of one rank.
+
+    `reason` says why it was given up or is left over; `missing_ranks` have not delivered yet.
+    """
+
+    checkpoint: CheckpointId
+    name: str
+    reason: str = ""
+    missing_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What was done for one kind of one rank's checkpoints.
+
+    `in_use_by` names the live owner that holds the rank or has taken it back.
+
+    `waiting` checkpoints have all of this rank's shards in the store and wait for other ranks; `left` ones do not.
+    `uncopied` ones are committed, but copies of their shards under exact keys are outstanding.
+    """
+
+    rank: int
+    kind: str = ""
+    in_use_by: str = ""
+    committed: tuple[DrainedCheckpoint, ...] = ()
+    aborted: tuple[DrainedCheckpoint, ...] = ()
+    waiting: tuple[DrainedCheckpoint, ...] = ()
+    left: tuple[DrainedCheckpoint, ...] = ()
+    uncopied: tuple[DrainedCheckpoint, ...] = ()
+    uploaded_shards: int = 0
+    uploaded_bytes: int = 0
+    error: str = ""  # the engine itself failed, or nothing was done
+    events: DeliveryCounts = NO_EVENTS
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReport:
+    """What was done for one folder, rank by rank."""
+
+    folder: str
+    remotes: tuple[str, ...]
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def uploaded_bytes(self) -> int:
+        return sum(each.uploaded_bytes for each in self.ranks)
+
+
+def why_left(checkpoint: LocalCheckpoint, engine: Engine) -> str:
+    """Return why a checkpoint is left over.
+
+    That is a failure of it or one of its shards, else the last thing that went wrong, else that time ran out.
+    """
+    found = (checkpoint.failure, *(each.failure for each in checkpoint.shards.values()))
+    failures = [each.message for each in found if each is not None]
+    others: list[CkptAsyncError] = [
+        each.error for each in engine.failures if isinstance(each.error, StoreError)
+    ]
+    return next(iter([*failures, *map(str, reversed(others))]), _out_of_time(engine))
+
+
+def _out_of_time(engine: Engine) -> str:
+    """Say that time ran out and, since the store may be why, what it answered last to a request that failed."""
+    return f"time ran out{last_store_error(engine.store_error)}"
+
+
+def uncopied(local: Local, engine: Engine) -> tuple[DrainedCheckpoint, ...]:
+    """Return the committed checkpoints of which copies under exact keys are outstanding, and why."""
+    reasons = {
+        each.checkpoint: str(each.error)
+        for each in engine.failures
+        if each.action == decide.Copy.__name__ and isinstance(each.error, StoreError)
+    }
+    left = [each for _, each in sorted(local.checkpoints.items()) if each.to_copy]
+    return tuple(
+        DrainedCheckpoint(each.id, each.name, reasons.get(each.id, _out_of_time(engine))) for each in left
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +184,8 @@ async def drain(
             ranks += adopted
             changed = _change_of_kind(change, kind)
             for each in () if adopts_copy else adopted:
-                await in_thread(recovery.refuse_copy, opened, each.before)
-            for address, members in await in_thread(
-                _by_remote, opened, adopted, changed, settings.only_remotes, given
-            ):
+                await in_thread(recovery.refuse_copy, opened, each.found)
+            for address, members in _by_remote(adopted, changed, settings.only_remotes, given):
                 with _refusing(members):
                     budgets = shared[keys.run_remote(address.url, kind)]
                     adoptions.append(
@@ -164,7 +245,7 @@ async def _adopt(
             adopted.append(each)
         else:
             try:
-                await each.tell_what_waits(settings)
+                await each.report_what_waits(settings)
             except JournalError as error:
                 each.refuse(error)
             each.release()  # other ranks may take long, and this one's trainer must not wait for them
@@ -201,19 +282,15 @@ def _owner(error: FolderInUseError) -> str:
 
 
 def _by_remote(
-    folder: Folder,
-    adopted: Iterable[_Adopted],
-    change: Change | None,
-    only_remotes: str,
-    given: StoreOptions,
+    adopted: Iterable[_Adopted], change: Change | None, only_remotes: str, given: StoreOptions
 ) -> list[tuple[RemoteAddress, list[_Adopted]]]:
     """Group ranks by remote. Those of one folder and kind normally share one, but nothing forces them to. Refuses those
-    whose remote is not known or not allowed. Blocks.
+    whose remote is not known or not allowed.
     """
     groups: list[tuple[RemoteAddress, list[_Adopted]]] = []
     for each in adopted:
         with _refusing([each]):
-            address = _remote_of(folder, each, change)
+            address = _remote_of(each, change)
             check_allowed(address, only_remotes, given, env=os.environ)
             group = next((members for known, members in groups if known == address), None)
             if group is None:
@@ -223,10 +300,10 @@ def _by_remote(
     return groups
 
 
-def _remote_of(folder: Folder, adopted: _Adopted, change: Change | None) -> RemoteAddress:
+def _remote_of(adopted: _Adopted, change: Change | None) -> RemoteAddress:
     local = adopted.before
     address = local.remote
-    if address is None and (lost := recovery.remote_of_lost(folder, local)):
+    if address is None and (lost := adopted.found.remote_of_lost()):
         address = address_of(lost, None, env=os.environ)
     address = change(address) if change else address
     if address is None:
@@ -235,8 +312,8 @@ def _remote_of(folder: Folder, adopted: _Adopted, change: Change | None) -> Remo
             f"the journal{of_kind} does not name the remote of rank {local.rank}",
             hint="pass the run's remote with --remote",
         )
-    if (stranded := recovery.stranded(folder, local, address.url)) is not None:
-        id_, there = stranded
+    if (elsewhere := adopted.found.unfinished_elsewhere(address.url)) is not None:
+        id_, there = elsewhere
         raise SettingsError(
             f"rank {local.rank} was uploading {id_} to {there!r}, not to {address.url!r}",
             hint="shards already verified there would be missing here: use the original remote",
@@ -263,6 +340,7 @@ class _Adopted:
         self.journal = Journal(folder, lock.rank)
         try:
             self.before = self.after = self.journal.local()
+            self.found = recovery.on_disk(folder, self.before)
         except BaseException:
             self.journal.close()
             raise
@@ -279,7 +357,7 @@ class _Adopted:
         logger.warning("drain_failed rank=%d error=%s", self.before.rank, error)
         self.refusal = error
 
-    def begin_to_tell(self, run: str, settings: Settings) -> RunEvents:
+    def begin_to_report(self, run: str, settings: Settings) -> RunEvents:
         """Start delivering events as the trainer would have, and to those that the settings name besides.
 
         Raises SettingsError, JournalError.
@@ -293,14 +371,14 @@ class _Adopted:
     def _wants(self, settings: Settings) -> Wants:
         return wants_of(settings, callback=Callback.of_sweeper if self._on_event is not None else "")
 
-    async def tell_what_waits(self, settings: Settings) -> None:
+    async def report_what_waits(self, settings: Settings) -> None:
         """Deliver waiting events of a rank that has nothing else to finish. Takes as long as the receivers do."""
         if self._wants(settings) and self.before.remote is not None:
             try:
-                await in_thread(self.begin_to_tell, self.before.remote.url, settings)
+                await in_thread(self.begin_to_report, self.before.remote.url, settings)
             finally:
                 if self.events is not None:
-                    await close_on_thread(self.events, settings.event_grace_s)
+                    await close_on_thread(self.events.delivery, settings.event_grace_s)
 
     def release(self) -> None:
         """Note what is left, and release journal and lock. Idempotent."""
@@ -308,7 +386,7 @@ class _Adopted:
             with contextlib.suppress(JournalError):
                 if self.engine is not None:
                     self.after = self.engine.fresh_local()
-                done = self.events.done if self.events is not None else NO_EVENTS
+                done = self.events.delivery.done if self.events is not None else NO_EVENTS
                 waiting = self.journal.outbox().num_waiting(but=(Callback.of_trainer, Callback.of_sweeper))
                 self.deliveries = replace(done, num_waiting=waiting)
         self.journal.close()
@@ -403,7 +481,8 @@ class _Adoption:
         await self._store.open(timeout_s)
         looking = self._store.answering_within(max(1.0, timeout_s))
         found = await all_or_none(
-            recovery.why_refused(looking, each.before, self._folder, self.address) for each in self.ranks
+            recovery.why_refused(looking, each.found, str(self._folder.path), self.address)
+            for each in self.ranks
         )
         for each, refusal in zip(self.ranks, found, strict=True):
             if refusal is not None:
@@ -411,11 +490,11 @@ class _Adoption:
 
     async def _start(self, each: _Adopted) -> None:
         before = each.before.opened
-        opened = await in_thread(recovery.opened_at, self.address, self._folder, each.before)
+        opened = each.found.opened_at(self.address)
         unproven = await recovery.unproven(self._store, each.before, self.address)
         if unproven or opened != before:  # so that the next launch can tell whose this is
             await in_thread(each.journal.append, [opened, *map(Unproven, unproven)])
-        events = await in_thread(each.begin_to_tell, self.address.url, self._settings)
+        events = await in_thread(each.begin_to_report, self.address.url, self._settings)
         inherited: dict[str, Any] = {name: value for name, value in opened.settings if name in INHERITED}
         state = State(
             rank=each.before.rank,
@@ -426,12 +505,12 @@ class _Adoption:
             observer=each.observer,
             clock=time.time,
             is_trainer=False,
-            teller=events.teller,
+            reporter=events.reporter,
         )
 
         def changed() -> None:
             self._changed.set()
-            events.notify()
+            events.delivery.notify()
 
         each.engine = engine = Engine(state, changed)
         await engine.recover(each.before.opened, adopts_copy=self._adopts_copy)
@@ -469,7 +548,7 @@ class _Adoption:
             if each.task is not None:
                 await asyncio.gather(each.task, return_exceptions=True)
             if each.events is not None:
-                await close_on_thread(each.events, CLOSE_S)
+                await close_on_thread(each.events.delivery, CLOSE_S)
             each.release()
 
     async def _stop(self) -> None:
@@ -478,8 +557,8 @@ class _Adoption:
             if each.engine is not None:
                 each.engine.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
-        telling = [each.events for each in self.ranks if each.events is not None]
-        await asyncio.gather(*(close_on_thread(each, self._settings.event_grace_s) for each in telling))
+        reporting = [each.events.delivery for each in self.ranks if each.events is not None]
+        await asyncio.gather(*(close_on_thread(each, self._settings.event_grace_s) for each in reporting))
 
 
 async def _within(timeout_s: float, waiting: Awaitable[object]) -> None:
@@ -498,7 +577,9 @@ def _report(adopted: _Adopted) -> RankReport:
     if crash is not None:
         logger.error("drain_failed rank=%d", engine.state.rank, exc_info=crash)
     outcomes = sorted(engine.outcomes.newest(), key=lambda each: each.checkpoint)
-    fates = {each.checkpoint: Fate(each.checkpoint, each.name, each.reason) for each in outcomes}
+    drained = {
+        each.checkpoint: DrainedCheckpoint(each.checkpoint, each.name, each.reason) for each in outcomes
+    }
     aborted = {each.checkpoint for each in outcomes if each.outcome is Outcome.ABORT}
     local = adopted.after
     undecided = backlog.undecided(local)
@@ -506,19 +587,21 @@ def _report(adopted: _Adopted) -> RankReport:
         engine.state.rank,
         adopted.kind,
         in_use_by="a trainer that has started" if adopted.is_given_back else "",
-        committed=tuple(each for id_, each in fates.items() if id_ not in aborted),
-        aborted=tuple(each for id_, each in fates.items() if id_ in aborted),
+        committed=tuple(each for id_, each in drained.items() if id_ not in aborted),
+        aborted=tuple(each for id_, each in drained.items() if id_ in aborted),
         waiting=tuple(
-            Fate(each.id, each.name, missing_ranks=tuple(engine.missing_ranks(each.id)))
+            DrainedCheckpoint(each.id, each.name, missing_ranks=tuple(engine.missing_ranks(each.id)))
             for each in undecided
             if each.has_receipt
         ),
         left=tuple(
-            Fate(each.id, each.name, why_left(each, engine)) for each in undecided if not each.has_receipt
+            DrainedCheckpoint(each.id, each.name, why_left(each, engine))
+            for each in undecided
+            if not each.has_receipt
         ),
         uncopied=uncopied(local, engine),
         uploaded_shards=adopted.observer.uploaded_shards,
         uploaded_bytes=adopted.observer.uploaded_bytes,
         events=adopted.deliveries,
-        error=repr(crash) if crash is not None else recovery.TAKEN if engine.state.is_taken else "",
+        error=repr(crash) if crash is not None else TAKEN if engine.state.is_taken else "",
     )

@@ -12,7 +12,7 @@ from ckpt_async.monitor.recent import Recent
 from ckpt_async.monitor.report import FolderWatch
 from ckpt_async.page.board import look_at
 from ckpt_async.protocol.overview import Overview, overview_json
-from ckpt_async.sweep.fates import DrainReport
+from ckpt_async.sweep.drain import DrainReport
 from ckpt_async.sweep.remote import RemoteReport
 
 _TOLD = {
@@ -43,11 +43,11 @@ class Showing:
         if error:
             self.recent.add("bad", f"folder {folder}", f"{folder}: {error}")
         for rank in drained.ranks if drained else ():
-            for fate in rank.committed:
+            for done in rank.committed:
                 text = "finished for a trainer that is gone, and committed"
-                self.recent.add("good", "committed", text, step=fate.checkpoint.step)
-            for fate in rank.aborted:
-                self.recent.add("bad", "aborted", f"given up: {fate.reason}", step=fate.checkpoint.step)
+                self.recent.add("good", "committed", text, step=done.checkpoint.step)
+            for done in rank.aborted:
+                self.recent.add("bad", "aborted", f"given up: {done.reason}", step=done.checkpoint.step)
 
     def remote_swept(self, report: RemoteReport) -> None:
         """Note what a sweep did to a remote."""

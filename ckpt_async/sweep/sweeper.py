@@ -22,21 +22,19 @@ from ckpt_async.core.local_state import Local
 from ckpt_async.core.model import Outcome, RemoteAddress
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, NoJournalError, ObjectNotFoundError, SettingsError
-from ckpt_async.events.callback import check_callable
 from ckpt_async.events.event import Event
-from ckpt_async.events.sinks import check
+from ckpt_async.events.sinks import check, check_callable
 from ckpt_async.local import journals
 from ckpt_async.local.folder import place_of
 from ckpt_async.monitor.metrics import SweeperMetrics
 from ckpt_async.protocol import steps, sweep_plan
-from ckpt_async.protocol.kinds import kinds_below
+from ckpt_async.protocol.runs import kinds_below
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores import StoreOptions, address_of, check_allowed, options_of
-from ckpt_async.sweep.drain import drain
-from ckpt_async.sweep.fates import DrainReport
+from ckpt_async.sweep.drain import DrainReport, drain
 from ckpt_async.sweep.remote import Done, RemoteReport, RemoteSweep, open_run
+from ckpt_async.sweep.reporting import RemoteEvents, default_folder, remote_events
 from ckpt_async.sweep.showing import Showing
-from ckpt_async.sweep.telling import RemoteEvents, default_folder, remote_events
 from ckpt_async.transfer.patient import connect
 
 logger = logging.getLogger(__name__)
@@ -198,10 +196,10 @@ class Sweeper:
                     below = targets[url] = _Target(replace(target.address, url=url), policy)
                     remotes.append((await self._sweep_remote(below, is_dry_run=is_dry_run))[0])
         if not any(each.error for each in remotes):
-            self._tell_unused_policies(targets)
+            self._log_unused_policies(targets)
         return SweepReport(tuple(folders), tuple(remotes))
 
-    def _tell_unused_policies(self, urls: Iterable[str]) -> None:
+    def _log_unused_policies(self, urls: Iterable[str]) -> None:
         for kind in self._kind_policies:
             if not any(url.endswith(keys.kind_remote("", kind)) for url in urls):
                 logger.warning(
@@ -298,8 +296,8 @@ def _count(report: SweepReport, metrics: SweeperMetrics) -> None:
         ranks = folder.drained.ranks if folder.drained else ()
         for rank in ranks:
             metrics.adopted(rank.uploaded_shards, rank.uploaded_bytes)
-        committed = {(rank.kind, fate.checkpoint) for rank in ranks for fate in rank.committed}
-        aborted = {(rank.kind, fate.checkpoint) for rank in ranks for fate in rank.aborted}
+        committed = {(rank.kind, each.checkpoint) for rank in ranks for each in rank.committed}
+        aborted = {(rank.kind, each.checkpoint) for rank in ranks for each in rank.aborted}
         metrics.ended("committed", len(committed))
         metrics.ended("aborted", len(aborted))
     for remote in report.remotes:
@@ -369,5 +367,4 @@ def _unfinished_ranks(folder: str) -> tuple[int, ...]:
 def _locals(folder: str) -> list[tuple[str, Local]]:
     """Return, for each kind and rank, what the folder's journals say."""
     private.check(place_of(folder) / keys.PRIVATE)
-    found = journals.read_all(folder)
-    return [(kind, each.local()) for kind, readings in found.items() for each in readings.values()]
+    return [(kind, each.local) for kind, states in journals.states(folder).items() for each in states]

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import torch
 
 from ckpt_async.errors import FormatError, SettingsError
-from ckpt_async.local.new_file import new_file
+from ckpt_async.local.durable import new_file
 from ckpt_async.torch.codecs import CHUNK_BYTES, STATES_NAME, Format, format_of, unknown
 from ckpt_async.torch.formats import fill
 from ckpt_async.torch.states import IgnoreKeys, checked_keys, drop, model_path, model_state

@@ -20,8 +20,7 @@ from typing import IO, Any, Unpack, cast
 
 from ckpt_async import restore
 from ckpt_async.errors import DestinationError, FormatError, SettingsError
-from ckpt_async.local.durable import fsync_descriptor, fsync_path
-from ckpt_async.local.new_file import new_file
+from ckpt_async.local.durable import fsync_descriptor, fsync_path, new_file
 from ckpt_async.restore import Checkpoint
 from ckpt_async.restore.options import ReadOptions
 from ckpt_async.torch.assembly import Assembler, Whole

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ckpt_async.events.callback import Callback
-from ckpt_async.events.couriers import Courier, clock
-from ckpt_async.events.event import Event
-from ckpt_async.events.telling import parse_wants
+from ckpt_async.events.delivery import SinkDelivery, clock
+from ckpt_async.events.event import Event, parse_wants
+from ckpt_async.events.sinks import Callback
 from ckpt_async.runners import Start
 from ckpt_async.trainer.handle import EngineHandle
 
@@ -25,10 +24,10 @@ class Events:
     ) -> None:
         self._engine, self._grace_s = engine, start.settings.event_grace_s
         self._sinks = list(parse_wants(start.wants))
-        self._courier: Courier | None = None
+        self._delivery: SinkDelivery | None = None
         if on_event is not None and self._sinks:
-            self._courier = Courier(engine.journal.outbox(), Callback(on_event))
-            engine.on_change = self._courier.notify
+            self._delivery = SinkDelivery(engine.journal.outbox(), Callback(on_event))
+            engine.on_change = self._delivery.notify
 
     def wait(self, deadline: float) -> None:
         """Wait until everything that can be delivered in this time is delivered, but no longer than
@@ -44,6 +43,6 @@ class Events:
         )
 
     def close(self) -> None:
-        """Stop telling events. A call of the user's function that is still running is not waited for."""
-        if self._courier is not None:
-            self._courier.close(0.0)
+        """Stop reporting events. A call of the user's function that is still running is not waited for."""
+        if self._delivery is not None:
+            self._delivery.close(0.0)

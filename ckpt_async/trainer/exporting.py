@@ -12,7 +12,7 @@ from ckpt_async.core.failures import fenced
 from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import JournalError, UploaderClosedError
-from ckpt_async.events.of_run import SPEAKER
+from ckpt_async.events.run_events import SPEAKER
 from ckpt_async.events.showing import happenings
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.outbox import Posted, Untold

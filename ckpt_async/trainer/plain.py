@@ -20,7 +20,7 @@ from ckpt_async.errors import (
     StoreError,
     UploaderClosedError,
 )
-from ckpt_async.local.links import identity_of
+from ckpt_async.local.folder import identity_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners.loop import new_loop
 from ckpt_async.stores import StoreOptions, check_key_length

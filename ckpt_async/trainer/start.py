@@ -15,10 +15,9 @@ from typing import Any
 from ckpt_async.core import arguments, keys, launch, naming
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import SettingsError
-from ckpt_async.events.callback import Callback, check_callable
-from ckpt_async.events.of_run import SPEAKER
-from ckpt_async.events.sinks import wants_of
-from ckpt_async.events.telling import format_wants
+from ckpt_async.events.event import format_wants
+from ckpt_async.events.run_events import SPEAKER
+from ckpt_async.events.sinks import Callback, check_callable, wants_of
 from ckpt_async.local.folder import boot_id, place_of
 from ckpt_async.local.settings_file import load_settings
 from ckpt_async.runners import Start

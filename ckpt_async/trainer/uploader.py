@@ -29,17 +29,21 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.monitor.metrics import Metrics
 from ckpt_async.stores import StoreOptions, check_key_length
 from ckpt_async.threads import promptly
-from ckpt_async.trainer import at_exit, closing
-from ckpt_async.trainer.backlog import make_room
+from ckpt_async.trainer import at_exit, waits
 from ckpt_async.trainer.checkpoints import Checkpoints, OpenCheckpoint, exact_keys, metric_values
-from ckpt_async.trainer.closing import FlushReport
-from ckpt_async.trainer.commits import is_committed, wait_for_commit, wait_for_predecessor
 from ckpt_async.trainer.events import Events
 from ckpt_async.trainer.exporting import Exporter
 from ckpt_async.trainer.handle import EngineHandle, deadline_in
 from ckpt_async.trainer.preemption import flush_on_sigterm
 from ckpt_async.trainer.shard_writer import ShardWriter
 from ckpt_async.trainer.start import start_of
+from ckpt_async.trainer.waits import (
+    FlushReport,
+    is_committed,
+    make_room,
+    wait_for_commit,
+    wait_for_predecessor,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -374,7 +378,7 @@ class Uploader:
         The uploader stays open. A concurrent `close` does not return before this does.
         """
         self._check_process(may_be_closing=True)
-        return closing.flush(self._engine, timeout_s, lambda: self.metrics.num_committed)
+        return waits.flush(self._engine, timeout_s, lambda: self.metrics.num_committed)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was sealed, stop the engine, release the folder. Idempotent.
@@ -398,7 +402,7 @@ class Uploader:
         try:
             self._is_closed = True
             at_exit.discard(self)
-            error = closing.finish(self._engine, deadline, self.settings, is_late_an_error=timeout_s is None)
+            error = waits.finish(self._engine, deadline, self.settings, is_late_an_error=timeout_s is None)
             if self._engine.runner.is_alive:
                 self._events.wait(deadline)
             failed = self._end(deadline)
@@ -443,7 +447,7 @@ class Uploader:
             self._undo_sigterm()
             self._engine.end(deadline)
             self._events.close()
-            closing.note_what_is_left(self._engine, is_cut_short=self._is_half_closed)
+            waits.note_what_is_left(self._engine, is_cut_short=self._is_half_closed)
             return self._engine.take_failure()
 
     def _flush_at_the_end(self, budget_s: float) -> FlushReport:

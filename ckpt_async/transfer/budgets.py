@@ -11,12 +11,12 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
+from ckpt_async.core import order
 from ckpt_async.core.settings import Settings
-from ckpt_async.local.known_link import KnownLink
 from ckpt_async.stores.interface import Moved
 from ckpt_async.transfer import concurrency
 from ckpt_async.transfer.concurrency import Concurrency, Request
-from ckpt_async.transfer.node import Direction, Node
+from ckpt_async.transfer.link import Direction, KnownLink, Node
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +288,7 @@ class Lane:
             return next(iter(groups))
         first = min(groups, key=place_of)
         under_way = (group for (each, group), num in self._running_of.items() if each == owner and num)
-        return _NONE if any(place_of(each) < place_of(first) for each in under_way) else first
+        return first if order.may_share(place_of(first), map(place_of, under_way)) else _NONE
 
     def _leave(self, owner: Hashable, group: Hashable) -> None:
         self._running -= 1

@@ -36,10 +36,9 @@ from ckpt_async.stores.interface import (
     StoredPart,
 )
 from ckpt_async.stores.opening import in_time
-from ckpt_async.transfer.admitted import Admitted
+from ckpt_async.transfer.attempts import Admitted, Metered
 from ckpt_async.transfer.budgets import CONTROL_REQUESTS, Budgets
 from ckpt_async.transfer.concurrency import Concurrency
-from ckpt_async.transfer.metered import Metered
 from ckpt_async.transfer.patience import Health, Patience
 from ckpt_async.transfer.progress import Answers, Progress, Series, Silence
 
@@ -398,7 +397,7 @@ class PatientStore:
                 raise
 
         try:
-            await self._metered.heeded(
+            await self._metered.classified(
                 operation, lambda: self._admitted.attempt(size_bytes, once, num_requests)
             )
         finally:

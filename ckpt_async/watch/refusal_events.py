@@ -7,12 +7,12 @@ import os
 import time
 from pathlib import Path
 
-from ckpt_async.core.notices import Notice
+from ckpt_async.core.observe import Notice
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import JournalError
-from ckpt_async.events import telling
-from ckpt_async.events.couriers import Couriers
+from ckpt_async.events import event as events
+from ckpt_async.events.delivery import Delivery
 from ckpt_async.events.sinks import sinks_of, wants_of
 from ckpt_async.local.outbox import OwnOutbox
 
@@ -30,7 +30,7 @@ class RefusalEvents:
         self._unwritten: list[Notice] = []
         self._wants = wants_of(settings)
         self._outbox: OwnOutbox | None = None
-        self._couriers: Couriers | None = None
+        self._couriers: Delivery | None = None
         if not self._wants:
             return
         sinks = sinks_of(settings, os.environ, warns=False)  # the run warns
@@ -41,12 +41,12 @@ class RefusalEvents:
         except JournalError as error:
             logger.error("events_not_told error=%s; events of refusals are lost", error)  # noqa: TRY400  no bug of ours
             return
-        self._couriers = Couriers(self._outbox, sinks)
+        self._couriers = Delivery(self._outbox, sinks)
 
     def add(self, refused: Refused) -> None:
         if refused.cause is not Refusal.GIVEN_UP:  # the run's own event reports that, once for all nodes
-            event = telling.refused(self._run, refused, time.time(), node=self._node)
-            self._unwritten.extend(telling.notices_of(event, self._wants))
+            event = events.refused(self._run, refused, time.time(), node=self._node)
+            self._unwritten.extend(events.notices_of(event, self._wants))
             self._write()
 
     def _write(self) -> None:

@@ -20,7 +20,9 @@ def read(*paths: Path) -> dict[str, float]:
     for path in paths:
         for family in text_string_to_metric_families(path.read_text()):
             for each in family.samples:
-                fate = [each.labels[label] for label in ("command", "target", "fate") if label in each.labels]
+                fate = [
+                    each.labels[label] for label in ("command", "target", "result") if label in each.labels
+                ]
                 key = f"{each.name.removeprefix('ckpt_async_')}{fate}"
                 assert key not in found
                 found[key] = each.value

@@ -22,6 +22,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Enqueued, FileIdentity, Sealed, Shard
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.local.journals import RankState
 from ckpt_async.monitor.report import Seen
 from ckpt_async.monitor.status import view
 from tests.missing_ranks import lacking_ranks, save
@@ -208,7 +209,7 @@ def test_a_folder_whose_trainer_is_dead_says_how_to_finish_it(
 
 def test_the_time_left_is_that_of_what_has_not_been_uploaded(journal: Journal) -> None:
     id_ = CheckpointId(1, 7)
-    status = view([journal.local()], {(0, id_, "a"): 896 << 10}, 0.0)
+    status = view([RankState(journal.local(), {(id_, "a"): 896 << 10})], 0.0)
     [block] = folder_blocks("/f", {"": Seen(status, (0,), {id_: float(1 << 16)})}, is_titled=False)
     assert ("", "speed   64.0 KiB/s, 2 s left") in block.lines
     assert block.table is not None

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_async.core.agreement import obstacle
-from ckpt_async.core.model import CheckpointId, Checksum, Receipt, StoredShard
+from ckpt_async.core.agreement import obstacle, verdict
+from ckpt_async.core.model import CheckpointId, Checksum, Decision, Outcome, Receipt, StoredShard
 
 ID = CheckpointId(1, 100)
 
@@ -47,3 +47,36 @@ def test_the_cost_per_rank_does_not_grow_with_the_number_of_ranks() -> None:
     Counted.num_compared = 0
     assert obstacle(ID, receipts) is None
     assert 0 < Counted.num_compared < 10 * world_size
+
+
+DRAFT = Decision(ID, Outcome.ABORT, "step-100", 2, "nonce", 0.0, "rank 0 on host")
+CHECKSUMS = {rank: Checksum("crc32c", f"{rank}AAAAA==") for rank in range(2)}
+BOTH = {rank: receipt(rank, 2) for rank in range(2)}
+
+
+def test_all_receipts_decide_a_commit_bound_to_them() -> None:
+    decision = verdict(DRAFT, BOTH, [], CHECKSUMS)
+    assert decision is not None
+    assert decision.outcome is Outcome.COMMIT
+    assert (decision.receipts, decision.num_shards) == ((CHECKSUMS[0], CHECKSUMS[1]), 2)
+
+
+def test_missing_receipt_decides_nothing() -> None:
+    assert verdict(DRAFT, {1: BOTH[1]}, [], CHECKSUMS) is None
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_lost_object_decides_an_abort_by_store(ranks: tuple[int, ...]) -> None:
+    """Also if a receipt is what was lost."""
+    decision = verdict(DRAFT, {rank: BOTH[rank] for rank in ranks}, ["ckpt/step-100.g1/0.pt"], CHECKSUMS)
+    assert decision is not None
+    assert (decision.outcome, decision.is_lost_by_store) == (Outcome.ABORT, True)
+    assert "ckpt/step-100.g1/0.pt" in decision.reason
+
+
+def test_contradiction_is_not_blamed_on_the_store() -> None:
+    """Its files need not be kept as what the store has lost."""
+    other = BOTH | {1: replace(BOTH[1], name="best-100")}
+    decision = verdict(DRAFT, other, ["ckpt/step-100.g1/0.pt"], CHECKSUMS)
+    assert decision is not None
+    assert (decision.outcome, decision.is_lost_by_store) == (Outcome.ABORT, False)

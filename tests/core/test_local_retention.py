@@ -55,7 +55,7 @@ def local(*events: Iterable[Event]) -> Local:
 def removed(state: Local, count: int, text: str, linked: int) -> list[int]:
     """Return the steps whose local files are removed once the symlink points to `linked`."""
     policy = Policy(local_retention=retention.keep_local(count, text))
-    remote = decide.Remote(local_latest=id_of(linked))
+    remote = decide.Remote(published=decide.Published(local_latest=id_of(linked)))
     actions = decide.decide(state, remote, policy, now=0.0)
     assert not any(isinstance(each, MoveLocalLatest) for each in actions)
     return [each.checkpoint.step for each in actions if isinstance(each, Remove)]
@@ -90,7 +90,9 @@ def test_local_files_are_removed_by_number_and_policy(
 
 def test_every_removal_has_a_reason() -> None:
     policy = Policy(local_retention=retention.keep_local(2, "best=1:loss"))
-    actions = decide.decide(committed(LOSSES), decide.Remote(local_latest=id_of(50)), policy, now=0.0)
+    actions = decide.decide(
+        committed(LOSSES), decide.Remote(published=decide.Published(local_latest=id_of(50))), policy, now=0.0
+    )
     reasons = {each.reason for each in actions if isinstance(each, Remove)}
     assert reasons == {"beyond num_checkpoints_to_keep=2 and local_retention"}
 
@@ -99,7 +101,9 @@ def test_only_committed_checkpoints_count_and_are_removed() -> None:
     """R7, R8: checkpoints still uploading must not push out the last safe one; an aborted one belongs to the user."""
     state = local([*saved(10), *decided(10)], [*saved(20), *decided(20, Outcome.ABORT)], saved(30), saved(40))
     policy = Policy(local_retention=retention.keep_local(1, "every-steps=20"))
-    actions = decide.decide(state, decide.Remote(local_latest=id_of(10)), policy, now=0.0)
+    actions = decide.decide(
+        state, decide.Remote(published=decide.Published(local_latest=id_of(10))), policy, now=0.0
+    )
     assert not any(isinstance(each, Remove) for each in actions)
     assert [each.checkpoint.step for each in actions if isinstance(each, Forget)] == [20]
 
@@ -113,14 +117,18 @@ def test_checkpoints_kept_for_good_leave_the_journal() -> None:
     state = local(
         [*saved(10), *decided(10)], [*saved(20), *decided(20)], [*saved(30), *decided(30, Outcome.ABORT)]
     )
-    actions = decide.decide(state, decide.Remote(local_latest=id_of(20)), Policy(), now=0.0)
+    actions = decide.decide(
+        state, decide.Remote(published=decide.Published(local_latest=id_of(20))), Policy(), now=0.0
+    )
     assert actions == [Keep(id_of(10)), Forget(id_of(30))]
 
 
 def test_the_symlink_moves_before_its_target_is_removed() -> None:
     """R2, locally: with a count of 0 and a policy, the symlink moves to the newest checkpoint that the policy keeps."""
     policy = Policy(local_retention=retention.keep_local(0, "best=1:loss"))
-    actions = decide.decide(committed(LOSSES), decide.Remote(local_latest=id_of(50)), policy, now=0.0)
+    actions = decide.decide(
+        committed(LOSSES), decide.Remote(published=decide.Published(local_latest=id_of(50))), policy, now=0.0
+    )
     assert [each for each in actions if isinstance(each, MoveLocalLatest)] == [MoveLocalLatest(id_of(20))]
     assert not any(isinstance(each, Remove) for each in actions)
 
@@ -130,9 +138,9 @@ def test_the_symlink_moves_before_its_target_is_removed() -> None:
 
 def superseded(state: Local, policy: str, turned_to: int = 30, *, is_disk_short: bool = False) -> list[int]:
     """Return the steps that may be given up while all ranks send the step `turned_to`."""
-    remote = decide.Remote(turn=order.Turn(target=id_of(turned_to)))
+    uploads = decide.Uploads(order.Turn(target=id_of(turned_to)))
     policies = Policy(remote_retention=retention.parse(policy))
-    found = decide.supersedable(state, remote, policies, is_disk_short=is_disk_short)
+    found = decide.supersedable(state, uploads, policies, is_disk_short=is_disk_short)
     return [each.step for each in found]
 
 
@@ -150,12 +158,12 @@ def test_a_full_disk_supersedes_whatever_remote_retention_keeps() -> None:
 
 
 def test_what_a_rank_has_delivered_is_not_superseded() -> None:
-    remote = decide.Remote(
+    uploads = decide.Uploads(
         turn=order.Turn(target=id_of(30)),
         delivered_by_others=frozenset([id_of(10)]),
     )
     state = local(saved(10), saved(20), saved(30))
-    found = decide.supersedable(state, remote, Policy(), is_disk_short=True)
+    found = decide.supersedable(state, uploads, Policy(), is_disk_short=True)
     assert [each.step for each in found] == [20]
 
 

@@ -198,3 +198,21 @@ def test_little_time_turns_a_rank_to_the_newest() -> None:
     turn = order.turned(Turn(target=id_of(1)), owed, 0.0, is_open=True, is_alone=False)
     assert order.in_order(turn, owed)[0] == id_of(1)
     assert order.in_order(order.to_newest(turn, owed, 1.0), owed)[0] == id_of(3)
+
+
+def test_upload_shares_the_link_only_with_less_urgent_ones() -> None:
+    assert order.may_share(1, [1, 2])
+    assert not order.may_share(1, [0, 2])
+
+
+def test_resting_or_asking_rank_begins_no_upload() -> None:
+    assert order.may_begin(0, [0], is_resting=False, asks_for_s=None)
+    assert not order.may_begin(0, [], is_resting=True, asks_for_s=None)
+    assert not order.may_begin(0, [], is_resting=False, asks_for_s=order.ASKING_S / 2)
+    assert order.may_begin(0, [], is_resting=False, asks_for_s=order.ASKING_S)
+
+
+def test_small_checkpoints_share_a_place_and_large_ones_do_not() -> None:
+    ids = [CheckpointId(1, step) for step in range(4)]
+    found = order.places(zip(ids, [3, 3, 9, 1], strict=True), shared_bytes=5)
+    assert [found[each] for each in ids] == [0, 0, 1, 2]

@@ -19,7 +19,7 @@ def delivered(num_ranks: int) -> LocalCheckpoint:
 
 def commits(rank: int, receipts: waiting.Receipts, num_ranks: int, **policy: bool) -> bool:
     local = Local(rank, generation=1, checkpoints={ID: delivered(num_ranks)})
-    remote = decide.Remote(watches={ID: waiting.Watch(receipts)})
+    remote = decide.Remote(commits=decide.Commits({ID: waiting.Watch(receipts)}))
     due = decide.decide(local, remote, decide.Policy(**policy), now=50.0)
     return decide.Commit(ID) in due
 

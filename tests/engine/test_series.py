@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from ckpt_async import CheckpointAbortedError, Uploader
-from ckpt_async.core import decide
+from ckpt_async.core import decide, failures
 from ckpt_async.core.model import CheckpointId, Verified
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import in_flight, uploading
+from ckpt_async.engine import uploading
 from ckpt_async.engine.loop import Engine
 from ckpt_async.errors import FailureReason, JournalError
 from ckpt_async.local.folder import Folder
@@ -267,7 +267,7 @@ LOTS = [f"{number:03d}.pt" for number in range(100)]
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Provide `with opened(store, **settings) as uploader`, with two upload slots."""
-    monkeypatch.setattr(in_flight, "RETRY_ACTION_S", 0.05)
+    monkeypatch.setattr(failures, "RETRY_ACTION_S", 0.05)
     settings = QUICK | {"num_concurrent_uploads": 2, "max_concurrent_uploads": 2}
 
     @contextmanager

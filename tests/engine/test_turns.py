@@ -12,11 +12,10 @@ from ckpt_async.core import order
 from ckpt_async.core.decide import NameTarget, Upload
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.observe import Observer
-from ckpt_async.core.order import Turn
+from ckpt_async.core.order import ASKING_S, BEGINNING_S, Turn
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine.in_flight import InFlight
+from ckpt_async.engine.in_flight import InFlight, UploadQueue
 from ckpt_async.engine.state import State
-from ckpt_async.engine.upload_queue import ASKING_S, BEGINNING_S, UploadQueue
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.transfer.patient import PatientStore

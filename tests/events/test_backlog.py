@@ -15,7 +15,8 @@ from ckpt_async.core.model import (
     StoredShard,
     Verified,
 )
-from ckpt_async.events.backlog import View, Watch
+from ckpt_async.events.run_events import Backlog as View
+from ckpt_async.events.run_events import BacklogWatch as Watch
 
 FIRST, SECOND = CheckpointId(1, 1), CheckpointId(1, 2)
 

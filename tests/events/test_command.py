@@ -14,7 +14,7 @@ from ckpt_async import Uploader
 from ckpt_async.cli import main
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.events.command import Command, environment, warn_if_missing
-from ckpt_async.events.couriers import DeliveryError
+from ckpt_async.events.delivery import DeliveryError
 from ckpt_async.events.event import Event, of_checkpoint
 from tests.descriptors import many_open
 from tests.events.saves import save

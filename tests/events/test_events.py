@@ -18,7 +18,7 @@ from ckpt_async import Event, Uploader
 from ckpt_async.cli import main
 from ckpt_async.core import keys
 from ckpt_async.errors import SettingsError
-from ckpt_async.events import couriers, is_signed
+from ckpt_async.events import delivery, is_signed
 from ckpt_async.events.command import Command
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
@@ -244,10 +244,10 @@ import json, os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
 from ckpt_async import Uploader
-from ckpt_async.events.couriers import Courier
+from ckpt_async.events.delivery import SinkDelivery
 told = json.loads(sys.argv[1])
 if told["when"] == "before":  # delivery, but after the commit
-    Courier._deliver = lambda self, waiting: os.kill(os.getpid(), signal.SIGKILL)
+    SinkDelivery._deliver = lambda self, waiting: os.kill(os.getpid(), signal.SIGKILL)
 if told["when"] == "within":  # the transaction that has the decision
     from ckpt_async.local import outbox
     outbox.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -498,7 +498,7 @@ def test_what_could_not_be_delivered_is_summed_up_at_close(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        couriers, "random", SimpleNamespace(uniform=lambda *_: 1000.0)
+        delivery, "random", SimpleNamespace(uniform=lambda *_: 1000.0)
     )  # no retry is due at the end
     url = f"http://127.0.0.1:{free_port()}/hook"
     with opened(tmp_path, event_webhook=url, event_grace_s=0.0, event_backlog_checkpoints=0) as uploader:

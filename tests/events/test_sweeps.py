@@ -20,7 +20,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import SettingsError
-from ckpt_async.events.couriers import Courier
+from ckpt_async.events.delivery import SinkDelivery
 from ckpt_async.sweep.drain import drain
 from tests.ctrl_c import interrupted
 from tests.events.receiver import Receiver, free_port, receiving
@@ -70,14 +70,14 @@ def test_ctrl_c_while_a_receiver_is_waited_for_ends_it_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The next sweep delivers what is not delivered, and the journal is closed after those who use it."""
-    closes, closing = Courier.close, threading.Event()
+    closes, closing = SinkDelivery.close, threading.Event()
 
-    def close(courier: Courier, grace_s: float) -> None:
+    def close(courier: SinkDelivery, grace_s: float) -> None:
         closing.set()
         closes(courier, grace_s)
 
     folder, is_bare = tmp_path / "dead", what == "drain of events alone"
-    monkeypatch.setattr(Courier, "close", close)
+    monkeypatch.setattr(SinkDelivery, "close", close)
     trainers.die(folder, f"file://{tmp_path}/dead-run", 1, event_webhook="http://127.0.0.1:9/hook")
     if is_bare:
         assert main(["drain", str(folder)]) == 1
@@ -174,7 +174,7 @@ def test_a_second_sweeper_with_the_same_queue_still_sweeps_and_says_that_it_does
     finally:
         first.close()
     assert receiver.raw == []
-    assert "events_not_told" in capsys.readouterr().err
+    assert "events_not_reported" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["pread", "ftruncate"])
@@ -198,7 +198,7 @@ def test_a_damaged_queue_is_moved_aside_and_events_are_told_again(
     tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str], begin: int
 ) -> None:
     """No event of any later sweep was told, and the hint was to restart the trainer."""
-    from ckpt_async.core.notices import Notice
+    from ckpt_async.core.observe import Notice
     from ckpt_async.local.outbox import OwnOutbox
 
     place = tmp_path / "events"
@@ -222,7 +222,7 @@ def test_a_damaged_queue_is_moved_aside_and_events_are_told_again(
 
 def test_an_interrupted_call_leaves_the_queue_free(tmp_path: Path) -> None:
     """A suspended generator held its lock for as long as somebody held the traceback."""
-    from ckpt_async.core.notices import Notice
+    from ckpt_async.core.observe import Notice
     from ckpt_async.local.outbox import OwnOutbox
 
     with contextlib.closing(OwnOutbox(tmp_path / "events")) as outbox:

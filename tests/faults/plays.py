@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from ckpt_async import CkptAsyncError, Uploader
 from ckpt_async.core.decide import MakeDurable, Upload
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import durable
+from ckpt_async.engine import on_disk
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.sweep.sweeper import Sweeper
@@ -65,7 +65,7 @@ def saves_between_cuts(*, boot: str, is_held: bool, **arguments: Any) -> None:
             module.boot_id = lambda: boot
     if is_held:
         Engine._upload = _never  # type: ignore[method-assign]
-    make_durable = durable.make_durable
+    make_durable = on_disk.make_durable
 
     async def loudly(state: State, action: MakeDurable) -> None:
         await make_durable(state, action)
@@ -73,7 +73,7 @@ def saves_between_cuts(*, boot: str, is_held: bool, **arguments: Any) -> None:
         if checkpoint.is_seal_durable and all(each.is_durable for each in checkpoint.shards.values()):
             say("durable", action.checkpoint.generation, action.checkpoint.step)
 
-    durable.make_durable = loudly
+    on_disk.make_durable = loudly
     saves(**arguments)
 
 

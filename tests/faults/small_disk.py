@@ -44,12 +44,12 @@ def on_small_disk(
         import fcntl, os, sys, threading, time, zlib
         from pathlib import Path
         from ckpt_async import *
-        from ckpt_async.engine import in_flight
+        from ckpt_async.core import failures
         from ckpt_async.errors import NoSpaceError, JournalError
         from tests.faults.trainer import write_shards
         tmp = Path(sys.argv[1])
         disk, remote = tmp / "disk", f"file://{tmp}/remote"
-        in_flight.RETRY_ACTION_S = 0.1
+        failures.RETRY_ACTION_S = 0.1
         def fill(folder):
             with open(folder / "ballast", "wb", buffering=0) as file:
                 try:

@@ -86,11 +86,11 @@ def test_a_start_that_can_never_commit_exits_with_an_error(
     nothing = "nothing of generation 1 was committed, although this rank sealed steps 3, 4"
     told = [
         (alone, 1, f"UploadFailedError: {nothing}: rank 1 never opened it"),
-        (warned, 0, f"ERROR closed_in_vain error={nothing}: rank 1 never opened it"),
+        (warned, 0, f"ERROR closed_without_commit error={nothing}: rank 1 never opened it"),
         (waiting, 0, "WARNING closed_with_unfinished steps=[3, 4]"),
         (fenced, 1, f"FencedError: {nothing}: generation 2 of this run has started"),
     ]
     for trainer, exit_code, text in told:
         assert trainer.finish() == exit_code, trainer.log.read_text()
         assert text in trainer.log.read_text()
-    assert "closed_in_vain" not in waiting.log.read_text()
+    assert "closed_without_commit" not in waiting.log.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_async.core.troubles import AGAIN_S, Troubles
+from ckpt_async.core.failures import AGAIN_S, Troubles
 from tests.faults.processes import ROOT
 from tests.faults.small_disk import on_small_disk
 
@@ -16,11 +16,11 @@ PREAMBLE = """
     import logging, os, resource, shutil, signal, sys
     from pathlib import Path
     from ckpt_async import *
-    from ckpt_async.engine import in_flight
+    from ckpt_async.core import failures
     from ckpt_async.errors import FailureReason, JournalError, RunnerError
     from tests.faults.trainer import write_shards
     logging.basicConfig(format="%(levelname)s %(message)s")
-    in_flight.RETRY_ACTION_S = 0.1
+    failures.RETRY_ACTION_S = 0.1
     tmp, runner = Path(sys.argv[1]), sys.argv[2]
     folder, remote = tmp / "folder", f"file://{tmp}/remote"
     def engine_pid(uploader):

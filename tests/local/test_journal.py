@@ -45,8 +45,8 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import FailureReason, FolderInUseError, JournalDamagedError, JournalError, NoSpaceError
 from ckpt_async.local import journals, log
 from ckpt_async.local.folder import Folder
+from ckpt_async.local.journal import _KINDS as KINDS
 from ckpt_async.local.journal import Journal, RankLock
-from ckpt_async.local.journal_rows import KINDS
 from ckpt_async.local.log import Log
 from tests.ctrl_c import interrupted
 from tests.node import Node

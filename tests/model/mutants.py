@@ -10,7 +10,7 @@ from ckpt_async.core import agreement, decide, keys, records, retention, waiting
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.local_state import Local, LocalCheckpoint
 from ckpt_async.core.model import Latest, MadeDurable, Outcome
-from ckpt_async.engine import committing, durable
+from ckpt_async.engine import committing, on_disk
 from ckpt_async.engine.state import State
 from ckpt_async.errors import PreconditionFailedError
 from ckpt_async.protocol import cas, copies, deciding, steps, sweep_plan
@@ -183,7 +183,7 @@ def skips_fsync() -> contextlib.AbstractContextManager[None]:
         checkpoint = state.checkpoint(action.checkpoint)
         state.record(MadeDurable(checkpoint.id, tuple(checkpoint.shards), checkpoint.sealed is not None))
 
-    return patched((durable, "make_durable", make_durable))
+    return patched((on_disk, "make_durable", make_durable))
 
 
 def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
@@ -191,10 +191,10 @@ def skips_fsync_of_folders() -> contextlib.AbstractContextManager[None]:
 
     def fsync_shards(state: State, checkpoint: Any, shards: Any) -> list[Any]:
         for each in shards:
-            durable.fsync_path(state.path(checkpoint, each))
+            on_disk.fsync_path(state.path(checkpoint, each))
         return []
 
-    return patched((durable, "fsync_shards", fsync_shards))
+    return patched((on_disk, "fsync_shards", fsync_shards))
 
 
 def skips_read_back() -> contextlib.AbstractContextManager[None]:

@@ -44,7 +44,7 @@ from ckpt_async.core.naming import checkpoint_name
 from ckpt_async.core.observe import Observer
 from ckpt_async.core.retention import KeepLast, RetentionPolicy
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import cleanup, committing, durable, publishing, recovery, state, uploading
+from ckpt_async.engine import committing, on_disk, recovery, state, uploading
 from ckpt_async.engine.loop import Engine
 from ckpt_async.engine.state import State
 from ckpt_async.errors import (
@@ -54,7 +54,7 @@ from ckpt_async.errors import (
     StoreError,
 )
 from ckpt_async.local import kept
-from ckpt_async.protocol import cas, deciding, presence, steps, sweep_plan
+from ckpt_async.protocol import cas, deciding, steps, sweep_plan
 from ckpt_async.protocol import generation as generations
 from ckpt_async.restore import discovery
 from ckpt_async.restore.session import Pace, Session
@@ -521,12 +521,11 @@ class World:
         )
         fake.get_running_loop = lambda: loop
         patch(mock.patch.object(state, "asyncio", fake))
-        for module in (durable, cleanup):
-            patch(mock.patch.object(module, "in_thread", in_thread))
-        patch(mock.patch.object(durable, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
+        patch(mock.patch.object(on_disk, "in_thread", in_thread))
+        patch(mock.patch.object(on_disk, "fsync_path", lambda path: DiskPath.disk.fsync(DiskPath(path))))
         for module in (recovery, kept):
             patch(mock.patch.object(module, "os", types.SimpleNamespace(listdir=self._listdir)))
-        for module in (durable, kept):
+        for module in (on_disk, kept):
             patch(
                 mock.patch.object(
                     module, "write_durably", lambda path, data: path.disk.write_durably(path, data)
@@ -534,11 +533,10 @@ class World:
             )
         patch(
             mock.patch.object(
-                cleanup, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
+                on_disk, "point_symlink", lambda link, target, private: link.disk.point_symlink(link, target)
             )
         )
-        no_other_kinds = types.SimpleNamespace(of_other_kinds=lambda _: set())
-        patch(mock.patch.object(cleanup, "claims", no_other_kinds))
+        patch(mock.patch.object(kept, "of_other_kinds", return_value=set()))
         moved = types.SimpleNamespace(
             upload=upload,
             upload_many=upload_many,
@@ -550,10 +548,8 @@ class World:
             steps,
             deciding,
             discovery,
-            presence,
             generations,
             committing,
-            publishing,
             remote_sweep,
         ):
             patch(mock.patch.object(module, "all_or_none", in_turn))

@@ -49,7 +49,7 @@ from ckpt_async.page.server import serve
 from ckpt_async.protocol import sweep_plan
 from ckpt_async.protocol.verify import Finding
 from ckpt_async.sweep import sweeper as sweeper_module
-from ckpt_async.sweep.fates import DrainReport, Fate, RankReport
+from ckpt_async.sweep.drain import DrainedCheckpoint, DrainReport, RankReport
 from ckpt_async.sweep.remote import Done, RemoteReport
 from ckpt_async.sweep.sweeper import FolderReport, SweepReport
 from tests.monitor.metrics_page import describe
@@ -655,7 +655,7 @@ def test_a_single_metric_can_be_scraped(metrics):
 def test_a_sweeper_counts_what_it_did() -> None:
     """The counts come from the report of one sweep: every kind of action, what failed, and what verifying found."""
     one, two, three = CheckpointId(1, 1), CheckpointId(1, 2), CheckpointId(1, 3)
-    fate, lost = Fate(one, "step-1"), Finding("I1", "k", "the shard is missing", "missing")
+    fate, lost = DrainedCheckpoint(one, "step-1"), Finding("I1", "k", "the shard is missing", "missing")
     ranks = tuple(
         RankReport(rank, committed=(fate,), uploaded_shards=2, uploaded_bytes=10) for rank in (0, 1)
     )

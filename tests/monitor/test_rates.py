@@ -1,7 +1,7 @@
 """How fast something grows, and the most recent things that happened."""
 
-from ckpt_async.monitor.rates import WINDOW_S, Rates, eta_s
 from ckpt_async.monitor.recent import MAX_TEXT, MOST, SAME_S, Recent
+from ckpt_async.monitor.report import WINDOW_S, Rates, eta_s
 
 
 def test_a_rate_is_known_from_the_second_look_on() -> None:

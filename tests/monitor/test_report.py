@@ -9,8 +9,7 @@ import pytest
 from ckpt_async.core.model import CheckpointId, Enqueued, FileIdentity, Opened, RemoteAddress, Shard
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
-from ckpt_async.monitor.rates import CLOSE_S
-from ckpt_async.monitor.report import FolderWatch, folder_json
+from ckpt_async.monitor.report import CLOSE_S, FolderWatch, folder_json
 
 ID = CheckpointId(1, 100)
 

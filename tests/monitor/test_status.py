@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ from ckpt_async.core.model import (
 from ckpt_async.errors import FailureReason, NoJournalError
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
+from ckpt_async.local.journals import RankState
 from ckpt_async.monitor import status
 
 NOW = 10_000.0
@@ -67,8 +69,21 @@ def local(*events: Event | list[Event], rank: int = 0, at: float = NOW - 60) -> 
     return fold(rows, Local(rank))
 
 
-def summary(*locals_: Local, progress: status.Progress | None = None) -> str:
-    return status.view(locals_, progress or {}, NOW).summary
+Progress = Mapping[tuple[int, CheckpointId, str], int]  # bytes sent, by rank too
+
+
+def viewed(locals_: Sequence[Local], progress: Progress | None = None) -> status.Status:
+    states = []
+    for each in locals_:
+        sent = {
+            (id_, name): size for (rank, id_, name), size in (progress or {}).items() if rank == each.rank
+        }
+        states.append(RankState(each, sent))
+    return status.view(states, NOW)
+
+
+def summary(*locals_: Local, progress: Progress | None = None) -> str:
+    return viewed(locals_, progress).summary
 
 
 COMMITTED_300 = Forgotten(id_(300), NOW - 9 * 60)
@@ -142,7 +157,7 @@ def test_a_checkpoint_is_counted_over_all_ranks_of_the_node() -> None:
     """Half of the ranks done is half done, whatever one rank alone would report."""
     done = local(enqueued(1, 100), sealed(1, 2), verified(1, "f0", 100), ReceiptStored(id_(1)), rank=0)
     begun = local(enqueued(1, 100), sealed(1, 2), rank=1)
-    (found,) = status.view([done, begun], {(1, id_(1), "f0"): 50, (0, id_(1), "f0"): 99}, NOW).checkpoints
+    (found,) = viewed([done, begun], {(1, id_(1), "f0"): 50, (0, id_(1), "f0"): 99}).checkpoints
     assert (found.state, found.percent, found.ranks, found.num_verified) == ("uploading", 75, (0, 1), 1)
     assert (found.size_bytes, found.uploaded_bytes, found.world_size) == (200, 150, 2)
 
@@ -150,23 +165,23 @@ def test_a_checkpoint_is_counted_over_all_ranks_of_the_node() -> None:
 def test_one_rank_that_read_the_decision_suffices() -> None:
     knows = local(enqueued(1, 9), sealed(1, 2), Decided(id_(1), Outcome.COMMIT, "step-1"), rank=0)
     waits = local(enqueued(1, 9), sealed(1, 2), verified(1, "f0", 9), rank=1)
-    assert [each.state for each in status.view([knows, waits], {}, NOW).checkpoints] == ["committed"]
+    assert [each.state for each in viewed([knows, waits]).checkpoints] == ["committed"]
 
 
 def test_a_checkpoint_is_at_risk_until_all_ranks_of_the_node_have_delivered() -> None:
     """Whoever turns the node off loses it if a single receipt is missing."""
     saved = [enqueued(1, 9), sealed(1, 3), verified(1, "f0", 9)]
     done, begun = local(*saved, ReceiptStored(id_(1)), rank=0), local(*saved, rank=1)
-    assert [each.id for each in status.view([done, begun], {}, NOW).at_risk] == [id_(1)]
+    assert [each.id for each in viewed([done, begun]).at_risk] == [id_(1)]
     done_too = local(*saved, ReceiptStored(id_(1)), rank=1)
-    assert status.view([done, done_too], {}, NOW).at_risk == ()
+    assert viewed([done, done_too]).at_risk == ()
 
 
 def test_progress_never_exceeds_the_size_and_100_percent_means_complete() -> None:
     """99.9 % must not read as 100 %: someone might turn the machine off."""
     here = local(enqueued(1, 1000), sealed(1))
-    assert status.view([here], {(0, id_(1), "f0"): 5000}, NOW).checkpoints[0].uploaded_bytes == 1000
-    assert status.view([here], {(0, id_(1), "f0"): 999}, NOW).checkpoints[0].percent == 99
+    assert viewed([here], {(0, id_(1), "f0"): 5000}).checkpoints[0].uploaded_bytes == 1000
+    assert viewed([here], {(0, id_(1), "f0"): 999}).checkpoints[0].percent == 99
 
 
 def test_the_queue_counts_each_unstored_shard_of_undecided_checkpoints_once() -> None:
@@ -178,7 +193,7 @@ def test_the_queue_counts_each_unstored_shard_of_undecided_checkpoints_once() ->
         MultipartOpened(id_(3, 2), "f1", "upload", 5 << 20),
         Failed(id_(3, 2), "f2", FailureReason.TIMEOUT, "slow"),
     )
-    queue = status.view([here], {(0, id_(3, 2), "f3"): 1}, NOW).queue
+    queue = viewed([here], {(0, id_(3, 2), "f3"): 1}).queue
     assert queue == {"queued": (1, 4), "uploading": (2, 40), "retrying": (1, 1), "failed": (1, 16)}
 
 
@@ -249,7 +264,7 @@ def test_the_recorded_remote_is_read_back(tmp_path: Path) -> None:
 
 def test_the_remote_is_that_of_the_newest_start() -> None:
     here = local(Opened(1, 1, REMOTE), Opened(2, 1, RemoteAddress("s3://bucket/moved")))
-    assert status.view([here], {}, NOW).remote == "s3://bucket/moved"
+    assert viewed([here]).remote == "s3://bucket/moved"
 
 
 def test_a_live_owner_is_seen_and_not_disturbed(tmp_path: Path) -> None:

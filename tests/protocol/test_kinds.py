@@ -8,7 +8,7 @@ import pytest
 from ckpt_async.core import keys
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import UnknownKindError
-from ckpt_async.protocol.kinds import check_known, kinds_below
+from ckpt_async.protocol.runs import check_known, kinds_below
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.stores.interface import BytesBody
 from ckpt_async.transfer.patient import PatientStore

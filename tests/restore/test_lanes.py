@@ -13,7 +13,6 @@ import pytest
 
 from ckpt_async import restore
 from ckpt_async.core.units import MIB
-from ckpt_async.local import known_link
 from ckpt_async.restore import destination as destinations
 from ckpt_async.restore import session as lanes_module
 from ckpt_async.restore import session as session_module
@@ -25,6 +24,7 @@ from ckpt_async.restore.session import (
 )
 from ckpt_async.stores.directory import DirectoryStore
 from ckpt_async.stores.interface import Moved
+from ckpt_async.transfer import link
 from ckpt_async.transfer.budgets import FIRST_SERIES, MAX_SERIES
 from tests.restore.runs import Run, content, is_whole
 
@@ -158,8 +158,8 @@ def test_a_fetch_notes_in_the_folder_what_it_has_found_and_begins_with_what_is_n
     noted = folder / ".ckpt-async" / "link-down.json"
     noted.parent.mkdir(parents=True)
     restore.fetch(checkpoint, tmp_path / "first", folder=folder)
-    assert known_link.recall(noted, checkpoint.remote, time.time()) is not None
-    known_link.note(noted, checkpoint.remote, known_link.KnownLink(24, 1e4), time.time())
+    assert link.recall_known(noted, checkpoint.remote, time.time()) is not None
+    link.note_known(noted, checkpoint.remote, link.KnownLink(24, 1e4), time.time())
     restore.fetch(checkpoint, tmp_path / "second", folder=folder)
     restore.fetch(checkpoint, tmp_path / "third")
     assert begun == [CONCURRENT_READS_AT_FIRST, 24, CONCURRENT_READS_AT_FIRST]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
-from ckpt_async.local import known_link
 from ckpt_async.runners import host
+from ckpt_async.transfer import link
 from ckpt_async.transfer.budgets import Budgets
 
 
@@ -32,15 +32,15 @@ def test_a_start_begins_with_the_connections_that_the_last_one_has_noted(
             uploader.enqueue(path, step=len(limits))
             uploader.seal(len(limits))
             uploader.wait(len(limits), timeout_s=60)
-        noted = known_link.KnownLink(24, 5e6)
-        known_link.note(folder / ".ckpt-async" / "link-up.json", remote, noted, time.time())
+        noted = link.KnownLink(24, 5e6)
+        link.note_known(folder / ".ckpt-async" / "link-up.json", remote, noted, time.time())
     assert limits == [8, 24]
 
 
 def test_what_is_no_file_is_nothing_of_use_and_nobody_waits_for_it(tmp_path: Path) -> None:
     path = tmp_path / "link-up.json"
     os.mkfifo(path)
-    assert known_link.recall(path, "file:///remote", 1.0) is None
+    assert link.recall_known(path, "file:///remote", 1.0) is None
     path.unlink()
     path.mkdir()
-    assert known_link.recall(path, "file:///remote", 1.0) is None
+    assert link.recall_known(path, "file:///remote", 1.0) is None

@@ -211,7 +211,7 @@ def test_what_became_of_a_checkpoint_is_known_however_many_followed(
     runner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`wait` without a timeout would never end for one that nobody remembers."""
-    monkeypatch.setattr("ckpt_async.core.outcomes.MAX_OUTCOMES", 2)
+    monkeypatch.setattr("ckpt_async.core.failures.MAX_OUTCOMES", 2)
     with Uploader(tmp_path / "folder", f"file://{tmp_path}/store", runner=runner, **QUICK) as uploader:
         uploader.give_up(1, "by the test")
         for step in range(2, 8):
@@ -1186,10 +1186,10 @@ def test_a_shared_runner_outlives_its_starter_and_is_restarted_when_it_dies(
 
 def test_only_this_user_reaches_the_process_of_a_node(tmp_path: Path) -> None:
     """Whoever connects has it open folders and stores."""
-    meeting = wire.Meeting(tmp_path)
-    with meeting.listen():
+    node_socket = wire.NodeSocket(tmp_path)
+    with node_socket.listen():
         assert (tmp_path / "node.sock").stat().st_mode & 0o777 == 0o600
-    meeting.close()
+    node_socket.close()
 
 
 def test_each_wish_of_a_trainer_reaches_the_engine_when_it_changes() -> None:
@@ -1249,7 +1249,7 @@ def test_fields_that_are_too_long_do_not_keep_a_line_of_the_log_from_the_trainer
 
 def test_of_many_launches_the_newest_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By them a wiped remote is told from the one that a folder belongs to."""
-    monkeypatch.setattr("ckpt_async.runners.host.NUM_EARLIER", 2)
+    monkeypatch.setattr("ckpt_async.core.recovery.NUM_EARLIER", 2)
     for _ in range(4):
         with Uploader(tmp_path / "folder", f"file://{tmp_path}/run", **QUICK):
             pass
@@ -1312,13 +1312,13 @@ def test_a_report_that_does_not_fit_into_a_packet_is_sent_as_several() -> None:
         decided = reports.told(Decided(id_, Outcome.ABORT, "n" * 100, "r" * 2000))
         told._decided.extend([decided] * reports.MAX_DECIDED)
         failure = Failure(UploadFailedError("e" * 2000), id_, "s" * MAX_SHARD_NAME_LENGTH, "LookForSuccessor")
-        told._failures.extend([wire.failure_fields(failure)] * reports.MAX_FAILURES)
+        told._failures.extend([wire.failure_fields(failure)] * reports.MAX_SENT_FAILURES)
         told.note_wake(10_000, 10_000)
         told.send()
     assert [sum(len(each[name]) for each in received) for name in ("observed", "decided", "failures")] == [
         reports.MAX_FACTS,
         reports.MAX_DECIDED,
-        reports.MAX_FAILURES,
+        reports.MAX_SENT_FAILURES,
     ]
     assert [each["num_read"] for each in received] == [1] + [0] * (len(received) - 1)
 
@@ -1343,7 +1343,7 @@ def test_the_largest_report_fits_into_a_packet(letter: str) -> None:
                 )
             )
         ]
-        * reports.MAX_FAILURES,
+        * reports.MAX_SENT_FAILURES,
         "store_error": wire.shortened(letter * 2000, reports.MAX_ERROR_BYTES),
         "failing": [(id_, "LookForSuccessor")] * reports.MAX_FAILING,
         "missing": [(id_, list(range(1000, 1000 + reports.MAX_MISSING)))] * reports.MAX_MISSING,

@@ -120,7 +120,7 @@ def test_a_save_of_an_earlier_saver_of_this_process_is_waited_for(
     first.step({"who": "first"}, 1)
     with CheckpointSaver(tmp_path, **OPTIONS) as second:
         assert second.load_latest(wait_s=0.01) is None
-        assert "predecessor_is_not_over" in caplog.text
+        assert "previous_launch_unfinished" in caplog.text
         monkeypatch.setattr(local_only.logger, "handlers", [OnceWaiting()])
         caplog.set_level(logging.INFO, local_only.logger.name)
         assert second.load_latest(wait_s=60) == {"who": "first"}

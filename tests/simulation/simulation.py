@@ -38,8 +38,7 @@ from ckpt_async.core.model import (
     Superseded,
 )
 from ckpt_async.core.naming import checkpoint_name
-from ckpt_async.core.notices import Notice
-from ckpt_async.core.observe import Observer
+from ckpt_async.core.observe import Notice, Observer
 from ckpt_async.core.retention import KeepLast
 from ckpt_async.core.settings import INHERITED, Settings
 from ckpt_async.engine import loop as engine
@@ -55,7 +54,7 @@ from ckpt_async.protocol.cas import read
 from ckpt_async.protocol.verify import verify
 from ckpt_async.stores.checksums import checksum_of
 from ckpt_async.sweep import drain, sweeper
-from ckpt_async.sweep.fates import DrainReport
+from ckpt_async.sweep.drain import DrainReport
 from ckpt_async.sweep.remote import RemoteSweep
 from ckpt_async.sweep.sweeper import Sweeper
 from ckpt_async.transfer import patient, progress
@@ -340,10 +339,8 @@ class Simulation(World):
             )
             inherited = tuple((name, getattr(settings, name)) for name in INHERITED)
             address = RemoteAddress(URL)
-            nonces = recovery.nonces_of_left(folder, local) | (local.opened.nonces if local.opened else {})
-            earlier = tuple(sorted(nonces.items()))
-            opened = Opened(generation, world_size, address, inherited, boot_id(), claim.nonce, earlier)
-            journal.append([opened])
+            opened = Opened(generation, world_size, address, inherited, boot_id(), claim.nonce)
+            journal.append(recovery.on_disk(folder, local).rows_of(opened, ()))
             known = State(
                 rank=rank,
                 folder=folder,

@@ -13,12 +13,12 @@ from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Enqueued, Opened, RemoteAddress, Sealed, Shard
 from ckpt_async.core.settings import Settings
-from ckpt_async.engine import cleanup, durable, recovery
+from ckpt_async.engine import on_disk, recovery
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal, RankLock
 from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.sweep import drain as drains
-from ckpt_async.sweep import telling
+from ckpt_async.sweep import reporting
 
 
 @pytest.fixture
@@ -155,13 +155,13 @@ def test_a_drain_that_is_cancelled_while_it_starts_to_tell_of_events_ends_what_i
     ("owner", "name"),
     [
         (recovery, "rebuild"),
-        (durable, "fsync_shards"),
-        (durable, "_write_manifest"),
+        (on_disk, "fsync_shards"),
+        (on_disk, "_write_manifest"),
         (Journal, "sync"),
-        (cleanup, "_point_symlink"),
+        (on_disk, "_point_symlink"),
         (Folder, "remove_spool"),
         (Folder, "remove_source"),
-        (cleanup, "_drop"),
+        (on_disk, "_drop"),
     ],
 )
 def test_what_an_engine_does_to_the_disk_has_ended_when_its_drain_is_cancelled(
@@ -178,10 +178,10 @@ def test_a_sweep_that_is_cancelled_while_it_opens_its_queue_of_events_leaves_it_
 ) -> None:
     async def sweep() -> None:
         settings = Settings(event_webhook="http://127.0.0.1:9/hook")
-        async with telling.remote_events(settings, tmp_path / "events"):
+        async with reporting.remote_events(settings, tmp_path / "events"):
             pass
 
     with monkeypatch.context() as patch:
-        patch.setattr(telling, "OwnOutbox", held.before(OwnOutbox))
+        patch.setattr(reporting, "OwnOutbox", held.before(OwnOutbox))
         held.cancel(sweep())
     OwnOutbox(tmp_path / "events").close()

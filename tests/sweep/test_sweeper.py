@@ -23,8 +23,7 @@ from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import RankLock
 from ckpt_async.protocol.verify import Verification, verify
 from ckpt_async.stores.directory import DirectoryStore
-from ckpt_async.sweep.drain import drain
-from ckpt_async.sweep.fates import RankReport
+from ckpt_async.sweep.drain import RankReport, drain
 from ckpt_async.sweep.sweeper import Sweeper, SweepReport
 from ckpt_async.trainer.handle import LOCK_WAIT_S
 from ckpt_async.transfer.patient import PatientStore, connect

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_async import Uploader
-from ckpt_async.engine import in_flight
+from ckpt_async.core import failures
 from tests.stores.misbehaving import Meddled
 from tests.trainer.uploads import QUICK, Open
 
@@ -16,7 +16,7 @@ from tests.trainer.uploads import QUICK, Open
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Open an uploader by `with opened(store, **settings) as uploader`: it is closed, or cut short after an error."""
-    monkeypatch.setattr(in_flight, "RETRY_ACTION_S", 0.05)
+    monkeypatch.setattr(failures, "RETRY_ACTION_S", 0.05)
 
     @contextmanager
     def opened(store: Meddled, folder: Path = tmp_path / "folder", **more: Any) -> Iterator[Uploader]:

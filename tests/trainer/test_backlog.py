@@ -66,9 +66,9 @@ class Blocked(logging.Handler):
 @pytest.fixture
 def blocked() -> Iterator[Blocked]:
     handler = Blocked()
-    logging.getLogger("ckpt_async.trainer.backlog").addHandler(handler)
+    logging.getLogger("ckpt_async.trainer.waits").addHandler(handler)
     yield handler
-    logging.getLogger("ckpt_async.trainer.backlog").removeHandler(handler)
+    logging.getLogger("ckpt_async.trainer.waits").removeHandler(handler)
 
 
 def save(uploader: Uploader, step: int, **metrics: float) -> None:
@@ -123,7 +123,7 @@ BOUNDS = [{"max_backlog_checkpoints": 2}, {"max_backlog_bytes": 2 * SIZE_BYTES}]
 def test_a_rank_that_is_behind_says_what_it_still_has_to_send(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decide, "TELL_OWED_S", 0.1)
+    monkeypatch.setattr(decide, "REPORT_OWED_S", 0.1)
     store, key = Stuck(), keys.owed_key(1, 0)
 
     def told() -> set[int]:

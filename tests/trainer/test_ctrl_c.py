@@ -228,7 +228,7 @@ def test_close_waits_no_longer_than_a_flush_may_take(opened: Open, monkeypatch: 
 
     with opened(Meddled()) as uploader:
         with monkeypatch.context() as patch:
-            patch.setattr("ckpt_async.trainer.closing.drain", hang)
+            patch.setattr("ckpt_async.trainer.waits.drain", hang)
             flushing = threading.Thread(target=flush)
             flushing.start()
             assert has_begun.wait(10)
@@ -272,7 +272,7 @@ def test_the_close_after_an_interrupted_one_says_what_is_not_committed(
         save(uploader, 1)
         assert store.has_come.wait(PATIENCE_S)
         with monkeypatch.context() as patch:
-            patch.setattr("ckpt_async.trainer.closing.drain", interrupt)
+            patch.setattr("ckpt_async.trainer.waits.drain", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 uploader.close()
         assert "closed_with_unfinished steps=[1]" in caplog.text

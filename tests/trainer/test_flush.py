@@ -19,8 +19,8 @@ from ckpt_async import Uploader
 from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId
 from ckpt_async.core.records import decode_decision
+from ckpt_async.engine import in_flight
 from ckpt_async.engine import loop as engine_module
-from ckpt_async.engine import upload_queue
 from ckpt_async.trainer.preemption import flush_on_sigterm
 from tests.stores.misbehaving import Meddled, Slow
 from tests.trainer.uploads import Open, decisions, wait_until, write
@@ -86,7 +86,7 @@ def test_the_newest_checkpoint_has_the_full_bandwidth_until_sent(
     would ever be sent.
     """
     store = Ordered()
-    monkeypatch.setattr(upload_queue, "SERIES_BYTES", 500)  # smaller ones share the link
+    monkeypatch.setattr(in_flight, "SERIES_BYTES", 500)  # smaller ones share the link
     with opened(store, num_concurrent_uploads=8) as uploader:
         save(uploader, 1)
         wait_until(lambda: store.came == [1], uploader)
@@ -127,7 +127,9 @@ def test_no_older_upload_begins_during_a_flush(opened: Open, monkeypatch: pytest
         assert has_stuck.wait(10)
         flushing = threading.Thread(target=uploader.flush, args=(20,))
         flushing.start()
-        wait_until(lambda: engine.state.remote.turn.sending == CheckpointId(uploader.generation, 4), uploader)
+        wait_until(
+            lambda: engine.state.uploads.turn.sending == CheckpointId(uploader.generation, 4), uploader
+        )
         store.go.set()
         wait_until(lambda: not engine._queue._num_uploading or len(store.came) > 1, uploader)
         is_stuck.clear()

@@ -17,7 +17,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.model import CheckpointId, Failed
 from ckpt_async.core.records import decode_decision
 from ckpt_async.errors import FailureReason, InvalidNameError, StoreError
-from ckpt_async.local import links
+from ckpt_async.local import folder as folder_module
 from ckpt_async.transfer import ahead
 from tests.stores.misbehaving import Meddled
 from tests.trainer.uploads import Open, decisions, save, wait_until, write
@@ -247,7 +247,7 @@ def test_a_link_is_made_again_if_the_engine_has_just_removed_the_spool_s_folder(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is there, so the trainer must not be told that it does not exist."""
-    link, num_removed = links._link, 0
+    link, num_removed = folder_module._link, 0
 
     def removed(name: str, parent: int, target: str) -> bool:
         nonlocal num_removed
@@ -256,7 +256,7 @@ def test_a_link_is_made_again_if_the_engine_has_just_removed_the_spool_s_folder(
             shutil.rmtree(Path(target).parent)
         return link(name, parent, target)
 
-    monkeypatch.setattr(links, "_link", removed)
+    monkeypatch.setattr(folder_module, "_link", removed)
     store = Meddled()
     with opened(store) as uploader:
         save(uploader, 1, "a.pt")

@@ -30,7 +30,7 @@ from ckpt_async.core.model import (
     Shard,
 )
 from ckpt_async.errors import FolderInUseError, InvalidNameError, UploadFailedError
-from ckpt_async.local import claims
+from ckpt_async.local import kept
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 from ckpt_async.runners.process import ProcessRunner
@@ -362,14 +362,14 @@ def test_a_kind_that_has_removed_a_checkpoint_holds_no_file_of_it_for_its_copies
         journal.append([Decided(id_, Outcome.COMMIT, "step-1"), Released(id_)])
         journal.append([Removed(id_)] if is_removed else [])
         assert journal.local().checkpoints[id_].to_copy
-    held = claims.of_other_kinds(Folder(folder, kind="weights"))
+    held = kept.of_other_kinds(Folder(folder, kind="weights"))
     assert held == (set() if is_removed else {("shared/a.pt", identity)})
 
 
 def test_two_kinds_that_let_go_at_once_leave_no_file_behind(
     folder: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look, both = claims.of_other_kinds, threading.Barrier(2)
+    look, both = kept.of_other_kinds, threading.Barrier(2)
 
     def looks(of: Folder) -> Any:
         found = look(of)
@@ -377,7 +377,7 @@ def test_two_kinds_that_let_go_at_once_leave_no_file_behind(
             both.wait(0.3)  # for the other thread, if that can look at the same time
         return found
 
-    monkeypatch.setattr(claims, "of_other_kinds", looks)
+    monkeypatch.setattr(kept, "of_other_kinds", looks)
     shared = folder / "shared.json"
     with (
         opened(folder, remote, num_checkpoints_to_keep=0) as full,

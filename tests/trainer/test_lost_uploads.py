@@ -390,7 +390,7 @@ def _wipe_while_idle(uploader: Uploader, store: Meddled) -> None:
     def is_idle() -> bool:
         kinds = decide.ListReceipts | decide.LookForSuccessor
         looks = [each for each in list(running) if isinstance(each, kinds)]
-        return state.remote.is_idle and not looks and state.now() >= state.remote.look_for_successor_at
+        return state.fence.is_idle and not looks and state.now() >= state.fence.look_at
 
     wait_until(is_idle, uploader)
     store.bucket.objects.clear()
@@ -459,7 +459,7 @@ def test_a_launch_that_never_looked_before_does_not_take_the_record_of_another_f
             with opened(Meddled(store.bucket), tmp_path / "other") as new:
                 assert (old.generation, new.generation) == (1, 1)
                 state = old._engine.view().state  # type: ignore[attr-defined]
-                wait_until(lambda: state.now() >= state.remote.look_for_successor_at, old)
+                wait_until(lambda: state.now() >= state.fence.look_at, old)
                 save(old, 2, "a.pt")
                 wait_until(lambda: old._engine.view().fenced_by == 1, old)
                 assert not store.keys("ckpt/")
@@ -502,7 +502,7 @@ def save_of_the_other(new: Uploader) -> None:
 
 
 async def _looks_for_nobody(state: Any) -> None:
-    state.remote = decide.has_looked_for_successor(state.local, state.remote, state.now())
+    state.fence = state.fence.looked(state.local, state.now())
 
 
 class HidesGeneration(Meddled):

@@ -482,7 +482,7 @@ def test_the_pointer_never_moves_behind_latest(opened: Open) -> None:
         asyncio.run(_put(store, keys.LATEST, records.encode_latest(latest)))
         save(uploader, 1, None)
         uploader.wait(1, timeout_s=10)
-        wait_until(lambda: engine.state.remote.pointed_at == CheckpointId(1, 1), uploader)
+        wait_until(lambda: engine.state.published.pointed_at == CheckpointId(1, 1), uploader)
     assert store.keys("latest-rank0") == []
 
 

@@ -26,11 +26,11 @@ from ckpt_async import (
     UploadFailedError,
     restore,
 )
-from ckpt_async.core import decide, keys, records
+from ckpt_async.core import decide, failures, keys, records
 from ckpt_async.core.boundary import Boundary
 from ckpt_async.core.model import CheckpointId, Enqueued, Event
-from ckpt_async.engine import durable, in_flight
 from ckpt_async.engine import loop as engine_module
+from ckpt_async.engine import on_disk
 from ckpt_async.errors import (
     FailureReason,
     InvalidNameError,
@@ -45,7 +45,7 @@ from ckpt_async.local import journals
 from ckpt_async.local.journal import Journal
 from ckpt_async.restore.destination import PARTIAL_FOLDER
 from ckpt_async.stores import StoreOptions
-from ckpt_async.trainer import closing
+from ckpt_async.trainer import waits
 from ckpt_async.transfer import source
 from tests.stores.memory import CAPABILITIES, MemoryBucket
 from tests.stores.misbehaving import Faulty, Meddled, Slow, trouble
@@ -266,7 +266,7 @@ def test_waiting_retries_failed_uploads_that_can_succeed_now(
     """
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
-        monkeypatch.setattr(in_flight, "RETRY_ACTION_S", 3600.0)
+        monkeypatch.setattr(failures, "RETRY_ACTION_S", 3600.0)
         save(uploader, 1)
         wait_until(lambda: len(uploader._engine.view().failures) == 2, uploader)
         if is_told:
@@ -293,8 +293,8 @@ def test_waiting_lasts_for_the_given_time_despite_failures(
     """The engine gives up a shard, loudly, several times during the wait; then the store accepts it."""
     store = Denying()
     with opened(store, upload_timeout_s=1) as uploader:
-        monkeypatch.setattr(in_flight, "RETRY_ACTION_S", 3600.0)
-        monkeypatch.setattr(in_flight, "RETRY_HURRIED_S", 0.01)
+        monkeypatch.setattr(failures, "RETRY_ACTION_S", 3600.0)
+        monkeypatch.setattr(failures, "RETRY_HURRIED_S", 0.01)
         save(uploader, 1)
         with pytest.raises(UploadFailedError, match="by the test"):
             uploader.wait(1)  # without a timeout: until it has failed for good
@@ -346,7 +346,7 @@ def test_a_store_that_does_not_say_who_is_absent_is_no_success(
             if operation == "list" and "members" in key and not is_open:
                 await asyncio.Event().wait()
 
-    monkeypatch.setattr(closing, "MEMBERS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(waits, "MEMBERS_TIMEOUT_S", 0.1)
     is_open = True
     unknown = pytest.raises(UploadFailedError, match="the store did not answer in time which ranks opened it")
     with unknown, opened(Silent(), rank=0, world_size=2, generation=1) as uploader:
@@ -378,7 +378,7 @@ def test_an_exception_in_the_training_loop_takes_precedence_over_errors_of_close
 
     with pytest.raises(ZeroDivisionError):
         train()
-    assert "closed_in_vain" in caplog.text
+    assert "closed_without_commit" in caplog.text
 
 
 def test_steps_that_two_starts_have_left_are_told_apart(
@@ -465,7 +465,7 @@ def test_closing_before_the_time_is_over_does_not_say_that_it_is(
     with opened(store) as uploader:
         save(uploader, 1)
         assert store.has_come.wait(10)
-        monkeypatch.setattr(closing, "drain", lambda *_, **__: None)
+        monkeypatch.setattr(waits, "drain", lambda *_, **__: None)
         try:
             uploader.close()
         finally:
@@ -1119,7 +1119,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
 ) -> None:
     """A store that is faster than the disk's fsync is normal, and must not cause links to be left in the spool."""
     go, has_come = threading.Event(), threading.Event()
-    original = durable.fsync_path
+    original = on_disk.fsync_path
 
     def slow(path: Any) -> None:
         if "000001-000000000001" in str(path) and str(path).endswith(".pt"):
@@ -1127,7 +1127,7 @@ def test_links_are_not_released_while_they_are_being_made_durable(
             assert go.wait(10)
         original(path)
 
-    monkeypatch.setattr(durable, "fsync_path", slow)
+    monkeypatch.setattr(on_disk, "fsync_path", slow)
     with opened(Meddled()) as uploader:
         save(uploader, 1)
         uploader.wait(1, timeout_s=10)

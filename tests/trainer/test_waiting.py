@@ -60,8 +60,8 @@ def test_the_oldest_of_many_waiting_checkpoints_is_reported() -> None:
 
 def test_the_lowest_delivered_rank_logs_first() -> None:
     """A run of thousands of ranks logs one line. If that rank has died since, the others must log."""
-    assert backlog.first_tell_s(Receipts((5, 2, 3)), 2) == backlog.LONG_WAIT_S == 600
-    assert {backlog.first_tell_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
+    assert backlog.first_log_s(Receipts((5, 2, 3)), 2) == backlog.LONG_WAIT_S == 600
+    assert {backlog.first_log_s(Receipts((5, 2, 3)), rank) for rank in (3, 5)} == {1200}
 
 
 @pytest.mark.fault("O6")
@@ -122,7 +122,7 @@ def test_a_step_that_a_rank_never_saved_is_waited_for_only_until_a_newer_one_is_
         uploader.close(timeout_s=0)
     with opened(store, generation=2) as uploader:
         assert not uploader.wait_for_predecessor(0.1)
-        assert "predecessor_is_not_over steps=4 " in caplog.text
+        assert "previous_launch_unfinished steps=4 " in caplog.text
         save(uploader, 6)
         uploader.wait(6, timeout_s=30)
     caplog.clear()

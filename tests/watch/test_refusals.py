@@ -16,7 +16,7 @@ from ckpt_async.core import keys
 from ckpt_async.core.refusal import Refusal, Refused
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import FailureReason, NoSpaceError, StoreError
-from ckpt_async.events.telling import refused
+from ckpt_async.events.event import refused
 from ckpt_async.formats import Rules
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.outbox import OwnOutbox

@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from ckpt_async import Uploader
-from ckpt_async.core.notices import Notice
+from ckpt_async.core.observe import Notice
 from ckpt_async.local.folder import Folder
 from ckpt_async.local.journal import Journal
 

@@ -44,7 +44,7 @@ def clock() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliveries:
+class DeliveryCounts:
     """What became of events. Those that are dropped are never delivered; those that wait will be tried again."""
 
     num_delivered: int = 0
@@ -52,7 +52,7 @@ class Deliveries:
     num_waiting: int = 0  # not for functions, which end with their process: the next one calls its own
 
 
-NO_EVENTS = Deliveries()
+NO_EVENTS = DeliveryCounts()
 
 
 class DeliveryError(Exception):
@@ -76,10 +76,10 @@ class Sink(Protocol):
         """Cut short the deliveries under way."""
 
 
-class Courier:
+class SinkDelivery:
     """Delivers events to one sink until it is closed.
 
-    What could not be delivered stays in the outbox for the next courier. `kinds` are the kinds that the sink wants now;
+    What could not be delivered stays in the outbox for the next one. `kinds` are the kinds that the sink wants now;
     others, which an earlier process may have put into the outbox, are dropped. None means all kinds.
     """
 
@@ -158,8 +158,8 @@ class Courier:
     def _patiently(self, use: Callable[[], T]) -> T:
         """Read or write the journal, and retry for as long as that fails.
 
-        A disk that is full for a moment must not end the courier, nor cause an event to be delivered twice because its
-        delivery could not be recorded. Raises CkptAsyncError once the courier is over.
+        A disk that is full for a moment must not end the delivery, nor cause an event to be delivered twice because its
+        delivery could not be recorded. Raises CkptAsyncError once the delivery is over.
         """
         while True:
             try:
@@ -272,8 +272,8 @@ class Courier:
         return None
 
 
-class Couriers:
-    """One courier for each sink. `wants` names the kinds of events that a sink wants now, if not all."""
+class Delivery:
+    """The delivery to each sink. `wants` names the kinds of events that a sink wants now, if not all."""
 
     def __init__(
         self,
@@ -281,23 +281,23 @@ class Couriers:
         sinks: Iterable[Sink],
         wants: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
-        self._couriers = [Courier(outbox, sink, wants.get(sink.name)) for sink in sinks]
+        self._sinks = [SinkDelivery(outbox, sink, wants.get(sink.name)) for sink in sinks]
 
     def notify(self) -> None:
-        for each in self._couriers:
+        for each in self._sinks:
             each.notify()
 
     @property
-    def done(self) -> Deliveries:
+    def done(self) -> DeliveryCounts:
         """What became of events so far; those that wait are not counted."""
-        delivered = sum(each.num_delivered for each in self._couriers)
-        return Deliveries(delivered, sum(each.num_dropped for each in self._couriers))
+        delivered = sum(each.num_delivered for each in self._sinks)
+        return DeliveryCounts(delivered, sum(each.num_dropped for each in self._sinks))
 
     def close(self, grace_s: float) -> None:
-        """Close all couriers at once; see `Courier.close`. Blocks for at most `grace_s` and a few seconds more."""
+        """Close all at once; see `SinkDelivery.close`. Blocks for at most `grace_s` and a few seconds more."""
         closing = [
             threading.Thread(target=each.close, args=(grace_s,), name="ckpt-async-closing", daemon=True)
-            for each in self._couriers
+            for each in self._sinks
         ]
         for thread in closing:
             thread.start()
@@ -305,29 +305,21 @@ class Couriers:
             thread.join()
 
     def cut_short(self) -> None:
-        """See `Courier.cut_short`."""
-        for each in self._couriers:
+        """See `SinkDelivery.cut_short`."""
+        for each in self._sinks:
             each.cut_short()
 
 
-class Closable(Protocol):
-    """Couriers, or an object that owns them."""
-
-    def close(self, grace_s: float) -> None: ...
-
-    def cut_short(self) -> None: ...
-
-
-async def close_on_thread(couriers: Closable, grace_s: float) -> None:
-    """Close the couriers on a thread, beside an event loop.
+async def close_on_thread(delivery: Delivery, grace_s: float) -> None:
+    """Close the delivery on a thread, beside an event loop.
 
     If this is cancelled, for example by Ctrl-C, it cuts short what is under way but still waits for the end, because
     the journal beneath is closed next.
     """
-    closing = asyncio.ensure_future(asyncio.to_thread(couriers.close, grace_s))
+    closing = asyncio.ensure_future(asyncio.to_thread(delivery.close, grace_s))
     try:
         await asyncio.shield(closing)
     except asyncio.CancelledError:
-        couriers.cut_short()
+        delivery.cut_short()
         await closing
         raise

@@ -18,11 +18,9 @@ from ckpt_async.core.model import CheckpointId, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import CkptAsyncError, JournalError
 from ckpt_async.events import event as events
-from ckpt_async.events import telling
-from ckpt_async.events.callback import Callback, OnEvent
-from ckpt_async.events.couriers import Couriers, close_on_thread
+from ckpt_async.events.delivery import Delivery, close_on_thread
 from ckpt_async.events.event import Event
-from ckpt_async.events.sinks import sinks_of, wants_of
+from ckpt_async.events.sinks import Callback, OnEvent, sinks_of, wants_of
 from ckpt_async.local.outbox import OwnOutbox
 from ckpt_async.protocol import steps, sweep_plan
 from ckpt_async.protocol.verify import Finding
@@ -47,8 +45,8 @@ def default_folder(environment: Mapping[str, str]) -> Path:
 class RemoteEvents:
     """Events of the remotes that one sweep goes through."""
 
-    def __init__(self, outbox: OwnOutbox, wants: telling.Wants, couriers: Couriers) -> None:
-        self._outbox, self._wants, self._couriers = outbox, wants, couriers
+    def __init__(self, outbox: OwnOutbox, wants: events.Wants, delivery: Delivery) -> None:
+        self._outbox, self._wants, self._delivery = outbox, wants, delivery
 
     async def done(self, store: PatientStore, done: Done) -> None:
         """Report an action of the sweep that has succeeded."""
@@ -59,14 +57,14 @@ class RemoteEvents:
         try:
             decision = await steps.read_decision(store, id_)
         except CkptAsyncError as error:
-            logger.error("event_not_made %s error=%s", id_, error)  # noqa: TRY400  no bug of ours
+            logger.error("event_not_reported %s error=%s", id_, error)  # noqa: TRY400  no bug of ours
             return
         if decision is None:
             return
-        event = telling.of_decision(store.url, decision, time.time())
+        event = events.of_decision(store.url, decision, time.time())
         if event.kind == "pruned":
             event = replace(event, details={**event.details, "reason": done.action.reason})
-        self._tell([event])
+        self._report([event])
 
     async def damage(
         self, store: PatientStore, violations: Iterable[Finding], names: Mapping[CheckpointId, str]
@@ -77,14 +75,14 @@ class RemoteEvents:
         for id_, reason in (await steps.read_damages(store)).items():
             if id_ in names:
                 key = keys.damage_key(id_)
-                found.append(telling.damaged(run, id_, names[id_], reason, now, key=key))
-        self._tell(found)
+                found.append(events.damaged(run, id_, names[id_], reason, now, key=key))
+        self._report(found)
 
-    def _tell(self, found: Iterable[Event]) -> None:
-        notices = [notice for event in found for notice in telling.notices_of(event, self._wants)]
+    def _report(self, found: Iterable[Event]) -> None:
+        notices = [notice for event in found for notice in events.notices_of(event, self._wants)]
         if notices:
             self._outbox.put(notices, time.time())
-            self._couriers.notify()
+            self._delivery.notify()
 
 
 def _of_finding(run: str, each: Finding, names: Mapping[CheckpointId, str], now: float) -> Event:
@@ -92,7 +90,7 @@ def _of_finding(run: str, each: Finding, names: Mapping[CheckpointId, str], now:
     id_ = data[0] if data else receipt[0] if receipt else keys.parse_decision_key(each.key)
     if id_ is None:
         return events.of_run("damaged", run, 0, now, about=each.key, reason=each.message, key=each.key)
-    return telling.damaged(run, id_, names.get(id_, ""), each.message, now, key=each.key)
+    return events.damaged(run, id_, names.get(id_, ""), each.message, now, key=each.key)
 
 
 @contextlib.asynccontextmanager
@@ -119,11 +117,11 @@ async def remote_events(
         try:
             outbox = await in_thread(open_outbox)
         except JournalError as error:
-            logger.error("events_not_told error=%s; events of remotes are lost", error)  # noqa: TRY400  no bug of ours
+            logger.error("events_not_reported error=%s; events of remotes are lost", error)  # noqa: TRY400  no bug of ours
             yield None
             return
-        couriers = Couriers(outbox, [*functions, *sinks_of(settings, os.environ)], wants)
+        delivery = Delivery(outbox, [*functions, *sinks_of(settings, os.environ)], wants)
         try:
-            yield RemoteEvents(outbox, wants, couriers)
+            yield RemoteEvents(outbox, wants, delivery)
         finally:
-            await close_on_thread(couriers, settings.event_grace_s)
+            await close_on_thread(delivery, settings.event_grace_s)

@@ -1,4 +1,4 @@
-"""Couriers whose journal cannot be written for a while."""
+"""Delivery whose journal cannot be written for a while."""
 
 import logging
 import threading
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_async.core.model import CheckpointId
-from ckpt_async.core.notices import Notice
+from ckpt_async.core.observe import Notice
 from ckpt_async.errors import NoSpaceError
-from ckpt_async.events import couriers
-from ckpt_async.events.couriers import Courier, DeliveryError
+from ckpt_async.events import delivery
+from ckpt_async.events.delivery import DeliveryError, SinkDelivery
 from ckpt_async.events.event import Event, of_checkpoint
 from ckpt_async.local import outbox
 from ckpt_async.local.outbox import OwnOutbox
@@ -53,7 +53,7 @@ class Sink:
 
 @pytest.fixture
 def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Box]:
-    monkeypatch.setattr(couriers, "JOURNAL_RETRY_S", 0.01)
+    monkeypatch.setattr(delivery, "JOURNAL_RETRY_S", 0.01)
     box = Box(tmp_path)
     yield box
     box.close()
@@ -73,15 +73,15 @@ def test_what_a_full_disk_cannot_note_is_noted_later_and_not_delivered_again(
     sink = Sink(num_parallel)
     sink.is_away, box.is_full = is_away, True
     put(box, 1)
-    courier = Courier(box, sink)
+    delivering = SinkDelivery(box, sink)
     wait_until(lambda: box.num_refused > 10)
     assert sink.steps == [1]
     sink.is_away = box.is_full = False
     wait_until(lambda: box.num_due(["exec"], time.time()) == 0)
     put(box, 2)
-    courier.notify()
+    delivering.notify()
     wait_until(lambda: 2 in sink.steps)
-    courier.close(5.0)
+    delivering.close(5.0)
     assert sink.steps.count(1) == 1 + is_away
     assert box.num_due(["exec"], float("inf")) == 0
     assert caplog.text.count("events_held_up") == caplog.text.count("events_go_on") == 1
@@ -92,9 +92,9 @@ def test_a_disk_that_stays_full_holds_up_no_end(box: Box, caplog: pytest.LogCapt
     sink = Sink(1)
     box.is_full = True
     put(box, 1)
-    courier = Courier(box, sink)
+    delivering = SinkDelivery(box, sink)
     wait_until(lambda: box.num_refused > 0)
-    courier.close(0.05)
+    delivering.close(0.05)
     assert "events_left sink=exec num=1 cut_short=1; the next launch delivers them" in caplog.text
     assert not [each for each in threading.enumerate() if each.name.startswith("ckpt-async-exec")]
 
@@ -103,13 +103,13 @@ def test_what_an_earlier_process_has_put_there_and_nobody_wants_now_is_dropped(b
     """For example `drain --webhook-on fenced`, whose receiver does not want the trainer's commits."""
     sink = Sink(1)
     put(box, 1)
-    courier = Courier(box, sink, {"fenced"})
+    delivering = SinkDelivery(box, sink, {"fenced"})
     wait_until(lambda: box.num_due(["exec"], float("inf")) == 0)
-    courier.close(5.0)
+    delivering.close(5.0)
     put(box, 2)
-    courier = Courier(box, sink, {"committed"})
+    delivering = SinkDelivery(box, sink, {"committed"})
     wait_until(lambda: sink.steps == [2])
-    courier.close(5.0)
+    delivering.close(5.0)
 
 
 def test_what_is_put_again_and_again_is_not_forgotten_and_delivered_again(
@@ -154,14 +154,14 @@ def test_a_step_of_the_clock_neither_holds_up_a_retry_nor_makes_an_event_old(
     sink = Sink(1)
     sink.is_away = True
     put(box, 1)
-    courier = Courier(box, sink)
+    delivering = SinkDelivery(box, sink)
     wait_until(lambda: box.num_due(["exec"], 1.0) == 0)  # the retry is put off
     step_clock(monkeypatch, by_s)
     wait_until(lambda: len(sink.steps) == 2)
     sink.is_away = False
-    wait_until(lambda: courier.num_delivered == 1)
-    courier.close(5.0)
-    assert (sink.steps, courier.num_dropped) == ([1, 1, 1], 0)
+    wait_until(lambda: delivering.num_delivered == 1)
+    delivering.close(5.0)
+    assert (sink.steps, delivering.num_dropped) == ([1, 1, 1], 0)
 
 
 def test_an_event_is_old_only_if_attempts_have_failed_for_long(
@@ -172,17 +172,17 @@ def test_an_event_is_old_only_if_attempts_have_failed_for_long(
     step_clock(monkeypatch, -100 * HOUR_S)
     put(box, 1)  # its time is before the step
     monkeypatch.undo()
-    courier = Courier(box, sink)
+    delivering = SinkDelivery(box, sink)
     wait_until(lambda: len(sink.steps) == 2)
-    courier.close(0.0)
-    assert courier.num_dropped == 0
+    delivering.close(0.0)
+    assert delivering.num_dropped == 0
     (waiting,) = box.waiting("exec")
     assert waiting.num_attempts >= 1
     box.retry_now("exec")
     num_attempts = len(sink.steps)
-    courier = Courier(box, sink)  # of another process, for which the time counts
-    wait_until(lambda: courier.num_dropped == 1)
-    courier.close(0.0)
+    delivering = SinkDelivery(box, sink)  # of another process, for which the time counts
+    wait_until(lambda: delivering.num_dropped == 1)
+    delivering.close(0.0)
     assert len(sink.steps) == num_attempts + 1
 
 
@@ -194,9 +194,9 @@ def test_each_pause_is_twice_as_long_as_the_one_before(box: Box) -> None:
     for _ in range(3):
         (waiting,) = box.waiting("exec")
         box.failed(waiting, began)
-    courier = Courier(box, sink)
+    delivering = SinkDelivery(box, sink)
     wait_until(lambda: box.waiting("exec")[0].num_attempts == 4)
-    courier.close(0.0)
+    delivering.close(0.0)
     assert 4.0 <= box.waiting("exec")[0].next_at - began <= 9.0
 
 
@@ -209,9 +209,9 @@ def test_a_new_launch_does_not_begin_to_count_the_attempts_again(box: Box) -> No
         (waiting,) = box.waiting("exec")
         box.failed(waiting, time.time() + HOUR_S)
     box.retry_now("exec")
-    courier = Courier(box, sink)
-    wait_until(lambda: courier.num_dropped == 1)
-    courier.close(5.0)
+    delivering = SinkDelivery(box, sink)
+    wait_until(lambda: delivering.num_dropped == 1)
+    delivering.close(5.0)
     assert sink.steps == [1]
 
 
@@ -220,6 +220,6 @@ def test_what_an_earlier_process_with_another_clock_has_put_off_is_due(box: Box)
     put(box, 1)
     (waiting,) = box.waiting("exec")
     box.failed(waiting, time.time() + 100 * HOUR_S)
-    courier = Courier(box, sink)
-    wait_until(lambda: courier.num_delivered == 1)
-    courier.close(5.0)
+    delivering = SinkDelivery(box, sink)
+    wait_until(lambda: delivering.num_delivered == 1)
+    delivering.close(5.0)

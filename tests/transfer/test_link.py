@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_async.core.settings import Settings
 from ckpt_async.transfer.budgets import Budgets
-from ckpt_async.transfer.node import ABANDONED_S, BUSY_S, Node
+from ckpt_async.transfer.link import ABANDONED_S, BUSY_S, Node
 
 NOW_S = 1000.0
 
@@ -30,7 +30,7 @@ def test_each_is_told_what_all_have_moved_and_what_the_others_have_under_way(the
 
 def test_another_process_is_seen(there: dict[str, str]) -> None:
     program = (
-        "import os; from ckpt_async.transfer.node import Node; "
+        "import os; from ckpt_async.transfer.link import Node; "
         f"node = Node('up'); node.tell(7, 2, {NOW_S}); os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, **there})

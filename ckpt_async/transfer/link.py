@@ -1,4 +1,5 @@
-"""What all processes of this user on this node move over its link, so that none mistakes a larger share for a gain.
+"""What is known of the link: what all processes of this user on this node move over it, so that none mistakes a larger
+share for a gain; and what one process has learned of it, for the next one.
 
 They share a file in memory, with a slot for each process. It is only a hint: a process that cannot open it, or reads
 half a number, considers only what it moves itself. The file is never mapped: a full or truncated one would cause a
@@ -9,14 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import math
 import os
 import stat
 import struct
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from ckpt_async.core.model import without_slash
 
 logger = logging.getLogger(__name__)
 
@@ -126,3 +131,54 @@ def _slots(file: int) -> list[tuple[float, int, int]]:
 
 def _write(file: int, slot: int, told_s: float, num_requests: int, moved_bytes: int) -> None:
     os.pwrite(file, _SLOT.pack(told_s, num_requests, moved_bytes), slot * _SLOT.size)
+
+
+# --- for the next process: a small file in the folder -------------------------------------------------------
+
+
+# Networks change without notice, so anything older than this is ignored.
+GOOD_FOR_S = 30 * 86400.0
+MAX_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLink:
+    """How many connections one process needs, and how many bytes per second each of them moves."""
+
+    num_connections: int
+    connection_bytes_per_s: float
+
+
+def known_file_name(direction: Literal["up", "down"]) -> str:
+    return f"link-{direction}.json"
+
+
+def note_known(path: Path, remote: str, known: KnownLink, now_s: float) -> None:
+    """Replace what the file at `path` says. Raises OSError."""
+    data = json.dumps({"remote": without_slash(remote), **asdict(known), "noted_at": now_s}).encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
+
+
+def _read_known(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not block on a FIFO
+    try:
+        return os.read(descriptor, MAX_FILE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def recall_known(path: Path, remote: str, now_s: float) -> KnownLink | None:
+    """Return what the file at `path` says about the link to `remote`; None if it has nothing useful."""
+    try:
+        found = json.loads(_read_known(path))
+        known = KnownLink(int(found["num_connections"]), float(found["connection_bytes_per_s"]))
+        is_of_use = found["remote"] == without_slash(remote) and 0 <= now_s - found["noted_at"] < GOOD_FOR_S
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    is_sane = known.num_connections >= 1 and 0 < known.connection_bytes_per_s < math.inf
+    return known if is_of_use and is_sane else None

@@ -1,18 +1,22 @@
-"""What an engine does on this node once a checkpoint is decided: local symlink, spool links, local retention."""
+"""What an engine does on this node's disk: it makes durable what was enqueued and, once a checkpoint is
+decided, moves the local symlink, removes spool links and applies local retention.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 
-from ckpt_async.core import decide, keys, naming
-from ckpt_async.core.local_state import LocalCheckpoint
-from ckpt_async.core.model import CheckpointId, Forgotten, Released, Removed
+from ckpt_async.core import decide, keys, naming, records
+from ckpt_async.core.local_state import LocalCheckpoint, LocalShard
+from ckpt_async.core.model import CheckpointId, Failed, Forgotten, MadeDurable, Released, Removed
 from ckpt_async.engine.state import State
-from ckpt_async.errors import InvalidNameError
-from ckpt_async.local import claims, kept
-from ckpt_async.local.durable import point_symlink
+from ckpt_async.errors import FailureReason, InvalidNameError
+from ckpt_async.local import kept
+from ckpt_async.local.durable import fsync_path, is_final, point_symlink, with_those_above, write_durably
 from ckpt_async.threads import in_thread
 
 logger = logging.getLogger(__name__)
@@ -20,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 async def move_local_latest(state: State, action: decide.MoveLocalLatest) -> None:
     await in_thread(_point_symlink, state, action.checkpoint)
-    state.remote = replace(state.remote, local_latest=action.checkpoint)
+    state.published = replace(state.published, local_latest=action.checkpoint)
 
 
 def _point_symlink(state: State, id_: CheckpointId) -> None:
@@ -67,7 +71,7 @@ async def remove(state: State, action: decide.Remove) -> None:
 
     def remove() -> None:
         with state.folder.letting_go():
-            kept_by_others = shared | claims.of_other_kinds(state.folder)
+            kept_by_others = shared | kept.of_other_kinds(state.folder)
             for each in checkpoint.shards.values():
                 if (each.shard.source, each.shard.identity) in kept_by_others:
                     continue  # the same file belongs to another checkpoint, which is removed later or stays
@@ -75,7 +79,9 @@ async def remove(state: State, action: decide.Remove) -> None:
                 if not state.folder.remove_source(source, identity, keeps_folders=is_ahead):
                     logger.info("local_file_kept path=%s; the file has been replaced", each.shard.source)
             # Before the checkpoint is forgotten, because nothing comes back to a forgotten one.
-            state.record(notices=state.teller.removed_locally(checkpoint.id, checkpoint.name, action.reason))
+            state.record(
+                notices=state.reporter.removed_locally(checkpoint.id, checkpoint.name, action.reason)
+            )
             if checkpoint.to_copy:  # copies are made within the store, and need none of these files
                 state.record(Removed(action.checkpoint))
             else:
@@ -115,3 +121,61 @@ def local_target(shards: list[tuple[str, str]]) -> str | None:
     if root:
         return root
     return shards[0][0] if len(shards) == 1 else None
+
+
+async def make_durable(state: State, action: decide.MakeDurable) -> None:
+    """Make a checkpoint survive power loss, or record that a shard or all of it is lost.
+
+    An fsync that fails is final (F4).
+    """
+    checkpoint = state.checkpoint(action.checkpoint)
+    volatile = [each for each in checkpoint.shards.values() if not each.is_durable]
+    state.journal.check_there()
+    try:
+        failed = await in_thread(fsync_shards, state, checkpoint, volatile)
+        if not failed:
+            await in_thread(_write_manifest, state, checkpoint)
+            await in_thread(state.journal.sync)
+    except OSError as error:
+        if not is_final(error):
+            state.folder.check_same()  # which says why there is no such file
+            raise
+        message = f"{error.filename!r}: {error.strerror}: the data on disk cannot be trusted"
+        failed = [Failed(checkpoint.id, "", FailureReason.DISK, message)]
+    if failed:
+        state.fail(checkpoint.id, failed)
+        return
+    names = tuple(each.shard.name for each in volatile)
+    state.record(MadeDurable(checkpoint.id, names, checkpoint.sealed is not None))
+
+
+def fsync_shards(state: State, checkpoint: LocalCheckpoint, shards: Iterable[LocalShard]) -> list[Failed]:
+    """Fsync the shards, and every folder on the way to them and to their links. Returns the shards that are lost."""
+    failed = []
+    folders = {f"{state.folder.private}/{keys.spool_checkpoint(checkpoint.id, state.rank)}"}
+    for each in shards:
+        path = state.path(checkpoint, each)
+        try:
+            fsync_path(path)
+        except FileNotFoundError:
+            message = f"shard {path!r} is gone: it was deleted before it was uploaded"
+            failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_MISSING, message))
+        except OSError as error:
+            if not is_final(error):
+                raise
+            message = f"shard {state.users_path(each)!r}: {error.strerror}: its data cannot be trusted"
+            failed.append(Failed(checkpoint.id, each.shard.name, FailureReason.SOURCE_CHANGED, message))
+        folders.add(path.rpartition("/")[0])
+        folders.add(state.users_path(each).rpartition("/")[0])
+    for folder in with_those_above(folders, str(state.folder.path)):
+        with contextlib.suppress(FileNotFoundError):
+            fsync_path(folder)
+    return failed
+
+
+def _write_manifest(state: State, checkpoint: LocalCheckpoint) -> None:
+    if checkpoint.shards or checkpoint.sealed:
+        path = state.folder.private / keys.spool_manifest(checkpoint.id, state.rank)
+        nonces = state.local.opened.nonces if state.local.opened else {}
+        nonce = nonces.get(checkpoint.id.generation, "")
+        write_durably(path, records.manifest_of(checkpoint, state.store.url, nonce))
