@@ -27,6 +27,7 @@ from ckpt_async.errors import (
     SettingsError,
     UnknownVersionError,
 )
+from ckpt_async.protocol import steps
 from ckpt_async.protocol.cas import advance, create_once, read, read_record
 from ckpt_async.stores.interface import ObjectInfo
 from ckpt_async.transfer.patient import PatientStore
@@ -272,6 +273,8 @@ class _Agreement:
 
     async def find(self) -> Generation:
         began_with = number = await newest_generation(self._store)
+        if not began_with:
+            await steps.refuse_unfinished_copy(self._store)
         while True:
             if (found := await self._of_our_key(number)) is not None:
                 newest = await self._wait_for_sign(number, is_new=number > began_with)

@@ -23,7 +23,7 @@ from ckpt_async.core.model import (
     StoredShard,
     Target,
 )
-from ckpt_async.errors import InvalidRecordError, ObjectNotFoundError
+from ckpt_async.errors import CapabilityError, InvalidRecordError, ObjectNotFoundError
 from ckpt_async.protocol import copies, sweep_plan
 from ckpt_async.protocol.cas import advance, if_readable, read, read_record
 from ckpt_async.stores.checksums import checksum_of
@@ -213,6 +213,21 @@ async def read_decisions(
 async def read_boundary(store: PatientStore) -> Boundary:
     there = await read_record(store, keys.BOUNDARY, records.decode_boundary)
     return there[0] if there else NOTHING_COLLECTED
+
+
+async def refuse_unfinished_copy(store: PatientStore) -> None:
+    """Raise CapabilityError if another run is being copied here: what it has so far is not all of it. Costs a GET."""
+    if (source := await unfinished_copy(store)) is not None:
+        raise CapabilityError(
+            f"{store.url} holds an unfinished copy of {source}",
+            hint=f"repeat `ckpt-async copy {source} {store.url}` until it has ended, or delete the copy",
+        )
+
+
+async def unfinished_copy(store: PatientStore) -> str | None:
+    """Return the URL of the run that is being copied here, or None if none is."""
+    there = await read_record(store, keys.COPY, records.decode_copy)
+    return there[0] if there else None
 
 
 async def read_latest(store: PatientStore) -> Latest | None:

@@ -445,6 +445,7 @@ async def check_fresh(opened: Session, remote: str, known: Known, latest: Latest
     before all was listed. Logs whether anything was ever here: the URL may be mistyped.
     """
     store = opened.store
+    await steps.refuse_unfinished_copy(store)
     if latest is not None:
         boundary = await if_readable(steps.read_boundary(store)) or NOTHING_COLLECTED
         latest = None if boundary.voids(latest.checkpoint) else latest

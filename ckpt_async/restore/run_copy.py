@@ -24,6 +24,7 @@ from ckpt_async.core import keys, records
 from ckpt_async.core.model import CheckpointId, Decision, Outcome
 from ckpt_async.core.settings import Settings
 from ckpt_async.errors import (
+    CheckpointConflictError,
     CheckpointGoneError,
     DamagedCheckpointError,
     DestinationError,
@@ -32,7 +33,7 @@ from ckpt_async.errors import (
 )
 from ckpt_async.local.folder import identity_of
 from ckpt_async.protocol import steps
-from ckpt_async.protocol.cas import create_once, read, read_record
+from ckpt_async.protocol.cas import create_once
 from ckpt_async.protocol.runs import kinds_below
 from ckpt_async.restore.checkpoint import Checkpoint, RemoteFile, checkpoint_of
 from ckpt_async.restore.fetching import fetch
@@ -103,11 +104,8 @@ def copy(
                 what = "" if steps is None else f" of step {', '.join(map(str, sorted(steps)))}"
                 raise ObjectNotFoundError(f"{source} has no committed checkpoint{what}", key=keys.DECISIONS)
             for kind in kinds:
-                async with (
-                    session(keys.kind_remote(source, kind), store_options) as opened,
-                    _opened(keys.kind_remote(destination, kind), options) as there,
-                ):
-                    await _show(opened.store, there, whole[kind])
+                async with _opened(keys.kind_remote(destination, kind), options) as there:
+                    await _show(there, whole[kind])
             await to.delete([keys.COPY])
         finally:
             await to.close()
@@ -128,7 +126,7 @@ async def _opened(remote: str, options: StoreOptions | None) -> AsyncIterator[Pa
 
 async def _begin(store: PatientStore, source: str) -> bool:
     """Mark a place as an unfinished copy of this source. Return whether an earlier call has done so."""
-    there = await read_record(store, keys.COPY, records.decode_copy)
+    there = await steps.unfinished_copy(store)
     if there is None:
         listing = await store.list("")
         if others := [
@@ -142,10 +140,10 @@ async def _begin(store: PatientStore, source: str) -> bool:
         made = await create_once(store, keys.COPY, ours)
         if made == ours:
             return False
-        there = records.decode_copy(made), ""
-    if there[0] != source:
+        there = records.decode_copy(made)
+    if there != source:
         raise DestinationError(
-            f"{store.url} holds an unfinished copy of {there[0]}, not of {source}",
+            f"{store.url} holds an unfinished copy of {there}, not of {source}",
             hint="copy to another place, or delete that copy first",
         )
     return True
@@ -269,13 +267,15 @@ async def _committed(store: PatientStore, wanted: Collection[int] | None) -> lis
     return sorted(found, key=lambda each: each.checkpoint)
 
 
-async def _show(source: PatientStore, to: PatientStore, whole: Sequence[Decision]) -> None:
-    """Make checkpoints visible, oldest first; before, the generations, so that a launch there gets a newer one."""
-    if not whole:
-        return
-    for each in (await source.list(keys.GENERATIONS)).objects:
-        if (there := await read(source, each.key)) is not None:
-            await create_once(to, each.key, there[0])
-    for decision in whole:
-        await create_once(to, keys.decision_key(decision.checkpoint), records.encode_decision(decision))
-    await steps.move_latest(to, whole[-1].checkpoint, whole[-1].name)
+async def _show(to: PatientStore, whole: Sequence[Decision]) -> None:
+    """Make checkpoints visible, the newest first: nobody may take an older one for the newest."""
+    for decision in reversed(whole):
+        id_ = decision.checkpoint
+        made = await create_once(to, keys.decision_key(id_), records.encode_decision(decision))
+        if (outcome := records.decode_decision(made, id_).outcome) is not Outcome.COMMIT:
+            raise CheckpointConflictError(
+                f"{to.url}: {id_} is {outcome.value}: somebody else has decided while it was copied",
+                hint="keep sweepers away until the copy has ended; delete it, and copy again",
+            )
+        if decision is whole[-1]:
+            await steps.move_latest(to, id_, decision.name)

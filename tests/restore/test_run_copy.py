@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_async import restore
-from ckpt_async.errors import DestinationError, ObjectNotFoundError
+from ckpt_async.errors import CapabilityError, DestinationError, ObjectNotFoundError
 from ckpt_async.restore import run_copy
 from ckpt_async.restore.checkpoint import RemoteFile
 from ckpt_async.restore.run_copy import batches, copy
@@ -65,6 +65,10 @@ def test_nothing_is_shown_before_all_is_there_and_an_interrupted_copy_goes_on(
 
     with pytest.raises(KeyboardInterrupt):
         copy(run_there, there, on_copied=interrupted)
+    with pytest.raises(CapabilityError, match="unfinished copy"):
+        restore.find(there)  # no fresh start
+    with pytest.raises(CapabilityError, match="unfinished copy"):
+        save(tmp_path / "new", there, 1)
     fetched: list[str] = []
     once = run_copy.fetch
     monkeypatch.setattr(
