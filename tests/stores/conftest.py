@@ -1,12 +1,25 @@
-"""Fixtures for tests of stores over TLS: a certificate authority, and a certificate for this machine."""
+"""What all tests of stores have: a time zone that is not UTC; a certificate authority, and a certificate for this
+machine.
+"""
 
 import ssl
+import time
 from collections.abc import Iterator
 
 import pytest
 import trustme
 
 from tests.stores.gcs_servers import FakeGcsServer
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _far_from_utc() -> Iterator[None]:
+    """A time without a zone that is taken for this machine's is hours off, as on most users' machines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "XST-5:45")
+        time.tzset()
+        yield
+    time.tzset()
 
 
 @pytest.fixture(scope="session")

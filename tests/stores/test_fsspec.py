@@ -1,12 +1,13 @@
 """fsspec stores whose servers die, hang, refuse or lose data, and file systems that misreport what they hold."""
 
 import asyncio
+import datetime as dt
 import os
 import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fsspec.registry import _registry
 from ckpt_async import restore
 from ckpt_async.errors import FailureReason, IntegrityError, ObjectNotFoundError, SourceError, StoreError
 from ckpt_async.stores import open_store
-from ckpt_async.stores.interface import BytesBody
+from ckpt_async.stores.interface import BytesBody, Match
 from ckpt_async.stores.tree import OWN
 from tests.file_servers import FileServer
 from tests.stores.bodies import ChangedBody, ReusingBody, crc, put
@@ -308,6 +309,141 @@ def test_a_file_system_without_rename_says_so_and_keeps_what_was_there(url: str,
         with pytest.raises(SourceError):
             await store.put("b", ChangedBody(4 * MIB, MIB), crc(bytes(4 * MIB)))
         assert "b" not in await names(store)
+        await store.close()
+
+    run(body())
+
+
+class Renaming(OneByOne):
+    """A file system that renames, but not onto a file; it tells times as `told` makes them of the real ones."""
+
+    told: Callable[[float], object] = float
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        if Path(path2).exists():
+            raise FileExistsError(17, "there is a file", path2)
+        LocalFileSystem.mv(self, path1, path2, **options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        found = super().info(path, **options)
+        at = type(self).told(found.pop("mtime"))
+        del found["created"]
+        return found if at is None else {**found, "mtime": at}
+
+
+TOLD: dict[str, Callable[[float], object]] = {
+    "seconds": int,
+    "naive": lambda at: dt.datetime.fromtimestamp(at, dt.UTC).replace(tzinfo=None),
+    "aware": lambda at: dt.datetime.fromtimestamp(at, dt.timezone(dt.timedelta(hours=-3))),
+    "text": lambda at: dt.datetime.fromtimestamp(at, dt.UTC).replace(tzinfo=None).isoformat(),
+    "text with zone": lambda at: dt.datetime.fromtimestamp(at, dt.UTC).isoformat(),
+    "none": lambda _: None,
+}
+
+
+@pytest.fixture(params=TOLD)
+def renaming(request: pytest.FixtureRequest) -> type[Renaming]:
+    return type("Odd", (Renaming,), {"told": staticmethod(TOLD[request.param])})
+
+
+def test_times_in_any_form_are_those_of_the_files(url: str, run: Any, renaming: type[Renaming]) -> None:
+    """A reader has no clock of the server, so a zone that is guessed makes all ages hours off."""
+
+    async def body() -> None:
+        store = opened(renaming, url)
+        await store.open()
+        await put(store, "a", b"1")
+        await store.close()
+        reader = opened(renaming, url)
+        await reader.open(is_read_only=True)
+        listing = await reader.list("")
+        await reader.close()
+        (found,) = listing.objects
+        if renaming.told(0) is None:
+            assert found.last_modified is None
+        else:
+            assert abs(listing.server_time - found.last_modified) < 60
+
+    run(body())
+
+
+def test_what_another_writer_is_writing_stays_whatever_the_times(
+    url: str, run: Any, renaming: type[Renaming]
+) -> None:
+    own = Path(url.removeprefix("onebyone://")) / OWN
+    own.mkdir(parents=True)
+    (own / "begun").write_bytes(b"half of a shard")
+
+    async def body() -> None:
+        store = opened(renaming, url)
+        await store.open()
+        await store.close()
+
+    run(body())
+    assert [path.name for path in own.iterdir()] == ["begun"]
+
+
+def test_a_rename_that_does_not_replace_still_replaces_records(
+    url: str, run: Any, renaming: type[Renaming]
+) -> None:
+    """Otherwise `latest` would never move again."""
+
+    async def body() -> None:
+        store = opened(renaming, url)
+        await store.open()
+        assert any("a rename does not replace files" in remark for remark in store.capabilities.remarks)
+        for data in (b"1", b"22"):
+            await put(store, "latest", data)
+        etag = (await store.head("latest")).etag
+        await put(store, "latest", b"333", condition=Match(etag))
+        assert (await store.get("latest", max_size_bytes=9))[0] == b"333"
+        assert await names(store) == ["latest"]
+        await store.close()
+
+    run(body())
+
+
+def test_versions_of_one_size_differ_as_finely_as_their_times(url: str, run: Any) -> None:
+    async def body() -> None:
+        store = opened(OneByOne, url)
+        await store.open()
+        await put(store, "a", b"1")
+        etags = set()
+        for at_ms in (1_700_000_000_001, 1_700_000_000_002, 1_700_000_007_001):
+            os.utime(Path(url.removeprefix("onebyone://")) / "a", ns=(at_ms * 10**6,) * 2)
+            etags.add((await store.head("a")).etag)
+        assert len(etags) == 3
+        await store.close()
+
+    run(body())
+
+
+class Refusing(OneByOne):
+    """A file system that refuses large files, before it has taken a byte of them."""
+
+    protocol = "onebyone"
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb" and self.is_full:
+            raise PermissionError(13, "over quota", path)
+        return super().open(path, mode, **options)
+
+    is_full = False
+
+
+def test_an_early_refusal_of_a_large_body_ends_the_attempt(
+    url: str, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body is still being sent, and nobody takes it any more."""
+
+    async def body() -> None:
+        store = opened(Refusing, url)
+        await store.open()
+        monkeypatch.setattr(Refusing, "is_full", True)
+        sent = Interrupting(bytes(64 * MIB), lambda: None)
+        with pytest.raises(StoreError, match="over quota"):
+            await asyncio.wait_for(store.put("a", sent, crc(sent.data)), 30)
+        assert sent.has_ended.is_set()
         await store.close()
 
     run(body())

@@ -10,7 +10,6 @@ from one that answers with the whole file, whose bytes are never taken for the r
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import itertools
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,13 @@ from ckpt_async.stores.http.answers import LargeBodyError, body_of, session_for
 from ckpt_async.stores.http.connections import trusted_for
 from ckpt_async.stores.http.downloads import NO_HEADERS, Downloads
 from ckpt_async.stores.http.failures import failure_of, reason_of_status, telling_failures_of
-from ckpt_async.stores.http.messages import OtherRangeError, Response, total_of_range
+from ckpt_async.stores.http.messages import (
+    MalformedResponseError,
+    OtherRangeError,
+    Response,
+    http_date,
+    total_of_range,
+)
 from ckpt_async.stores.http.proxies import proxy_url
 from ckpt_async.stores.http.traffic import Traffic
 from ckpt_async.stores.interface import (
@@ -140,6 +145,7 @@ class WebStore(WholeObjects):
         found: list[ObjectInfo] = []
 
         def check(answer: Response) -> None:
+            _check_plain(answer.headers.get("content-encoding"), "get", key)
             _check_partial(answer.status, answer.headers.get("content-length"), key, offset, size_bytes)
             headers = {"etag": "-", **answer.headers}  # a server need not send an ETag
             total = total_of_range(Response(answer.status, headers), offset, size_bytes)
@@ -200,7 +206,7 @@ class WebStore(WholeObjects):
         """Return where an answer redirects to, if it does. If the first request is encrypted, so is every other one."""
         if not 300 <= status < 400 or location is None:
             return None
-        there = yarl.URL(url, encoded=True).join(yarl.URL(location))
+        there = yarl.URL(url, encoded=True).join(yarl.URL(_sendable(location, "?#"), encoded=True))
         if there.scheme not in ("https", urlsplit(self._root).scheme):
             raise _RedirectError(f"redirects to {there.scheme}://{there.host}, which is not encrypted")
         if num_followed == _MOST_REDIRECTS:
@@ -224,13 +230,7 @@ class WebStore(WholeObjects):
                 key=key,
                 hint="is the URL correct? A server that answers every URL with a page hides missing files",
             )
-        if answer.headers.get("Content-Encoding", "identity") != "identity":
-            raise StoreError(
-                f"the server has compressed it ({answer.headers['Content-Encoding']})",
-                reason=FailureReason.OTHER,
-                operation=operation,
-                key=key,
-            )
+        _check_plain(answer.headers.get("Content-Encoding"), operation, key)
 
     def _refusal(self, status: int, operation: str, key: str) -> StoreError:
         if status in (404, 410):
@@ -282,9 +282,20 @@ class WebStore(WholeObjects):
         raise StoreError(what, reason=FailureReason.AUTH, operation=operation, key=key)
 
 
-def _sendable(url: str) -> str:
-    """Escape a URL as a browser would, leaving alone what is escaped already."""
-    return _NO_ESCAPE.sub("%25", quote(url, safe="/:@[]%!$&'()*+,;=~"))
+def _sendable(url: str, safe: str = "") -> str:
+    """Escape a URL as a browser would, leaving alone what is escaped already: it may be signed."""
+    return _NO_ESCAPE.sub("%25", quote(url, safe=f"/:@[]%!$&'()*+,;=~{safe}"))
+
+
+def _check_plain(encoding: str | None, operation: str, key: str) -> None:
+    """Raise StoreError if the body is not the file's own bytes. A server may compress even if nobody asks for it."""
+    if encoding not in (None, "identity"):
+        raise StoreError(
+            f"the server has compressed it ({encoding})",
+            reason=FailureReason.OTHER,
+            operation=operation,
+            key=key,
+        )
 
 
 def _check_partial(status: int, length: str | None, key: str, offset: int, size_bytes: int) -> None:
@@ -299,8 +310,7 @@ def _check_partial(status: int, length: str | None, key: str, offset: int, size_
 def _info(key: str, headers: Mapping[str, str], size_bytes: int) -> ObjectInfo:
     named = {name.lower(): value for name, value in headers.items()}
     modified = named.get("last-modified", "")
-    try:
-        modified_at = email.utils.parsedate_to_datetime(modified).timestamp() if modified else None
-    except (ValueError, OverflowError):
-        modified_at = None
+    modified_at = None
+    with contextlib.suppress(MalformedResponseError):  # nothing depends on it
+        modified_at = http_date("Last-Modified", modified) if modified else None
     return ObjectInfo(key, size_bytes, named.get("etag") or f'"{size_bytes:x}-{modified}"', None, modified_at)
