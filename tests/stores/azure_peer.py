@@ -38,6 +38,7 @@ class Account:
     """What the peer stores; `blocks` are the uncommitted blocks, by blob and id."""
 
     page_size: int = 400
+    ahead_s: float = 0.0  # of its clock, before this machine's
     is_kept: bool = True  # otherwise bodies are checked and discarded
     blobs: dict[str, Blob] = field(default_factory=dict)
     blocks: dict[str, dict[str, Data]] = field(default_factory=dict)
@@ -143,6 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_DELETE = _serve  # noqa: N815
 
+    def _now(self) -> str:
+        return formatdate(time.time() + self.account.ahead_s, usegmt=True)
+
     def _body(self) -> Data:
         size = int(self.headers.get("Content-Length", 0))
         if self.account.is_kept or self.query.get("comp") != "block":
@@ -210,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _store(self, name: str, data: Data, metadata: dict[str, str]) -> dict[str, str]:
         self.account.blocks.pop(name, None)
-        blob = Blob(data, metadata, f'"0x{next(self.account.number):X}"', formatdate(usegmt=True))
+        blob = Blob(data, metadata, f'"0x{next(self.account.number):X}"', self._now())
         self.account.blobs[name] = blob
         return {"ETag": blob.etag, "Last-Modified": blob.modified}
 
@@ -310,7 +314,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the reply; called without holding the lock."""
         status, headers, body = self._reply
         self.send_response_only(status)
-        self.send_header("Date", formatdate(time.time(), usegmt=True))
+        self.send_header("Date", self._now())
         self.send_header("x-ms-request-id", str(next(self.account.number)))
         for key, value in headers.items():
             self.send_header(key, value)

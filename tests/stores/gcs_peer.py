@@ -115,6 +115,7 @@ class GcsPeer(ThreadedPeer):
         self.meddle: Meddle = lambda _, serve: serve()
         self.tokens: set[str] = set()
         self.num_tokens = 0
+        self.token_refusal: Answer | None = None
         self.rewrite_rounds = 1
         self.closing = threading.Event()
         self._lock, self._num = threading.Lock(), 0
@@ -159,6 +160,8 @@ class GcsPeer(ThreadedPeer):
         return Answer(404, b"Not Found\n", [("Content-Type", "text/plain")])
 
     def _token(self) -> Answer:
+        if self.token_refusal is not None:
+            return self.token_refusal
         with self._lock:
             self.num_tokens += 1
             token = f"token-{self.num_tokens}"

@@ -1,8 +1,10 @@
 """Which account an Azure URL means, and how requests are authorised."""
 
 import asyncio
+import datetime as dt
 import json
 import time
+from urllib.parse import parse_qs
 
 import pytest
 
@@ -82,6 +84,24 @@ def test_a_signature_of_ones_own_is_enough(azurite: AzuriteServer, azure_url, ru
     with pytest.raises(StoreError, match=r"AuthorizationFailure|AuthenticationFailed") as caught:
         run(attempt(-60))
     assert "sig=" not in str(caught.value)
+
+
+def test_what_an_account_key_signs_never_ends_in_transit(monkeypatch, run):
+    """A shard of a slow link is under way for minutes; each request has at least a quarter of an hour."""
+    now, key = time.time(), "c2VjcmV0"
+
+    async def body():
+        access = Access(Account("account", CLOUD), "box", {"AZURE_STORAGE_KEY": key})
+        grants = set()
+        for minute in range(0, 180, 7):
+            at = now + 60 * minute
+            monkeypatch.setattr("ckpt_async.stores.azure.access.time.time", lambda at=at: at)
+            grants.add(query := (await access.grant()).query)
+            (expiry,) = parse_qs(query)["se"]
+            assert dt.datetime.fromisoformat(expiry).timestamp() > at + 900
+        assert len(grants) < 10, "it is used as long as it can be"
+
+    run(body())
 
 
 def test_a_managed_identity_gives_tokens(monkeypatch, run):

@@ -19,6 +19,7 @@ from ckpt_async.stores.azure.blocks import block_id
 from ckpt_async.stores.azure.sending import Compared
 from ckpt_async.stores.http.failures import SOMEBODY_ELSE
 from ckpt_async.stores.interface import BytesBody, Create, Match, StoredPart
+from tests.stores.azure_peer import AzurePeer
 from tests.stores.bodies import crc
 from tests.stores.peer import RESET, SILENCE, Peer, answer
 
@@ -169,6 +170,26 @@ def test_a_refused_signature_may_be_the_clocks_fault(run, off_by_s, hint):
                     await CALLS[call](store)
                 assert raised.value.reason is FailureReason.AUTH
                 assert re.search(hint, raised.value.hint)
+
+    run(main())
+
+
+@pytest.mark.parametrize("ahead_s", [-3e5, 3e5])
+def test_uploads_have_the_age_that_the_store_s_clock_gives_them(run, ahead_s):
+    """If this machine's clock is wrong, a live upload would seem old, and be swept."""
+
+    async def main():
+        with AzurePeer(ahead_s=ahead_s) as peer:
+            store = open_store("az://ckpt/run", env=peer.environment())
+            await store.open()
+            for key in ("a", "b"):
+                await store.create_multipart(key)
+            now = (await store.list("")).server_time
+            assert abs(now - time.time() - ahead_s) < 60
+            ages_s = [now - each.initiated_at for each in await store.list_multiparts("")]
+            await store.close()
+        assert len(ages_s) == 2
+        assert all(abs(age_s) < 60 for age_s in ages_s), ages_s
 
     run(main())
 

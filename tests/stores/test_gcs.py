@@ -540,6 +540,28 @@ def test_a_token_that_is_refused_in_the_middle_is_renewed_once(run, secure_peer,
     assert secure_peer.num_tokens == 2
 
 
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (as_json(503, {"error": "internal_failure"}), FailureReason.TRANSIENT),
+        (as_json(400, {"error": "invalid_grant"}), FailureReason.AUTH),
+    ],
+)
+def test_a_token_service_that_is_away_is_asked_again(run, secure_peer, monkeypatch, reply, reason):
+    """Its trouble passes, unlike credentials that it refuses: uploads must not end."""
+    monkeypatch.setattr("google.auth._exponential_backoff.time.sleep", lambda _: None)
+
+    async def body():
+        async with opened(secure_peer) as store:
+            secure_peer.token_refusal = reply
+            store._session.credentials._is_refused = True  # as if it had ended
+            with pytest.raises(StoreError) as raised:
+                await put(store, "a", b"hello")
+            assert raised.value.reason is reason
+
+    run(body())
+
+
 def test_over_tls_a_part_is_read_once_and_compared_with_what_the_store_answers(run, secure_peer):
     """Once the store has answered with a checksum, that checksum detects bytes that changed in transit."""
 
@@ -567,6 +589,51 @@ def test_over_tls_a_part_is_read_once_and_compared_with_what_the_store_answers(r
             secure_peer.meddle = lambda _, serve: serve()
             second = await store.put_part("a", upload_id, 2, BytesBody(b"hello"), None)
             await store.complete_multipart("a", upload_id, [first, second], crc(whole), len(whole))
+
+    run(body())
+
+
+@pytest.mark.parametrize("told", [crc(b"hello"), None])
+def test_a_part_without_a_checksum_on_either_side_is_not_believed(run, peer, told):
+    """Nothing has compared its bytes, so it must not count as verified."""
+
+    def silent(_, serve):
+        answer = serve()
+        answer.headers = [each for each in answer.headers if each[0] != "x-goog-hash"]
+        return answer
+
+    async def body():
+        async with opened(peer) as store:
+            upload_id = await store.create_multipart("a")
+            peer.meddle = silent
+            part = store.put_part("a", upload_id, 1, BytesBody(b"hello"), told)
+            if told is None:
+                with pytest.raises(IntegrityError):
+                    await part
+            else:
+                assert (await part).checksum == told, "the store has compared it"
+
+    run(body())
+
+
+@pytest.mark.parametrize("obeyed", ["none", "creation", "refusal"])
+def test_a_store_is_conditional_only_if_it_heeds_every_condition(run, peer, obeyed):
+    """Otherwise two ranks could both decide."""
+
+    def lax(request, serve):
+        wanted = request.query.get("ifGenerationMatch")
+        if obeyed == "none" or (obeyed == "creation" and wanted != "0"):
+            request.query.pop("ifGenerationMatch", None)
+        elif request.is_upload and wanted not in (None, "0"):
+            return json_error(412, "conditionNotMet", "because")
+        return serve()
+
+    async def body():
+        async with opened(peer) as store:
+            assert store.capabilities.conditional_put
+        peer.meddle = lax
+        async with opened(peer) as store:
+            assert not store.capabilities.conditional_put
 
     run(body())
 

@@ -31,7 +31,7 @@ from ckpt_async.stores.azure.session import NOTHING, AzureSession
 from ckpt_async.stores.checks import check_prefix
 from ckpt_async.stores.checksums import checksum_of, combine
 from ckpt_async.stores.http.bucket import BucketStore, Page, Way, at_once
-from ckpt_async.stores.http.messages import Response, server_time
+from ckpt_async.stores.http.messages import Response
 from ckpt_async.stores.interface import (
     Body,
     BytesBody,
@@ -74,7 +74,6 @@ class AzureStore(BucketStore[AzureSession]):
         location = AzureLocation(container, root, account.endpoint_url, account)
         super().__init__(AzureSession(location, Access(account, container, env), options), url)
         self._sender = Sender(self._session)
-        self._ahead_s = 0.0  # how far the store's clock is ahead of ours
 
     def _unproven(self) -> Capabilities:
         return Capabilities(
@@ -165,11 +164,8 @@ class AzureStore(BucketStore[AzureSession]):
         """Begin an upload by sending a first block, which is never committed: Azure knows only blocks, and this one
         makes the upload exist.
         """
-        upload_id = blocks.new_upload_id(time.time() + self._ahead_s)
-        checksum = checksum_of(_MARK.data, ALGORITHM)
-        answer = await self._put_block(key, upload_id, blocks.MARK, _MARK, checksum)
-        with self._translating("put_block", key):
-            self._ahead_s = server_time(answer.headers) - time.time()
+        upload_id = blocks.new_upload_id(time.time() + self._session.clock_ahead_s)
+        await self._put_block(key, upload_id, blocks.MARK, _MARK, checksum_of(_MARK.data, ALGORITHM))
         return upload_id
 
     async def put_part(
@@ -180,12 +176,9 @@ class AzureStore(BucketStore[AzureSession]):
         await self._put_block(key, upload_id, number, body, checksum)
         return StoredPart(number, body.size_bytes, blocks.block_id(upload_id, number, checksum), checksum)
 
-    async def _put_block(
-        self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum
-    ) -> Response:
+    async def _put_block(self, key: str, upload_id: str, number: int, body: Body, checksum: Checksum) -> None:
         query = {"comp": "block", "blockid": blocks.block_id(upload_id, number, checksum)}
-        answer, _ = await self._sender.put("put_block", key, body, checksum, query=query)
-        return answer
+        await self._sender.put("put_block", key, body, checksum, query=query)
 
     async def copy_part(
         self, source: str, etag: str, key: str, upload_id: str, number: int, offset: int, size_bytes: int

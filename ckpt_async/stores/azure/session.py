@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from urllib.parse import quote, urlencode
 
@@ -14,7 +15,7 @@ from ckpt_async.stores.azure.access import VERSION, Access, Grant
 from ckpt_async.stores.azure.errors import AzureLocation, refusal
 from ckpt_async.stores.http.answers import MAX_DOCUMENT_BYTES, ask, session_for
 from ckpt_async.stores.http.bucket import BucketSession
-from ckpt_async.stores.http.messages import Response
+from ckpt_async.stores.http.messages import Response, server_time
 from ckpt_async.stores.interface import Body
 from ckpt_async.stores.options import StoreOptions
 
@@ -30,6 +31,7 @@ class AzureSession(BucketSession[AzureLocation]):
         self.access = access
         self._ca_file = os.environ.get("REQUESTS_CA_BUNDLE") or None
         self._client: aiohttp.ClientSession
+        self.clock_ahead_s = 0.0  # how far the store's clock is ahead of ours, by its last answer
 
     async def open(self, *, is_read_only: bool) -> None:  # noqa: ARG002
         with self.location.translating("open", ""):
@@ -100,6 +102,7 @@ class AzureSession(BucketSession[AzureLocation]):
         if answer.status >= 300:
             raise self.refused(answer, operation, key, is_conditional=is_conditional)
         answers.check_origin(answer)
+        self.clock_ahead_s = server_time(answer.headers) - time.time()
         return answer
 
     def refused(
