@@ -625,7 +625,8 @@ FOLDERS: dict[str, Format] = {
     "lightning": Format(_lightning, anew=_NONE, is_named=True),
     "nemo": Format(_nemo, _check_nemo, is_renamed=True, is_named=True),
     "parts": Format(_parts),
-    "dcp": Format(_dcp, _check_dcp, anew=_NONE, is_named=True),
+    # megatron-core writes `common.pt` first, and no `.metadata` names it.
+    "dcp": Format(_dcp, _check_dcp, re.compile(r"common\.pt"), is_named=True),
     "safetensors-file": Format(_recognise_index, _check_index, is_named=True),
 }
 TABLE: dict[str, Format] = {

@@ -89,7 +89,7 @@ SAVES = {
         "dcp",
         5,
         {"step-5/common.pt": ZIP, **dcp("step-5"), "step-5/metadata.json": CORE},
-        ("common.pt", "metadata.json"),
+        ("metadata.json",),
         True,
     ),
     "transformers": Save(

@@ -334,6 +334,41 @@ def test_megatron_is_complete_when_the_tracker_names_it(metadata: Mapping[str, b
     assert complete({**core, "iter_0000100/metadata.json": b"{}", **tracker}), "which comes after .metadata"
 
 
+@pytest.mark.parametrize("here", ["iter_0000100", "step-100"])
+def test_megatron_core_that_is_saved_anew_is_no_mixture(metadata: Mapping[str, bytes], here: str) -> None:
+    """A later iteration was saved before training went back. `common.pt` is the first file of a save."""
+    core = {"common.pt": torch_zip(x=1), **metadata, "metadata.json": b"{}"}
+    written = {f"{here}/{name}": data for name, data in core.items()}
+    written |= {"latest_checkpointed_iteration.txt": b"200"} if here.startswith("iter") else {}
+    assert complete(written)
+    began = {path: data for path, data in written.items() if not path.endswith("common.pt")}
+    began[f"{here}/common.pt"] = torch_zip(x=2)
+    assert not complete(began)
+    for name in core:  # until the tracker, where there is one, names it
+        began[f"{here}/{name}"] = began.pop(f"{here}/{name}")
+    assert bool(complete(began)) is here.startswith("step")
+    if here.startswith("iter"):
+        assert complete(began | {"latest_checkpointed_iteration.txt": b"100"}, now_s=9) == []
+        del began["latest_checkpointed_iteration.txt"]
+        assert complete({**began, "latest_checkpointed_iteration.txt": b"100"})
+
+
+def test_deepspeed_s_ranks_are_as_many_as_the_last_save_says() -> None:
+    """What an earlier save to the same place left says another number."""
+
+    def of_rank(rank: int, count: int) -> dict[str, bytes]:
+        model, optim = torch_zip(module={}, dp_world_size=count, mp_world_size=1), torch_zip(x=rank)
+        of_rank = f"global_step30/zero_pp_rank_{rank}_mp_rank_00"
+        return {f"{of_rank}_model_states.pt": model, f"{of_rank}_optim_states.pt": optim}
+
+    latest = {"latest": b"global_step30"}
+    assert complete({**of_rank(0, 2), **of_rank(1, 2), **latest})
+    fewer = {**of_rank(2, 4), **of_rank(3, 4), **of_rank(0, 2), **of_rank(1, 2), **latest}
+    assert "belongs to more than its 2 ranks" in reasons(fewer)
+    more = reasons({**of_rank(1, 2), **of_rank(0, 4), **latest})
+    assert all(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in more for rank in (2, 3))
+
+
 def test_megatron_core_keeps_the_plans_of_all_ranks_in_its_metadata(metadata: Mapping[str, bytes]) -> None:
     told = pickle.loads(metadata[".metadata"])
     item = WriteItem(next(iter(told.storage_data)), WriteItemType.SHARD)

@@ -30,7 +30,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return full() if full is not None else value
 
 
-def _model(pl: Any, is_sharded: bool) -> Any:
+def _model(pl: Any, is_sharded: bool, raises_after: int | None = None) -> Any:
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -47,6 +47,10 @@ def _model(pl: Any, is_sharded: bool) -> Any:
             loss = self.layer(batch).square().mean()
             self.log("loss", loss)
             return loss
+
+        def on_train_batch_end(self, *_: object) -> None:
+            if self.global_step == raises_after:  # after all callbacks, ModelCheckpoint too
+                raise RuntimeError("the training loop fails")
 
         def validation_step(self, batch: torch.Tensor, _: int) -> None:
             self.log("val_loss", self.layer(batch).square().mean())
@@ -76,6 +80,7 @@ def train(
     ckpt_path: str | None = None,
     waits_at: int | None = None,
     raises_at: int | None = None,
+    raises_after: int | None = None,
     loses_store_at: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
@@ -102,7 +107,7 @@ def train(
                 tell(sorted(os.listdir(folder)))
                 threading.Event().wait()
 
-    script, model = Script(), _model(pl, is_sharded)
+    script, model = Script(), _model(pl, is_sharded, raises_after)
     modes = [
         pl.callbacks.ModelCheckpoint(folder, **{"every_n_train_steps": 1, "save_top_k": 1} | each)
         for each in checkpoints

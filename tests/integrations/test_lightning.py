@@ -175,6 +175,20 @@ def test_a_failing_training_loop_is_not_delayed(stage: Stage, tmp_path: Path, re
     committed(remote, 2)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_save_right_before_a_failure_is_uploaded(
+    stage: Stage, tmp_path: Path, remote: str, is_sharded: bool
+) -> None:
+    run: dict[str, Any] = {"remote": remote, "num_steps": NUM_STEPS, "is_sharded": is_sharded}
+    ranks = stage.start_ranks("train", 1 + is_sharded, folder=f"{tmp_path}/a", raises_after=2, **run)
+    ended = [each.hear() for each in ranks]
+    assert [(each["failure"], each["is_closed"]) for each in ended] == [
+        ("the training loop fails", True) for _ in ranks
+    ]
+    restore.drain_predecessor(tmp_path / "a", DRAIN_TIMEOUT_S)
+    committed(remote, 2)
+
+
 def test_what_the_tuner_saves_stays_local(stage: Stage, tmp_path: Path, remote: str) -> None:
     tuned = stage.start("tune", folder=f"{tmp_path}/a", remote=remote)
     assert tuned.hear()["batch_size"] == 8
